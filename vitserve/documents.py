@@ -333,7 +333,9 @@ class HeadList(BaseModel):
 
     enabled: Annotated[bool, Field(description="whether anything is taught here (VIT_TEACH)")]
     heads: list[str]
-    thumbnails: Annotated[bool, Field(description="whether file names and thumbnails are kept")] = False
+    thumbnails: Annotated[
+        bool | None, Field(description="true where file names and thumbnails are kept, else absent")
+    ] = None
 
 
 class HeadDescription(ExampleCounts, Knowledge):

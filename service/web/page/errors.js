@@ -41,7 +41,7 @@ export function explain(error, file) {
   const lines = [error.message];
   const request = error.requestId && `request ${error.requestId}`;
   if (error.code !== "unsupported_media_type") return { lines, own: [error.detail, request].filter(Boolean).join("; ") };
-  lines[0] = `This file is ${error.detail}.`; // it names the formats
+  lines[0] = error.detail.startsWith("not ") ? `This file is ${error.detail}.` : "This file is not a picture."; // else it says how to send one
   if (isHeic(file)) {
     lines[0] = "This is a HEIC picture, as iPhones take them, and this service was installed without support for HEIC.";
     lines.push("Save it as JPEG (on an iPhone: Settings, Camera, Formats, Most Compatible), or ask whoever runs the service to add it.");

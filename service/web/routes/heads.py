@@ -89,14 +89,14 @@ class PageQuery(BaseModel, frozen=True):
     ] = 0
 
 
-@router.get("/heads", response_model=HeadList, responses=problems(422, 503, 504))
+@router.get("/heads", response_model=HeadList, response_model_exclude_none=True, responses=problems(422, 503, 504))
 async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models has all that answer."""
     examples = service_of(request).taught.examples
     async with _admitted(request) as admitted:
         heads = [] if examples is None else sorted(await admitted.with_examples(examples.heads))
     is_kept = examples is not None and service_of(request).settings.teach_thumbnails
-    return HeadList(enabled=examples is not None, heads=heads, thumbnails=is_kept)
+    return HeadList(enabled=examples is not None, heads=heads, thumbnails=is_kept or None)
 
 
 @router.post(
