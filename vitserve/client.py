@@ -55,6 +55,7 @@ from vitserve.errors import (
     Unavailable,
     Unreachable,
 )
+from vitserve.proxies import Proxy, proxy_of, transport_through
 from vitserve.requests import Answer, Array, DrawingOptions, ImageSource, MapOptions, Request, WithAttention
 
 __all__ = [
@@ -151,6 +152,8 @@ class _Service:
 
     _retries: Retries
     _http: httpx.Client | httpx.AsyncClient
+    # Of the environment; none where the caller gives a transport.
+    _proxy: Proxy | None = None
     _answered = False
     _shrink: bool
     # The longer side in pixels of what the service resizes pictures to, and until when it is taken for that.
@@ -315,7 +318,18 @@ class _Service:
 
     def _read(self, request: Request[Answer], response: httpx.Response) -> Answer:
         self._answered = True
-        return request.read(response)
+        try:
+            return request.read(response)
+        except ForeignAnswer as error:
+            message = f"{error}{self._through()}"
+            raise ForeignAnswer(message, error.status, error.retry_after) from None
+
+    def _unreachable(self, error: httpx.TransportError) -> Unreachable:
+        return Unreachable(error, self._http.base_url, self._through())
+
+    def _through(self) -> str:
+        """Return what a message adds about the proxy of the environment; nothing if there is none."""
+        return "" if self._proxy is None else f", through {self._proxy}; {self._proxy.remedy}"
 
     def _pause_after(self, error: ClientError | httpx.TransportError, tries: int, ends_at: float) -> float:
         """Return the seconds to wait after so many tries, never less than `Retry-After` names.
@@ -324,7 +338,7 @@ class _Service:
             ClientError: there is no next try; `Unreachable` for an error of httpx.
         """
         retries = self._retries
-        failure = error if isinstance(error, ClientError) else Unreachable(error, self._http.base_url)
+        failure = error if isinstance(error, ClientError) else self._unreachable(error)
         if not failure.temporary or tries >= retries.tries:
             raise failure
         # A connection that is refused where nobody ever answered is rather a wrong address than a server that starts.
@@ -355,6 +369,8 @@ class Client(_Service):
         shrink: send large JPEG and PNG pictures as small as the model can do with (see docs/api.md); it needs Pillow.
         sleep: waits between two tries.
 
+    HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY apply, unless a transport is given.
+
     Every method raises a `ClientError` when there is no answer: of the type `ProblemError` when the service refuses,
     `Unreachable` when it cannot be reached. One that reads a file raises `OSError` when it cannot.
     """
@@ -372,6 +388,9 @@ class Client(_Service):
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
+        if transport is None:
+            self._proxy = proxy_of(httpx.URL(url))
+            transport = transport_through(self._proxy, httpx.HTTPTransport)
         self._http = httpx.Client(base_url=url, transport=transport, **_connection(api_key, timeout))
         self._retries, self._shrink, self._sleep = retries, shrink, sleep
 
@@ -445,6 +464,9 @@ class AsyncClient(_Service):
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
+        if transport is None:
+            self._proxy = proxy_of(httpx.URL(url))
+            transport = transport_through(self._proxy, httpx.AsyncHTTPTransport)
         self._http = httpx.AsyncClient(base_url=url, transport=transport, **_connection(api_key, timeout))
         self._retries, self._shrink, self._sleep = retries, shrink, sleep
 

@@ -47,12 +47,17 @@ class Unreachable(ClientError, httpx.TransportError):
     """No answer came from `address`; the error of httpx is its `__cause__`.
 
     A request whose time was up is not temporary: the server may be at work on it still.
+
+    Attributes:
+        never_connected: whether no connection was made, to the service or to a proxy before it.
+        has_proxy: whether the environment puts a proxy before the service; the message names it then.
     """
 
-    def __init__(self, error: httpx.TransportError, address: httpx.URL) -> None:
+    def __init__(self, error: httpx.TransportError, address: httpx.URL, through: str = "") -> None:
         named = str(address.copy_with(userinfo=b"")).rstrip("/")
-        super().__init__(f"{named}: {str(error) or type(error).__name__}")
+        super().__init__(f"{named}: {str(error) or type(error).__name__}{through}")
         self.__cause__ = error
+        self.has_proxy = bool(through)
         self.temporary = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
         self.never_connected = isinstance(error, httpx.ConnectError)
 

@@ -100,7 +100,8 @@ def answers_from(arguments: argparse.Namespace) -> "Iterator[Answers]":
         with Client(url, api_key=(arguments.api_key or "").strip() or None, shrink=arguments.shrink) as client:
             yield _ServerAnswers(client, arguments)
     except Unreachable as error:
-        raise InputError("url", f"{error}: is the server running?") from None
+        hint = "" if error.has_proxy else ": is the server running?"
+        raise InputError("url", f"{error}{hint}") from None
     except (httpx.InvalidURL, ClientError) as error:
         key = ": give one of the server's keys with --api-key or VIT_API_KEY" if isinstance(error, Unauthorized) else ""
         raise InputError("url", f"{url}: {error}{key}") from None
