@@ -11,6 +11,21 @@ def main() -> int:
     `service` and `model` are taken from beside this package. `python -m` and PYTHONPATH have Python look elsewhere
     first, for example in a folder whose programs have files of these names.
     """
+    try:
+        return _run()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "service", "model", "vitserve"):
+            raise
+        print(  # noqa: T201
+            f"vitserve: the package {missing} is not installed: the client alone needs httpx and pydantic, the "
+            "commands need the rest: pip install vitserve",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _run() -> int:
     home = str(Path(__file__).parent.parent)
     sys.path.insert(0, home)
     try:

@@ -78,7 +78,8 @@ class _Map(BaseModel):
         Field(description="0...1: how much speaks for that class in this picture; drawings fade with it"),
     ] = None
     abstained: Annotated[
-        Literal[True] | None, Field(description="the model abstains: little speaks for any of its classes")
+        bool | None,
+        Field(description="of a class: the model abstains, as little speaks for any of its classes"),
     ] = None
     layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
     head: Annotated[int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")] = None

@@ -1,17 +1,22 @@
-"""The errors of a client. Each kind of refusal that a program treats differently has a type of its own.
+"""The errors of a client: a type for each kind of status, and below it one for each code that programs tell apart.
 
 ClientError
   Unreachable          no answer came: nobody listens, the connection broke, or the time was up
   ForeignAnswer        something answered that is not vitserve
   ProblemError         the service refused the request with a problem document
-    Unauthorized         the key is missing or wrong
-    NotFound             the id or the path is unknown
-    ImageRefused         the picture cannot be used; others can
-    InvalidParameter     an option is not one that this model or service has
-    InferenceFailed      the model gave no answer for this picture
-    DeadlineExceeded     the service did not get to it in time
-    ModelFailed          the model could not be loaded: another try is in vain
-    Unavailable          the service cannot take it now; the client has tried again already
+    InvalidRequest       400, 405, 413, 415, 421, 422: this request would be refused again
+      ImageRefused         the picture cannot be used; others can
+      InvalidParameter     an option is not one that this model or service has
+    Unauthorized         401: the key is missing or wrong
+    Forbidden            403: the key may not do this
+    NotFound             404: the path or the id is unknown
+      UnknownModel         the service has no model of this name
+    Conflict             409: the state of a model or of a head does not allow it
+    DeadlineExceeded     408, 504: the service did not get to it in time
+    ServiceFailed        500: the service failed on this request
+      InferenceFailed      the model gave no answer for this picture
+    Unavailable          429, 503: the service cannot take it now; the client has tried again already
+      ModelFailed          the model could not be loaded: another try is in vain
 """
 
 from collections.abc import Mapping
@@ -81,52 +86,90 @@ class ProblemError(ClientError):
         self.temporary = problem.status in _TEMPORARY and problem.code != _MODEL_FAILED
 
 
+class InvalidRequest(ProblemError):
+    """The request is wrong, and would be refused again."""
+
+
+class ImageRefused(InvalidRequest):
+    """The picture is too large, of a kind that is not allowed, or does not decode."""
+
+
+class InvalidParameter(InvalidRequest):
+    """An option is not one that this model or service has."""
+
+
 class Unauthorized(ProblemError):
     """The key is missing or wrong."""
+
+
+class Forbidden(ProblemError):
+    """The key may not do this, or the service does not offer it."""
 
 
 class NotFound(ProblemError):
     """The path is unknown, or the id is unknown or has expired."""
 
 
-class ImageRefused(ProblemError):
-    """The picture is too large, of a kind that is not allowed, or does not decode."""
+class UnknownModel(NotFound):
+    """The service has no model of this name."""
 
 
-class InvalidParameter(ProblemError):
-    """An option is not one that this model or service has."""
-
-
-class InferenceFailed(ProblemError):
-    """The model gave no answer for this picture."""
+class Conflict(ProblemError):
+    """The state of a model or of a head does not allow the request."""
 
 
 class DeadlineExceeded(ProblemError):
     """The body did not arrive, or the picture was not computed, within the service's time."""
 
 
-class ModelFailed(ProblemError):
-    """The model could not be loaded; `GET /models` has the reason. Another try is in vain until somebody mends it."""
+class ServiceFailed(ProblemError):
+    """The service failed on this request."""
+
+
+class InferenceFailed(ServiceFailed):
+    """The model gave no answer for this picture."""
 
 
 class Unavailable(ProblemError):
     """The service cannot take the request now: it is full, starting or ending."""
 
 
+class ModelFailed(Unavailable):
+    """The model could not be loaded; `GET /models` has the reason. Another try is in vain until somebody mends it."""
+
+
+_BY_STATUS: Mapping[int, type[ProblemError]] = {
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    408: DeadlineExceeded,
+    409: Conflict,
+    429: Unavailable,
+    503: Unavailable,
+    504: DeadlineExceeded,
+}
+
+# Each is a subclass of its status's type.
 _BY_CODE: Mapping[str, type[ProblemError]] = {
-    "unauthorized": Unauthorized,
-    "not_found": NotFound,
+    "unknown_model": UnknownModel,
     "upload_too_large": ImageRefused,
     "image_too_large": ImageRefused,
     "unsupported_media_type": ImageRefused,
     "image_too_costly": ImageRefused,
     "invalid_image": ImageRefused,
     "invalid_parameter": InvalidParameter,
-    _MODEL_FAILED: ModelFailed,
     "inference_failed": InferenceFailed,
-    "request_timeout": DeadlineExceeded,
-    "deadline_exceeded": DeadlineExceeded,
+    _MODEL_FAILED: ModelFailed,
 }
+
+
+def _kind_of(problem: ProblemDocument) -> type[ProblemError]:
+    """Return the type of a problem: by its code, else by its status."""
+    if problem.code in _BY_CODE:
+        return _BY_CODE[problem.code]
+    if problem.status in _BY_STATUS:
+        return _BY_STATUS[problem.status]
+    return InvalidRequest if problem.status < 500 else ServiceFailed
 
 
 def error_of(response: httpx.Response) -> ClientError:
@@ -138,5 +181,4 @@ def error_of(response: httpx.Response) -> ClientError:
     except ValidationError:
         message = f"{response.status_code} from {response.url}, which is no answer of vitserve"
         return ForeignAnswer(message, response.status_code, retry_after)
-    kind = _BY_CODE.get(problem.code, Unavailable if problem.status in _TEMPORARY else ProblemError)
-    return kind(problem, retry_after)
+    return _kind_of(problem)(problem, retry_after)

@@ -17,7 +17,6 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from model.checkpoint.labels import read_labels
 from model.errors import InputError
 from model.heads import first_equal, labels_of_request
 from model.images.preprocess import ModelInput
@@ -214,8 +213,7 @@ class _ServerAnswers:
         self._client, self._arguments, self._model = client, arguments, arguments.model
 
     def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
-        text = getattr(self._arguments, "labels", None)
-        labels = None if text is None else read_labels(text, None)
+        labels = self._labels()
         top_k = min(top_k, len(labels) if labels else self._client.model(self._model).classes)
 
         def ask(file: Path) -> dict[str, Any]:
@@ -223,6 +221,14 @@ class _ServerAnswers:
             return answer.model_dump(include={"predictions", *SET}, exclude_none=True)
 
         return self._stream(files, ask)
+
+    def _labels(self) -> Sequence[str] | None:
+        text = getattr(self._arguments, "labels", None)
+        if text is None:
+            return None
+        from model.checkpoint.labels import read_labels  # noqa: PLC0415  its package imports torch
+
+        return read_labels(text, None)
 
     def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
         self._client.model(self._model)  # one error for all files where there is no service

@@ -8,10 +8,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.conftest import REPOSITORY
 
@@ -53,8 +56,9 @@ def test_the_version_has_its_section_of_the_changelog_and_stands_nowhere_else():
         assert version not in (REPOSITORY / name).read_text(), name
 
 
-@pytest.mark.timeout(120)
-def test_the_wheels_are_of_no_version_of_python_and_hold_all_that_a_service_needs(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("build")
     # In a copy, as a build writes beside its sources; with the setuptools that is installed.
     for name in ("model", "service", "vitserve", "deploy", "examples"):
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -82,7 +86,12 @@ def test_the_wheels_are_of_no_version_of_python_and_hold_all_that_a_service_need
     ]
     subprocess.run(build, cwd=tmp_path, env=os.environ | {"VITSERVE_KERNEL": "no"}, check=True)
 
-    (wheel,) = (tmp_path / "dist").iterdir()
+    (built,) = (tmp_path / "dist").iterdir()
+    return built
+
+
+@pytest.mark.timeout(120)
+def test_the_wheels_are_of_no_version_of_python_and_hold_all_that_a_service_needs(wheel):
     assert wheel.name == f"vitserve-{PYPROJECT['project']['version']}-py3-none-any.whl"
     names = {re.sub(r"^[^/]*\.data/data/", "", name) for name in zipfile.ZipFile(wheel).namelist()}
     assert {
@@ -94,6 +103,30 @@ def test_the_wheels_are_of_no_version_of_python_and_hold_all_that_a_service_need
         "share/vitserve/examples/dog.jpg",
     } <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/")) or name.endswith((".so", ".c"))]
+
+
+@pytest.mark.timeout(120)
+def test_the_client_installs_without_torch(wheel: Path, tmp_path: Path) -> None:
+    (documented,) = re.findall(r"^pip install (httpx [a-z ]*?) *#", (REPOSITORY / "docs/api.md").read_text(), re.M)
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv/bin/python"
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:  # as pip does with --no-deps
+        archive.extractall(packages)
+    for name in _closure(documented.split()):
+        for file in importlib.metadata.files(name) or []:
+            if not file.parts[0].startswith("..") and "__pycache__" not in file.parts:
+                (packages / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file.locate(), packages / file)
+
+    program = (
+        "import sys, vitserve.client as c; c.Client('http://there').close(); print(c.__file__, 'numpy' in sys.modules)"
+    )
+    imported = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True)
+    assert imported.stdout.split() == [str(packages / "vitserve/client.py"), "False"]
+    command = subprocess.run([python, "-I", "-m", "vitserve", "serve"], capture_output=True, text=True, check=False)
+    assert command.returncode == 1
+    assert re.fullmatch(r"vitserve: the package \w+ is not installed: .* pip install vitserve\n", command.stderr)
 
 
 def test_each_package_that_is_asked_for_is_tested_in_one_version_unless_torch_brings_it():
@@ -109,6 +142,19 @@ def test_what_torch_brings_is_not_pinned_as_the_index_of_its_builds_has_few_vers
 
     assert {"filelock", "mpmath", "markupsafe"} <= brought
     assert not brought & set(PINNED)
+
+
+def _closure(packages: Iterable[str]) -> set[str]:
+    """Return packages with all that they need here."""
+    found: set[str] = set()
+    waiting = list(packages)
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        requirements = [Requirement(line) for line in importlib.metadata.requires(name) or []]
+        needed = {each.name for each in requirements if not each.marker or each.marker.evaluate({"extra": ""})}
+        waiting += needed - found
+    return found
 
 
 def _brought_by(package: str) -> set[str]:

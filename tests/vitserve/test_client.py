@@ -17,21 +17,28 @@ import pytest
 from PIL import Image
 
 from model.images.decode import decode
+from service.web.problems import INTERNAL_ERROR, TABLE
 from tests.conftest import REPOSITORY
 from tests.model.images.pictures import encode
 from vitserve.client import (
     AsyncClient,
     Client,
     ClientError,
+    Conflict,
     DeadlineExceeded,
+    Forbidden,
     ImageRefused,
     InferenceFailed,
     InvalidParameter,
+    InvalidRequest,
+    ModelFailed,
     NotFound,
     ProblemError,
     Retries,
+    ServiceFailed,
     Unauthorized,
     Unavailable,
+    UnknownModel,
     Unreachable,
 )
 from vitserve.documents import Classification
@@ -252,29 +259,45 @@ def test_another_server_is_an_error_of_its_own(call: Call, status: int, message:
     assert not isinstance(raised.value, ProblemError)
 
 
+KINDS = {
+    400: InvalidRequest,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    405: InvalidRequest,
+    408: DeadlineExceeded,
+    409: Conflict,
+    413: InvalidRequest,
+    415: InvalidRequest,
+    421: InvalidRequest,
+    422: InvalidRequest,
+    429: Unavailable,
+    500: ServiceFailed,
+    503: Unavailable,
+    504: DeadlineExceeded,
+}
+FINER: dict[str, type[ProblemError]] = {
+    "unknown_model": UnknownModel,
+    "upload_too_large": ImageRefused,
+    "image_too_large": ImageRefused,
+    "image_too_costly": ImageRefused,
+    "invalid_image": ImageRefused,
+    "unsupported_media_type": ImageRefused,
+    "invalid_parameter": InvalidParameter,
+    "inference_failed": InferenceFailed,
+    "model_failed": ModelFailed,
+}
+
+
 @pytest.mark.parametrize(
-    ("status", "code", "kind"),
-    [
-        (401, "unauthorized", Unauthorized),
-        (404, "not_found", NotFound),
-        (408, "request_timeout", DeadlineExceeded),
-        (413, "upload_too_large", ImageRefused),
-        (413, "image_too_large", ImageRefused),
-        (413, "too_many_images", ProblemError),
-        (422, "image_too_costly", ImageRefused),
-        (415, "unsupported_media_type", ImageRefused),
-        (422, "invalid_image", ImageRefused),
-        (422, "invalid_parameter", InvalidParameter),
-        (500, "inference_failed", InferenceFailed),
-        (500, "internal_error", ProblemError),
-        (503, "draining", Unavailable),
-        (504, "deadline_exceeded", DeadlineExceeded),
-    ],
+    ("status", "code"), sorted({*TABLE.values(), (500, INTERNAL_ERROR), (418, "of_tomorrow"), (507, "of_tomorrow")})
 )
-def test_each_kind_of_refusal_is_a_type(status: int, code: str, kind: type[ProblemError]) -> None:
+def test_each_status_and_code_has_its_error(status: int, code: str) -> None:
     with pytest.raises(ProblemError) as raised:
         call_blocking(Recorder(status, json=FULL | {"status": status, "code": code}), "labels")
-    assert type(raised.value) is kind
+    by_status = KINDS.get(status, InvalidRequest if status < 500 else ServiceFailed)
+    assert isinstance(raised.value, by_status)
+    assert type(raised.value) is FINER.get(code, by_status)
     assert (raised.value.status, raised.value.code) == (status, code)
 
 

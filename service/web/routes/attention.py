@@ -218,7 +218,7 @@ def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]
         "label": None if request.class_index is None else labels[request.class_index],
         "score": None if attention.score is None else significant(attention.score),
         "evidence": None if attention.evidence is None else significant(attention.evidence),
-        "abstained": attention.abstained or None,
+        "abstained": None if request.class_index is None else attention.abstained,
         "grid": attention.values.shape,
         "layer": request.layer,
         "head": request.head,

@@ -30,6 +30,7 @@ async def test_a_kept_picture_gets_its_map_in_every_format(service: App) -> None
     assert set(document) == {"id", "method", "class", "label", "grid", "values", "kept_mass", "region"} | {
         "score",
         "evidence",
+        "abstained",
     }
     assert (document["score"], document["evidence"]) == (0.5, 0.25)
     assert (document["id"], document["method"], document["class"]) == (image_id, "relevance", 0)

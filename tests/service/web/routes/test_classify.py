@@ -71,9 +71,9 @@ async def test_attention_comes_with_the_answer_when_asked(service: App) -> None:
 async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked(service: App) -> None:
     document = (await service.classify(png(1), query="attention=relevance")).json
     attention, best = document["attention"], document["predictions"][0]
-    facts = {"score", "evidence"}
+    facts = {"score", "evidence", "abstained"}
     assert set(attention) == {"url", "grid", "method", "class", "label", "values", "kept_mass", "region"} | facts
-    assert (attention["score"], attention["evidence"]) == (0.5, 0.25)
+    assert (attention["score"], attention["evidence"], attention["abstained"]) == (0.5, 0.25, False)
     assert (attention["method"], attention["class"], attention["label"]) == ("relevance", best["index"], best["label"])
     path, query = attention["url"].split("?")
     again = (await service.get(path, f"{query}&format=json")).json
