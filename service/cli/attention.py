@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve attention`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="OUT", help="a folder; for one picture also a file, OUT.png"
+        "-o", "--output", "--out", type=Path, metavar="OUT", help="a folder; for one picture also a file, OUT.png"
     )
     parser.add_argument("--sheet", type=Path, metavar="FILE", help="all of them small, with labels, in one PNG")
     parser.add_argument("--method", help=f"one of {', '.join(METHODS)} (default: {METHODS[0]})")

@@ -14,7 +14,14 @@ from model.data.split_record import SplitRecord, copy_record, digests_of
 from model.errors import InputError
 from model.outputs import require_classes
 from service.cli.image_files import print_notes, require_empty, writing
-from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
+from service.cli.setting_flags import (
+    CHECKPOINT_FLAGS,
+    add_checkpoint,
+    add_setting_flags,
+    require_checkpoint,
+    serve_command,
+    settings_from,
+)
 from service.engine.loading import checkpoint_from, load_predictor
 from service.settings import Settings
 
@@ -29,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Fit a checkpoint's temperature to labelled pictures, and write what its sets of labels are made by "
         "(docs/training.md). The folder is then served with any VIT_COVERAGE that the pictures are enough for."
     )
-    parser.add_argument("checkpoint", help="as `vitserve serve --checkpoint` takes it")
+    add_checkpoint(parser)
     parser.add_argument(
         "--data",
         type=Path,
@@ -39,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "was given, the pictures that it held out are used",
     )
     parser.add_argument(
+        "-o",
         "--out",
+        "--output",
         type=Path,
         metavar="DIR",
         help="write the checkpoint as vitserve's own folder here; without it, CHECKPOINT is such a folder, and gets a "
@@ -50,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate a checkpoint, and print how well its sets of labels do."""
+    require_checkpoint(arguments, "calibrate")
     settings = settings_from(arguments)
     coverage = settings.coverage or _COVERAGE
     if arguments.out is None:

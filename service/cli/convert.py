@@ -5,19 +5,27 @@ from pathlib import Path
 
 from model.data.split_record import copy_record
 from service.cli.image_files import require_empty, writing
-from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, serve_command, settings_from
+from service.cli.setting_flags import (
+    CHECKPOINT_FLAGS,
+    add_checkpoint,
+    add_setting_flags,
+    require_checkpoint,
+    serve_command,
+    settings_from,
+)
 from service.engine.loading import checkpoint_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve convert`."""
-    parser.add_argument("checkpoint", help="as `vitserve serve --checkpoint` takes it")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="made if absent")
+    add_checkpoint(parser)
+    parser.add_argument("-o", "--output", "--out", type=Path, required=True, metavar="DIR", help="made if absent")
     add_setting_flags(parser, CHECKPOINT_FLAGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read a checkpoint, check its weights, and write it as a native folder."""
+    require_checkpoint(arguments, "convert")
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
 
     settings = settings_from(arguments)

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
+        "--out",
         type=Path,
         required=True,
         metavar="FILE.npy",

@@ -13,7 +13,7 @@ from model.data.split_record import SplitRecord, digests_of
 from model.errors import InputError
 from model.outputs import RequestedOutputs, require_classes
 from service.cli.image_files import find_images, print_notes
-from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags, predictor_from
+from service.cli.setting_flags import CHECKPOINT_FLAGS, add_checkpoint, add_setting_flags, predictor_from
 
 CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
@@ -23,6 +23,7 @@ _SURE: Final = 0.9
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve evaluate`."""
+    add_checkpoint(parser)
     pictures = parser.add_mutually_exclusive_group(required=True)
     pictures.add_argument(
         "--data",
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|FOLDER",
         help="pictures of none of the model's classes: measure how sure it is of them all the same",
     )
-    add_setting_flags(parser, (*MODEL_FLAGS, "coverage"))
+    add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "coverage"))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,13 +2,13 @@
 
 import argparse
 
-from service.cli.setting_flags import CHECKPOINT_FLAGS, add_setting_flags, settings_from
+from service.cli.setting_flags import CHECKPOINT_FLAGS, add_checkpoint, add_setting_flags, settings_from
 from service.engine.loading import checkpoint_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve inspect`."""
-    parser.add_argument("checkpoint", nargs="?", default="bundled", help="as `vitserve serve --checkpoint` takes it")
+    add_checkpoint(parser)
     add_setting_flags(parser, CHECKPOINT_FLAGS)
 
 

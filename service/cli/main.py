@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from model.errors import VitError
 from service.errors import ServiceError
@@ -34,26 +34,66 @@ COMMANDS = {
     "convert": "write a checkpoint as vitserve's own folder",
 }
 
+# A call of each subcommand that needs arguments.
+EXAMPLES: Final = {
+    "classify": "vitserve classify photo.jpg",
+    "embed": "vitserve embed photos/ -o features.npy",
+    "attention": "vitserve attention photo.jpg -o map.png",
+    "evaluate": "vitserve evaluate --data photos/",
+    "calibrate": "vitserve calibrate runs/mine --data photos/",
+    "teach": "vitserve teach pets photos/",
+    "train": "vitserve train --data photos/ --from bundled --out runs/mine",
+    "convert": "vitserve convert bundled -o folder",
+}
+
+# Options of `vitserve` itself.
+_OF_ALL: Final = ("-h", "--help", "-V", "--version")
+
+# Other words for subcommands and for options; of an option's, those count that the subcommand has.
+_COMMANDS_MEANT: Final = {
+    **dict.fromkeys(("run", "start", "server", "up"), "serve"),
+    **dict.fromkeys(("predict", "infer", "label", "recognize"), "classify"),
+    **dict.fromkeys(("eval", "test", "benchmark", "score", "validate"), "evaluate"),
+    **dict.fromkeys(("finetune", "fine-tune", "fit"), "train"),
+    **dict.fromkeys(("info", "show", "describe", "summary"), "inspect"),
+    **dict.fromkeys(("export", "save"), "convert"),
+    **dict.fromkeys(("explain", "heatmap", "map"), "attention"),
+    **dict.fromkeys(("embeddings", "features", "encode"), "embed"),
+}
+_OPTIONS_MEANT: Final = {
+    **dict.fromkeys(("--model", "--weights", "--checkpoint", "--pretrained", "--ckpt"), ("--checkpoint", "--from")),
+    **dict.fromkeys(("--gpu", "--cuda", "--cpu"), ("--device",)),
+    **dict.fromkeys(("--lr", "--learning-rate", "--weight-decay", "--optimizer"), ("--set",)),
+    **dict.fromkeys(("--bind", "--listen", "--address", "--ip"), ("--host",)),
+    **dict.fromkeys(("--key", "--token", "--auth"), ("--api-key", "--api-keys")),
+    **dict.fromkeys(("--server", "--endpoint", "--host"), ("--url",)),
+    **dict.fromkeys(("--dataset", "--images", "--input", "--path", "--dir", "--folder", "--train"), ("--data",)),
+    **dict.fromkeys(("--classes", "--names", "--class-names"), ("--labels",)),
+    **dict.fromkeys(("--batch", "--batch-size"), ("--max-batch", "--batch-size")),
+    **dict.fromkeys(("--img-size", "--imgsz", "--size", "--resolution"), ("--image-size",)),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand, and return the exit code: 0, or 1 after an error that one line explains."""
     open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    if arguments == ["version"]:
+        arguments = ["--version"]
     # `vitserve --port 9000` is `vitserve serve --port 9000`.
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in _OF_ALL):
         arguments.insert(0, "serve")
     if arguments[0] == "serve" and platform.machine() == "x86_64":
         # NumPy's threads spin after each product, and take the cores from the networks. Elsewhere they may be torch's.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     parser, chosen = _parser(arguments[0])
+    if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+        parser.error(_unknown_command(arguments[0]))
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        options = re.findall(r"--[a-z-]+", chosen.format_help())
-        given = unknown[0].partition("=")[0]
-        longer = sorted({each for each in options if given.startswith("--") and each.startswith(given)})
-        near = longer[:5] or get_close_matches(given, options, 1)
-        meant = f": did you mean {' or '.join(near)}?" if near else ""
-        chosen.error(f"{unknown[0]} is none of its options{meant}")
+        chosen.error(_unknown_argument(arguments[0], unknown[0], chosen))
     import logging  # noqa: PLC0415  `--help` is quicker without
 
     # Pillow describes each file that it reads; what is wrong with one is in the answer to its sender.
@@ -87,13 +127,49 @@ def open_standard_streams() -> None:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with one line; the usage of all options would hide it."""
-        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists them)\n")
+        example = EXAMPLES.get(self.prog.rpartition(" ")[2])
+        if example and ("required" in message or "unexpected" in message):
+            message = f"{message}; for example: {example}"
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists all)\n")
+
+
+def _unknown_command(word: str) -> str:
+    """Return a message on a first argument that is not a subcommand, with what it may have meant."""
+    if os.path.exists(word) or "/" in word or word == "bundled":  # noqa: PTH110  any text
+        served = f"`vitserve serve {word}` serves a checkpoint"
+        return f"{word!r} is not a command: {served}, `vitserve classify {word}` classifies pictures"
+    near = _COMMANDS_MEANT.get(word.lower()) or "".join(get_close_matches(word.lower(), COMMANDS, 1))
+    if near:
+        return f"unknown command {word!r}: did you mean `vitserve {near}`?"
+    return f"unknown command {word!r}; available: {', '.join(COMMANDS)}"
+
+
+def _unknown_argument(command: str, argument: str, parser: argparse.ArgumentParser) -> str:
+    """Return a message on an argument that a subcommand does not take, with what it may have meant."""
+    flag = argument.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected argument {argument!r}"
+    options = _options(parser)
+    meant = [each for each in _OPTIONS_MEANT.get(flag, ()) if each in options]
+    longer = sorted({each for each in options if flag.startswith("--") and each.startswith(flag)})
+    near = [*meant, *longer][:5] or get_close_matches(flag, options, 1)
+    if near:
+        return f"{flag} is not one of its options: did you mean {' or '.join(near)}?"
+    others = [name for name in COMMANDS if name != command and flag in _options(_parser(name)[1])]
+    if others:
+        return f"{flag} is not one of its options, but one of {', '.join(others)}"
+    return f"{flag} is not one of its options"
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long options of a subcommand."""
+    return re.findall(r"--[a-z][a-z0-9-]*", parser.format_usage())
 
 
 def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return a parser that knows the name of every subcommand, and that of the flags of the chosen one."""
     parser = _Parser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
-    parser.add_argument("--version", action="version", version=f"vitserve {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"vitserve {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     of_chosen: argparse.ArgumentParser = parser
     for name, summary in COMMANDS.items():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from service.cli.setting_flags import add_setting_flags, settings_from
+from service.cli.setting_flags import add_checkpoint, add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.errors import SettingsError
@@ -24,7 +24,8 @@ logger = logging.getLogger("vitserve")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every setting as a flag."""
-    add_setting_flags(parser, Settings.model_fields)
+    add_checkpoint(parser)
+    add_setting_flags(parser, [name for name in Settings.model_fields if name != "checkpoint"])
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:

@@ -42,7 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="one folder of pictures a class, in DIR or in splits (DIR/train, DIR/val); or CIFAR-10's binary files",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="result; serve it with --checkpoint DIR")
+    parser.add_argument(
+        "-o",
+        "--out",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="result; serve it with --checkpoint DIR",
+    )
     parser.add_argument(
         "--from",
         dest="checkpoint",

@@ -216,7 +216,10 @@ def test_every_subcommand_is_in_the_table() -> None:
         (["--prot", "9000"], "--port"),
         (["serve", "--queu-size=3"], "--queue-size"),
         (["classify", "--tok", "3"], "--top-k"),
-        (["serve", "--model", "cats"], "--model-name or --models or --models-bytes"),
+        (["serve", "--model", "cats"], "--checkpoint or --model-name or --models or --models-bytes"),
+        (["serve", "--gpu"], "--device"),
+        (["train", "--data", "d", "--out", "o", "--checkpoint", "bundled"], "--from"),
+        (["train", "--data", "d", "--out", "o", "--lr", "1e-4"], "--set"),
         (["serve", "--work", "2"], "--workers"),
     ],
 )
@@ -228,6 +231,53 @@ def test_an_unknown_option_is_answered_with_the_nearest_and_no_usage(
     assert stopped.value.code == 2
     [message] = capsys.readouterr().err.splitlines()
     assert f": did you mean {near}?" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["predict", "a.jpg"], "unknown command 'predict': did you mean `vitserve classify`?"),
+        (["clasify", "a.jpg"], "unknown command 'clasify': did you mean `vitserve classify`?"),
+        (["frobnicate"], "unknown command 'frobnicate'; available: serve, classify, "),
+        (["owner/name"], "'owner/name' is not a command: `vitserve serve owner/name` serves a checkpoint"),
+        (["README.md"], "`vitserve classify README.md` classifies pictures"),
+        (["attention", "a.jpg", "--url", "http://there"], "but one of classify, embed, teach"),
+        (["calibrate", "bundled", "photos/"], "required: --data; for example: vitserve calibrate runs/mine --data"),
+        (["evaluate", "photos/"], "--data --unknown is required; for example: vitserve evaluate --data photos/"),
+        (["inspect", "a", "b"], "unexpected argument 'b'"),
+        (["inspect", "bundled", "--checkpoint", "mine"], "two checkpoints are given, bundled and mine; give one"),
+        (["serve", "--checkpoint", "mine", "bundled"], "two checkpoints are given, mine and bundled; give one"),
+    ],
+)
+def test_a_wrong_call_says_what_was_meant(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(line)
+    assert stopped.value.code == 2
+    [shown] = capsys.readouterr().err.splitlines()
+    assert message in shown
+
+
+def test_a_checkpoint_is_an_argument_or_a_flag(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = run(capsys, "inspect", checkpoint)
+    assert told[0] == 0
+    assert run(capsys, "inspect", "--checkpoint", checkpoint) == told
+    assert run(capsys, "convert", "--checkpoint", checkpoint, "--out", tmp_path / "flag")[0] == 0
+    assert run(capsys, "convert", "-o", tmp_path / "argument", checkpoint)[0] == 0
+    _, _, err = run(capsys, "convert", "-o", tmp_path / "none")
+    assert err == "vitserve: no checkpoint is given: vitserve convert CHECKPOINT, as in convert bundled\n"
+    assert run(capsys, "serve", "bundled", "--port", "http")[2].startswith("vitserve: VIT_PORT='http'")
+    monkeypatch.setenv("VIT_CHECKPOINT", str(checkpoint))
+    assert run(capsys, "inspect") == told
+
+
+def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, text in ((["help", "teach"], "usage: vitserve teach"), (["version"], "vitserve ")):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 0
+        assert capsys.readouterr().out.startswith(text)
 
 
 def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
