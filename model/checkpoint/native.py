@@ -124,7 +124,7 @@ def write_calibration(folder: Path, calibration: Calibration) -> None:
     files = Files(folder, str(folder))
     signed = calibration.model_copy(update={"digest": _digest(calibration, files)})
     part = folder / f"{CALIBRATION_FILE}.part"
-    part.write_text(signed.model_dump_json() + "\n")
+    part.write_text(signed.model_dump_json() + "\n", encoding="utf-8")
     part.replace(folder / CALIBRATION_FILE)
 
 
@@ -158,7 +158,8 @@ def write(
     weights = folder / f"{WEIGHTS_FILE}.part"
     save_file(tensors, weights, metadata={"format": "pt"})
     config = folder / f"{CONFIG_FILE}.part"
-    config.write_text(json.dumps(native.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(native.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    config.write_text(f"{text}\n", encoding="utf-8")
     # safetensors makes files that only their owner reads; a service often runs as another user.
     weights.chmod(config.stat().st_mode)
     (folder / CALIBRATION_FILE).unlink(missing_ok=True)  # of the weights that were here

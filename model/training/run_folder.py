@@ -96,7 +96,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_metrics(folder: Path, history: Sequence[EpochMetrics]) -> None:
     """Write `metrics.csv`."""
-    with _replaced(folder / METRICS_FILE) as part, part.open("w", newline="") as file:
+    with _replaced(folder / METRICS_FILE) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, history[0] if history else ())
         writer.writeheader()
         writer.writerows(history)

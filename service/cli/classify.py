@@ -49,15 +49,23 @@ def run(arguments: argparse.Namespace) -> int:
 def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
     """Return a function that prints a file's answer in the form that the arguments choose."""
     if arguments.json:
-        return lambda file, answer: tqdm.write(
-            json.dumps({"file": str(file), **answer}, ensure_ascii=False), sys.stdout
-        )
+        return lambda file, answer: tqdm.write(_json({"file": str(file), **answer}), sys.stdout)
     if not arguments.csv:
         return lambda file, answer: tqdm.write(_text(file, answer), sys.stdout)
     columns = ["file", "rank", "label", "index", "score", "error", *SET]
     table = csv.DictWriter(sys.stdout, columns)
     table.writeheader()
     return lambda file, answer: table.writerows(_rows(file, answer))
+
+
+def _json(answer: Answer) -> str:
+    """Return an answer as JSON; characters that standard output lacks are escaped, so that none is lost."""
+    text = json.dumps(answer, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return json.dumps(answer)
+    return text
 
 
 def _rows(file: Path, answer: Answer) -> Iterator[dict[str, Any]]:

@@ -50,6 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         table = output.with_suffix(".csv")
         with writing(output):
             np.save(output, np.stack([row for _, row in rows]), allow_pickle=False)
-        with writing(table), table.open("w", newline="", encoding="utf-8") as names:
+        with writing(table), table.open("w", newline="", encoding="utf-8", errors="surrogateescape") as names:
             csv.writer(names).writerows([("row", "file"), *enumerate(file for file, _ in rows)])
     return code

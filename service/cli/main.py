@@ -5,7 +5,9 @@ chosen one is imported, so that `vitserve --help` is quick and `vitserve classif
 """
 
 import argparse
+import codecs
 import importlib
+import io
 import os
 import platform
 import re
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TextIO
 
 from model.errors import VitError
 from service.errors import ServiceError
@@ -77,6 +79,7 @@ _OPTIONS_MEANT: Final = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand, and return the exit code: 0, or 1 after an error that one line explains."""
     open_standard_streams()
+    replace_unknown_characters(sys.stdout, sys.stderr)
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
@@ -120,8 +123,21 @@ def open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
-    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+
+
+def replace_unknown_characters(*streams: TextIO) -> None:
+    """Let streams replace characters that their encoding lacks, where they would raise an error.
+
+    Bytes of file names that are not UTF-8 go through a UTF-8 stream as they are.
+    """
+    for stream in streams:
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        is_utf8 = codecs.lookup(stream.encoding).name == "utf-8"
+        if stream.errors == "strict" or (stream.errors == "surrogateescape" and not is_utf8):
+            stream.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
 
 
 class _Parser(argparse.ArgumentParser):
