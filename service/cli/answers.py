@@ -6,12 +6,13 @@ A file's answer is a value, or a text that says why there is none.
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -31,9 +32,20 @@ from model.outputs import (
 )
 from service.cli.image_files import read_input, writing
 from service.cli.setting_flags import predictor_from
+from service.settings import Settings
 from service.teach.fit import taught_head
 from service.teach.heads import features_of
-from vitserve.client import Client, ClientError, ProblemError, Unauthorized, Unreachable
+from vitserve.client import (
+    Client,
+    ClientError,
+    ForeignAnswer,
+    InvalidRequest,
+    NotFound,
+    ProblemError,
+    Unauthorized,
+    UnknownModel,
+    Unreachable,
+)
 from vitserve.documents import HeadDescription, Knowledge, ranked, set_fields
 
 # The fields of a set of labels.
@@ -67,20 +79,19 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, which a command without it does without, `--model` and `--api-key`."""
     parser.add_argument("--url", help="ask this server instead of loading the model here")
     parser.add_argument("--model", help="which of the server's models answers. Default: the server's default")
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("VIT_API_KEY"),
-        help="key of the server, without its name [VIT_API_KEY]",
-    )
+    parser.add_argument("--api-key", help="key of the server, without its name [VIT_API_KEY]")
     parser.add_argument("--shrink", action="store_true", help="with --url: send large pictures smaller")
 
 
 @contextmanager
-def answers_from(arguments: argparse.Namespace) -> "Iterator[Answers]":
+def answers_from(arguments: argparse.Namespace, of_server: Collection[str] = ()) -> "Iterator[Answers]":
     """Give what the flags name: the server at `--url`, or a model that is loaded here.
 
     Both classify and embed files, and yield each with its answer or a text that says why there is none. `teach` yields
     each file with its number among the examples of a head, and `taught` what the head then knows of itself.
+
+    Args:
+        of_server: settings among the flags that this command sends to a server; others need a model that is loaded.
 
     Raises:
         InputError: the server cannot be asked; one line that says what to do.
@@ -88,22 +99,52 @@ def answers_from(arguments: argparse.Namespace) -> "Iterator[Answers]":
     """
     url: str | None = arguments.url
     if url is None:
-        for flag in ("model", "shrink"):
-            if getattr(arguments, flag):
-                raise InputError(flag, f"--{flag}: is for a server: give its --url")
+        for name in ("model", "api_key", "shrink"):
+            if getattr(arguments, name):
+                raise InputError(name, f"{_flag(name)}: is for a server: give its --url")
         yield LocalAnswers(arguments)
         return
-    if "://" not in url:
-        raise InputError("url", f"{url}: expected an address such as http://{url}")
+    _require_address(url)
+    for name in Settings.model_fields:
+        if hasattr(arguments, name) and name not in of_server:
+            raise InputError(
+                name,
+                f"{_flag(name)}: is for a model that is loaded here: leave it out with --url, "
+                "or name one of the server's models with --model",
+            )
+    key = os.environ.get("VIT_API_KEY") if arguments.api_key is None else arguments.api_key
     try:
-        with Client(url, api_key=(arguments.api_key or "").strip() or None, shrink=arguments.shrink) as client:
+        with Client(url, api_key=(key or "").strip() or None, shrink=arguments.shrink) as client:
             yield _ServerAnswers(client, arguments)
     except Unreachable as error:
         hint = "" if error.has_proxy else ": is the server running?"
         raise InputError("url", f"{error}{hint}") from None
     except (httpx.InvalidURL, ClientError) as error:
-        key = ": give one of the server's keys with --api-key or VIT_API_KEY" if isinstance(error, Unauthorized) else ""
-        raise InputError("url", f"{url}: {error}{key}") from None
+        raise InputError("url", f"{url}: {error}{_remedy(error, url)}") from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _require_address(url: str) -> None:
+    """Raise `InputError` if a URL has no scheme, or one that no service speaks."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        raise InputError("url", f"{url}: expected an address such as http://{url}")
+    if scheme.lower() not in ("http", "https"):
+        raise InputError("url", f"{url}: expected an address such as http://{rest}")
+
+
+def _remedy(error: Exception, url: str) -> str:
+    """Return what to do about an error of a server; nothing if its message says so."""
+    if isinstance(error, Unauthorized):
+        return ": give one of the server's keys with --api-key or VIT_API_KEY"
+    is_of_path = isinstance(error, NotFound | InvalidRequest | ForeignAnswer) and not isinstance(error, UnknownModel)
+    if not is_of_path or urlsplit(url).path in ("", "/"):
+        return ""
+    address = urlsplit(url)._replace(path="", query="", fragment="").geturl()
+    return f": --url is the address of the service, without the path of a request, such as {address}"
 
 
 class LocalAnswers:

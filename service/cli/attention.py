@@ -69,7 +69,7 @@ def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path,
     """Return what is written for each file beside a sheet: a new file of a folder, or the only one."""
     folder = arguments.output
     if folder is None and arguments.sheet is None:
-        raise InputError("output", "say where to write: -o, --sheet or both")
+        raise InputError("output", "say where to write: -o OUT, --sheet FILE.png or both")
     if arguments.sheet is not None:
         _require_place(arguments.sheet)
     if folder is None:
@@ -111,7 +111,7 @@ def _described(found: AttentionMap, labels: Sequence[str]) -> str:
 
 def _require_place(file: Path) -> None:
     if file.is_dir() or not file.parent.is_dir():
-        raise InputError("output", f"{file}: not a file in a folder that exists")
+        raise InputError("output", f"{file}: not a file in a folder that exists: make the folder, or name a file in it")
     if file.suffix.lower() != ".png":
         raise InputError("output", f"{file}: expected a name that ends in .png, which is what is written")
 

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
-    with answers_from(arguments) as source:
+    with answers_from(arguments, of_server=["labels"]) as source:
         answers = source.classify(files, arguments.top_k or DEFAULT_TOP_K)
         write = _writer(arguments)
         return handle_answers(

@@ -39,8 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write what is asked for, and return 1 if any file has no embedding; the others have theirs."""
     output: Path = arguments.output
-    if output.suffix != ".npy" or not output.parent.is_dir():
-        raise InputError("output", f"{output}: expected a name that ends in .npy, in a folder that exists")
+    if output.suffix != ".npy":
+        raise InputError("output", f"{output}: expected a name that ends in .npy, such as {output.with_suffix('.npy')}")
+    if not output.parent.is_dir():
+        raise InputError("output", f"{output}: the folder {output.parent} does not exist: make it first")
     files = find_images(arguments.paths)
     rows: list[tuple[Path, Embedding]] = []
     with answers_from(arguments) as source:

@@ -44,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the result."""
     if arguments.data is not None and not arguments.data.is_dir():
+        wrong = "not a folder" if arguments.data.exists() else "no such folder"
         raise InputError(
             "data",
-            f"{arguments.data}: no such folder: give one folder of pictures a class, or CIFAR-10's .bin files; "
+            f"{arguments.data}: {wrong}: give one folder of pictures a class, or CIFAR-10's .bin files; "
             f"they are the binary version at {CIFAR10_HOME}, to be unpacked",
         )
     known = None if arguments.data is None else open_evaluation_set(arguments.data)

@@ -34,8 +34,19 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
         elif path.exists():
             files.append(path)
         else:
-            raise InputError("path", f"{path}: no such file or folder")
+            raise InputError("path", f"{path}: no such file or folder{_hint(path)}")
     return files
+
+
+def _hint(path: Path) -> str:
+    """Return what to do about a path that does not exist; nothing if its name says nothing."""
+    if path.parts[:1] in (("http:",), ("https:",)):
+        return ": download the picture first, and name the file"
+    if path.name == "-":
+        return ": standard input is not read; write the picture to a file"
+    if any(character in path.name for character in "*?["):
+        return ": nothing matches this pattern"
+    return ""
 
 
 def _is_image(file: Path, folder: Path) -> bool:

@@ -26,6 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     So it does if there is no head then, or none that is fitted to all of them yet.
     """
+    if Path(arguments.name).is_dir() and not arguments.folder.is_dir():
+        meant = f"vitserve teach {arguments.folder} {arguments.name}"
+        raise InputError("name", f"{arguments.name}: is a folder: the name of the head comes first: {meant}")
     name, output = check_name(arguments.name), Path(f"{arguments.name}.safetensors")
     labels = _labelled(arguments.folder, name)
     with answers_from(arguments) as source:
@@ -55,6 +58,8 @@ def _labelled(folder: Path, name: str) -> dict[Path, str]:
         DatasetError: a folder that `train` would refuse, but for one of a single class.
         InputError: no folder, or no folders in it.
     """
+    if folder.is_file():
+        raise InputError("path", f"{folder}: a file: expected a folder that has one folder of pictures for each label")
     if not folder.is_dir():
         raise InputError("path", f"{folder}: no such folder")
     if not visible_folders(folder):

@@ -87,6 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
     if arguments.probe and given:
         raise TrainingError(f"--probe: --{given[0]} does not apply")
+    if not arguments.data.is_dir():
+        what = "not a folder" if arguments.data.exists() else "no such folder"
+        raise TrainingError(f"--data {arguments.data}: {what}: expected one folder of pictures a class")
     from model.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
     from model.training.recipe import read_recipe  # noqa: PLC0415
 
@@ -113,9 +116,18 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
 
     if arguments.recipe is not None:
         bundled = RECIPES / f"{arguments.recipe}.toml"
-        return bundled if bundled.parent == RECIPES and bundled.is_file() else Path(arguments.recipe)
+        if bundled.parent == RECIPES and bundled.is_file():
+            return bundled
+        if not Path(arguments.recipe).exists():
+            names = ", ".join(sorted(each.stem for each in RECIPES.glob("*.toml")))
+            raise TrainingError(f"--recipe {arguments.recipe}: no such file, and not one of {names}")
+        return Path(arguments.recipe)
     if arguments.resume:  # any other recipe would be a guess
         begun: Path = arguments.out / RECIPE_FILE
+        if not begun.is_file():
+            raise TrainingError(
+                f"--resume: {arguments.out} holds no run ({RECIPE_FILE}): leave --resume out to begin one"
+            )
         return begun
     return default_recipe(arguments.data, arguments.checkpoint)
 

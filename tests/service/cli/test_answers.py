@@ -95,9 +95,43 @@ def test_large_pictures_are_sent_smaller_on_demand(
     assert sent == [size]
 
 
-@pytest.mark.parametrize("flags", [["--model", "tiny"], ["--shrink"]])
+@pytest.mark.parametrize("flags", [["--model", "tiny"], ["--api-key", "k"], ["--shrink"]])
 def test_what_a_server_alone_does_is_refused_without_its_address(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, "classify", "examples/dog.jpg", *flags)
     assert (code, out, err) == (1, "", f"vitserve: {flags[0]}: is for a server: give its --url\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("classify", "--checkpoint"),
+        ("classify", "--coverage"),
+        ("embed -o x.npy", "--labels"),
+        ("embed -o x.npy", "--device"),
+    ],
+)
+def test_settings_of_a_loaded_model_need_no_url(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [*command.split(), "examples/dog.jpg", "--url", "http://there", flag, "cpu"]
+    code, out, err = run(capsys, *line)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"vitserve: {flag}: is for a model that is loaded here: leave it out with --url")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(404, json=PROBLEM | {"status": 404, "code": "not_found"}),
+        httpx.Response(404, text="<html>"),
+    ],
+    ids=["problem", "page"],
+)
+def test_a_url_of_a_route_names_the_address(
+    answer: httpx.Response, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "Client", partial(Client, transport=httpx.MockTransport(lambda _: answer)))
+    _, _, err = run(capsys, "classify", "examples/dog.jpg", "--url", "http://there:8000/classify")
+    assert err.endswith(
+        ": --url is the address of the service, without the path of a request, such as http://there:8000\n"
+    )

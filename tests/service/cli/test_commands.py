@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import service.cli
+from model.checkpoint import load_checkpoint
 from service.cli.main import COMMANDS, main
 from tests.conftest import REPOSITORY
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
@@ -113,7 +114,7 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["classify", "absent.jpg"], "absent.jpg: no such file"),
         (["classify", "README.md", "--top-k", "0"], "--top-k 0"),
         (["attention", "absent.jpg", "-o", "x.png"], "absent.jpg: no such file"),
-        (["attention", "README.md"], "-o, --sheet or both"),
+        (["attention", "README.md"], "say where to write: -o OUT, --sheet FILE.png or both"),
         (["attention", "README.md", "--sheet", "."], ".: not a file in a folder that exists"),
         (["attention", "README.md", "examples", "-o", "README.md"], "README.md: cannot be written: File exists"),
         (["attention", "README.md", "examples", "-o", "nowhere/maps"], "nowhere/maps: cannot be written: No such file"),
@@ -121,7 +122,13 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["attention", "README.md", "--sheet", "x"], "x: expected a name that ends in .png"),
         (["attention", "README.md", "-o", "nowhere/x.png"], "nowhere/x.png: not a file in a folder that exists"),
         (["embed", "README.md", "-o", "x.txt"], "x.txt: expected a name that ends in .npy"),
-        (["embed", "README.md", "-o", "nowhere/x.npy"], "nowhere/x.npy: expected a name"),
+        (["embed", "README.md", "-o", "nowhere/x.npy"], "nowhere/x.npy: the folder nowhere does not exist"),
+        (["classify", "absent/*.jpg"], "no such file or folder: nothing matches this pattern"),
+        (["classify", "https://example.org/dog.jpg"], "download the picture first"),
+        (["classify", "-"], "standard input is not read"),
+        (["evaluate", "--data", "README.md"], "README.md: not a folder: give one folder of pictures a class"),
+        (["teach", "dogs", "README.md"], "README.md: a file: expected a folder"),
+        (["classify", "examples/dog.jpg", "--url", "ftp://there"], "expected an address such as http://there"),
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),
@@ -283,3 +290,33 @@ def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]) -> N
 def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--port", "http"]) == 1
     assert capsys.readouterr().err.startswith("vitserve: VIT_PORT='http': ")
+
+
+@pytest.mark.parametrize(
+    "labels", ["bird,dog,thing", '["bird", "dog", "thing"]', '{"2": "thing", "0": "bird", "1": "dog"}']
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "classify PICTURES --json --top-k 3",
+        "evaluate --data PICTURES",
+        "attention PICTURES -o OUT --class thing",
+        "embed PICTURES -o OUT.npy",
+        "inspect",
+        "convert -o OUT",
+        "calibrate --data PICTURES --out OUT --coverage 0.8",
+    ],
+)
+def test_labels_are_listed_in_every_command(
+    command: str, labels: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"{label}/{number}.png" for label in ("bird", "dog", "thing") for number in range(8)]
+    paths = {"PICTURES": write_pictures(tmp_path / "photos", *names), "OUT": tmp_path / "out"}
+    line = [str(paths.get(word, word.replace("OUT", str(paths["OUT"])))) for word in command.split()]
+    code, out, err = run(capsys, *line, "--checkpoint", checkpoint, "--labels", labels)
+    assert code == 0, err
+    if command.startswith(("classify", "evaluate", "attention")):
+        assert "thing" in out
+        assert "cat" not in out
+    if command.startswith(("convert", "calibrate")):
+        assert load_checkpoint(str(paths["OUT"])).labels == ("bird", "dog", "thing")

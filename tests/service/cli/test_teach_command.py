@@ -53,6 +53,7 @@ def test_of_splits_only_the_training_one_is_taught(
     [
         (["a/b", "."], "'a/b': a model's name has 1 to 128"),
         (["pets", "nowhere"], "nowhere: no such folder"),
+        ([".", "pets"], ".: is a folder: the name of the head comes first: vitserve teach pets ."),
         (["pets", "."], ".: expected one folder of pictures for each label"),
     ],
 )

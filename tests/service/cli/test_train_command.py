@@ -104,7 +104,7 @@ def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
 ) -> None:
     scratch = ["train", "--data", str(data), "--out", str(tmp_path / "out"), "--device", "cpu"]
     assert main([*scratch, "--recipe", "nowhere"]) == 1
-    assert "vitserve: nowhere: cannot be read: No such file" in capsys.readouterr().err
+    assert "vitserve: --recipe nowhere: no such file, and not one of cifar10" in capsys.readouterr().err
     assert main([*scratch, "--recipe", "cifar10"]) == 1
     assert "cannot set 2500 of 24 pictures aside" in capsys.readouterr().err
     assert main(scratch) == 1
@@ -120,9 +120,10 @@ def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
         (["--epochs", "0"], "recipe: epochs: "),
         (["--image-size", "20"], "image size 20x20 is not a multiple of the patch size 8"),
         (["--validation", "24"], "cannot set 24 of 24 pictures aside for validation"),
+        (["--data", "./nowhere"], "--data nowhere: no such folder: expected one folder of pictures a class"),
         (["--from", "./nowhere"], "./nowhere: no such folder"),
         (["--device", "cuda:99"], "device 'cuda:99'"),
-        (["--resume"], "out/recipe.json: cannot be read"),
+        (["--resume"], "out holds no run (recipe.json): leave --resume out to begin one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
