@@ -39,26 +39,47 @@ _OVERHEAD_IN_REDIS: Final = 512
 
 _TIMEOUT_SECONDS: Final = 0.25
 _PAUSE_SECONDS: Final = 1.0
+_MAX_PAUSE_SECONDS: Final = 8.0
 _MAX_LOGGED: Final = 200
 
+# The members of the sorted set are `COST:ID`, so that a removal knows its bytes. Their sum has a key
+# of its own; where Redis pushed that key out for lack of memory, it is added up again.
 _PUT: Final = """
-local order, picture, evictions = KEYS[1], KEYS[2], KEYS[3]
-local id, value, ttl, most = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local order, picture, evictions, sum = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local id, value, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local cost, most = tonumber(ARGV[4]), tonumber(ARGV[5])
+local prefix = string.sub(picture, 1, -1 - string.len(id))
+local member = ARGV[4] .. ':' .. id
+local function cost_of(member) return tonumber(string.match(member, '^%d+')) end
+
+local bytes = tonumber(redis.call('GET', sum))
+if not bytes then
+    bytes = 0
+    for _, stored in ipairs(redis.call('ZRANGE', order, 0, -1)) do bytes = bytes + cost_of(stored) end
+end
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-redis.call('ZREMRANGEBYSCORE', order, '-inf', now - 1000 * ttl)
-local evicted = redis.call('ZCARD', order) + 1 - most
-if evicted > 0 then
-    local prefix = string.sub(picture, 1, -1 - string.len(id))
-    for place, oldest in ipairs(redis.call('ZPOPMIN', order, evicted)) do
-        if place % 2 == 1 then redis.call('UNLINK', prefix .. oldest) end
+for _, expired in ipairs(redis.call('ZRANGEBYSCORE', order, '-inf', now - 1000 * ttl)) do
+    redis.call('ZREM', order, expired)
+    bytes = bytes - cost_of(expired)
+end
+if redis.call('ZREM', order, member) == 1 then bytes = bytes - cost end
+while bytes + cost > most do
+    local oldest = redis.call('ZPOPMIN', order)[1]
+    if not oldest then
+        bytes = 0
+        break
     end
-    redis.call('INCRBY', evictions, evicted)
+    redis.call('UNLINK', prefix .. string.match(oldest, ':(.*)'))
+    redis.call('INCR', evictions)
+    bytes = bytes - cost_of(oldest)
 end
 redis.call('SET', picture, value, 'PX', ttl)
-redis.call('ZADD', order, now, id)
+redis.call('ZADD', order, now, member)
 redis.call('PEXPIRE', order, ttl)
-return {redis.call('ZCARD', order), tonumber(redis.call('GET', evictions) or '0')}
+bytes = bytes + cost
+redis.call('SET', sum, string.format('%.0f', bytes), 'PX', ttl)
+return {redis.call('ZCARD', order), bytes, tonumber(redis.call('GET', evictions) or '0')}
 """
 
 _OVERHEAD_IN_MEMORY = 768
@@ -197,6 +218,9 @@ def _bytes_in_memory(picture: ModelInput) -> int:
 class RedisImageStore:
     """Stores at most `max_bytes` of pictures in Redis, each for `ttl` seconds; the oldest goes first.
 
+    When Redis fails, all waiting requests go on at once, and later ones do not ask it during a pause.
+    After the pause one request at a time asks; each further failure doubles the pause.
+
     Args:
         url: as redis-py reads it: `redis://`, `rediss://` or `unix://`.
         name: of the model; replicas of another model have pictures of their own.
@@ -223,6 +247,9 @@ class RedisImageStore:
         self._failed = failed
         self._clock = clock
         self._paused_until = -math.inf
+        self._pause_seconds = 0.0
+        self._is_probing = False
+        self._waiting = set[asyncio.Timeout]()
         self._put = self._redis.register_script(_PUT)
         self._usage = StoreUsage()
 
@@ -231,15 +258,16 @@ class RedisImageStore:
         pixels = picture.pixels
         value = _HEADER.pack(*pixels.shape, *picture.region) + pixels.tobytes()
         cost = len(value) + _OVERHEAD_IN_REDIS
-        most = self._max_bytes // cost
-        if self._milliseconds == 0 or most == 0:
+        if self._milliseconds == 0 or cost > self._max_bytes:
             return None
         image_id = image_id or new_image_id()
-        keys = [f"{self._prefix}{key}" for key in ("order", f"picture:{image_id}", "evictions")]
+        names = ("order-by-age", f"picture:{image_id}", "evictions", "bytes")
+        keys = [f"{self._prefix}{name}" for name in names]
+        limits = (self._milliseconds, cost, self._max_bytes)
 
         async def store() -> str:
-            pictures, evicted = await self._put(keys, [image_id, value, self._milliseconds, most])
-            self._usage = StoreUsage(int(pictures), int(pictures) * cost, int(evicted))
+            pictures, size, evicted = await self._put(keys, [image_id, value, *limits])
+            self._usage = StoreUsage(int(pictures), int(size), int(evicted))
             return image_id
 
         return await self._ask(store)
@@ -272,17 +300,37 @@ class RedisImageStore:
         await self._redis.aclose()
 
     async def _ask(self, question: Callable[[], Awaitable[T | None]]) -> T | None:
-        """Return Redis' answer, or None when there is none that makes sense; it is then left alone for a moment."""
-        if self._clock() < self._paused_until:
+        """Return Redis' answer, or None if there is none that makes sense, or none is asked for now."""
+        if self._is_probing or self._clock() < self._paused_until:
             self._failed()
             return None
+        self._is_probing = self._pause_seconds > 0
+        limit = asyncio.timeout(_TIMEOUT_SECONDS)
+        self._waiting.add(limit)
         try:
-            async with asyncio.timeout(_TIMEOUT_SECONDS):
-                return await question()
+            async with limit:
+                answer = await question()
         except Exception as error:  # noqa: BLE001  what is no Redis, or keeps something else, fails in any way
-            self._paused_until = self._clock() + _PAUSE_SECONDS
+            self._waiting.discard(limit)
             self._failed()
-            # It may quote what was answered, of any length and with line breaks.
-            text = (str(error) or type(error).__name__)[:_MAX_LOGGED].encode("unicode_escape").decode("ascii")
-            logger.warning("kept pictures: Redis does not answer: %s", text)
+            self._pause(error)
             return None
+        finally:
+            self._waiting.discard(limit)
+            self._is_probing = False
+        self._pause_seconds = 0.0
+        return answer
+
+    def _pause(self, error: Exception) -> None:
+        """Leave Redis alone for a while, and end the waits of other requests; the first of them logs."""
+        if self._clock() < self._paused_until:
+            return
+        self._pause_seconds = min(max(2 * self._pause_seconds, _PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
+        self._paused_until = self._clock() + self._pause_seconds
+        now = asyncio.get_running_loop().time()
+        for limit in self._waiting:
+            if not limit.expired():
+                limit.reschedule(now)
+        # It may quote what was answered, of any length and with line breaks.
+        text = (str(error) or type(error).__name__)[:_MAX_LOGGED].encode("unicode_escape").decode("ascii")
+        logger.warning("kept pictures: Redis does not answer: %s", text)

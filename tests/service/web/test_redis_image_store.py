@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import signal
 import struct
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -118,6 +119,37 @@ async def test_the_oldest_go_when_their_bytes_are_full(server: Redis) -> None:
 
 
 @on_a_loop
+async def test_bytes_bound_pictures_of_all_sizes(server: Redis) -> None:
+    small, large = COST, 40 * 40 * 3 + 44 + 512
+    limit = 2 * large + small
+    async with stores(server, max_bytes=limit) as (one, two):
+        for value in range(4):
+            await put(one, picture(value, side=40))
+        last_large = await put(two, picture(5, side=40))
+        ids = [await put(one, picture(value)) for value in range(limit // small)]
+        assert one.usage() == (limit // small, limit // small * small, 5)
+        assert await one.get(last_large) is None
+        assert all([await two.get(image_id) is not None for image_id in ids])
+        await put(two, picture(9, side=40))
+        assert two.usage().size <= limit
+        assert await one.get(ids[-1]) is not None
+
+
+@on_a_loop
+async def test_a_picture_stored_twice_counts_once(server: Redis) -> None:
+    async with stores(server, max_bytes=3 * COST) as (one, two):
+        for store in (one, two, one):
+            await store.put(picture(1), "A" * 22)
+        assert one.usage() == (1, COST, 0)
+        client = redis.Redis.from_url(server.url)
+        client.delete(*client.keys("*bytes"))  # as Redis does under its own limit of memory
+        client.close()
+        for value in range(4):
+            await put(two, picture(value))
+        assert two.usage() == (3, 3 * COST, 2)
+
+
+@on_a_loop
 async def test_a_picture_is_kept_for_its_time(server: Redis) -> None:
     async with stores(server, 1, ttl=0.05) as (store,):
         image_id = await put(store, picture(1))
@@ -127,7 +159,7 @@ async def test_a_picture_is_kept_for_its_time(server: Redis) -> None:
         assert store.usage().pictures == 1
         assert store.usage().evicted == 0
     client = redis.Redis.from_url(server.url)
-    assert all(0 < client.pttl(key) <= 50 for key in client.scan_iter("*order")), "keys that nobody asks for go too"
+    assert all(0 < client.pttl(key) <= 50 for key in client.scan_iter("*order*")), "keys that nobody asks for go too"
     client.close()
 
 
@@ -217,3 +249,26 @@ async def test_a_redis_that_does_not_answer_costs_a_quarter_of_a_second_once(tmp
         await service_in(service).images.close()
     assert ["id" in answer.json for answer in answers] == [False] * 5
     assert 0.25 <= seconds < 5 * 0.25, "the first waits, and the others leave Redis alone"
+
+
+@on_a_loop
+async def test_one_request_at_a_time_asks_a_frozen_redis(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = Redis(tmp_path)
+    clock = Clock()
+    failures: list[None] = []
+    async with stores(server, 1, clock=clock, failed=lambda: failures.append(None)) as (store,):
+        server.process.send_signal(signal.SIGSTOP)
+        for pause in (1, 2, 4, 8, 8):
+            caplog.clear()
+            assert await asyncio.gather(*(store.put(picture(1)) for _ in range(20))) == [None] * 20
+            assert len(caplog.messages) == 1, "all wait for the same answer at most"
+            clock.now += pause - 0.1
+            assert await store.put(picture(1)) is None
+            assert len(caplog.messages) == 1
+            clock.now += 0.1
+        assert len(failures) == 5 * 21
+        server.process.send_signal(signal.SIGCONT)
+        while await store.put(picture(2)) is None:
+            clock.now += 8
+        assert None not in await asyncio.gather(*(store.put(picture(3)) for _ in range(5)))
+    server.stop()
