@@ -265,7 +265,9 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    checkpoint: Name = Field("bundled", description="`bundled`, a folder, a file, or a hub id `owner/name[@revision]`")
+    checkpoint: Name = Field(
+        "bundled", description="`bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`"
+    )
     preprocess: Name | None = Field(
         None,
         description="JSON, a file of it, or a preset's name, for formats that carry no preprocessing. "

@@ -11,17 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from model.checkpoint import huggingface, jax_npz, native, state_dict, timm
+from model.checkpoint import huggingface, jax_npz, native, open_clip, state_dict, timm
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files, SingleFile
+from model.checkpoint.files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHTS_FILE, Files, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.key_map import KeyMap, read_key_map
 from model.checkpoint.labels import LABEL_PRESETS, read_labels
 from model.checkpoint.local_files import resolved_source
-from model.checkpoint.lora import ADAPTER_CONFIG, adapt, adapter_base
+from model.checkpoint.lora import adapt, adapter_base
+from model.checkpoint.modules import of_modules
 from model.checkpoint.options import PREPROCESS_PRESETS, CheckpointOptions, read_preprocess
-from model.checkpoint.stated_head import activated
+from model.checkpoint.stated_head import activated, labelled
 from model.errors import CheckpointError
 from model.taught_heads import is_taught_head
 
@@ -30,7 +31,7 @@ __all__ = ["BUNDLED", "LABEL_PRESETS", "PREPROCESS_PRESETS", "Checkpoint", "load
 # The checkpoint that travels with the code.
 BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
 
-_READERS: Final = (native, timm, huggingface, jax_npz, state_dict)
+_READERS: Final = (native, timm, huggingface, open_clip, jax_npz, state_dict)
 
 
 def load_checkpoint(
@@ -46,7 +47,7 @@ def load_checkpoint(
     Its parts agree; its tensors' values are checked when it is built.
 
     Args:
-        source: `bundled`, a folder, a file, or a hub id `owner/name[@revision]`; what exists here is
+        source: `bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`; what exists here is
             never looked for on the hub.
         base: what a LoRA folder adapts, instead of what it names; as `source`.
         bases_below: folders, below one of which the base that it names has to lie; None where it may lie anywhere.
@@ -77,8 +78,9 @@ def load_checkpoint(
     reader = next((reader for reader in _READERS if reader.recognises(files)), None)
     if reader is None and not has_config:
         raise CheckpointError(
-            f"{files.place}: has no {CONFIG_FILE}: expected {CONFIG_FILE}, {WEIGHTS_FILE} and {PREPROCESSOR_FILE}, as "
-            "save_pretrained writes them (a Trainer into checkpoint-N); a file of weights alone is given itself"
+            f"{files.place}: has no {CONFIG_FILE}: {_inner_models(files)}expected {CONFIG_FILE}, {WEIGHTS_FILE} and "
+            f"{PREPROCESSOR_FILE}, as save_pretrained writes them (a Trainer into checkpoint-N); a file of weights "
+            "alone is given itself"
         )
     if reader is None:
         known = ", ".join(reader.FORMAT for reader in _READERS)
@@ -87,7 +89,7 @@ def load_checkpoint(
     given = next((name for name, value in of_state_dicts.items() if value is not None), None)
     if given is not None and reader is not state_dict:
         raise CheckpointError(f"{files.place}: says its own architecture and names; {given} is for plain state dicts")
-    checkpoint: Checkpoint = activated(reader.read(files, options), options.activation)
+    checkpoint: Checkpoint = activated(labelled(reader.read(files, options), options.labels), options.activation)
     notes = checkpoint.notes + files.notes
     if files.overlay is not None:
         notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
@@ -117,9 +119,9 @@ def _open(source: str, keys: KeyMap) -> Files:
             f"{source}: a taught head: a folder of --models takes it beside a model with its backbone"
         )
     if resolved is not None:
-        return Files(path, source) if resolved.is_dir() else SingleFile(path, source, keys)
+        return of_modules(Files(path, source)) if resolved.is_dir() else SingleFile(path, source, keys)
     if is_hub_id(source):
-        return Repository(source)
+        return of_modules(Repository(source))
     raise CheckpointError(f"{source}: no such folder or file, and not a hub id (owner/name)")
 
 
@@ -143,3 +145,13 @@ def _base(adapter: Files, base: str | None, below: Sequence[Path] | None, keys: 
             "set VIT_BASE to the checkpoint that it adapts"
         )
     return Repository(named)
+
+
+def _inner_models(files: Files) -> str:
+    """Return the advice to give one of the subfolders that hold a model, or an empty text if none does."""
+    inner = files.models_within()
+    if not inner:
+        return ""
+    joint = ":" if isinstance(files, Repository) else "/"
+    names = ", ".join(inner[:5]) + (f" and {len(inner) - 5} more" if len(inner) > 5 else "")
+    return f"there is a model in {names}: give {files.source}{joint}{inner[0]}; else "

@@ -3,6 +3,7 @@
 All tensors of a checkpoint, whatever file and format hold them, are read by `Files.tensors`.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from model.checkpoint.containers import Chosen, chosen_state_dict, without_wrappers
 from model.checkpoint.key_map import KeyMap
-from model.checkpoint.local_files import read_json, resolved_part
+from model.checkpoint.local_files import read_json, reading, resolved_part
 from model.checkpoint.tensor_files import read_tensor_file
 from model.checkpoint.tensors import digest_of
 from model.errors import CheckpointError
@@ -21,6 +22,10 @@ WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_FILE: Final = "pytorch_model.bin"
 PICKLE_INDEX_FILE: Final = "pytorch_model.bin.index.json"
+# Files that say what a folder's model is.
+OPEN_CLIP_CONFIG: Final = "open_clip_config.json"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+MODEL_FILES: Final = (CONFIG_FILE, ADAPTER_CONFIG, OPEN_CLIP_CONFIG)
 
 
 class Files:
@@ -32,14 +37,18 @@ class Files:
         folder: where the parts are.
         revision: of a hub repository (a commit); None for what lies here.
         digest: of the tensors, once they were read.
+        parent: the folder that names this one as its model's, and whose name is the model's.
         overlay: an adapter's files, whose preprocessing comes before the base's.
         merge: merges the adapter into the tensors.
         notes: what was done to the names of the tensors, once they were read.
+        weights: names of the files of weights, of which the first that is there is read.
     """
 
+    weights: tuple[str, ...] = (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE, PICKLE_INDEX_FILE)  # as transformers
     revision: str | None = None
     digest: str = ""
     notes: tuple[str, ...] = ()
+    parent: "Files | None" = None
     overlay: "Files | None" = None
     merge: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
@@ -55,6 +64,8 @@ class Files:
         """
         if self.overlay is not None:
             return self.overlay.name
+        if self.parent is not None:
+            return self.parent.name
         place = self.folder.resolve() if self.folder.name in ("", "..") else self.folder.absolute()
         repository = place.parent.parent.name  # of the hub's cache: models--owner--name/snapshots/COMMIT
         if place.parent.name == "snapshots" and repository.startswith("models--"):
@@ -86,6 +97,23 @@ class Files:
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.where(name)}: expected an object: names and values in braces")
         return value
+
+    def subfolder(self, name: str) -> "Files":
+        """Return the files of a folder within this one; CheckpointError if it leads out of it."""
+        if not all(re.fullmatch(r"\w[\w.-]*", part) for part in name.split("/")):
+            raise CheckpointError(f"{self.place}: {name!r:.100} is not the name of a folder within it")
+        inner = self._within(name)
+        inner.parent = self
+        return inner
+
+    def _within(self, name: str) -> "Files":
+        return Files(self.folder / name, self.source)
+
+    def models_within(self) -> list[str]:
+        """Return the names of the subfolders that hold a model."""
+        with reading(self.place):
+            folders = sorted(path.name for path in self.folder.iterdir() if path.is_dir())
+        return [name for name in folders if any((self.folder / name / file).is_file() for file in MODEL_FILES)]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -119,10 +147,9 @@ class Files:
 
     def _stored(self) -> Mapping[str, Tensor]:
         """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a pickle."""
-        names = (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE, PICKLE_INDEX_FILE)  # in the order of transformers
-        name = next((name for name in names if self.path(name) is not None), None)
+        name = next((name for name in self.weights if self.path(name) is not None), None)
         if name is None:
-            raise CheckpointError(f"{self.place}: no weights ({', '.join(names[:-1])} or {names[-1]})")
+            raise CheckpointError(f"{self.place}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]})")
         return self._sharded(name) if name in (INDEX_FILE, PICKLE_INDEX_FILE) else self.part(name)
 
     def _sharded(self, name: str) -> dict[str, Tensor]:

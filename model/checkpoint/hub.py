@@ -6,16 +6,17 @@ first: a repository that is not a ViT costs no download of weights.
 """
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Final
 
-from model.checkpoint.files import Files
+from model.checkpoint.files import MODEL_FILES, Files
 from model.checkpoint.local_files import resolved_part
 from model.errors import CheckpointError, first_line
 
 _HUB_ID: Final = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]{1,200}))?"
+    r"(?::(?P<subfolder>\w[\w.-]*(?:/\w[\w.-]*)*))?"
 )
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT: Final = 10.0  # seconds to wait for a file's metadata
@@ -23,7 +24,7 @@ _ANSWER_TIMEOUT: Final = 5.0  # seconds within which the hub answers, else only 
 
 
 def is_hub_id(source: str) -> bool:
-    """Return whether it has the form `owner/name[@revision]`."""
+    """Return whether it has the form `owner/name[@revision][:subfolder]`."""
     return _HUB_ID.fullmatch(source) is not None
 
 
@@ -34,7 +35,7 @@ class Repository(Files):
         from_cache: why only the cache is read, or an empty text where the hub is asked.
 
     Args:
-        source: `owner/name[@revision]`; a branch, a tag or a commit.
+        source: `owner/name[@revision][:subfolder]`; a branch, a tag or a commit.
 
     Raises:
         CheckpointError: `huggingface_hub` is not installed, or the cache alone is read and has nothing of it.
@@ -45,6 +46,7 @@ class Repository(Files):
         assert match is not None
         super().__init__(Path(source), source)
         self._id, self._repository, self._revision = source, match["repo"], match["revision"]
+        self._subfolder = match["subfolder"] or ""
         self._hub = _huggingface_hub(source)
         self._found: dict[str, Path | None] = {}
         # The bases are the HTTP client's errors, whichever client this version of the hub's has.
@@ -61,7 +63,7 @@ class Repository(Files):
             found = self._hub.snapshot_download(self._repository, revision=self._revision, local_files_only=True)
         except self._failures:
             raise self._not_here(f"it is not in the cache and {self.from_cache}") from None
-        self.folder, self.revision = Path(found), Path(found).name
+        self.folder, self.revision = Path(found) / self._subfolder, Path(found).name
         self.place += f" (from the cache: {self.from_cache})"
 
     @property
@@ -85,6 +87,22 @@ class Repository(Files):
         """Return the name of the file `name` in messages."""
         return f"{self._id}/{name}"
 
+    def _within(self, name: str) -> Files:
+        base, _, within = self._id.partition(":")
+        return Repository(f"{base}:{f'{within}/' * bool(within)}{name}")
+
+    def models_within(self) -> list[str]:
+        """Return the paths of the repository's folders that hold a model; none if the hub does not list them."""
+        if self.from_cache:
+            return super().models_within()
+        try:
+            hub = self._hub.HfApi(endpoint=self._hub.constants.ENDPOINT)
+            names = hub.list_repo_files(self._repository, revision=self.revision or self._revision)
+        except (self._hub.errors.HfHubHTTPError, *self._failures):
+            return []
+        paths = [PurePosixPath(name) for name in names]
+        return sorted({str(path.parent) for path in paths if path.name in MODEL_FILES and path.parent.name})
+
     def _fetch(self, name: str) -> Path | None:
         errors, revision = self._hub.errors, self.revision or self._revision
         refusals = {
@@ -95,7 +113,10 @@ class Repository(Files):
             ),
         }
         try:
-            path = Path(self._hub.hf_hub_download(self._repository, name, revision=revision, etag_timeout=_TIMEOUT))
+            found = self._hub.hf_hub_download(
+                self._repository, name, subfolder=self._subfolder, revision=revision, etag_timeout=_TIMEOUT
+            )
+            path = Path(found)
         except (errors.EntryNotFoundError, *self._failures) as error:
             if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
                 return None

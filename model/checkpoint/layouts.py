@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
+from model.checkpoint.files import OPEN_CLIP_CONFIG
 from model.checkpoint.huggingface.families import ENCODER
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.tensors import Rules, join_parts, renamed, taken
@@ -104,6 +105,9 @@ LAYOUTS: Final = (
 )
 
 
+_OF_OPEN_CLIP: Final = ("visual.conv1.weight", "visual.trunk.patch_embed.proj.weight", "visual.class_embedding")
+
+
 def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[str, Tensor]]:
     """Return the layout that a state dict has, and its tensors under the model's names.
 
@@ -115,6 +119,12 @@ def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[s
         first = {name.partition(".")[0]: name for name in reversed(list(tensors))}
         shown = ", ".join(repr(name)[:80] for name in list(reversed(first.values()))[:4])
         known = ", ".join(dict.fromkeys(layout.name for layout in LAYOUTS))
+        if not tensors.keys().isdisjoint(_OF_OPEN_CLIP):
+            raise CheckpointError(
+                f"{where}: names of open_clip: give its folder, where it is called open_clip_pytorch_model.bin or "
+                f"open_clip_model.safetensors, with {OPEN_CLIP_CONFIG} beside it: json.dump({{'model_cfg': "
+                "open_clip.get_model_config(NAME), 'preprocess_cfg': model.visual.preprocess_cfg}, FILE)"
+            )
         raise CheckpointError(
             f"{where}: names of a layout that is not known (known are {known}), such as {shown}: a file of VIT_KEYS "
             "says which tensor of the model each is; for a network of timm, name it with VIT_ARCHITECTURE"

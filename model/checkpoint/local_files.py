@@ -99,8 +99,9 @@ def resolved_part(folder: Path, name: str, where: str) -> Path | None:
         CheckpointError: it is no regular file, leads out of the folder, or this process may not read it.
     """
     path, root = (Path(os.path.realpath(path)) for path in (folder / name, folder))
-    blobs = root.parent.parent / "blobs"
-    is_snapshot = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
+    snapshots = next((above for above in root.parents if above.name == "snapshots"), root)
+    blobs = snapshots.parent / "blobs"
+    is_snapshot = snapshots != root and snapshots.parent.name.startswith("models--")
     # Looked at first, so that nobody learns what exists outside.
     if not path.is_relative_to(root) and not (is_snapshot and path.is_relative_to(blobs)):
         raise CheckpointError(f"{where}: a symbolic link out of its folder: put the file itself there")

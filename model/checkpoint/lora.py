@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.checkpoint import huggingface, timm
-from model.checkpoint.files import Files
+from model.checkpoint.files import ADAPTER_CONFIG, Files
 from model.checkpoint.local_files import required
 from model.errors import CheckpointError
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 # From the names of a library's files, or of its memory, which adapters are saved under, to one of both.
 Renaming = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]

@@ -155,3 +155,13 @@ def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
     if is_fitted and checkpoint.head.independent != independent:
         raise CheckpointError(f"{setting}: its scores were fitted with the other activation; leave the setting out")
     return replace(checkpoint, multi_label=independent)
+
+
+def labelled(checkpoint: Checkpoint, labels: str | None) -> Checkpoint:
+    """Return the checkpoint; raises `CheckpointError` if the operator names labels and there are no classes."""
+    if labels in (None, "numbers") or checkpoint.config.num_classes:
+        return checkpoint
+    raise CheckpointError(
+        f"{checkpoint.source}: VIT_LABELS: the model has no head and no text tower that is read, so labels have no "
+        "effect; leave the setting out"
+    )

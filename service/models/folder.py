@@ -36,13 +36,16 @@ WEIGHTS: Final = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".ta
 _TOML: Final = ".toml"
 
 # Files that the folder of one model has, and a folder of models has not.
-_OF_ONE_MODEL: Final = ("config.json", "adapter_config.json", "preprocessor_config.json")
+_OF_ONE_MODEL: Final = (
+    *("config.json", "adapter_config.json", "preprocessor_config.json"),
+    *("open_clip_config.json", "modules.json"),
+)
 
 # The checkpoints that come with the service, which a `NAME.toml` may name by their paths.
 _PACKAGED: Final = Path(model.__file__).resolve().parent / "weights"
 
 # A reference that names something else where no such file is here.
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(:\w[\w./-]*)?")
 _SUFFIX: Final = re.compile(r"\.[A-Za-z0-9]{1,12}\Z")
 
 _MAX_PATH: Final = 4000

@@ -1,6 +1,7 @@
 """A local server that speaks the hub's protocol."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ class Hub:
 
     def answer(self, path: str, authorization: str | None) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body for `owner/name/resolve/revision/file`."""
+        if path.startswith("/api/models/"):
+            return self._tree(path)
         repository, _, asked = path.strip("/").partition("/resolve/")
         revision, _, name = asked.partition("/")
         commits = self.repositories.get(repository, {})
@@ -41,6 +44,18 @@ class Hub:
                 return status, {"X-Error-Code": code, "X-Error-Message": code, "X-Repo-Commit": commit}, b""
         data = (commits[commit] / name).read_bytes()
         return 200, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": commit}, data
+
+    def _tree(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        """Return the list of files for `/api/models/owner/name/tree/revision`."""
+        repository, _, asked = path.removeprefix("/api/models/").partition("/tree/")
+        revision = asked.partition("?")[0]
+        folder = self.repositories[repository][_BRANCHES.get(revision, revision)]
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        listed = [
+            {"type": "file", "path": str(file.relative_to(folder)), "oid": "0", "size": file.stat().st_size}
+            for file in files
+        ]
+        return 200, {"Content-Type": "application/json"}, json.dumps(listed).encode()
 
 
 @contextmanager

@@ -132,3 +132,16 @@ def test_an_adapter_on_the_hub_names_no_base_on_this_machine(hub: Hub, load: Loa
     base = huggingface_folder(tmp_path / "base")
     hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", str(base))}
     assert "as its base, which is no hub id: set VIT_BASE" in load("owner/adapter", hub)["error"]
+
+
+def test_a_model_in_a_subfolder_of_a_repository_is_read(hub: Hub, load: Load, tmp_path: Path) -> None:
+    huggingface_folder(tmp_path / MAIN / "nested")
+    (tmp_path / MAIN / "config.json").unlink()
+    assert "there is a model in nested: give owner/name:nested" in load("owner/name", hub)["error"]
+    for source in ("owner/name:nested", "owner/name@main:nested"):
+        answer = load(source, hub)
+        assert (answer["label"], answer["revision"]) == ("a", MAIN)
+    assert load("owner/name:nested", hub, offline=True)["label"] == "a"
+    assert "there is a model in nested: give owner/name:nested" in load("owner/name", hub, offline=True)["error"]
+    (tmp_path / MAIN / "modules.json").write_text('[{"path": "nested"}]')
+    assert load("owner/name", hub)["label"] == "a"
