@@ -4,6 +4,8 @@
 names the thing and, where there is one, the way out.
 """
 
+from collections.abc import Iterable
+from difflib import SequenceMatcher, get_close_matches
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 _MAX_MESSAGE: Final = 1900
 # Characters of a message's end that stay: what to do often stands there.
 _MESSAGE_END: Final = 400
+# Characters of an unknown name that are compared with the known ones.
+_MAX_COMPARED: Final = 50
 
 
 class VitError(Exception):
@@ -102,6 +106,29 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def by_likeness(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names, the one most like an unknown name first."""
+    unknown = name[:_MAX_COMPARED].lower()
+    return sorted(known, key=lambda each: (-SequenceMatcher(None, each.lower(), unknown).ratio(), each))
+
+
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """Return the known name that an unknown one was probably meant to be, or an empty text.
+
+    Args:
+        name: the unknown name, in any case and with hyphens or underscores.
+        known: the names that there are.
+        likeness: the least ratio of `difflib.SequenceMatcher`, 0 to 1.
+    """
+    spelled = {_spelled(each): each for each in known}
+    near = get_close_matches(_spelled(name[:_MAX_COMPARED]), spelled, 1, likeness)
+    return spelled[near[0]] if near else ""
+
+
+def _spelled(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 def first_problem(error: "ValidationError") -> str:

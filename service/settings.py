@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -32,7 +31,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import Size
-from model.errors import first_problem
+from model.errors import first_problem, nearest
 from service.errors import SettingsError
 
 ENV_PREFIX = "VIT_"
@@ -589,8 +588,9 @@ def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
         name = variable.upper().removeprefix(ENV_PREFIX)
         value = environment[variable].strip()
         if name not in known:
-            nearest = "".join(f": did you mean {ENV_PREFIX}{each}?" for each in get_close_matches(name, known, 1, 0.75))
-            lines.append(f"{variable} is not a setting and is ignored{nearest}")
+            near = nearest(name, known, 0.75)
+            meant = f": did you mean {ENV_PREFIX}{near}?" if near else ""
+            lines.append(f"{variable} is not a setting and is ignored{meant}")
         elif without_quotes(value) != value:
             lines.append(f"{variable}: the quotes around its value are ignored; remove them from the env file")
     return lines

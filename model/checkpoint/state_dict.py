@@ -12,7 +12,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Final
 
 import torch
@@ -35,7 +34,7 @@ from model.checkpoint.timm_architectures import (
     runs_in_library,
 )
 from model.config import NetworkConfig, PreprocessConfig, Size, ViTConfig
-from model.errors import CheckpointError
+from model.errors import CheckpointError, nearest
 from model.network import library
 from model.network.vit import meta_model
 
@@ -124,8 +123,9 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise CheckpointError(f"VIT_ARCHITECTURE {pair!r}: expected argument=value")
         if known and key not in known:
-            near = "".join(f": did you mean {each}?" for each in get_close_matches(key, known, 1))
-            raise CheckpointError(f"VIT_ARCHITECTURE: {name} has no argument {key!r:.100}{near}")
+            near = nearest(key, known)
+            meant = f": did you mean {near}?" if near else ""
+            raise CheckpointError(f"VIT_ARCHITECTURE: {name} has no argument {key!r:.100}{meant}")
         try:
             given[key] = json.loads(value)
         except (ValueError, RecursionError):

@@ -15,7 +15,6 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final, NamedTuple, TypeVar
@@ -24,7 +23,7 @@ from pydantic import ValidationError
 
 import model
 from model.data.junk import is_junk
-from model.errors import first_problem
+from model.errors import first_problem, nearest
 from model.taught_heads import is_taught_head
 from service.errors import Forbidden, InvalidParameter
 from service.settings import PATHS, ModelSettings
@@ -93,8 +92,8 @@ def _nearest_setting(error: ValidationError) -> str:
     if first["type"] != "extra_forbidden":
         return ""
     known = list(ModelSettings.model_fields)
-    near = get_close_matches(str(first["loc"][0]).lower().replace("-", "_"), known, 1)
-    return f": did you mean {near[0]}?" if near else f"; available: {', '.join(known)}"
+    near = nearest(str(first["loc"][0]), known)
+    return f": did you mean {near}?" if near else f"; available: {', '.join(known)}"
 
 
 def located(setting: str, value: object, folder: Path, others: Sequence[Path] = ()) -> str | None:

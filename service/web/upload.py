@@ -5,10 +5,9 @@ limit is passed, not when its end is reached.
 """
 
 import contextlib
-import difflib
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -21,7 +20,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
-from model.errors import UnsupportedImageFormat
+from model.errors import UnsupportedImageFormat, by_likeness
 from service.errors import (
     ClientDisconnected,
     MalformedRequest,
@@ -328,12 +327,6 @@ def _meant(text: str) -> str:
     if start.startswith(("{", "[")):
         return f'the body is JSON: send Content-Type: application/json with {{"image": "BASE64"}}, or {RIGHT_CALL}'
     return f'the body is text, not a picture: send its bytes: {RIGHT_CALL}, or JSON {{"image": "BASE64"}}'
-
-
-def by_likeness(name: str, known: Iterable[str]) -> list[str]:
-    """Return names, the one most like a given name first."""
-    given = name[:50].lower()
-    return sorted(known, key=lambda each: (-difflib.SequenceMatcher(None, each.lower(), given).ratio(), each))
 
 
 def from_base64(text: str) -> bytearray:

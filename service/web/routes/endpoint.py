@@ -25,15 +25,38 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
+from model.errors import by_likeness, nearest
 from service.errors import InvalidParameter, MethodNotAllowed, NotFound
-from service.web.middleware import request_context
+from service.web.middleware import PROBES, request_context
 from service.web.problems import MEDIA_TYPE
-from service.web.upload import by_likeness
 from vitserve.documents import FIELD, ProblemDocument
 
 Q = TypeVar("Q", bound=BaseModel)
 
 _MAX_PARAMETERS = 64
+
+# Characters of an unknown path that are compared with the routes.
+_MAX_LIKENED = 100
+
+# What TorchServe, TensorFlow Serving, SageMaker and hand-written servers call a route of ours.
+_OTHERS_NAMES = {
+    "predict": "/classify",
+    "prediction": "/classify",
+    "infer": "/classify",
+    "inference": "/classify",
+    "upload": "/classify",
+    "batch": "/classify/batch",
+    "explain": "/attention",
+    "heatmap": "/attention",
+    "features": "/embed",
+    "health": "/healthz",
+    "live": "/healthz",
+    "livez": "/healthz",
+    "ready": "/readyz",
+    "classes": "/labels",
+    "swagger": "/docs",
+    "redoc": "/docs",
+}
 
 Absent = SkipJsonSchema[None]
 """None as the default of a parameter: a query cannot hold null, so OpenAPI does not name it."""
@@ -64,10 +87,6 @@ class ModelQuery(BaseModel, frozen=True):
     """The query of what is asked of a model and has no other parameter."""
 
     model: ModelName = None
-
-
-class LooseModelQuery(ModelQuery, frozen=True, extra="ignore"):
-    """The same where probes and browsers add parameters."""
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -117,7 +136,14 @@ class Endpoint(APIRoute):
     model. It returns a response, or a pydantic model that is answered as JSON with the
     status of the route. Its name is the operation's id in
     OpenAPI, and names the method of generated clients.
+
+    Unknown parameters are refused, but for probes and the files of pages, where machines and browsers add some.
+
+    Attributes:
+        is_loose: whether the route takes any parameters; they have no effect.
     """
+
+    is_loose = False
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         options["operation_id"] = endpoint.__name__
@@ -125,6 +151,7 @@ class Endpoint(APIRoute):
         # Starlette's ends with `$`, which matches before a line break at the end of the path, too.
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self._query_model: type[BaseModel] | None = get_type_hints(endpoint).get("query")
+        self.is_loose = self.is_loose or path in PROBES
 
     @property
     def allowed_methods(self) -> set[str]:
@@ -143,10 +170,13 @@ class Endpoint(APIRoute):
         if scope["method"] not in self.allowed_methods:
             routes = (route for route in scope["app"].routes if route.path_regex.match(scope["path"]))
             allowed = sorted({method for route in routes for method in route.allowed_methods})
-            raise MethodNotAllowed(f"{scope['method']} {scope['path']}: no such method on this path", allowed)
+            wrong = f"{scope['method']} {scope['path']}: no such method on this path; there are {', '.join(allowed)}"
+            raise MethodNotAllowed(wrong, allowed)
         request_context(scope).endpoint = self.path_format
         request = Request(scope, receive)
         if self._query_model is None:
+            if scope["query_string"] and not self.is_loose:
+                _require_no_parameters(scope)
             answer = await self.endpoint(request)
         else:
             answer = await self.endpoint(request, parse_query(self._query_model, scope["query_string"]))
@@ -156,16 +186,17 @@ class Endpoint(APIRoute):
         await answer(scope, receive, send)
 
 
-class StrictEndpoint(Endpoint):
-    """A route that refuses parameters if it has none, as others refuse those that they do not have."""
+class PageEndpoint(Endpoint):
+    """The route of a page or of one of its files, which browsers ask for with parameters of their own."""
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request as `Endpoint`; raises `InvalidParameter` too."""
-        if self._query_model is None and scope["method"] in self.allowed_methods:
-            sent = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            if sent:
-                raise InvalidParameter(f"{sent[0][0]:.50}: no such parameter; {self.path_format} has none")
-        await super().handle(scope, receive, send)
+    is_loose = True
+
+
+def _require_no_parameters(scope: Scope) -> None:
+    """Raise `InvalidParameter` if the address has a parameter, where the route has none."""
+    sent = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    if sent:
+        raise InvalidParameter(f"{sent[0][0]:.50}: no such parameter; {scope['path']} has none")
 
 
 def json_response(document: Any) -> Response:
@@ -186,8 +217,32 @@ def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None 
 
 
 async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request that no route takes: raises `NotFound`."""
-    raise NotFound(f"{scope['path']}: no such path")
+    """Refuse a request that no route takes: raises `NotFound`, which names the route that was probably meant."""
+    methods: dict[str, set[str]] = {}
+    for route in scope["app"].routes:
+        if isinstance(route, Endpoint) and "." not in route.path:
+            methods.setdefault(route.path_format, set()).update(route.allowed_methods)
+    meant = _meant(scope["path"], methods)
+    if not meant:
+        raise NotFound(f"{scope['path']}: no such path; GET /docs lists all")
+    method = scope["method"] if scope["method"] in methods[meant] else min(methods[meant])
+    raise NotFound(f"{scope['path']}: no such path; did you mean {method} {meant}?")
+
+
+def _meant(path: str, known: Collection[str]) -> str:
+    """Return the path of the route that an unknown path was probably meant to be, or an empty text.
+
+    It is one that the path ends with, beside slashes, case, and a prefix (`/api/v1/classify/`), one that
+    has another name in other servers, or the one most like the path.
+    """
+    parts = [part for part in re.split("[/:]", path[:_MAX_LIKENED].lower()) if part]
+    for start in range(len(parts)):
+        tail = "/".join(parts[start:])
+        if f"/{tail}" in known:
+            return f"/{tail}"
+        if tail in _OTHERS_NAMES:
+            return _OTHERS_NAMES[tail]
+    return nearest("/" + "/".join(parts), known)
 
 
 def parameters_of(model: type[BaseModel]) -> tuple[str, ...]:
@@ -221,7 +276,7 @@ def validated(model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
             raise InvalidParameter(f"{name:.50}: given as {query[name]!r:.50} and as {value!r:.50}: send one")
     known = parameters_of(model)
     unknown = next((name for name in query if name not in known), None)
-    if unknown is not None and model.model_config.get("extra") != "ignore":
+    if unknown is not None:
         raise InvalidParameter(f"{unknown:.50}: no such parameter; there are {', '.join(by_likeness(unknown, known))}")
     try:
         return model.model_validate(query)

@@ -38,7 +38,7 @@ from service.web.middleware import request_context
 from service.web.request import AdmittedRequest, model_of, of_each, require_file, service_of
 from service.web.routes.asked import Asked
 from service.web.routes.embed import embedding_of
-from service.web.routes.endpoint import BINARY, NAME, SEVERAL_PICTURES, Absent, StrictEndpoint, problems, to_json
+from service.web.routes.endpoint import BINARY, NAME, SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     AddedExamples,
@@ -50,7 +50,7 @@ from vitserve.documents import (
     Knowledge,
 )
 
-router = APIRouter(tags=["teaching"], route_class=StrictEndpoint)
+router = APIRouter(tags=["teaching"], route_class=Endpoint)
 
 _NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
 _PICTURES: Final = {"requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False}, "parameters": [NAME]}

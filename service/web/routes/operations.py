@@ -21,7 +21,7 @@ from service.errors import ServiceError
 from service.models.generation import Generation
 from service.observe.metrics import CONTENT_TYPE
 from service.web.request import model_of, service_of
-from service.web.routes.endpoint import Endpoint, LooseModelQuery, problems
+from service.web.routes.endpoint import Endpoint, ModelQuery, problems
 from vitserve.documents import Labels, ModelDescription
 
 logger = logging.getLogger("vitserve")
@@ -33,7 +33,7 @@ _preparing = Tasks()
 _prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
 
 
-class DescribedQuery(LooseModelQuery, frozen=True):
+class DescribedQuery(ModelQuery, frozen=True):
     """The query of GET /model."""
 
     prepare_maps: Annotated[bool, Field(description="begin with what takes seconds of the first map")] = False
@@ -95,7 +95,7 @@ async def _compute(generation: Generation[Engine], picture: InferenceRequest) ->
 
 
 @router.get("/labels", response_model=Labels, responses=problems(404, 422, 503))
-async def labels(request: Request, query: Annotated[LooseModelQuery, Query()]) -> Labels:
+async def labels(request: Request, query: Annotated[ModelQuery, Query()]) -> Labels:
     """Return the classes in index order."""
     info = (await model_of(request, query.model)).info
     return Labels(model=info.name, labels=list(info.labels))

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import PageEndpoint
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -47,7 +47,7 @@ _TAKES_GZIP: Final = r"gzip(?!\s*;\s*q=0(\.0*)?\s*(,|$))"
 PUBLIC: Final = frozenset({"/openapi.json", *_FILES})
 """Paths that are open even when keys are set: the page asks for the key."""
 
-router = APIRouter(include_in_schema=False, route_class=Endpoint)
+router = APIRouter(include_in_schema=False, route_class=PageEndpoint)
 
 
 @router.get("/openapi.json")

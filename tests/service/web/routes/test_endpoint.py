@@ -21,6 +21,7 @@ async def test_405_names_every_method_that_the_path_has(method: str, path: str, 
     response = await app().request(method, path)
     assert (response.status, response.code) == (405, "method_not_allowed")
     assert response.headers["allow"] == allow
+    assert response.json["detail"] == f"{method} {path}: no such method on this path; there are {allow}"
 
 
 @on_a_loop
@@ -36,11 +37,32 @@ async def test_head_is_answered_on_every_get_route() -> None:
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/nope", "/classify/", "//classify", "/model/x", "/v3", "/healthz\n", "/\n"])
-async def test_an_unknown_path_is_404(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/nope", None),
+        ("/\n", "GET /"),
+        ("/wp-login.php", None),
+        ("/classify/", "POST /classify"),
+        ("//classify", "POST /classify"),
+        ("/Classify", "POST /classify"),
+        ("/v1/classify", "POST /classify"),
+        ("/api/v1/classify/batch/", "POST /classify/batch"),
+        ("/predict", "POST /classify"),
+        ("/v1/models/dogs:predict", "POST /classify"),
+        ("/embeddings", "POST /embed"),
+        ("/head/dogs/examples", "GET /heads/{name}/examples"),
+        ("/model/x", "GET /model"),
+        ("/healthz\n", "GET /healthz"),
+        ("/health", "GET /healthz"),
+        ("/swagger", "GET /docs"),
+    ],
+)
+async def test_an_unknown_path_names_the_route_meant(path: str, route: str | None) -> None:
     response = await app().get(path)
     assert (response.status, response.code) == (404, "not_found")
-    assert response.json["detail"] == path.replace("\n", "\\n") + ": no such path"
+    remedy = f"did you mean {route}?" if route else "GET /docs lists all"
+    assert response.json["detail"] == path.replace("\n", "\\n") + f": no such path; {remedy}"
 
 
 @on_a_loop
@@ -99,14 +121,6 @@ async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str
     response = await app().classify(query=query, path=path)
     assert (response.status, response.code) == (422, "invalid_parameter")
     assert response.json["detail"] == detail
-
-
-@on_a_loop
-@pytest.mark.parametrize(
-    "path", ["/", "/model", "/labels", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"]
-)
-async def test_paths_without_parameters_take_any_as_probes_and_browsers_add_some(path: str) -> None:
-    assert (await app().request("GET", path, query="topk=2&_=1")).status == 200
 
 
 @on_a_loop
