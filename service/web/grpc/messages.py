@@ -62,7 +62,8 @@ def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
                 raise MalformedRequest(f"input {tensor.name!r:.80} has contents beside raw_input_contents")
             typed = tensor.contents
             content = list(typed.bytes_contents if tensor.datatype == "BYTES" else typed.uint_contents)
-        inputs.append(InputTensor(tensor.name, tensor.datatype, list(tensor.shape), content))
+        parameters = _parameters(tensor.parameters)
+        inputs.append(InputTensor(tensor.name, tensor.datatype, list(tensor.shape), content, parameters))
     outputs = [RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs]
     named = ModelRequest(name=message.model_name, version=message.model_version)
     return named, InferenceRequest(inputs, message.id or None, outputs, _parameters(message.parameters))

@@ -25,6 +25,7 @@ from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, TooManyImages, UploadTooLarge
 from service.web.inference_protocol import VERSION
 from service.web.inference_protocol.tensors import InferenceRequest, OutputTensor, RequestedOutput
+from service.web.json_bodies import require_known
 from service.web.request import AdmittedRequest, Model, Service, of_each
 
 T = TypeVar("T")
@@ -109,6 +110,17 @@ OUTPUTS: Final[Mapping[str, Output]] = {
 _BY_DEFAULT: Final[tuple[str, ...]] = ("label", "index", "score")
 _OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
 _OF_MAPS: Final = frozenset({"attention", "evidence"})
+# The parameters of a request, with the outputs that each has an effect on; none: on all.
+_PARAMETERS: Final[Mapping[str, frozenset[str]]] = {
+    "top_k": frozenset(_BY_DEFAULT),
+    "labels": frozenset(),
+    "attention": _OF_MAPS,
+    "pool": frozenset({"embedding"}),
+    "normalize": frozenset({"embedding"}),
+    "binary_data_output": frozenset(),
+}
+_INPUT_PARAMETERS: Final = ("binary_data_size",)
+_OUTPUT_PARAMETERS: Final = ("classification", "binary_data")
 # Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted.
 _MAX_ID: Final = 1024
 # Bytes of base64 that are read in the time of one number.
@@ -163,10 +175,12 @@ class Inference:
         """Return what a request asks of a model, of at most `limit` pictures.
 
         Raises:
-            InvalidParameter, InputError: the model has no such input or output; an output does not apply.
+            InvalidParameter, InputError: the model has no such input, output or parameter; an output or
+                parameter does not apply.
             TooManyImages: there are too many pictures, which are then not read.
             MalformedRequest: see `service.web.inference_protocol.tensors`.
         """
+        _check_parameters(request)
         pictures = _pictures(request, info, limit)
         if len(request.id or "") > _MAX_ID:
             raise InvalidParameter(f"the id has {len(request.id or '')} characters: at most {_MAX_ID} are allowed")
@@ -185,6 +199,21 @@ class Inference:
         shapes = (OUTPUTS[output.name].shape(info) for output in self.outputs)
         values = sum(math.prod(self.requested.top_k if side == -1 else side for side in shape) for shape in shapes)
         return len(self.pictures) * values
+
+
+def _check_parameters(request: InferenceRequest) -> None:
+    """Raise `InvalidParameter` if a parameter of the request, an input or an output is unknown, or not a flag."""
+    require_known(request.parameters, _PARAMETERS)
+    for tensor in request.inputs:
+        require_known(tensor.parameters, _INPUT_PARAMETERS, f"input {tensor.name!r:.80}: ")
+    for output in request.outputs:
+        require_known(output.parameters, _OUTPUT_PARAMETERS, f"output {output.name!r:.80}: ")
+    flags = [("binary_data_output", request.parameters)]
+    flags += [("binary_data", output.parameters) for output in request.outputs]
+    for name, parameters in flags:
+        value = parameters.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise InvalidParameter(f"{name} {value!r:.40}: expected true or false")
 
 
 def _pictures(request: InferenceRequest, info: ModelInfo, limit: int) -> Pictures:
@@ -216,6 +245,10 @@ def _requested(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput]
         raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
     method = _map_method(parameters, names, config)
     embedding = parse_embedding(info.config, pool, parameters.get("normalize", False))
+    for name, affected in _PARAMETERS.items():
+        if affected and parameters.get(name) is not None and not names & affected:
+            wanted = " or ".join(sorted(affected))
+            raise InvalidParameter(f"{name}: does not apply to these outputs; ask for the output {wanted}")
     return RequestedOutputs(
         _top_k(parameters, outputs, config.num_classes),
         map=parse_maps(config, info.labels, method=method)[0] if names & _OF_MAPS else None,

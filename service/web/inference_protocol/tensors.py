@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.web.inference_protocol import VERSION
+from service.web.json_bodies import explained
 from service.web.upload import from_base64
 
 _LENGTH: Final = struct.Struct("<I")
@@ -30,7 +31,7 @@ _MAX_JSON_VALUES: Final = 500_000
 Parameters = dict[str, Any]
 
 
-class InputTensor(msgspec.Struct):
+class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
     """A tensor of a request.
 
     Attributes:
@@ -93,14 +94,14 @@ class InputTensor(msgspec.Struct):
             raise MalformedRequest(f"input {self.name!r}: {found} elements, and the shape is {self.shape}")
 
 
-class RequestedOutput(msgspec.Struct, frozen=True):
+class RequestedOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An output that a request selects."""
 
     name: str
     parameters: Parameters = {}
 
 
-class InferenceRequest(msgspec.Struct, frozen=True):
+class InferenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for inference, which over HTTP is this JSON."""
 
     inputs: list[InputTensor]
@@ -130,7 +131,8 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
     try:
         request = _decode(whole[:length])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedRequest(f"not the JSON of an inference request: {error}") from None
+        wrong = explained(error, InferenceRequest)
+        raise MalformedRequest(f"not the JSON of an inference request: {wrong}") from None
     rest = whole[length:]
     for tensor in request.inputs:
         size = tensor.parameters.get("binary_data_size")

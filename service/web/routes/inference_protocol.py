@@ -22,9 +22,10 @@ from service.web.inference_protocol.descriptions import (
 )
 from service.web.inference_protocol.inference import check_version, infer, read
 from service.web.inference_protocol.tensors import decode_request, encode_answer
+from service.web.json_bodies import decoded, require_known
 from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, json_response
-from service.web.routes.models import allowed, decoded, load, require_admin, small_body
+from service.web.routes.models import allowed, load, require_admin, small_body
 from vitserve import __version__
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
@@ -115,17 +116,22 @@ async def v2_model(request: Request) -> Response:
 # https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
 
 
-class _Body(msgspec.Struct):
-    """The body of a request; the protocol allows any parameters."""
+class _Question(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request for the index."""
 
     ready: bool = False
+
+
+class _Command(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request to load or to unload a model."""
+
     parameters: dict[str, Any] = {}
 
 
 @router.post("/repository/index")
 async def v2_repository_index(request: Request) -> Response:
     """List all models, or with `ready` those that answer."""
-    question = decoded(await small_body(request), _Body)
+    question = decoded(await small_body(request), _Question)
     models = service_of(request).models.describe()
     return json_response([repository_entry(each) for each in models if each.state == "ready" or not question.ready])
 
@@ -136,7 +142,7 @@ async def v2_load(request: Request) -> Response:
     service, name = service_of(request), request.path_params["name"]
     require_admin(request, service.settings)
     body = await small_body(request)
-    what = allowed(decoded(body, _Body).parameters, service.settings)
+    what = allowed(decoded(body, _Command).parameters, service.settings)
     if not what:
         service.models.find(name)
     elif "checkpoint" not in what:
@@ -151,6 +157,7 @@ async def v2_unload(request: Request) -> Response:
     """Give a model's memory back: it is loaded again when somebody asks for it."""
     service, name = service_of(request), request.path_params["name"]
     require_admin(request, service.settings)
-    await small_body(request)
+    command = decoded(await small_body(request), _Command)
+    require_known(command.parameters, ["unload_dependents"])  # there are no ensembles, so it has no effect
     await service.models.unload(name)
     return json_response(repository_entry(service.models.status_of(service.models.key(name))))

@@ -7,25 +7,23 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from service.engine.local import What
-from service.errors import Forbidden, InvalidParameter, MalformedRequest, NameTaken, Unauthorized, UnknownModel
+from service.errors import Forbidden, InvalidParameter, NameTaken, Unauthorized, UnknownModel
 from service.models.folder import check_name, located, model_settings
 from service.settings import PATHS, Settings
 from service.web.api_keys import bearer_token, holds_admin_key
+from service.web.json_bodies import decoded
 from service.web.request import Service, service_of
 from service.web.routes.endpoint import NAME, Endpoint, problems, to_json
 from vitserve.documents import ListedModel
 
 router = APIRouter(tags=["models"], route_class=Endpoint)
-
-T = TypeVar("T")
 
 _MAX_BODY: Final = 64 << 10
 _SETTINGS: Final = {
@@ -121,16 +119,6 @@ async def small_body(request: Request) -> bytearray:
     service = service_of(request)
     async with service.admit(request, service.model(), needs_place=False) as admitted:
         return await admitted.read_body(_MAX_BODY)
-
-
-def decoded(body: bytearray, kind: type[T]) -> T:
-    """Return the JSON of a body, an empty object where it is empty; raises `MalformedRequest`."""
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except (UnicodeDecodeError, RecursionError):
-        raise MalformedRequest("the body is not what is expected: it is not UTF-8, or nested too deeply") from None
-    except msgspec.MsgspecError as error:
-        raise MalformedRequest(f"the body is not what is expected: {error}") from None
 
 
 def allowed(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

@@ -209,6 +209,25 @@ EMBEDDING = [{"name": "embedding"}]
         ({"inputs": [{**IMAGE, "shape": [10**18, 1]}]}, 413, "at most 64"),
         ({"inputs": [encoded(*range(65))]}, 413, "64"),
         ({"inputs": [IMAGE], "id": "x" * 1025}, 422, "1025 characters"),
+        ({"input": [IMAGE]}, 400, "unknown field 'input'; there are inputs, "),
+        ({"inputs": [IMAGE], "top_k": 1}, 400, "unknown field 'top_k'; there are "),
+        (
+            {"inputs": [{**IMAGE, "dtype": "BYTES"}]},
+            400,
+            "inputs[0]: unknown field 'dtype'; there are datatype, ",
+        ),
+        ({"inputs": [IMAGE], "outputs": [{"name": "score", "top_k": 1}]}, 400, "unknown field 'top_k'; there are "),
+        ({"inputs": [IMAGE], "parameters": {"topk": 1}}, 422, "topk: no such parameter; there are top_k, "),
+        ({"inputs": [{**IMAGE, "parameters": {"shared_memory_region": "x"}}]}, 422, "input 'image': shared_memory_"),
+        (
+            {"inputs": [IMAGE], "outputs": [{"name": "score", "parameters": {"clasification": 1}}]},
+            422,
+            "output 'score': clasification: no such parameter; there are classification, ",
+        ),
+        ({"inputs": [IMAGE], "parameters": {"binary_data_output": "false"}}, 422, "expected true or false"),
+        ({"inputs": [IMAGE], "parameters": {"pool": "cls"}}, 422, "ask for the output embedding"),
+        ({"inputs": [IMAGE], "parameters": {"attention": "cls"}}, 422, "ask for the output attention or evidence"),
+        ({"inputs": [IMAGE], "outputs": EMBEDDING, "parameters": {"top_k": 2}}, 422, "top_k: does not apply"),
     ],
 )
 async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form(

@@ -541,3 +541,26 @@ async def test_a_service_that_stops_loads_nothing() -> None:
     service, loaded = swapping()
     service.lifecycle.stopping = service.lifecycle.draining = True
     assert ((await post(service)).status, loaded) == (503, [])
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("path", "body", "status", "detail"),
+    [
+        ("/models/fake", {"checkpoint": "v2", "lables": "a"}, 422, "lables: unknown name: did you mean labels?"),
+        (LOAD, {"parameters": {"checkpoint": "v2", "lables": "a"}}, 422, "lables: unknown name: did you mean labels?"),
+        (LOAD, {"parameter": {"checkpoint": "v2"}}, 400, "unknown field 'parameter'; there are parameters"),
+        (UNLOAD, {"parameter": {}}, 400, "unknown field 'parameter'; there are parameters"),
+        (UNLOAD, {"parameters": {"unload": True}}, 422, "unload: no such parameter; there are unload_dependents"),
+        ("/v2/repository/index", {"redy": True}, 400, "unknown field 'redy'; there are ready"),
+    ],
+)
+async def test_a_document_with_an_unknown_field_is_refused(
+    path: str, body: dict[str, Any], status: int, detail: str, tmp_path: Path
+) -> None:
+    service, loaded = swapping(tmp_path)
+    headers = {"authorization": "Bearer admin"}
+    method = "PUT" if path.startswith("/models") else "POST"
+    answer = await service.request(method, path, headers=headers, body=json.dumps(body).encode())
+    assert (answer.status, loaded) == (status, [])
+    assert detail in answer.content.decode()
