@@ -23,6 +23,7 @@ from model.checkpoint.lora import adapt, adapter_base
 from model.checkpoint.modules import of_modules
 from model.checkpoint.options import PREPROCESS_PRESETS, CheckpointOptions, read_preprocess
 from model.checkpoint.stated_head import activated, labelled
+from model.checkpoint.unread_files import refuse_unread, unread_files
 from model.errors import CheckpointError
 from model.taught_heads import is_taught_head
 
@@ -89,8 +90,9 @@ def load_checkpoint(
     given = next((name for name, value in of_state_dicts.items() if value is not None), None)
     if given is not None and reader is not state_dict:
         raise CheckpointError(f"{files.place}: says its own architecture and names; {given} is for plain state dicts")
+    refuse_unread(files, reads_calibration=reader is native)
     checkpoint: Checkpoint = activated(labelled(reader.read(files, options), options.labels), options.activation)
-    notes = checkpoint.notes + files.notes
+    notes = checkpoint.notes + files.notes + unread_files(files)
     if files.overlay is not None:
         notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
     if isinstance(files, Repository) and files.from_cache:

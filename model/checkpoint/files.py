@@ -25,6 +25,7 @@ PICKLE_INDEX_FILE: Final = "pytorch_model.bin.index.json"
 # Files that say what a folder's model is.
 OPEN_CLIP_CONFIG: Final = "open_clip_config.json"
 ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 MODEL_FILES: Final = (CONFIG_FILE, ADAPTER_CONFIG, OPEN_CLIP_CONFIG)
 
 
@@ -41,6 +42,7 @@ class Files:
         overlay: an adapter's files, whose preprocessing comes before the base's.
         merge: merges the adapter into the tensors.
         notes: what was done to the names of the tensors, once they were read.
+        read_names: names of the parts that were read.
         weights: names of the files of weights, of which the first that is there is read.
     """
 
@@ -54,6 +56,7 @@ class Files:
 
     def __init__(self, folder: Path, source: str) -> None:
         self.source, self.place, self.folder = source, str(folder), folder
+        self.read_names: set[str] = set()
         self._config: dict[str, Any] | None = None
 
     @property
@@ -80,6 +83,10 @@ class Files:
         """
         return resolved_part(self.folder, name, self.where(name))
 
+    def is_on_disk(self, name: str) -> bool:
+        """Return whether the part `name` is on this machine; nothing is fetched for it."""
+        return Files.path(self, name) is not None
+
     def where(self, name: str) -> str:
         """Return the name of the part `name` in messages."""
         return f"{self.place}/{name}"
@@ -89,6 +96,7 @@ class Files:
         path = self.path(name)
         if path is None:
             raise CheckpointError(f"{self.where(name)}: no such file")
+        self.read_names.add(name)
         return path
 
     def json(self, name: str) -> dict[str, Any]:
@@ -183,6 +191,10 @@ class SingleFile(Files):
     def __init__(self, file: Path, source: str, keys: KeyMap) -> None:
         super().__init__(file, source)
         self.file, self.keys = file, keys
+
+    def is_on_disk(self, name: str) -> bool:
+        """Return False: beside the weights nothing is looked at."""
+        return False
 
     def path(self, name: str) -> Path | None:
         """Return None: beside the weights there is nothing."""

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.checkpoint import huggingface, timm
-from model.checkpoint.files import ADAPTER_CONFIG, Files
+from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Files
 from model.checkpoint.local_files import required
 from model.errors import CheckpointError
 
-_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 # From the names of a library's files, or of its memory, which adapters are saved under, to one of both.
 Renaming = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -66,7 +65,8 @@ def adapt(base: Files, adapter: Files) -> None:
     where = f"{adapter.place} (base {base.place})"
     base.source, base.overlay = adapter.source, adapter
     config = adapter.json(ADAPTER_CONFIG)
-    weights = _WEIGHTS[0] if adapter.path(_WEIGHTS[0]) is not None else _WEIGHTS[1]
+    safetensors, pickle = ADAPTER_WEIGHTS
+    weights = safetensors if adapter.path(safetensors) is not None else pickle
     changes = {name.removeprefix("base_model.model."): tensor for name, tensor in adapter.part(weights).items()}
     renaming: Renaming = dict
     if huggingface.recognises(base):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors, resized_config, resized_positions
 from model.checkpoint.files import CONFIG_FILE, Files
+from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.labels import imagenet_labels
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
@@ -35,6 +36,8 @@ _WRAPPER: Final = "timm_wrapper"  # the `model_type` of transformers' wrapper ar
 # Arguments that change training or checks, never an answer.
 _UNUSED_ARGS: Final = frozenset(
     {"weight_init", "fix_init", "strict_img_size", "head_init_scale"}
+    | {f"{part}drop_rate" for part in ("", "pos_", "patch_", "proj_", "attn_")}
+    | {"drop_path_rate"}
     | {f"rope_{kind}_coords" for kind in ("shift", "jitter", "rescale")}
 )
 Count = Annotated[int, Field(ge=1)]
@@ -86,6 +89,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         own = {"crop_mode": None} if options.preprocess else {}  # the operator's takes its place
         pretrained = Pretrained.model_validate({**stated, **own} if isinstance(stated, dict) else stated)
         carried = None if options.preprocess else pretrained.preprocess()
+    if config.get("model_type") == _WRAPPER and not options.preprocess:
+        _refuse_processor(files)
     head = stated_head(_described(config, stated), where, options)
     make = _library if runs_in_library(name, where) else _own
     network, tensors = make(files, config, pretrained)
@@ -108,6 +113,19 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         notes=labels.notes,
         assumed=labels.assumed,
     )
+
+
+def _refuse_processor(files: Files) -> None:
+    """Refuse a processor that transformers would read instead of the `pretrained_cfg` of its wrapper."""
+    if files.path(PREPROCESSOR_FILE) is None:
+        return
+    processor = files.json(PREPROCESSOR_FILE)
+    kind = processor.get("image_processor_type", processor.get("feature_extractor_type"))
+    if kind not in (None, "TimmWrapperImageProcessor"):
+        raise CheckpointError(
+            f"{files.where(PREPROCESSOR_FILE)}: {kind!r:.100} stands against the pretrained_cfg of {CONFIG_FILE}: set "
+            "VIT_PREPROCESS to the preprocessing of the training, or remove the wrong one of both"
+        )
 
 
 def _own(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> tuple[NetworkConfig, Mapping[str, Tensor]]:

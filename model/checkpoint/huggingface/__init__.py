@@ -79,9 +79,16 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         embed_texts=texts and texts.tower,
         revision=files.revision,
         antialias=family.antialias,
-        notes=labels.notes,
+        notes=labels.notes + _code(config),
         assumed=(carried.assumed if carried else ()) + labels.assumed,
     )
+
+
+def _code(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note if the config names code of its own, which transformers does not run unasked either."""
+    if not config.get("auto_map"):
+        return ()
+    return (f"auto_map: the folder's own code is not run; the model is read as {config['architectures'][0]}",)
 
 
 def adapted(

@@ -266,6 +266,16 @@ def _placed_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) ->
     return resized, resized_positions(tensors, config, resized, antialias=False)
 
 
+def _siglip_fields(json: Json, where: str) -> dict[str, Any]:
+    """Return no fields; refuse a tower without its pooling, which gives no features of an image."""
+    if json.get("vision_use_head", True) is not True:
+        raise CheckpointError(
+            f"{where}: vision_config.vision_use_head is not true: without its head the tower gives no features to "
+            "compare with texts"
+        )
+    return {}
+
+
 def _placed_tower(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:
     """Give positions, an `nn.Embedding` [tokens, D], and the CLS token, a vector [D], the model's shapes."""
     tensors["pos_embed"] = taken(tensors, "pos_embed", (config.position_tokens, config.width), where).unsqueeze(0)
@@ -350,6 +360,7 @@ SIGLIP: Final = replace(
     _SIGLIP,
     class_name="SiglipModel",
     unused=r"vision_model\.embeddings\.position_ids",
+    fields=_siglip_fields,
     architecture={"class_token": False, "pool": "attention", "normalized_head": True},
 )
 

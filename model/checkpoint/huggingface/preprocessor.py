@@ -115,10 +115,28 @@ def carried_preprocess(files: Files, family: Family) -> Carried | None:
     if files.path(PROCESSOR_FILE) is not None:
         nested = files.json(PROCESSOR_FILE).get("image_processor")
         if isinstance(nested, dict):
-            return _read(nested, family, files, f"{files.where(PROCESSOR_FILE)}: image_processor")
+            carried = _read(nested, family, files, f"{files.where(PROCESSOR_FILE)}: image_processor")
+            return _compared(carried, family, files)
     if files.path(PREPROCESSOR_FILE) is None:
         return None
     return _read(files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE))
+
+
+def _compared(carried: Carried, family: Family, files: Files) -> Carried:
+    """Return the preprocessing of `processor_config.json`, and say so if `preprocessor_config.json` has another."""
+    if files.path(PREPROCESSOR_FILE) is None:
+        return carried
+    try:
+        other = read_preprocessor(files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE))
+    except CheckpointError:
+        other = None
+    if other is not None and other.preprocess == carried.preprocess:
+        return carried
+    line = (
+        f"preprocessing: that of {PROCESSOR_FILE}, as transformers takes it; {PREPROCESSOR_FILE} has another "
+        "(VIT_PREPROCESS)"
+    )
+    return Carried(carried.preprocess, (*carried.assumed, line))
 
 
 def _read(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:

@@ -176,6 +176,35 @@ def test_every_plain_vision_transformer_that_transformers_classifies_with_is_rea
     assert names - NO_PLAIN_TRANSFORMERS == classifiers | {"TimmWrapperForImageClassification"}
 
 
+# Fields of a class's config that no reader looks at: a change of one changes neither logits nor features.
+_WITHOUT_EFFECT = """
+return_dict output_attentions output_hidden_states dtype chunk_size_feed_forward is_encoder_decoder transformers_version
+_name_or_path
+hidden_dropout_prob attention_probs_dropout_prob attention_dropout drop_path_rate
+initializer_range initializer_factor layerscale_value logit_scale_init_value
+use_mask_token encoder_stride pooler_act pooler_output_size
+out_features out_indices stage_names apply_layernorm reshape_hidden_states add_fpn pool_scales
+use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs auxiliary_concat_input
+semantic_loss_ignore_index pad_token_id projection_size
+"""
+"""Of outputs and types; of training; of heads and tasks that are not read; of shapes that tensors tell."""
+_READ = """
+architectures model_type vision_config text_config id2label label2id problem_type
+hidden_size num_hidden_layers num_attention_heads intermediate_size mlp_ratio num_channels image_size patch_size
+hidden_act layer_norm_eps qkv_bias num_register_tokens use_swiglu_ffn layer_scale_init_value projection_dim
+use_absolute_position_embeddings use_mean_pooling use_relative_position_bias use_shared_relative_position_bias
+vocab_size max_position_embeddings bos_token_id eos_token_id vision_use_head
+"""
+
+
+def test_every_field_of_a_config_is_read_or_known() -> None:
+    known = {*_READ.split(), *_WITHOUT_EFFECT.split()}
+    for family in FAMILIES:
+        config = getattr(transformers(), family.class_name).config_class().to_dict()
+        towers = [config.get(name) or {} for name in ("vision_config", "text_config")]
+        assert {*config, *towers[0], *towers[1]} <= known, family.class_name
+
+
 def test_sharded_safetensors_are_read_through_their_index(tmp_path: Path) -> None:
     model = make("vit", tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
@@ -488,6 +517,12 @@ def test_a_whole_checkpoint_that_lacks_something_is_refused_in_one_line(case: st
 def test_labels_are_checked(options: dict[str, str], message: str, whole: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load_checkpoint(str(whole), **options)  # type: ignore[arg-type]
+
+
+def test_a_siglip_without_its_vision_head_is_refused(tmp_path: Path) -> None:
+    whole_models.siglip(tmp_path)
+    put(tmp_path / "config.json", "vision_config.vision_use_head", False)
+    assert "vision_use_head is not true: without its head the tower gives no features" in refusal(tmp_path)
 
 
 def test_code_that_a_tokenizer_names_is_never_run(copy: Path, tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Files and fields beside those that are read: each has its effect, is refused with the remedy, or is named."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.checkpoint import load_checkpoint
+from tests.model.checkpoint.folders import (
+    FOLDERS,
+    adapter_folder,
+    huggingface_folder,
+    native_folder,
+    put,
+    refusal,
+    timm_folder,
+)
+
+QUANTISED: Final = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def test_quantised_weights_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    put(huggingface_folder(tmp_path) / "config.json", "quantization_config", QUANTISED)
+    message = refusal(tmp_path)
+    assert "quantization_config 'bitsandbytes': quantised weights are not read" in message
+    assert "model.dequantize().save_pretrained(FOLDER)" in message
+
+
+@pytest.mark.parametrize("format_", FOLDERS)
+def test_an_adapter_without_its_config_is_refused(format_: str, tmp_path: Path) -> None:
+    folder = FOLDERS[format_](tmp_path / "model")
+    adapter = adapter_folder(tmp_path / "adapter", str(folder))
+    shutil.copy(adapter / "adapter_model.safetensors", folder)
+    assert "an adapter without adapter_config.json is not merged" in refusal(folder)
+
+
+@pytest.mark.parametrize("format_", ["timm", "huggingface"])
+def test_a_calibration_of_another_format_is_refused(format_: str, tmp_path: Path) -> None:
+    folder = FOLDERS[format_](tmp_path)
+    (folder / "calibration.json").write_text("{}")
+    assert f"run vitserve convert {folder} -o FOLDER and calibrate that" in refusal(folder)
+
+
+def test_a_second_file_of_weights_is_named(tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    expected = load_checkpoint(str(folder))
+    assert expected.notes == ()
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    checkpoint = load_checkpoint(str(folder))
+    (note,) = checkpoint.notes
+    assert note.startswith("not read: pytorch_model.bin; read instead: config.json, model.safetensors, ")
+    assert checkpoint.content == expected.content
+
+
+@pytest.mark.parametrize("make", [native_folder, timm_folder])
+def test_a_processor_of_another_library_is_named(make: object, tmp_path: Path) -> None:
+    assert callable(make)
+    folder = make(tmp_path / "model")
+    shutil.copy(huggingface_folder(tmp_path / "other") / "preprocessor_config.json", folder)
+    assert load_checkpoint(str(folder)).notes[0].startswith("not read: preprocessor_config.json; ")
+
+
+def test_processors_that_disagree_are_said(tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": processor}))
+    assert load_checkpoint(str(folder)).assumed == ()
+    put(folder / "preprocessor_config.json", "image_mean", [0.4, 0.4, 0.4])
+    checkpoint = load_checkpoint(str(folder))
+    assert checkpoint.preprocess.mean == (0.5, 0.5, 0.5)
+    assert "preprocessing: that of processor_config.json, as transformers takes it" in checkpoint.assumed[0]
+
+
+def test_a_wrapper_with_a_processor_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path / "model")
+    put(folder / "config.json", "model_type", "timm_wrapper")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"timm_model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    assert load_checkpoint(str(folder)).labels == ("a", "b", "c")
+    shutil.copy(huggingface_folder(tmp_path / "other") / "preprocessor_config.json", folder)
+    assert "'ViTImageProcessor' stands against the pretrained_cfg of config.json: set VIT_PREPROCESS" in refusal(folder)
+
+
+def test_code_of_a_folder_is_not_run_and_named(tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    put(folder / "config.json", "auto_map", {"AutoModel": "modeling.Net"})
+    (note,) = load_checkpoint(str(folder)).notes
+    assert note == "auto_map: the folder's own code is not run; the model is read as ViTForImageClassification"
+
+
+def test_rates_of_dropout_do_not_matter(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+    expected = load_checkpoint(str(folder))
+    for name in ("drop_rate", "drop_path_rate", "attn_drop_rate"):
+        put(folder / "config.json", f"model_args.{name}", 0.1)
+    assert load_checkpoint(str(folder)).content == expected.content
