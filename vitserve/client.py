@@ -112,6 +112,8 @@ Pooling = Literal["head", "cls", "mean"]
 
 
 # Seconds, unless the service asks for more.
+# Codes of problems that a wrong path below the url has.
+_OF_PATHS = ("not_found", "method_not_allowed")
 _LONGEST_PAUSE = 8.0
 
 # How long a model's size is taken for known, in seconds: another model may be served then.
@@ -167,6 +169,7 @@ class _Service:
     # Of the environment; none where the caller gives a transport.
     _proxy: Proxy | None = None
     _answered = False
+    _succeeded = False
     _shrink: bool
     # The longer side in pixels of what the service resizes pictures to, and until when it is taken for that.
     _side, _side_until = 0, -math.inf
@@ -331,10 +334,16 @@ class _Service:
     def _read(self, request: Request[Answer], response: httpx.Response) -> Answer:
         self._answered = True
         try:
-            return request.read(response)
+            answer = request.read(response)
         except ForeignAnswer as error:
-            message = f"{error}{self._through()}"
+            message = f"{error}{self._through()}{self._without_path()}"
             raise ForeignAnswer(message, error.status, error.retry_after) from None
+        except ProblemError as error:
+            if error.code in _OF_PATHS:
+                error.args = (f"{error}{self._without_path()}",)
+            raise
+        self._succeeded = True
+        return answer
 
     def _unreachable(self, error: httpx.TransportError) -> Unreachable:
         return Unreachable(error, self._http.base_url, self._through())
@@ -342,6 +351,14 @@ class _Service:
     def _through(self) -> str:
         """Return what a message adds about the proxy of the environment; nothing if there is none."""
         return "" if self._proxy is None else f", through {self._proxy}; {self._proxy.remedy}"
+
+    def _without_path(self) -> str:
+        """Return what a message adds if the url has a path, below which no request has succeeded."""
+        url = self._http.base_url
+        if self._succeeded or url.path == "/":
+            return ""
+        address = str(url.copy_with(path="/", query=None, userinfo=b"")).rstrip("/")
+        return f": url is the address of the service, without the path of a request, such as {address}"
 
     def _pause_after(self, error: ClientError | httpx.TransportError, tries: int, ends_at: float) -> float:
         """Return the seconds to wait after so many tries, never less than `Retry-After` names.

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -38,12 +37,8 @@ from service.teach.heads import features_of
 from vitserve.client import (
     Client,
     ClientError,
-    ForeignAnswer,
-    InvalidRequest,
-    NotFound,
     ProblemError,
     Unauthorized,
-    UnknownModel,
     Unreachable,
 )
 from vitserve.documents import HeadDescription, Knowledge, ranked, set_fields
@@ -120,7 +115,7 @@ def answers_from(arguments: argparse.Namespace, of_server: Collection[str] = ())
         hint = "" if error.has_proxy else ": is the server running?"
         raise InputError("url", f"{error}{hint}") from None
     except (httpx.InvalidURL, ClientError) as error:
-        raise InputError("url", f"{url}: {error}{_remedy(error, url)}") from None
+        raise InputError("url", f"{url}: {error}{_remedy(error)}") from None
 
 
 def _flag(name: str) -> str:
@@ -136,15 +131,11 @@ def _require_address(url: str) -> None:
         raise InputError("url", f"{url}: expected an address such as http://{rest}")
 
 
-def _remedy(error: Exception, url: str) -> str:
+def _remedy(error: Exception) -> str:
     """Return what to do about an error of a server; nothing if its message says so."""
     if isinstance(error, Unauthorized):
         return ": give one of the server's keys with --api-key or VIT_API_KEY"
-    is_of_path = isinstance(error, NotFound | InvalidRequest | ForeignAnswer) and not isinstance(error, UnknownModel)
-    if not is_of_path or urlsplit(url).path in ("", "/"):
-        return ""
-    address = urlsplit(url)._replace(path="", query="", fragment="").geturl()
-    return f": --url is the address of the service, without the path of a request, such as {address}"
+    return ""
 
 
 class LocalAnswers:

@@ -54,6 +54,7 @@ _MAGIC_OF_ANY: Final = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF.{4}WEBP|II[*
 
 # Texts that may be a picture in base64, also in its alphabet for URLs, perhaps percent-encoded or as a data URI.
 _TEXT: Final = re.compile(rb"[\s!-~]+")
+_MARKUP: Final = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]")  # HTML, XML and SVG, also with other letters than ASCII
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/_-]{16,}={0,2}")
 _LOOKED_AT: Final = 256
 
@@ -249,7 +250,7 @@ def _json_picture(document: bytearray, most: int) -> bytearray:
     try:
         text = "".join(_json_text(document))
     except (msgspec.DecodeError, UnicodeDecodeError):
-        own = '{"image": "BASE64"}, and nothing beside it'
+        own = '{"image": "BASE64"}, and nothing beside it: parameters go in the address'
         raise UnsupportedMediaType(f"JSON is {own}; or send the picture itself: {RIGHT_CALL}") from None
     prefix = _DATA_URI.match(text)
     text = unquote(text) if prefix and "%" in text[-_LOOKED_AT:] else text
@@ -290,8 +291,10 @@ def standard_base64(text: str) -> str:
 
 
 def is_text(data: bytearray) -> bool:
-    """Return whether a file is printable ASCII as far as its first bytes tell: no picture begins so."""
-    return bool(data) and _TEXT.fullmatch(data, 0, _LOOKED_AT) is not None and not _MAGIC_OF_ANY.match(data)
+    """Return whether a file is ASCII or markup as far as its first bytes tell: no picture begins so."""
+    if not data or _MAGIC_OF_ANY.match(data):
+        return False
+    return _TEXT.fullmatch(data, 0, _LOOKED_AT) is not None or _MARKUP.match(data) is not None
 
 
 def picture_of_text(data: bytearray, most: int) -> bytearray:
@@ -318,7 +321,7 @@ def picture_of_text(data: bytearray, most: int) -> bytearray:
 def _meant(text: str) -> str:
     """Return what to do instead of sending a text that is not a picture."""
     start = text[:100].lower()
-    if start.startswith(("<!doctype", "<html", "<?xml", "<svg")):
+    if _MARKUP.match(text.lstrip("\ufffd")[:100].encode("ascii", "replace")):
         return f"the body is HTML or XML, not a picture: send the picture's bytes: {RIGHT_CALL}"
     if start.startswith(("http://", "https://", "s3://", "gs://", "file://")):
         return f"the body is an address, and none is fetched: send the picture's bytes: {RIGHT_CALL}"

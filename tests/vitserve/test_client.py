@@ -101,6 +101,27 @@ class Recorder:
         return self.answer
 
 
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (httpx.Response(404, json=FULL | {"status": 404, "code": "not_found"}), True),
+        (httpx.Response(405, json=FULL | {"status": 405, "code": "method_not_allowed"}), True),
+        (httpx.Response(404, json={"error": "/v2/labels: no such path"}), True),
+        (httpx.Response(404, json=FULL | {"status": 404, "code": "unknown_model"}), False),
+        (httpx.Response(503, json=FULL), False),
+    ],
+)
+def test_a_url_with_a_path_names_the_root(answer: httpx.Response, says: bool) -> None:
+    ways = {"GET": answer, "POST": httpx.Response(200, json=CAT)}
+    transport = httpx.MockTransport(lambda request: ways[request.method])
+    with Client(f"{URL}/classify", retries=ONCE, transport=transport) as client:
+        for is_first in (True, False):
+            with pytest.raises(ClientError) as raised:
+                client.labels()
+            assert str(raised.value).endswith(f"such as {URL}") == (says and is_first)
+            client.classify(b"pixels")  # then the path is the prefix of a proxy
+
+
 def test_an_image_is_sent_as_the_body(call: Call, tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(b"pixels")
     for image in (b"pixels", tmp_path / "cat.png", str(tmp_path / "cat.png")):

@@ -133,5 +133,5 @@ def test_a_url_of_a_route_names_the_address(
     monkeypatch.setattr(answers, "Client", partial(Client, transport=httpx.MockTransport(lambda _: answer)))
     _, _, err = run(capsys, "classify", "examples/dog.jpg", "--url", "http://there:8000/classify")
     assert err.endswith(
-        ": --url is the address of the service, without the path of a request, such as http://there:8000\n"
+        ": url is the address of the service, without the path of a request, such as http://there:8000\n"
     )

@@ -326,12 +326,15 @@ def test_a_picture_may_be_text(write: Callable[[bytes], bytes], wrap: Callable[[
         ("dog.jpg", "curl needs an @: -F file=@dog.jpg"),
         ("https://example.org/dog.jpg", "an address, and none is fetched"),
         ("<!DOCTYPE html><html></html>", "HTML or XML"),
+        ("\ufeff\n<!-- größe --><html></html>", "HTML or XML"),
+        ("<head><title>Größe</title></head>", "HTML or XML"),
         ('{"image": "AAAA"}', "Content-Type: application/json"),
         ("aGVsbG8gd29ybGQsIHRoaXMgaXMgbm8gcGljdHVyZQ==", "text, not a picture"),
         ("hello", "text, not a picture"),
     ],
 )
 def test_other_text_is_refused_with_the_remedy(text: str, remedy: str) -> None:
+    assert is_text(bytearray(text.encode()))
     with pytest.raises(UnsupportedImageFormat) as raised:
         picture_of_text(bytearray(text.encode()), 10_000)
     assert remedy in str(raised.value)

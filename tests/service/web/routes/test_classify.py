@@ -326,3 +326,24 @@ async def test_a_model_that_loads_slowly_leaves_half_of_the_time_to_others(unloa
     models.engines["few"].gate.clear()
     found = (await served.classify(query="model=few,cats")).json["models"]
     assert (found["few"]["error"]["code"], "predictions" in found["cats"]) == ("model_loading", True)
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["/classify", "/embed", "/attention", "/predictions/fake", "/invocations"])
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "detail"),
+    [
+        ("application/json", png(7), 200, ""),
+        ("application/problem+json", png(7), 200, ""),
+        ("application/json", b"no picture", 415, "parameters go in the address; or send the picture itself: curl"),
+        ("application/json", b'{"image": "AAAA", "top_k": 1}', 415, "parameters go in the address"),
+        ("text/html", "<!doctype html><title>größe</title>".encode(), 415, "the body is HTML or XML"),
+        ("image/jpeg", b"<html><body>404 Not Found</body></html>", 415, "the body is HTML or XML"),
+    ],
+)
+async def test_the_content_decides_or_the_remedy_is_told(
+    path: str, kind: str, body: bytes, status: int, detail: str, service: App
+) -> None:
+    answer = await service.request("POST", path, headers={"content-type": kind}, body=body)
+    assert answer.status == status, answer.content
+    assert detail in answer.content.decode("latin-1")
