@@ -127,7 +127,7 @@ class _Remarks:
         return tuple(lines)
 
     def _names(self, paths: Iterable[Path]) -> str:
-        return _listed(printable(str(path.relative_to(self.root))) for path in paths)
+        return _listed(str(path.relative_to(self.root)) for path in paths)
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,12 @@ def find_pictures(root: Path, *, least_classes: int = 2, pick: str = "--data") -
     """
     remarks = _Remarks(root)
     listing = _list(root)
+    if _wraps_itself(listing):
+        remarks.beside += listing.files
+        listing = _list(listing.folders[0])
     splits = _find_splits(listing, remarks, pick)
     if splits is None:
-        remarks.beside = list(listing.files)
+        remarks.beside += listing.files
         _refuse_flat_splits(listing)
         plain = _Split(".", TRAIN, listing.folders, _labels(listing.folders))
         _check_classes(root, plain, listing, least_classes, pick)
@@ -236,12 +239,19 @@ def _list(root: Path) -> _Listing:
     return _Listing(root, tuple(sorted(folders, key=str)), tuple(sorted(files, key=str)))
 
 
+def _wraps_itself(listing: _Listing) -> bool:
+    """Return whether all that lies in a folder is a folder of its name, and no picture."""
+    if len(listing.folders) != 1 or listing.pictures:
+        return False
+    return listing.folders[0].name.casefold() == listing.path.resolve().name.casefold()
+
+
 def _unwrapped(listing: _Listing) -> _Listing:
     """Return the only folder in a folder if it has its name (`seg_train/seg_train`) or the class folders."""
     if len(listing.folders) != 1 or listing.pictures:
         return listing
     inner = _list(listing.folders[0])
-    if inner.path.name.casefold() == listing.path.name.casefold() or inner.holds_folders_only:
+    if _wraps_itself(listing) or inner.holds_folders_only:
         return _Listing(listing.path, inner.folders, (*listing.files, *inner.files))
     return listing
 
@@ -368,8 +378,7 @@ def _check_classes(root: Path, split: _Split, listing: _Listing | None, least: i
         raise DatasetError(f"{root}: {found}: {expected}")
     if len(split.folders) < least:
         [only] = split.folders
-        below = [folder.name for folder in visible_folders(only)]
-        hint = f"; if {_listed(below)} are the classes: {pick} {only}" if len(below) > 1 else ""
+        hint = f"; if its folders are the classes: {pick} {only}" if _list(only).holds_folders_only else ""
         raise DatasetError(f"{root}: one class ({only.name!r}): at least two classes are required{hint}")
     seen: dict[str, str] = {}
     for label in split.labels:
@@ -450,7 +459,7 @@ def _cannot_be_read(error: OSError) -> NoReturn:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return the first names, and the number of the others."""
-    every = list(names)
+    """Return the first names of files or folders, and the number of the others."""
+    every = [printable(name) for name in names]
     more = f" and {len(every) - _LISTED} more" if len(every) > _LISTED else ""
     return f"{', '.join(every[:_LISTED])}{more}"

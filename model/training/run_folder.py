@@ -79,10 +79,11 @@ def record_start(out: Path, recipe: Recipe, split: SplitRecord) -> None:
     """
     path = out / SPLIT_FILE
     try:
-        resumed = (out / STATE_FILE).exists() and path.exists()
-        if resumed and not split.has_same_split(path.read_text(encoding="utf-8")):
+        begun = path.read_text(encoding="utf-8") if (out / STATE_FILE).exists() and path.exists() else None
+        if begun is not None and not split.has_same_split(begun):
             raise TrainingError(f"{path}: the data now hold other files, or split them otherwise; start afresh")
-        write_text(path, split.text())
+        if begun is None or SplitRecord.parse(begun) is None:
+            write_text(path, split.text())
         write_text(out / RECIPE_FILE, recipe.model_dump_json(indent=2))
     except OSError as error:
         raise TrainingError(f"{out}: cannot be written to: {error.strerror}") from error

@@ -101,6 +101,13 @@ def test_splits_of_any_habit_are_kept_apart(tmp_path: Path, names: tuple[str, ..
         assert files.labels.tolist() == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_split_that_is_named_is_read_alone(tmp_path: Path) -> None:
+    root = split_root(tmp_path, "seg_train/seg_train", "seg_test/seg_test")
+    found = find_pictures(root / "seg_test")
+    assert (found.labels, found.folders, found.notes) == (("blue", "green", "red"), {}, ())
+    assert len(found.sets["train"]) == 6
+
+
 def test_splits_below_each_class_are_kept_apart(tmp_path: Path) -> None:
     for colour in ("blue", "red"):
         write_class(tmp_path / colour / "Train", colour, 3)
@@ -199,6 +206,14 @@ def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> N
         (lambda root: write_class(root / "Red", "red", 1), "'Red' and 'red' differ by case alone"),
         (shutil.rmtree, "data: cannot be read: No such file"),
         (
+            lambda root: (
+                root.rename(root.parent / "pets"),
+                root.mkdir(),
+                (root.parent / "pets").rename(root / "pets"),
+            ),
+            r"one class \('pets'\): at least two .*; if its folders are the classes: --data \S+/data/pets$",
+        ),
+        (
             lambda root: (root.rename(root.parent / "other"), root.mkdir()),
             "data: no pictures: expected one folder of them for each class",
         ),
@@ -209,7 +224,17 @@ def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> N
         # A Path would need the surrogate spelled out.
         (lambda root: os.mkdir(os.fsencode(root) + b"/\xff"), "cannot be printed"),  # noqa: PTH102
     ],
-    ids=["empty class", "hidden files", "one class", "case", "no folder", "nothing", "no classes", "a name of bytes"],
+    ids=[
+        "empty class",
+        "hidden files",
+        "one class",
+        "case",
+        "no folder",
+        "wrapped",
+        "nothing",
+        "no classes",
+        "a name of bytes",
+    ],
 )
 def test_a_folder_that_cannot_be_trained_on_is_refused(
     root: Path, damage: Callable[[Path], object], message: str
