@@ -119,7 +119,7 @@ def labelled(count: int, word: str) -> Ask:
 
 def raw(headers: bytes, pieces: Iterable[bytes], pause: float = 0.0) -> Ask:
     """Return a request on a connection of its own, whose body comes in pieces, each some seconds after the other."""
-    head = b"POST /classify HTTP/1.1\r\nHost: vitserve\r\n" + headers + b"\r\n\r\n"
+    head = b"POST /classify HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n\r\n"
     sent = [head, *pieces]
 
     async def ask(client: httpx.AsyncClient, number: int) -> str:
@@ -142,7 +142,7 @@ def slow_reader(piece_bytes: int, pause: float) -> Ask:
     noise = np.random.default_rng(0).integers(0, 256, (2048, 2048, 3), dtype=np.uint8)
     Image.fromarray(noise).save(buffer, "JPEG", quality=50)
     picture = buffer.getvalue()
-    head = b"POST /attention?size=2048&view=photo HTTP/1.1\r\nHost: vitserve\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /attention?size=2048&view=photo HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     sent = head % len(picture) + picture
 
     async def ask(client: httpx.AsyncClient, number: int) -> str:

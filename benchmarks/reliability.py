@@ -51,6 +51,8 @@ _ADMIN = "admin"
 # Outcomes that must never happen.
 _FAULTS = ("cut", "no answer", "mixed up", "wrong status")
 # Marks beside an attack: JPEGs that are answered of those that are due; p99 beside that without one.
+# The service refuses such requests unread, so they hurt nobody and prove nothing.
+_WRONG_HOST = "421"
 _LEAST_JPEG, _LONGEST = 0.995, 3.0
 # Seconds of a hurt before honest callers come.
 _HEAD_START = 2.0
@@ -282,6 +284,8 @@ def missed(found: Mapping[str, float], quiet_p99: float, others: Mapping[str, Ca
         marks.append(f"answered {found['answered']:.1%}")
     if not found["p99"] <= _LONGEST * quiet_p99:
         marks.append(f"p99 {found['p99'] / quiet_p99:.1f} x")
+    if "attackers" in others and others["attackers"].counts[_WRONG_HOST]:
+        marks.append("the attack was refused for its Host header")
     return marks + [
         f"{kind} {each}" for kind, each in others.items() if each.counts["200"] < each.least * each.counts.total()
     ]

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks import checkpoints, gpu, gpu_kit, gpu_steps
+from benchmarks.attacks import HOSTILE, Callers, post
 from benchmarks.explanations import (
     RANDOM,
     Maps,
@@ -24,7 +25,7 @@ from benchmarks.explanations import (
 )
 from benchmarks.load import Load, Loader
 from benchmarks.record import Record, table
-from benchmarks.reliability import Honest, told_apart
+from benchmarks.reliability import Honest, missed, told_apart
 from benchmarks.servers import OURS
 
 
@@ -84,6 +85,15 @@ def test_an_answer_that_is_another_pictures_or_of_two_models_is_mixed_up():
     assert honest._fits(0, answer(0.5, 0.5))
     assert not honest._fits(0, answer(0.9, 0.5))
     assert not honest._fits(0, answer(0.1, 0.9))
+
+
+def test_an_attack_refused_by_its_host_misses() -> None:
+    found = {"answered": 1.0, "p99": 20.0}
+    attackers = Callers(post(b""), HOSTILE)
+    attackers.counts["503"] = 300
+    assert missed(found, 20.0, {"attackers": attackers}) == []
+    attackers.counts["421"] = 1
+    assert missed(found, 20.0, {"attackers": attackers}) == ["the attack was refused for its Host header"]
 
 
 @pytest.mark.timeout(120)
