@@ -74,6 +74,16 @@ def test_systemd_gives_a_drain_its_time():
     assert int(seconds) > Settings.model_fields["drain_timeout"].default
 
 
+def test_systemd_bounds_what_the_service_may_do():
+    text = (REPOSITORY / "deploy/systemd/vitserve.service").read_text()
+    unit = dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
+
+    assert bytes_of(unit["MemoryMax"]) == bytes_of(default(BASE["services"]["vitserve"]["mem_limit"]))
+    assert unit["CapabilityBoundingSet"] == ""
+    assert unit["SystemCallFilter"].split()[0] == "@system-service"
+    assert f"/var/lib/{unit['StateDirectory']}/" in text
+
+
 def documented_memory() -> list[tuple[str, int]]:
     """The rows of the table of docs/reliability.md: what, and the bytes at most by default."""
     text = (REPOSITORY / "docs/reliability.md").read_text().partition("\n## Memory\n")[2].partition("\n### ")[0]

@@ -28,7 +28,7 @@ TOGETHER = sorted({*COMPONENTS} - {*CHECKPOINTS, "hpa"})
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferenceService"}
 """Kinds that Kubernetes itself does not know."""
 PAGE = (REPOSITORY / "docs/scaling.md").read_text()
-(INFERENCE_SERVICE,) = load_documents(KUBERNETES / "kserve/inferenceservice.yaml")
+(INFERENCE_SERVICE, KSERVE_POLICY) = load_documents(KUBERNETES / "kserve/inferenceservice.yaml")
 
 
 @lru_cache
@@ -217,6 +217,19 @@ def test_pods_may_reach_what_their_components_are_for(tmp_path: Path) -> None:
     assert ports(["otlp"]) == {53, 4318}
     settings = settings_of(built_with(tmp_path / "otlp", "cpu", ["otlp"]))
     assert urlsplit(settings["OTEL_EXPORTER_OTLP_ENDPOINT"]).port == 4318
+
+
+def test_kserve_pods_have_the_network_policy_of_the_others() -> None:
+    ours = one(build("cpu"), "NetworkPolicy")
+    [port] = INFERENCE_SERVICE["spec"]["predictor"]["containers"][0]["ports"]
+    [of_any] = ours["spec"]["ingress"]
+    expected = {
+        **ours["spec"],
+        "podSelector": {"matchLabels": {"serving.kserve.io/inferenceservice": INFERENCE_SERVICE["metadata"]["name"]}},
+        "ingress": [{**of_any, "ports": [{"port": port["containerPort"], "protocol": "TCP"}]}],
+    }
+    assert KSERVE_POLICY["spec"] == expected
+    pytest.importorskip("kubernetes_validate").validate(KSERVE_POLICY, "1.33", strict=True)
 
 
 def test_the_operators_rules_are_those_of_prometheus(tmp_path: Path) -> None:
