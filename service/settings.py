@@ -59,7 +59,7 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """Return what heads keep of whoever began them: a name that was given, else a digest, as places change."""
+        """Return the name that was given, else a digest, as places change; it is not shown, see `Examples.owner_of`."""
         return self.name if self.is_named else f"key-{hashlib.sha256(self.secret).hexdigest()[:16]}"
 
 

@@ -9,6 +9,10 @@ used.
 """
 
 import base64
+import hmac
+import os
+import re
+import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +62,7 @@ CREATE TABLE IF NOT EXISTS pictures (
     head INTEGER NOT NULL, number INTEGER NOT NULL, file_name TEXT NOT NULL, thumbnail BLOB NOT NULL,
     PRIMARY KEY (head, number), FOREIGN KEY (head, number) REFERENCES examples (head, number) ON DELETE CASCADE);
 CREATE INDEX IF NOT EXISTS examples_by_label ON examples (head, label, number);
+CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL);
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
@@ -70,6 +75,10 @@ ALTER TABLE heads ADD COLUMN creator TEXT NOT NULL DEFAULT '';
 UPDATE heads SET creator = owner;
 COMMIT;
 """
+
+
+_DIGEST: Final = re.compile(r"key-[0-9a-f]{16}")
+"""The owner of a key without a name: a digest from which a weak key can be guessed."""
 
 
 @contextmanager
@@ -95,7 +104,7 @@ class HeadRow(NamedTuple):
         id: no other head ever has it, also of the same name.
         backbone: names what its features are of.
         model: with which it was begun.
-        owner: the name of the key that began it, or a digest; empty without keys, and of the admin key.
+        owner: the name of the key that began it, or a digest, see `owner_of`; empty without keys, and of the admin key.
         revision: changes with its examples.
         fitted_revision: of the examples that it was last fitted to, or could not be.
         reason: why its examples give no head; empty if they do.
@@ -122,6 +131,7 @@ class Examples:
         self.path = folder / _FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # it holds a secret
             self._open()
             [version] = self._watching.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):
@@ -140,6 +150,16 @@ class Examples:
         [version] = self._watching.execute("PRAGMA data_version").fetchone()
         return file, int(version)
 
+    def owner_of(self, key_owner: str) -> str:
+        """Return what is kept and shown of a key: its name, or without one a digest that no key can be guessed from.
+
+        Args:
+            key_owner: `ApiKey.owner` of the key; empty without keys.
+        """
+        if _DIGEST.fullmatch(key_owner) is None:
+            return key_owner
+        return f"key-{hmac.digest(self._secret, key_owner.encode(), 'sha256').hex()[:32]}"
+
     def add(
         self,
         name: str,
@@ -157,7 +177,7 @@ class Examples:
 
         Args:
             name: of the head, which is made if it is absent.
-            who: the name of the caller's key, or a digest.
+            who: the name of the caller's key, or a digest, see `owner_of`.
             backbone: what the features are of, and the name of its model.
             known: the id of the head as the caller was allowed to teach it; None: there was none.
             creator: who begins the head, to whose share it counts: a key or an address; empty for the operator.
@@ -296,8 +316,27 @@ class Examples:
         self._file = self.path.stat().st_ino
 
     def _prepare(self) -> None:
-        """Add the tables and columns that a new file, or one of an earlier version, lacks."""
+        """Create what a new file or one of an earlier version lacks, and read the secret of its owners."""
         self._watching.executescript(_TABLES)
+        self._add_columns()
+        with self._watching as db:
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("INSERT OR IGNORE INTO secrets VALUES ('owners', ?)", [secrets.token_bytes(32)])
+            [self._secret] = db.execute("SELECT value FROM secrets WHERE name = 'owners'").fetchone()
+            changed = [self._replace_digests(db, "heads", column) for column in ("owner", "creator")]
+            if any(changed):
+                self._replace_digests(db, "examples", "who")
+
+    def _replace_digests(self, db: sqlite3.Connection, table: str, column: str) -> bool:
+        """Replace the digests of an earlier version by those of `owner_of`; return whether there were any."""
+        owners = [row[0] for row in db.execute(f"SELECT DISTINCT {column} FROM {table}")]
+        digests = [owner for owner in owners if _DIGEST.fullmatch(owner)]
+        for digest in digests:
+            db.execute(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", [self.owner_of(digest), digest])
+        return bool(digests)
+
+    def _add_columns(self) -> None:
+        """Add the columns that a file of an earlier version lacks."""
         columns = [row[1] for row in self._watching.execute("PRAGMA table_info(heads)")]
         if "creator" in columns:
             return

@@ -117,7 +117,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
     if query.label is not None:
         checked_label(query.label)  # an error of the query is raised before there must be room
-    key, backbone = request_context(request.scope).key_owner or "", query.backbone
+    owner, backbone = _owner(request), query.backbone
     async with service.admit(request) as admitted:
         head = (await admitted.with_examples(examples.heads)).get(name)
         known = head and head.id
@@ -130,12 +130,12 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         asked = Asked(request, query, model, _checked_label, lambda query: query.backbone or backbone)
         features, pixels = await _features(admitted, asked)
         of = features_of(admitted.model.info), admitted.model.info.name
-        creator = "" if _holds_admin_key(request) else key or admitted.sender.caller
+        creator = "" if _holds_admin_key(request) else owner or admitted.sender.caller
         file_name, label = asked.query.file_name or "", asked.wanted
 
         def add() -> tuple[dict[str, int], list[int]]:
             kept = [KeptPicture(file_name, jpeg_thumbnail(each)) for each in pixels]
-            return examples.add(name, label, features, key, of, known, creator, kept)
+            return examples.add(name, label, features, owner, of, known, creator, kept)
 
         counts, numbers = await admitted.with_examples(add)
     service.taught.changed()
@@ -319,9 +319,13 @@ def _checked_file_name(query: ExampleQuery, settings: Settings, *, count: int) -
 
 def _require_own(request: Request, head: HeadRow) -> None:
     """Raise `Forbidden` where keys are set, and the request has neither the head's own key nor the admin key."""
-    key = request_context(request.scope).key_owner or ""
-    if head.owner != key and service_of(request).settings.api_keys:
+    if head.owner != _owner(request) and service_of(request).settings.api_keys:
         _require_admin(request)
+
+
+def _owner(request: Request) -> str:
+    """Return what heads keep of the key of a request, empty without keys and of the admin key."""
+    return _examples(request).owner_of(request_context(request.scope).key_owner or "")
 
 
 def _require_admin(request: Request) -> None:

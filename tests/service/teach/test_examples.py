@@ -1,6 +1,7 @@
 """The store of examples: what is kept, what is refused, and what is left when a process ends in the middle."""
 
 import asyncio
+import hashlib
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from model.heads import first_equal
 from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
+from service.settings import ApiKey
 from service.teach import examples as module
 from service.teach.examples import Examples
 from service.teach.heads import TaughtHeads
@@ -208,6 +211,26 @@ def test_one_creator_leaves_heads_to_the_others(store: Examples) -> None:
     store.remove(store.head("alice0"))
     assert store.add("alice0", "cat", rows(1), "alice", BACKBONE, creator="carol") == ({"cat": 1}, [1])
     assert begin(store, "", 16) == 16, "the operator has the rest"
+
+
+def test_no_key_is_guessed_from_what_heads_show(store: Examples, tmp_path: Path) -> None:
+    digest = f"key-{hashlib.sha256(b'hunter2').hexdigest()[:16]}"
+    with closing(sqlite3.connect(store.path)) as db, db:  # as an earlier version kept the owner
+        db.execute("DELETE FROM secrets")
+        db.execute(
+            "INSERT INTO heads (name, backbone, model, owner, creator) VALUES ('pets', 'b', 'm', ?1, ?1)", [digest]
+        )
+        db.execute("INSERT INTO examples VALUES (1, 1, 'cat', 0, ?, x'00000000')", [digest])
+    again = Examples(store.path.parent)
+    owner = again.owner_of(ApiKey("key1", b"hunter2").owner)
+    head = again.head("pets")
+    assert (head.owner, [each.who for each in again.listed(head)]) == (owner, [owner])
+    assert digest[4:] not in owner
+    assert Examples(store.path.parent).owner_of(digest) == owner, "workers and restarts share the secret"
+    assert Examples(tmp_path / "other").owner_of(digest) != owner
+    assert again.owner_of("alice") == "alice"
+    assert again.owner_of("") == ""
+    assert Examples(tmp_path / "new").path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_of_the_version_before_is_used(tmp_path: Path) -> None:
