@@ -358,6 +358,10 @@ class Parts:
 def require_close(outputs: HostOutputs, expected: HostOutputs, *, exact: bool, source: str) -> None:
     """Check the network's outputs for each image of a batch against torch's own.
 
+    It finds a network that computes something else: a layer that was lost, a wrong weight, a graph that does nothing,
+    images in another order. It does not bound rounding: kernels of other launch sizes round otherwise, and in bfloat16
+    that moves relevance, a difference of large numbers, far more than logits.
+
     Relevance is of the best class's margin over its rivals. Where rounding makes another class one of these, it is of
     something else, and not compared.
 

@@ -173,7 +173,7 @@ def reason_of(error: BaseException) -> str:
 def launch(
     runner: ModelRunner, batch: Sequence[Waiting], release: Release, clock: Callable[[], float]
 ) -> tuple[list[Outcome], BatchReport]:
-    """Compute a batch, and if that fails, its images one by one.
+    """Compute a batch, and if that fails on a device that still computes, its images one by one.
 
     Args:
         batch: at least one image, and at most `runner.max_batch`.
@@ -190,13 +190,11 @@ def launch(
         outcomes = _predict(runner, batch, launched, clock)
     except (RuntimeError, ValueError, MemoryError) as error:
         logger.warning("a batch of %d failed, trying its images one by one: %s", len(batch), error)
+        _require_device(runner)  # on a lost device each image could hang
         outcomes = [_predict_alone(runner, entry, launched, clock) for entry in batch]
-    if all(isinstance(outcome, InferenceFailed) for outcome in outcomes):
-        # Every image failed. If an empty image fails too, the device is lost, and the engine ends.
-        try:
-            runner.check()
-        except VitError as error:
-            raise EngineUnavailable(f"the device failed: {error}") from error
+    else:
+        if all(isinstance(outcome, InferenceFailed) for outcome in outcomes):
+            _require_device(runner)
     return outcomes, BatchReport(
         device=runner.device,
         size=len(batch),
@@ -219,12 +217,25 @@ def _predict(
     ]
 
 
+def _require_device(runner: ModelRunner) -> None:
+    """Raise EngineUnavailable if an empty image fails, too: the device is lost, and the engine ends."""
+    try:
+        runner.check()
+    except VitError as error:
+        raise EngineUnavailable(f"the device failed: {error}") from error
+
+
 def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]) -> Outcome:
-    """Compute one image of a batch that failed: only the images that fail alone are at fault."""
+    """Compute one image of a batch that failed: only the images that fail alone are at fault.
+
+    Raises:
+        EngineUnavailable: the image has cost the device.
+    """
     try:
         return _predict(runner, [entry], launched, clock)[0]
     except (RuntimeError, ValueError, MemoryError) as error:
         logger.error("an image failed alone: %s", error)
         if isinstance(error, CheckpointChanged):
             return InferenceFailed("this output needs the checkpoint's files, which changed since they were loaded")
+        _require_device(runner)
         return InferenceFailed("the model failed on this image")

@@ -42,7 +42,9 @@ class Cuda(TorchBackend):
     """
 
     def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
-        if options.dtype == torch.float32:  # of the whole process, which has one model
+        if options.dtype == torch.float32:
+            # The switch is of the whole process, and is never turned back. Other models of the process lose nothing:
+            # in bfloat16 and float16 their convolutions are not float32's.
             torch.backends.cudnn.allow_tf32 = False
         super().__init__(options)
         self._captured_k = min(_CAPTURED_TOP_K, self.config.logits)

@@ -41,7 +41,14 @@ class DeviceOps(Protocol):
     device: torch.device
 
     def stream(self) -> Any:
-        """Return a new queue of work, independent of others; it is opaque to the launcher."""
+        """Return a queue of work for batches, opaque to the launcher; other models may be given the same one."""
+
+    def capture_stream(self) -> Any:
+        """Return a queue of work that no batch of any model runs on, and no other model captures on.
+
+        Raises:
+            DeviceError: there are no more.
+        """
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which this thread's work goes to the stream."""
@@ -116,7 +123,7 @@ class BatchLauncher:
         # downloaded on. So nothing is captured on the stream of the batches; all graphs share their memory, and torch
         # wants one stream for them. Nothing else runs there: the workspaces of the products, which a graph keeps the
         # addresses of, are then taken from the graphs' memory, and stay (pytorch/pytorch#193402).
-        self._captures = ops.stream()
+        self._captures: Any = None
         ops.synchronize()  # the streams above do not wait for what was made before them
 
     @torch.inference_mode()
@@ -125,8 +132,11 @@ class BatchLauncher:
 
         Raises:
             CaptureFailed: a capture broke off; see `DeviceOps.capture`.
+            DeviceError: see `DeviceOps.capture_stream`.
             RuntimeError: as torch raises it.
         """
+        if self._captures is None:
+            self._captures = self._ops.capture_stream()
         # The largest first: the smaller ones find their memory in what it has left.
         for size in sorted(sizes, reverse=True):
             for request in requests:

@@ -4,15 +4,28 @@ See https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, pinned memory
 a machine without a GPU; its tests are skipped there.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import ClassVar, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from model.errors import DeviceError
+
+# torch has so many streams of each priority, and hands them out in turn, again and again (pytorch/pytorch#173729).
+_STREAMS_OF_A_PRIORITY: Final = 32
+# The priority of capture streams. Batches run at priority 0, so no batch stream is ever a capture stream.
+_CAPTURE_PRIORITY: Final = -1
+
 
 class CudaOps:
     """The operations of one CUDA device; see `model.runtime.cuda.batch_launcher.DeviceOps`."""
+
+    _lock = threading.Lock()
+    _capture_streams: ClassVar[WeakSet[torch.cuda.Stream]] = WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -25,6 +38,24 @@ class CudaOps:
     def stream(self) -> torch.cuda.Stream:
         """Return a stream that waits for no other, the default stream included."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def capture_stream(self) -> torch.cuda.Stream:
+        """Return a stream that no batch runs on, and that no other loaded model captures on.
+
+        A graph holds all work of its capture stream, and the workspaces of that stream's matrix products.
+
+        Raises:
+            DeviceError: the loaded models hold all capture streams.
+        """
+        with CudaOps._lock:
+            for _ in range(_STREAMS_OF_A_PRIORITY):
+                stream = torch.cuda.Stream(self.device, priority=_CAPTURE_PRIORITY)  # type: ignore[no-untyped-call]
+                if stream not in CudaOps._capture_streams:
+                    CudaOps._capture_streams.add(stream)
+                    return stream
+        raise DeviceError(
+            f"{_STREAMS_OF_A_PRIORITY} loaded models have CUDA graphs, the most of one process; unload a model first"
+        )
 
     def on(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
         """Return a context that also makes the stream's device the thread's current one."""

@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from model.errors import CheckpointChanged
-from model.outputs import RequestedOutputs
+from model.outputs import Outputs, RequestedOutputs
 from service.engine.batching import Entry
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.engine.streams import Streams, launch
@@ -109,9 +111,26 @@ def test_files_that_changed_under_the_service_are_told_to_who_needs_them() -> No
     ]
 
 
-def test_a_dead_device_is_named() -> None:
+def test_a_lost_device_ends_the_engine_at_once() -> None:
+    predictor = FakePredictor(device="cuda:3", device_is_dead=True)
     with pytest.raises(EngineUnavailable, match="the device failed: cuda:3: the model does not run"):
-        launch(FakePredictor(device="cuda:3", device_is_dead=True), entries(1), "idle", ticking())
+        launch(predictor, entries(1, 2, 3), "idle", ticking())
+    assert predictor.launched == [[1, 2, 3]], "no image is tried alone"
+
+
+class Fragile(FakePredictor):
+    """Loses its device to an image that fails alone."""
+
+    def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
+        self.device_is_dead = len(images) == 1 and int(images[0][0, 0, 0]) == BAD
+        return super().predict(images, requests)
+
+
+def test_an_image_that_loses_the_device_is_the_last() -> None:
+    predictor = Fragile()
+    with pytest.raises(EngineUnavailable, match="the device failed"):
+        launch(predictor, entries(1, BAD, 3), "idle", ticking())
+    assert predictor.launched == [[1, BAD, 3], [1], [BAD]]
 
 
 def test_times_are_counted_from_the_launch() -> None:

@@ -114,6 +114,9 @@ class StandInOps:
         self._streams += 1
         return StandInStream(self._streams - 1)
 
+    def capture_stream(self) -> StandInStream:
+        return self.stream()
+
     @contextmanager
     def on(self, stream: StandInStream) -> Iterator[None]:
         before, self._current.stream = getattr(self._current, "stream", None), stream

@@ -1,14 +1,19 @@
 """Batches on their way to a device and back, on a device that every machine has."""
 
+import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from model.errors import DeviceError
 from model.runtime.backend import BatchRequest
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed
 from model.runtime.cuda.ops import CudaOps
@@ -207,6 +212,69 @@ def torch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+@dataclass(frozen=True)
+class PooledStream:
+    """One of torch's 32 streams of a priority, which are handed out in turn."""
+
+    number: tuple[int, int]
+
+
+@pytest.fixture
+def pool_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = defaultdict[int, Iterator[int]](lambda: itertools.cycle(range(32)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _, priority=0: PooledStream((priority, next(turns[priority]))))
+
+
+class PooledOps(StandInOps):
+    """A stand-in whose streams are CUDA's, and which tells which were for batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_batches = set[Any]()
+        self.of_captures = list[Any]()
+        self._cuda = CudaOps(torch.device("cuda", 0))
+
+    def stream(self) -> Any:
+        stream = self._cuda.stream()
+        self.of_batches.add(stream)
+        return stream
+
+    def capture_stream(self) -> Any:
+        stream = self._cuda.capture_stream()
+        self.of_captures.append(stream)
+        return stream
+
+
+def loaded() -> tuple[PooledOps, BatchLauncher]:
+    def compute(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
+        return computed(torch.zeros(len(pixels), 1, dtype=torch.int32))
+
+    ops = PooledOps()
+    subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=2)
+    subject.capture(compute, (2,), (BatchRequest(),))
+    return ops, subject
+
+
+@pytest.mark.usefixtures("torch_without_a_gpu", "pool_of_streams")
+def test_no_capture_is_on_a_stream_of_a_loaded_model() -> None:
+    live = [loaded()]
+    for _ in range(40):
+        of_others = [ops for ops, _ in live]
+        live.append(loaded())
+        captures = live[-1][0].of_captures[0]
+        assert all(captures not in ops.of_batches and captures not in ops.of_captures for ops in of_others)
+        del live[1:-2]  # the first model stays
+
+
+@pytest.mark.usefixtures("torch_without_a_gpu", "pool_of_streams")
+def test_the_33rd_model_with_graphs_is_refused_them() -> None:
+    live = [loaded() for _ in range(32)]
+    with pytest.raises(DeviceError, match="32 loaded models have CUDA graphs"):
+        loaded()
+    del live[5]
+    loaded()
 
 
 @pytest.mark.usefixtures("torch_without_a_gpu")
