@@ -106,6 +106,18 @@ def parse_hosts(value: object) -> object:
     return tuple(host.strip("[]") for host in hosts)
 
 
+_ROOT_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*")
+
+
+def parse_root_path(value: str) -> str:
+    """Return a path prefix with a slash before and none behind it, empty for `/`; raises `ValueError`."""
+    path = value.strip("/")
+    prefix = f"/{path}" if path else ""
+    if not _ROOT_PATH.fullmatch(prefix):
+        raise ValueError("expected a path of letters, digits and ._~- such as /vit, without scheme and host")
+    return prefix
+
+
 def parse_size(value: object) -> object:
     """Parse `384` or `384x256` (rows x columns)."""
     if not isinstance(value, str | int):
@@ -386,6 +398,12 @@ class Settings(ModelSettings, BaseSettings):
     keep_alive: Annotated[float, Field(ge=1, le=86_400, allow_inf_nan=False)] = Field(
         75,
         description="seconds that a connection may be idle after an answer: longer than the load balancer keeps it",
+    )
+
+    root_path: Annotated[str, AfterValidator(parse_root_path)] = Field(
+        "",
+        description="path prefix under which a proxy shows the service, `/vit`, whether it cuts it off or not. "
+        "`X-Forwarded-Prefix` of a proxy in FORWARDED_ALLOW_IPS counts before it",
     )
 
     # Batches and the queue.

@@ -81,7 +81,7 @@ class ApiKeyMiddleware:
     def __init__(self, app: ASGIApp, guard: KeyGuard, public: Iterable[str], settings: Settings) -> None:
         self._app = app
         self._guard = guard
-        self._public = frozenset(public)
+        self._public = frozenset(public) | {""}  # which leads to the page
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -29,6 +29,7 @@ from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore, RedisImageStore
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
 from service.web.origins import OriginMiddleware, split_origins
+from service.web.prefix import Prefixes
 from service.web.request import Lanes, Service
 from service.web.routes import attention, classify, embed, heads, inference_protocol, operations, pages
 from service.web.routes import models as models_routes
@@ -165,8 +166,9 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     if state.tracing is not None:
         layers = state.tracing.around(layers, PROBES)
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
+    prefixes = Prefixes(settings.root_path, endpoints)
     return RequestContextMiddleware(
-        layers, metrics, endpoints, service.lifecycle, service.receiving, clock=service.clock
+        layers, metrics, endpoints, service.lifecycle, service.receiving, prefixes, clock=service.clock
     )
 
 

@@ -29,6 +29,7 @@ from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
 from service.web.admission import RefusalPace
+from service.web.prefix import Prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class RequestContext:
         key_name, key_owner: of the API key, None without a key.
         code: of the problem that answers it, None without a problem.
         model: name of the model that it is for, None until it is known.
+        prefix: of the path, which links of the answer begin with; None if a proxy sends what is not one.
         stages: seconds of each, see `service.observe.metrics.stage_seconds`.
     """
 
@@ -90,6 +92,7 @@ class RequestContext:
         self.key_owner: str | None = None
         self.code: str | None = None
         self.model: str | None = None
+        self.prefix: str | None = ""
         self.stages: dict[str, float] = {}
         self.client: str | None = (scope.get("client") or (None,))[0]
         self._received = self._sent = 0
@@ -206,6 +209,7 @@ class RequestContextMiddleware:
 
     Args:
         endpoints: paths that may become label values; any other is `other`.
+        prefixes: takes the prefix of a proxy off the path, before any other layer reads it.
         lifecycle: when the process is about to end, every answer closes its connection.
         answer_room: the room for unsent answers, see `service.http.Application`.
     """
@@ -217,6 +221,7 @@ class RequestContextMiddleware:
         endpoints: Iterable[str],
         lifecycle: Lifecycle,
         answer_room: AnswerRoom,
+        prefixes: Prefixes,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -229,6 +234,7 @@ class RequestContextMiddleware:
         self._endpoints = frozenset(endpoints)
         self._lifecycle = lifecycle
         self.answer_room = answer_room
+        self._prefixes = prefixes
         self._clock = clock
         self.log = RequestLog()
 
@@ -238,6 +244,7 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
+        context.prefix = self._prefixes.take_off(scope)
         scope[_CONTEXT] = context
         stage_seconds.set(context.stages)
         counted = scope["path"] not in PROBES

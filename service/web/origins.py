@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.errors import Forbidden, UnknownHost
+from service.errors import Forbidden, MalformedRequest, UnknownHost
 from service.server import TRUSTED_PROXY
 from service.settings import Settings
+from service.web.middleware import request_context
 
 _UNCHANGING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
@@ -42,9 +43,12 @@ class OriginMiddleware:
         self._pattern = None if pattern is None else re.compile(pattern)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection; raises `UnknownHost` or `Forbidden`."""
+        """Serve one ASGI connection; raises `MalformedRequest`, `UnknownHost` or `Forbidden`."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
+            if request_context(scope).prefix is None:
+                prefix = headers.getlist("x-forwarded-prefix")
+                raise MalformedRequest(f"X-Forwarded-Prefix {', '.join(prefix)!r:.200} is not a path such as /vit")
             host = headers.get("host", "")
             if not is_served_host(host, self._hosts):
                 raise UnknownHost(

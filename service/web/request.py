@@ -172,7 +172,7 @@ class Sender(NamedTuple):
         started: reading of the clock at which the head of the request had been read.
         receive: returns the next part of the body.
         left: done when the caller is gone, or a coroutine that waits for that; None: the request is cancelled then.
-        headers, request_id: of the request.
+        headers, request_id, prefix: of the request; links of its answer begin with the prefix.
     """
 
     caller: str
@@ -181,6 +181,7 @@ class Sender(NamedTuple):
     left: asyncio.Future[None] | Callable[[Receive], Coroutine[Any, Any, None]] | None = None
     headers: Headers = Headers()
     request_id: str = ""
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +318,9 @@ class Service:
             context.model = model.info.name
         caller = context.key_name or (network_of(request.client.host) if request.client else "")
         left = _disconnected if connection is None else connection.left
-        sender = Sender(caller, context.started, request.receive, left, request.headers, context.request_id)
+        sender = Sender(
+            caller, context.started, request.receive, left, request.headers, context.request_id, context.prefix or ""
+        )
         return AdmittedRequest(self, model, sender, needs_place=needs_place)
 
 

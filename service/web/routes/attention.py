@@ -174,7 +174,7 @@ async def _answer(
     # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     if image_id is not None:
-        headers["Content-Location"] = f"/attention?id={image_id}{query_of(admitted)}"
+        headers["Content-Location"] = f"{admitted.sender.prefix}/attention?id={image_id}{query_of(admitted)}"
     labels = _labels(query, admitted.model.info) or admitted.model.info.labels
     if query.format == "json":
         region = region_document(picture.region)

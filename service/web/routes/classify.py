@@ -205,7 +205,8 @@ def _fields(
         of_labels = requested.labels and outputs.map.request.class_index is not None
         url = None
         if image_id is not None and not of_labels:
-            url = _url(image_id, outputs.map.request.method) + query_of(admitted, model)
+            path = _url(image_id, outputs.map.request.method) + query_of(admitted, model)
+            url = admitted.sender.prefix + path
         region = region_document(decoded.picture.region)
         attention = Attention(url=url, region=region, **map_fields(outputs.map, labels))
     predicted = outputs.predicted(min_score)

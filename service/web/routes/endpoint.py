@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
@@ -217,7 +217,15 @@ def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None 
 
 
 async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request that no route takes: raises `NotFound`, which names the route that was probably meant."""
+    """Refuse a request that no route takes: raises `NotFound`, which names the route that was probably meant.
+
+    The bare prefix of a proxy leads to the page, whose relative links need the slash at its end.
+    """
+    if scope["path"] == "" and scope["method"] in ("GET", "HEAD"):
+        query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
+        answer = RedirectResponse(f"{request_context(scope).prefix}/{query}", 308)
+        await answer(scope, receive, send)
+        return
     methods: dict[str, set[str]] = {}
     for route in scope["app"].routes:
         if isinstance(route, Endpoint) and "." not in route.path:

@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from service.web.middleware import request_context
 from service.web.routes.endpoint import PageEndpoint
 
 _POLICY: Final = (
@@ -53,7 +54,9 @@ router = APIRouter(include_in_schema=False, route_class=PageEndpoint)
 @router.get("/openapi.json")
 async def openapi(request: Request) -> Response:
     """Describe the service for machines."""
-    return JSONResponse(request.app.openapi())
+    prefix = request_context(request.scope).prefix
+    servers = {"servers": [{"url": prefix}]} if prefix else {}
+    return JSONResponse(request.app.openapi() | servers)
 
 
 async def file(request: Request) -> Response:
