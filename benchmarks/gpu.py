@@ -14,7 +14,8 @@ Each step is a process of its own, which ends when its time is up; a step that f
 one runs. Every figure is saved as soon as it is there. The same command goes on where the record stops. `--limit` is
 the seconds of a whole run, of which each step has its share. Packages that the machine lacks come from the folder that
 `make gpu-kit` has written, if it is there. `--device cpu --smoke` runs all of it in tiny form, to test the script, not
-to measure. GPU.md says what to run in an hour.
+to measure. `--device null` measures the host side alone, on any machine: `benchmarks.null_device`. GPU.md says what to
+run in an hour.
 
 benchmarks/results/gpu.json has what an H200 gave: smoke, maps, http and engine. The other steps have no record yet.
 """
@@ -65,7 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--only", nargs="+", choices=list(STEPS), metavar="STEP", help="(default: all that are not done)"
     )
     parser.add_argument("--step", choices=list(STEPS), help=argparse.SUPPRESS)
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device", default="cuda:0", help="`null`: the host side alone, see `null_device`")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--reference-mode", default="reduce-overhead", help="of torch.compile for timm")
     parser.add_argument("--batches", type=int, nargs="+", default=[128], help="all but `engine` takes the first")
@@ -88,9 +89,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def measure_null(arguments: argparse.Namespace) -> int:
+    """Measure the host side of an engine process with a device that only takes time; return its exit code."""
+    options = ["--rounds", str(arguments.rounds), "--seconds", str(arguments.seconds)]
+    options += ["--record", str(arguments.out / "null_device.json")]
+    if arguments.smoke:
+        options += ["--size", "32", "--batch", "4", "--loads", "1x2"]
+    command = [sys.executable, "-m", "benchmarks.null_device", *options]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+
+
 def main(argv: Sequence[str]) -> int:
     """Measure, print, save. 0: no step failed; 1: some did."""
     arguments = parse(argv)
+    if arguments.device == "null":
+        return measure_null(arguments)
     read = partial(Record, arguments.out / "gpu.json", dtype=arguments.dtype, about={"smoke": arguments.smoke})
     record = read()
     done = set(record.section("seconds")) - set(record.section("errors"))

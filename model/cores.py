@@ -12,16 +12,24 @@ _OWN_GROUPS: Final = Path("/proc/self/cgroup")
 def usable_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int:
     """Return how many threads may work at the same time.
 
-    They are as many as `OMP_NUM_THREADS` says, as for torch; else as the process's affinity and the quotas of its
-    control group and of the groups above it allow (cgroup v1 and v2).
+    They are as many as `OMP_NUM_THREADS` says, as for torch; else as `allowed_cores` says.
+
+    Args:
+        system, own_groups: see `allowed_cores`.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if chosen.isdecimal() and int(chosen):
+        return int(chosen)
+    return allowed_cores(system, own_groups)
+
+
+def allowed_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int:
+    """Return how many cores the process's affinity and the quotas of its control groups allow (cgroup v1 and v2).
 
     Args:
         system: where sysfs is mounted.
         own_groups: file that names the control groups of this process; see cgroups(7).
     """
-    chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if chosen.isdecimal() and int(chosen):
-        return int(chosen)
     quotas = [_quota(folder) for folder in _group_folders(system / "fs/cgroup", own_groups)]
     allowed = [max(1, math.ceil(cores)) for cores in quotas if cores is not None]
     return min([len(_affinity()), *allowed])

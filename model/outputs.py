@@ -329,6 +329,11 @@ class RequestedOutputs:
     more: "tuple[RequestedOutputs, ...]" = ()
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether the best classes of the backbone's own head are all that is asked for."""
+        return not (self.map or self.logits or self.embedding or self.label_set or self.head or self.more)
+
+    @property
     def each(self) -> "tuple[RequestedOutputs, ...]":
         """Return what each head is asked for, the first one first."""
         return (self, *self.more)

@@ -392,7 +392,7 @@ class Settings(ModelSettings, BaseSettings):
         ge=1,
         le=256,
         description="web processes; with several, and on a GPU, each engine is a process of its own. Default: 1; on "
-        "a GPU half of the cores, at most 8",
+        "a GPU half of the cores, at most 24 a GPU",
     )
 
     keep_alive: Annotated[float, Field(ge=1, le=86_400, allow_inf_nan=False)] = Field(
@@ -421,7 +421,7 @@ class Settings(ModelSettings, BaseSettings):
         ge=1,
         le=1_000_000,
         description="images in the service at once, over all workers: received, decoded, queued or computed; more are "
-        "refused (503). Default: 256, or two largest batches a stream where that is more",
+        "refused (503). Default: 256, or two largest batches a stream of each device where that is more",
     )
     request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         10,

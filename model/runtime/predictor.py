@@ -6,7 +6,7 @@ threads at once as there are streams.
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -156,7 +156,7 @@ class Predictor:
             return True
         if all(each.map is None and each.embedding is None for each in requested.each):
             return False
-        return self._backend.defers(self._batch_request([requested]))
+        return self._backend.defers(self._batch_request([requested], self._has_others([requested])))
 
     def launch_size(self, count: int) -> int:
         """Return the size that a batch of `count` images is launched at."""
@@ -226,18 +226,21 @@ class Predictor:
         """
         requests = [requests] * len(images) if isinstance(requests, RequestedOutputs) else requests
         self._check_batch(images, len(requests))
-        request = self._batch_request(requests)
-        kinds = self._kinds(request, requests)
+        if all(each.is_plain for each in requests):
+            return self._plain(images, requests)
+        has_others = self._has_others(requests)
+        request = self._batch_request(requests, has_others)
+        flat = [(place, each) for place, asked in enumerate(requests) for each in asked.each]
+        aims = {number: (place, *aim) for number, (place, each) in enumerate(flat) if (aim := self._aim(each))}
+        kinds = self._kinds(request, requests, {place for place, *_ in aims.values()})
         if len(kinds) > 1:
             found: dict[int, Outputs] = {}
             for places in kinds:
                 of_kind = self.predict([images[place] for place in places], [requests[place] for place in places])
                 found.update(zip(places, of_kind, strict=True))
             return [found[place] for place in range(len(images))]
-        flat = [(place, each) for place, asked in enumerate(requests) for each in asked.each]
-        aims = {number: (place, *aim) for number, (place, each) in enumerate(flat) if (aim := self._aim(each))}
         arrays, aimed = self._compute(images, request, aims)
-        if not self._has_others(requests):
+        if not has_others:
             return self._outputs(images, request, requests, arrays, self.own, aimed)
         by_head: dict[str, list[int]] = {}
         for number, (_, each) in enumerate(flat):
@@ -256,6 +259,19 @@ class Predictor:
             outputs |= zip(numbers, self._outputs(of_head_images, request, asked, of_head, head, maps), strict=True)
         ordered = iter(outputs[number] for number in range(len(flat)))
         return [replace(next(ordered), more=tuple(islice(ordered, len(each.more)))) for each in requests]
+
+    def _plain(self, images: Images, requests: Sequence[RequestedOutputs]) -> list[Outputs]:
+        """Return the own head's best classes of each image: of most batches this is all that is asked for."""
+        request = BatchRequest(max(each.top_k for each in requests))
+        arrays = self._backend.predict(images, request).tensors()
+        scores, indices, finite = arrays["scores"], arrays["indices"], arrays["finite"].tolist()
+        thresholds = self.own.thresholds
+        outputs: list[Outputs] = []
+        for place, each in enumerate(requests):
+            best = indices[place, : each.top_k]
+            least = None if thresholds is None else thresholds[best]
+            outputs.append(Outputs(scores[place, : each.top_k], best, finite=finite[place], least=least))
+        return outputs
 
     def _compute(
         self, images: Images, request: BatchRequest, aims: Mapping[int, tuple[int, Head, _Target]]
@@ -299,9 +315,9 @@ class Predictor:
         """Return whether another head than the own one is to score an image of a batch, or several are."""
         return any(each.more or self._head(each.head) is not self.own for each in requests)
 
-    def _batch_request(self, requests: Sequence[RequestedOutputs]) -> BatchRequest:
+    def _batch_request(self, requests: Sequence[RequestedOutputs], has_others: bool) -> BatchRequest:
         """Return what the backbone's pass computes for a batch: for further heads, what they read."""
-        if self._has_others(requests):
+        if has_others:
             flat = [each for asked in requests for each in asked.each]
             requests = [RequestedOutputs(1, embedding=EmbeddingRequest())]
             requests += [each if self._head(each.head) is self.own else _of_backbone(each) for each in flat]
@@ -330,7 +346,7 @@ class Predictor:
         if head.label_sets is not None and logits is not None and with_set:
             sets = dict(zip(with_set, head.label_sets(logits[with_set]), strict=True))
         maps = {**self._maps_of_pass(arrays, request, requests, head), **aimed}
-        maps |= self._maps_of_own_pass(images, requests, arrays)
+        maps |= self._maps_of_own_pass(images, requests, arrays, aimed)
         maps |= _with_evidence(maps, requests, logits, head)
         return [
             Outputs(
@@ -346,7 +362,9 @@ class Predictor:
             for place, each in enumerate(requests)
         ]
 
-    def _kinds(self, request: BatchRequest, requests: Sequence[RequestedOutputs]) -> list[list[int]]:
+    def _kinds(
+        self, request: BatchRequest, requests: Sequence[RequestedOutputs], aimed_places: Collection[int]
+    ) -> list[list[int]]:
         """Return the places of the images of each kind, which is launched by itself.
 
         Those with aims are torch's, a few at a time; where no graph computes all that a batch asks for, others are
@@ -356,18 +374,21 @@ class Predictor:
         kinds: dict[object, list[int]] = {}
         aimed = 0
         for place, each in enumerate(requests):
-            is_aimed = any(self._aim(one) for one in each.each)
+            is_aimed = place in aimed_places
             aimed += is_aimed
-            of_network = None if has_graph else self._batch_request([each]).of_network
+            of_network = None
+            if not has_graph and not is_aimed:
+                of_network = self._batch_request([each], self._has_others([each])).of_network
             kinds.setdefault(-(-aimed // SIZES[-1]) if is_aimed else (of_network,), []).append(place)
         return list(kinds.values())
 
     def _check_batch(self, images: Images, requests: int) -> None:
         count = len(images)
         expected = (*self.config.image_size, self.config.in_channels)
-        kinds = {(str(image.dtype), image.shape) for image in images}
-        if kinds - {("uint8", expected)} or not 1 <= count <= self.max_batch:
-            raise ValueError(f"{count} images {sorted(kinds)}: expected uint8 [1...{self.max_batch}, *{expected}]")
+        are_right = all(image.shape == expected and image.dtype == np.uint8 for image in images)
+        if not are_right or not 1 <= count <= self.max_batch:
+            kinds = sorted({(str(image.dtype), image.shape) for image in images})
+            raise ValueError(f"{count} images {kinds}: expected uint8 [1...{self.max_batch}, *{expected}]")
         if requests != count:
             raise ValueError(f"{requests} requests for {count} images")
 
@@ -406,13 +427,18 @@ class Predictor:
         images: Images,
         requests: Sequence[RequestedOutputs],
         arrays: Mapping[str, NDArray[Any]],
+        aimed: Collection[int],
     ) -> dict[int, AttentionMap]:
-        """Return the maps that need passes of their own, each of its request's class or of the best one."""
+        """Return the maps that need passes of their own, each of its request's class or of the best one.
+
+        Args:
+            aimed: places of the images whose maps came out of the batch's pass.
+        """
         passes: dict[tuple[MapRequest, Pooling | None], list[int]] = {}
         targets: dict[int, Floats] = {}
         classes = arrays["indices"][:, 0].copy()
         for place, each in enumerate(requests):
-            if each.map is None or not each.map.needs_pass or self._aim(each) is not None:
+            if each.map is None or not each.map.needs_pass or place in aimed:
                 continue
             if each.map.class_index is not None:
                 classes[place] = each.map.class_index

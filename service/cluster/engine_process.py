@@ -242,14 +242,13 @@ class _Worker:
 
     async def _answer(self, id_: int, request: frames.Request) -> None:
         try:
-            reply: frames.Frame = frames.answer(id_, await self._result(request))
+            self.send(frames.answer(id_, await self._result(request)))
         except Exception as error:  # a defect costs its own request alone
             if not isinstance(error, ServiceError) or type(error) not in frames.ERRORS:
                 logger.exception("a request failed")
                 error = InferenceFailed("the engine failed on this request")
             self._server.publish_status()  # it has the count of a load that failed
-            reply = frames.Failed.of(id_, error)
-        self.send(reply)
+            self.send(frames.Failed.of(id_, error))
 
     async def _result(self, request: frames.Request) -> object:
         result: object = None

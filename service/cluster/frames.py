@@ -206,6 +206,13 @@ class Answer(_Frame, frozen=True, tag=13):
     result: msgspec.Raw
 
 
+class Reply(_Frame, frozen=True, tag=13):
+    """An `Answer` as it is sent: its result is written with the frame, once."""
+
+    id: int
+    result: object
+
+
 class Failed(_Frame, frozen=True, tag=14):
     """Answers a request with an error: its type's place among `ERRORS`, its message, and when to try again."""
 
@@ -258,9 +265,9 @@ _results: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
 }
 
 
-def answer(id_: int, result: object) -> Answer:
+def answer(id_: int, result: object) -> Reply:
     """Return the answer of a request."""
-    return Answer(id_, msgspec.Raw(_encoder.encode(result)))
+    return Reply(id_, result)
 
 
 def result_of(answer: Answer, request: Request) -> Any:
@@ -272,7 +279,7 @@ def result_of(answer: Answer, request: Request) -> Any:
         raise FrameError(f"no answer of {type(request).__name__}: {error}") from error
 
 
-def encode(frame: Frame) -> bytearray:
+def encode(frame: Frame | Reply) -> bytearray:
     """Return a frame's bytes, its length first."""
     buffer = bytearray(_LENGTH_BYTES)
     _encoder.encode_into(frame, buffer, _LENGTH_BYTES)
@@ -301,7 +308,7 @@ class Connection(asyncio.BufferedProtocol):
         self._news = asyncio.Event()
         self._error: FrameError | None = None
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: Frame | Reply) -> None:
         """Send a frame; it is lost if the peer is gone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(frame))

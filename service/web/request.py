@@ -30,13 +30,13 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.config import PreprocessConfig
-from model.cores import usable_cores
 from model.errors import ImageError
 from model.heads import Head, compared, of_image
 from model.images.decode import is_bounded
 from model.images.preprocess import ModelInput, Region, model_input
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.base import Engine
+from service.engine.devices import decode_threads
 from service.engine.messages import InferenceRequest, InferenceResult, ModelInfo
 from service.engine.streams import MAX_EXPLANATION_BATCH
 from service.errors import (
@@ -109,14 +109,12 @@ class Lanes:
     """The queues of a web process before everything that is scarce."""
 
     def __init__(self, settings: Settings, models: Models, decoders: Decoders, clock: Callable[[], float]) -> None:
-        threads = -(-min(usable_cores(), 16) // settings.workers)
-
         def ahead(most: float = math.inf) -> int:
             engine = models.default.current.engine
             info = engine.info
             return _BATCHES_AHEAD * len(engine.engines) * int(min(most, 1 if info is None else info.max_batch))
 
-        self.pictures = Lane("decode", ahead, threads=threads, clock=clock)
+        self.pictures = Lane("decode", ahead, threads=decode_threads(settings), clock=clock)
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
         self.documents = Lane("documents", threads=1, clock=clock)
         self.drawings = Lane("drawing", threads=1, clock=clock)

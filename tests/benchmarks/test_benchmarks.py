@@ -97,6 +97,16 @@ def test_an_attack_refused_by_its_host_misses() -> None:
 
 
 @pytest.mark.timeout(120)
+def test_the_host_side_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    assert gpu.main(["--device", "null", "--smoke", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "smoke" / "null_device.json").read_text())
+    [found] = record["engine, 12075/s"]["1 clients, 2 callers"]
+    assert found["pictures/s"] > 0
+    assert 1 <= found["mean batch"] <= 4
+    assert min(found["loop us"], found["streams us"], found["client us"]) > 0
+
+
+@pytest.mark.timeout(120)
 def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "CACHE", tmp_path / "cache")
     arguments = gpu.parse(["--device", "cpu", "--smoke", "--out", str(tmp_path)])

@@ -192,8 +192,10 @@ def test_the_result_of_a_request_is_what_was_answered(asked: tuple[frames.Reques
 
 
 def test_an_answer_to_another_request_is_refused() -> None:
+    [frame] = asyncio.run(received(frames.encode(frames.answer(1, "id"))))
+    assert isinstance(frame, frames.Answer)
     with pytest.raises(frames.FrameError, match="no answer of Submit"):
-        frames.result_of(frames.answer(1, "id"), SUBMIT)
+        frames.result_of(frame, SUBMIT)
 
 
 @given(sent=FRAMES, missing=st.integers(1, 9))

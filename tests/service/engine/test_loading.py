@@ -25,7 +25,7 @@ from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine import devices, loading
-from service.engine.devices import all_gpus, fit_to_machine, gpus_are_here, uses_gpu, visible_devices
+from service.engine.devices import all_gpus, decode_threads, fit_to_machine, gpus_are_here, uses_gpu, visible_devices
 from service.engine.loading import load_predictor
 from service.settings import load_settings
 from tests.service.cli.command_line import write_checkpoint
@@ -375,7 +375,7 @@ def test_gpus_are_found_by_their_files(
     ("given", "cores", "here", "expected"),
     [
         ({"device": "cuda"}, 16, True, (8, 256)),
-        ({"device": "cuda:0,cuda:1"}, 64, True, (8, 256)),
+        ({"device": "cuda:0,cuda:1"}, 64, True, (32, 512)),
         ({"device": "cuda"}, 6, True, (3, 256)),
         ({"device": "cuda"}, 1, True, (1, 256)),
         ({"device": "auto"}, 16, True, (8, 256)),
@@ -384,6 +384,10 @@ def test_gpus_are_found_by_their_files(
         ({"device": "cuda", "workers": 1}, 16, True, (1, 256)),
         ({"device": "cuda", "workers": 3, "max_batch": 256}, 16, True, (3, 1024)),
         ({"device": "cuda", "max_batch": 128}, 16, True, (8, 512)),
+        ({"device": "cuda"}, 26, True, (13, 256)),
+        ({"device": "cuda"}, 200, True, (24, 256)),
+        ({"device": "cuda:0,cuda:1"}, 200, True, (48, 512)),
+        ({"device": ",".join(f"cuda:{each}" for each in range(8))}, 200, True, (100, 2048)),
         ({"device": "cuda", "max_batch": 256, "queue_size": 7}, 16, True, (8, 7)),
     ],
     ids=str,
@@ -395,6 +399,25 @@ def test_web_workers_and_the_queue_follow_from_the_machine_unless_they_are_set(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)) if process == 0 else {0})
     fitted = fit_to_machine(load_settings(given))
     assert (fitted.workers, fitted.queue_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "threads"),
+    [
+        ({"device": "cpu"}, 64, 16),
+        ({"device": "cuda", "workers": 8}, 16, 2),
+        ({"device": "cuda", "workers": 13}, 26, 2),
+        ({"device": "cuda", "workers": 1}, 200, 48),
+        ({"device": "cuda:0,cuda:1", "workers": 10}, 200, 10),
+    ],
+    ids=str,
+)
+def test_decode_threads_follow_a_devices_cores(
+    given: dict[str, Any], cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert decode_threads(load_settings(given)) == threads
 
 
 def test_all_devices_become_an_engine_each(monkeypatch: pytest.MonkeyPatch) -> None:
