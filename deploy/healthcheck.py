@@ -6,7 +6,28 @@ read a container's health all ask whether it can be given work.
 
 import http.client
 import os
+import socket
 import sys
+
+
+class Connection(http.client.HTTPConnection):
+    """A connection to an address of VIT_HOST: IPv4, IPv6, a name, or `unix:/PATH`."""
+
+    def connect(self) -> None:
+        """Connect to the path of a Unix socket, or to the port of a host."""
+        if not self.host.startswith("unix:"):
+            super().connect()
+            return
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.host.removeprefix("unix:"))
+
+
+def address() -> str:
+    """Return the first address that the service listens on, and that answers on this machine."""
+    hosts = os.environ.get("VIT_HOST", "").strip(" \t\"'")
+    host = hosts.split(",")[0].strip().removeprefix("[").removesuffix("]")
+    return "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
 
 
 def main() -> str | None:
@@ -16,9 +37,10 @@ def main() -> str | None:
         None when ready, else why not.
     """
     # http.client, as urllib.request would send this through a proxy that the environment names.
-    connection = http.client.HTTPConnection("127.0.0.1", int(os.environ.get("VIT_PORT", "8000")), timeout=4)
+    connection = Connection(address(), int(os.environ.get("VIT_PORT", "8000")), timeout=4)
     try:
-        connection.request("GET", "/readyz")
+        # This host is served whatever VIT_ALLOWED_HOSTS says.
+        connection.request("GET", "/readyz", headers={"Host": "127.0.0.1"})
         answer = connection.getresponse()
         body = answer.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:

@@ -278,8 +278,9 @@ class Connection(asyncio.BufferedProtocol):
         """Begin to wait for a request, if there is room for one connection more."""
         self.transport = transport
         self._scope: Scope = {**_SCOPE, "server": get_local_addr(transport), "client": get_remote_addr(transport)}
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        own = transport.get_extra_info("socket")
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and own.family != socket.AF_UNIX:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._wait(HEAD_SECONDS)
         self.state.connections.add(self)  # type: ignore[arg-type]  # what uvicorn shuts down, and waits for
         if self.connections.is_ending:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import uvicorn
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from service.addresses import UNIX, SocketFiles, listen, port_of
 from service.background import Tasks, keep_running
 from service.http import LAST_CALLERS_SECONDS, MAX_CONNECTIONS, Application, Connections
 from service.lifecycle import Lifecycle, exit_now, log_end, stop_signals
@@ -32,6 +33,8 @@ class TrustedProxies(ProxyHeadersMiddleware):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""
         peer = scope.get("client")
+        if peer is None and scope["type"] == "http":
+            scope["client"] = peer = (UNIX, 0)  # so that FORWARDED_ALLOW_IPS can name callers of a Unix socket
         scope[TRUSTED_PROXY] = (peer[0] if peer else None) in self.trusted_hosts
         await super().__call__(scope, receive, send)
 
@@ -48,11 +51,6 @@ def connection_limit(configured: int = MAX_CONNECTIONS) -> int:
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return max(1, allowed - _OTHER_FILES)
-
-
-def address_family(host: str) -> socket.AddressFamily:
-    """Return the family of a host's address."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class Server:
@@ -86,13 +84,12 @@ class Server:
         self._on_hang_up = on_hang_up
         self._is_supervised = is_supervised
         self._hung_up = False
+        self._socket_files = SocketFiles([])
         self._let_in_last = Tasks()
         self.connections = Connections(app, connection_limit(max_connections), idle_seconds=settings.keep_alive)
         trusted = os.environ.get("FORWARDED_ALLOW_IPS")
         config = uvicorn.Config(
             app if trusted is None else TrustedProxies(app, trusted),  # type: ignore[arg-type]  # uvicorn's own types
-            host=settings.host,
-            port=settings.port,
             http=self.connections.protocol,  # type: ignore[arg-type]  # it is called as a class is
             interface="asgi3",
             ws="none",
@@ -113,18 +110,20 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Return the port of the started server, which differs from the setting when that is 0."""
-        port: int = self._uvicorn.servers[0].sockets[0].getsockname()[1]
-        return port
+        """Return the port of the started server, which differs from the setting when that is 0; 0 without TCP."""
+        return port_of([listener for server in self._uvicorn.servers for listener in server.sockets])
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal or `stop`, on `sockets` if they are given."""
+        """Serve until a signal or `stop`, on `sockets` if they are given, else on the settings' addresses."""
         with asyncio.Runner(loop_factory=self._uvicorn.config.get_loop_factory()) as runner:
             runner.run(self.serve(sockets))
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on the running event loop, see `run`."""
         loop, numbers = asyncio.get_running_loop(), stop_signals()
+        if sockets is None:
+            [sockets] = listen(self._settings.hosts, self._settings.port)
+            self._socket_files = SocketFiles(sockets)
         serving = loop.create_task(self._uvicorn.serve(sockets))
         beside = [keep_running("connections", self.connections.watch)]
         if self._beside is not None:
@@ -139,6 +138,7 @@ class Server:
                 loop.remove_signal_handler(number)
             for task in beside:
                 task.cancel()
+            self._socket_files.remove()
         self._log_end()
 
     def stop(self, exit_code: int) -> None:
@@ -192,6 +192,7 @@ class Server:
     def _give_up(self) -> None:
         logger.warning("not everything was answered within %g s: ending", self._settings.drain_timeout)
         self._log_end()
+        self._socket_files.remove()
         exit_now(self._lifecycle.exit_code)
 
     def _log_end(self) -> None:
@@ -209,6 +210,7 @@ class Server:
             self.drain()
         elif number != signal.SIGHUP and not self._hung_up:
             logger.warning("%s again: ending at once", number.name)
+            self._socket_files.remove()
             exit_now(128 + number)
         # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: both ask for one stop.
         self._hung_up = number == signal.SIGHUP

@@ -6,7 +6,6 @@ Each is read once at start-up, from the environment (`VIT_PORT`) or a flag of `v
 import hashlib
 import importlib.metadata
 import importlib.util
-import ipaddress
 import json
 import os
 import re
@@ -32,6 +31,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.config import Size
 from model.errors import first_problem, nearest
+from service.addresses import is_loopback, parse_listen_hosts, tcp_hosts
 from service.errors import SettingsError
 
 ENV_PREFIX = "VIT_"
@@ -259,6 +259,8 @@ def _of_known_home(value: str | None) -> str | None:
 def _grpc_port(value: int, info: ValidationInfo) -> int:
     if value and value == info.data.get("port"):
         raise ValueError("expected another port than VIT_PORT")
+    if not tcp_hosts(info.data.get("host", "127.0.0.1").split(",")):
+        raise ValueError("gRPC needs a host beside the Unix socket, as in VIT_HOST=unix:/PATH,127.0.0.1")
     # An older one does not bound the memory that callers without a key may take.
     found = importlib.metadata.version("grpcio").split(".") if _is_installed("grpc") else []
     if [int(part) for part in found[:2]] < [1, 81]:
@@ -380,7 +382,11 @@ class Settings(ModelSettings, BaseSettings):
     )
 
     # Where it listens.
-    host: Name = Field("127.0.0.1", description="address to listen on; `0.0.0.0` in the container")
+    host: Annotated[Name, AfterValidator(parse_listen_hosts)] = Field(
+        "127.0.0.1",
+        description="addresses to listen on, comma-separated: IP addresses, names, `::` for all of IPv4 and IPv6, or "
+        "`unix:/PATH` for a socket; `0.0.0.0` in the container",
+    )
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free port")
     grpc_port: Annotated[int, Field(ge=0, le=65535), AfterValidator(_grpc_port)] | None = Field(
         None,
@@ -517,9 +523,14 @@ class Settings(ModelSettings, BaseSettings):
         return tuple(self.device.split(","))
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return the addresses to listen on; see `service.addresses`."""
+        return tuple(self.host.split(","))
+
+    @property
     def is_local(self) -> bool:
-        """Return whether the service listens on loopback addresses alone."""
-        return self.host == "localhost" or _is_loopback(self.host)
+        """Return whether the service listens on loopback addresses and Unix sockets alone."""
+        return all(is_loopback(host) for host in self.hosts)
 
     @property
     def served_hosts(self) -> tuple[str, ...]:
@@ -532,13 +543,6 @@ class Settings(ModelSettings, BaseSettings):
     def one_process(self) -> bool:
         """Return whether web worker and engine share the only process."""
         return self.workers == 1 and len(self.devices) == 1
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def described(name: str) -> tuple[str, str]:

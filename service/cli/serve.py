@@ -7,9 +7,10 @@ import logging
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
+from service.addresses import UNIX, SocketFiles, bind_tcp, listen, port_of, tcp_addresses, tcp_hosts
 from service.cli.setting_flags import add_checkpoint, add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
@@ -59,17 +60,21 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 def _check_address(settings: Settings) -> None:
     """End with one line if an address cannot be had, before a model is loaded for nothing."""
-    for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port)):
+    hosts = settings.hosts
+    for name, port, own in (("port", settings.port, hosts), ("grpc_port", settings.grpc_port, tcp_hosts(hosts))):
         if port is None:
             continue
-        with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((settings.host, port))
-            except OSError as error:
-                flag = f"--{name.replace('_', '-')} (VIT_{name.upper()})"
-                other = f"; {flag} chooses another" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
-                sys.exit(f"vitserve: cannot listen on {settings.host}:{port}: {error.strerror or error}{other}")
+        try:
+            [probes] = listen(own, port)
+        except OSError as error:
+            setting = "host" if str(error.filename).startswith(UNIX) else name
+            flag = f"--{setting.replace('_', '-')} (VIT_{setting.upper()})"
+            is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EEXIST)
+            other = f"; {flag} chooses another" if is_taken else ""
+            sys.exit(f"vitserve: cannot listen on {error.filename}: {error.strerror or error}{other}")
+        SocketFiles(probes).remove()
+        for probe in probes:
+            probe.close()
 
 
 @contextmanager
@@ -79,15 +84,18 @@ def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
     grpcio opens its listeners itself, in each worker. So a socket that takes no callers holds the port before and
     between them (SO_REUSEPORT). Raises `OSError` if the port is not available.
     """
-    if settings.grpc_port is None:
+    port = settings.grpc_port
+    if port is None:
         yield settings
         return
-    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        address = settings.host, settings.grpc_port
-        try:
-            holder.bind(address)
-        except OSError:  # perhaps connections of another program have just ended there
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(address)
-        yield settings.model_copy(update={"grpc_port": holder.getsockname()[1]})
+    with ExitStack() as holders:
+        for address in tcp_addresses(settings.hosts):
+            try:
+                holder = bind_tcp(address, port, socket.SO_REUSEPORT)
+            except OSError as error:  # perhaps connections of another program have just ended there
+                if address.is_optional and error.errno != errno.EADDRINUSE:
+                    continue
+                holder = bind_tcp(address, port, socket.SO_REUSEPORT, socket.SO_REUSEADDR)
+            holders.enter_context(holder)
+            port = port or port_of([holder])
+        yield settings.model_copy(update={"grpc_port": port})

@@ -5,15 +5,16 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import tempfile
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Final, Self
 
 from prometheus_client import values
 from prometheus_client.multiprocess import mark_process_dead
 
+from service.addresses import SocketFiles, listen, port_of
 from service.cluster.engine_process import STOP, run_engine
 from service.cluster.processes import RUNNING, SERVING, OperatingSystem, Report
 from service.cluster.supervisor import Child, Supervisor
@@ -24,7 +25,6 @@ from service.lifecycle import Terminal
 from service.models.registry import Version
 from service.observe import logs
 from service.observe.metrics import Metrics
-from service.server import address_family
 from service.settings import Settings
 from service.web.single_process import log_address
 
@@ -65,7 +65,9 @@ class Cluster:
         self._versions: dict[str, Version] = {}
         self._announced = False
         self.system = OperatingSystem()
-        self.listeners = listen(settings.host, settings.port, settings.workers)
+        # The supervisor keeps them open: connections that wait for a worker that dies are its successor's.
+        self.listeners = listen(settings.hosts, settings.port, settings.workers)
+        self._socket_files = SocketFiles(self.listeners[0])
         self.folder = _private_folder()
         logs.on_drop(self._count_dropped_line)
         self.workers = [
@@ -82,6 +84,7 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.draining()
+        self._socket_files.remove()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # What the supervisor tells.
@@ -93,7 +96,7 @@ class Cluster:
                 self._versions[name] = version
         if not self._announced and all(child.state == SERVING for child in (*self.engines, *self.workers)):
             self._announced = True
-            log_address(self._settings, self.listeners[0].getsockname()[1])
+            log_address(self._settings, port_of(self.listeners[0]))
 
     def ended(self, pid: int) -> None:
         """Forget what a process counted of the present; what it counted of the past is not lost."""
@@ -101,7 +104,7 @@ class Cluster:
 
     def draining(self) -> None:
         """Close this process's listeners; the workers still have theirs."""
-        for listener in self.listeners:
+        for listener in chain.from_iterable(self.listeners):
             listener.close()
 
     def hung_up(self) -> bool:
@@ -123,8 +126,8 @@ class Cluster:
 
     def _be_worker(self, index: int, child: Child) -> int:
         own = self.listeners[index]
-        for listener in self.listeners:
-            if listener is not own:
+        for listener in chain.from_iterable(self.listeners):
+            if listener not in own:
                 listener.close()
         sockets = [self._socket(engine) for engine in range(len(self.engines))]
         settings = worker_settings(self._settings, index)
@@ -147,20 +150,6 @@ def metrics_in(folder: Path) -> Metrics:
     metrics = Metrics(folder)
     metrics.observe_process()
     return metrics
-
-
-def listen(host: str, port: int, count: int) -> list[socket.socket]:
-    """Return `count` listening sockets on one address; raises `OSError` when it cannot be had.
-
-    The kernel spreads connections evenly over sockets of their own (SO_REUSEPORT), where workers that share one
-    would take whole bursts each. The supervisor keeps them open, so that connections that wait for a worker that dies
-    are its successor's.
-    """
-    listeners: list[socket.socket] = []
-    for _ in range(count):
-        listeners.append(socket.create_server((host, port), family=address_family(host), backlog=2048, reuse_port=True))
-        port = listeners[0].getsockname()[1]
-    return listeners
 
 
 def _private_folder() -> Path:

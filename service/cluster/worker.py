@@ -44,7 +44,7 @@ def worker_settings(settings: Settings, index: int) -> Settings:
 def run_web(
     settings: Settings,
     child: Child,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     sockets: Sequence[Path],
     metrics: Metrics,
     *,
@@ -81,6 +81,6 @@ def run_web(
     app = create_app(settings, models, metrics, lifecycle, changed, image_store=RemoteImageStore(engines[0]))
     server = Server(app, settings, lifecycle, beside, is_supervised=True)
     trim_regularly()
-    server.run(sockets=[listener])
+    server.run(sockets=listeners)
     child.link.send(Report(answered=lifecycle.answered, refused=lifecycle.refused))
     return lifecycle.exit_code

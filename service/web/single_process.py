@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakSet
 
+from service.addresses import ANY, UNIX, in_url, tcp_hosts
 from service.engine.local import Backbones, Loader, ModelEngine
 from service.engine.messages import ModelInfo
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
@@ -20,8 +21,6 @@ logger = logging.getLogger("vitserve")
 
 EXAMPLE = "examples/dog.jpg"
 """A picture of the repository, relative to its root."""
-
-_WILDCARDS = ("0.0.0.0", "::")
 
 
 def run_single_process(settings: Settings, load: Loader) -> int:
@@ -73,19 +72,21 @@ class SingleProcess:
 
 def log_address(settings: Settings, port: int, path: str = "/classify") -> None:
     """Log where the service answers and what to try, which is a request of this path."""
-    here, base = _reachable(settings.host), f"http://{_reachable(settings.host)}:{port}"
+    hosts = tcp_hosts(settings.hosts)
+    sockets = [host for host in settings.hosts if host not in hosts]
+    here, base, unix = "", "http://localhost", ""
+    if hosts:
+        here = in_url("127.0.0.1" if hosts[0] in ANY else hosts[0])
+        base = f"http://{here}:{port}"
+    else:
+        unix = f"--unix-socket {sockets[0].removeprefix(UNIX)} "
     if settings.grpc_port is not None:
         logger.info("gRPC: %s:%d", here, settings.grpc_port)
     picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
     # What is published of a container, or how others call this machine, is not known here.
-    others = f" here, port {port} for others" if settings.host in _WILDCARDS else ""
-    logger.info("ready: %s%s (API: %s/docs). Try:", base, others, base)
+    others = f" here, port {port} for others" if not {*hosts}.isdisjoint(ANY) else ""
+    more = [f"http://{in_url(host)}:{port}" for host in hosts[1:] if host not in ANY] + sockets * bool(hosts)
+    beside = "".join(f", {each}" for each in more)
+    logger.info("ready: %s%s%s (API: %s/docs). Try:", base if hosts else ", ".join(sockets), others, beside, base)
     key = '-H "Authorization: Bearer $VIT_API_KEY" ' if settings.api_keys else ""
-    logger.info("  curl %s-F file=@%s '%s%s'", key, picture, base, path)
-
-
-def _reachable(host: str) -> str:
-    """Return an address that a browser on this machine can open."""
-    if host in _WILDCARDS:
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+    logger.info("  curl %s%s-F file=@%s '%s%s'", unix, key, picture, base, path)

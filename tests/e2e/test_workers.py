@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,10 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.e2e.load import Load, connection
 from tests.e2e.processes import Processes, is_gone, maps
 from tests.e2e.serving import Pictures, Serve, Served, problem, together
-from tests.launcher import until
+from tests.launcher import PATIENCE, until
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -85,6 +88,24 @@ def test_callers_of_all_workers_get_their_own_answers_and_every_worker_shows_the
 def samples(scrape: httpx.Response) -> Callable[[str], list[float]]:
     lines = [line.rpartition(" ") for line in scrape.text.splitlines() if not line.startswith("#")]
     return lambda name: [float(value) for key, _, value in lines if key.partition("{")[0] == name]
+
+
+def test_workers_share_a_socket_and_both_families(serve: Serve, pictures: Pictures, tmp_path: Path) -> None:
+    path = tmp_path / "http"
+    server = serve(workers=WORKERS, host=f"unix:{path},::")
+    port = server.url.rpartition(":")[2]
+    for _ in range(8):
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://any.example", timeout=PATIENCE) as caller:
+            pictures.check(0, caller.post("/classify", content=pictures.files[0]).json())
+    for host in ("127.0.0.1", "[::1]"):
+        assert httpx.get(f"http://{host}:{port}/healthz", trust_env=False).status_code == 200
+    for host in (f"unix:{path},::", "::", "[::1]"):
+        environment = {"VIT_HOST": host, "VIT_PORT": port}
+        asked = subprocess.run([sys.executable, REPOSITORY / "deploy/healthcheck.py"], env=environment, check=False)
+        assert asked.returncode == 0, host
+    assert server.process.terminate() == 0
+    assert not path.exists()
 
 
 def test_a_picture_that_one_worker_kept_is_found_by_every_worker(service: Served, pictures: Pictures) -> None:

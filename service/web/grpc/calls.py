@@ -13,6 +13,7 @@ import grpc
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
 
+from service.addresses import in_url, tcp_hosts
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest, ModelFailed, NotFound, RequestTimeout, Unavailable
 from service.http import MAX_CONNECTIONS
@@ -383,8 +384,9 @@ async def serving(service: Service, guard: KeyGuard, count: Count, port: int) ->
     settings, calls = service.settings, Calls(service, guard, count)
     server = grpc.aio.server(options=_options(settings), maximum_concurrent_rpcs=MAX_CONNECTIONS)
     server.add_generic_rpc_handlers(tuple(_handlers(calls)))
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    server.add_insecure_port(f"{host}:{port}")
+    for host in tcp_hosts(settings.hosts):
+        if host != "0.0.0.0" or "::" not in settings.hosts:  # for grpcio `::` is all of IPv4, too
+            server.add_insecure_port(f"{in_url(host)}:{port}")
     await server.start()
     try:
         yield

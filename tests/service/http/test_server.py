@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,17 @@ async def started(service: App, **options: Any) -> AsyncIterator[Server]:
     yield server
     server.stop(service.lifecycle.exit_code)
     await running
+
+
+@on_a_loop
+async def test_a_unix_socket_alone_is_served_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "http"
+    async with started(app(host=f"unix:{path}")) as server:
+        assert server.port == 0
+        caller = Connection(*await asyncio.open_unix_connection(path))
+        await caller.send(b"GET /healthz HTTP/1.1\r\nHost: evil.example\r\n\r\n")
+        assert (await caller.answer()).status == 200
+    assert not path.exists()
 
 
 @on_a_loop

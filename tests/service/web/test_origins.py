@@ -96,6 +96,16 @@ async def test_a_proxy_that_leaves_out_the_port_is_served() -> None:
 
 
 @on_a_loop
+@pytest.mark.parametrize(("proxy", "status"), [("unix:", 200), ("10.0.0.1", 403)])
+async def test_a_unix_socket_has_any_host_and_may_be_trusted(proxy: str, status: int) -> None:
+    headers = {"host": "upstream", "origin": "https://vit.example.org", "x-forwarded-host": "vit.example.org"}
+    behind: Any = TrustedProxies(app().asgi, proxy)  # type: ignore[arg-type]  # uvicorn's own types
+    caller = HttpCommunicator(behind, "POST", "/classify", headers=headers | {"content-type": "image/png"}, body=png(1))
+    caller.scope |= {"server": ("/run/vitserve/http", None), "client": None}
+    assert (await caller.run()).status == status
+
+
+@on_a_loop
 @pytest.mark.parametrize(("proxy", "status"), [("127.0.0.1", 200), ("10.0.0.1", 403)])
 async def test_a_trusted_proxy_may_change_the_host(proxy: str, status: int) -> None:
     headers = {"host": "localhost", "origin": "https://vit.example.org", "x-forwarded-host": "vit.example.org"}

@@ -42,6 +42,7 @@ def test_the_hint_can_be_pasted_and_shows_no_key(hint: pytest.LogCaptureFixture)
         ("::1", "[::1]:8000"),
         ("2001:db8::7", "[2001:db8::7]:8000"),
         ("localhost", "localhost:8000"),
+        ("::", "127.0.0.1:8000 here, port 8000 for others"),
         ("0.0.0.0", "127.0.0.1:8000 here, port 8000 for others"),  # in a container, too, whatever is published of it
     ],
 )
@@ -50,6 +51,18 @@ def test_the_hint_names_an_address_that_a_browser_can_open(
 ) -> None:
     log_address(load_settings({"host": host}), 8000)
     assert f"ready: http://{address} (API: http://{address.partition(' ')[0]}/docs)" in hint.text
+
+
+@pytest.mark.parametrize(
+    ("host", "lines"),
+    [
+        ("127.0.0.1,10.0.0.7,unix:/run/a", ["ready: http://127.0.0.1:8000, http://10.0.0.7:8000, unix:/run/a (API: "]),
+        ("unix:/run/a", ["ready: unix:/run/a (API: ", "curl --unix-socket /run/a -F", "'http://localhost/classify'"]),
+    ],
+)
+def test_the_hint_names_every_host_and_socket(host: str, lines: list[str], hint: pytest.LogCaptureFixture) -> None:
+    log_address(load_settings({"host": host}), 8000)
+    assert [line for line in lines if line not in hint.text] == []
 
 
 def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(

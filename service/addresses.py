@@ -1,0 +1,212 @@
+"""The addresses that the service listens on: TCP in both families, and Unix sockets."""
+
+import errno
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+UNIX: Final = "unix:"
+"""Precedes the path of a Unix socket, where others have a host."""
+
+ANY: Final = ("0.0.0.0", "::")
+"""The hosts that stand for every address of this machine."""
+
+_NAME: Final = re.compile(r"(?:[A-Za-z0-9_-]{1,63}\.)*(?=[A-Za-z0-9_-]*[A-Za-z])[A-Za-z0-9_-]{1,63}\.?")
+_LONGEST_PATH: Final = 107  # bytes of the path of a Unix socket
+_BACKLOG: Final = 2048
+_ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of the IPv6 address of `localhost` where IPv6 is off
+
+
+def parse_listen_hosts(value: str) -> str:
+    """Return hosts, separated by commas, as they are listened on; raises `ValueError`."""
+    hosts = [_listen_host(part.strip()) for part in value.split(",")]
+    return ",".join(dict.fromkeys(hosts))
+
+
+def _listen_host(text: str) -> str:
+    if text.startswith(UNIX):
+        path = re.sub("^/+", "/", text.removeprefix(UNIX))
+        if not path.startswith("/") or path.endswith("/") or len(os.fsencode(path)) > _LONGEST_PATH:
+            raise ValueError(f"{text!r}: expected unix: and an absolute path of at most {_LONGEST_PATH} bytes")
+        return f"{UNIX}{path}"
+    host = text.removeprefix("[").removesuffix("]")
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        if _NAME.fullmatch(host):
+            return host
+    raise ValueError(
+        f"{text!r}: expected IP addresses (:: for all), names or unix:/PATH, separated by commas, without a port"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a host: a loopback address or a Unix socket."""
+    if host.startswith(UNIX) or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def tcp_hosts(hosts: Sequence[str]) -> list[str]:
+    """Return the hosts that are not Unix sockets."""
+    return [host for host in hosts if not host.startswith(UNIX)]
+
+
+def in_url(host: str) -> str:
+    """Return a host as a URL has it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+class TcpAddress(NamedTuple):
+    """An address of a host.
+
+    Attributes:
+        sockaddr: as `bind` takes it; its second item is the port.
+        takes_ipv4: IPv6 that takes callers over IPv4, too.
+        is_optional: the host has other addresses.
+    """
+
+    host: str
+    family: socket.AddressFamily
+    sockaddr: tuple[Any, ...]
+    takes_ipv4: bool
+    is_optional: bool
+
+
+def tcp_addresses(hosts: Sequence[str]) -> Iterator[TcpAddress]:
+    """Yield the addresses of all hosts that are not Unix sockets; raises `OSError` if a name has none."""
+    for host in tcp_hosts(hosts):
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except socket.gaierror as error:
+            raise OSError(error.errno, error.strerror, host) from None
+        addresses = list(dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found))
+        takes_ipv4 = host == "::" and "0.0.0.0" not in hosts
+        for family, sockaddr in addresses:
+            yield TcpAddress(host, family, sockaddr, takes_ipv4, is_optional=len(addresses) > 1)
+
+
+def bind_tcp(address: TcpAddress, port: int, *options: int, listens: bool = False) -> socket.socket:
+    """Return a socket that is bound to an address; raises `OSError`, whose `filename` is the address.
+
+    Args:
+        options: of SOL_SOCKET, which are set.
+    """
+    bound = None
+    try:
+        bound = socket.socket(address.family, socket.SOCK_STREAM)
+        for option in options:
+            bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        if address.family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not address.takes_ipv4)
+        bound.bind((address.sockaddr[0], port, *address.sockaddr[2:]))
+        if listens:
+            bound.listen(_BACKLOG)
+    except OSError as error:
+        if bound is not None:
+            bound.close()
+        raise OSError(error.errno, error.strerror, f"{in_url(address.host)}:{port}") from None
+    return bound
+
+
+def listen(hosts: Sequence[str], port: int, count: int = 1) -> list[list[socket.socket]]:
+    """Return the listening sockets of `count` processes; raises `OSError`, whose `filename` is the address.
+
+    The kernel spreads connections evenly over sockets of their own (SO_REUSEPORT), where processes that share one
+    would take whole bursts each. A Unix socket is shared.
+
+    Args:
+        port: 0 picks a free one, the same for all addresses.
+    """
+    with ExitStack() as opened:
+        processes = [_listen_tcp(hosts, port, opened, is_shared=count > 1)]
+        port = port_of(processes[0])
+        processes += [_listen_tcp(hosts, port, opened, is_shared=True) for _ in range(count - 1)]
+        for host in hosts:
+            if host.startswith(UNIX):
+                shared = _listen_unix(Path(host.removeprefix(UNIX)))
+                for listeners in processes:
+                    listeners.append(opened.enter_context(shared.dup()))
+                shared.close()
+        opened.pop_all()
+    return processes
+
+
+def _listen_tcp(hosts: Sequence[str], port: int, opened: ExitStack, *, is_shared: bool) -> list[socket.socket]:
+    """Return listening sockets on all hosts that are not Unix sockets, which `opened` closes."""
+    options = [socket.SO_REUSEADDR, socket.SO_REUSEPORT] if is_shared else [socket.SO_REUSEADDR]
+    listeners: list[socket.socket] = []
+    for address in tcp_addresses(hosts):
+        try:
+            listener = bind_tcp(address, port, *options, listens=True)
+        except OSError as error:
+            if address.is_optional and error.errno in _ABSENT:
+                continue
+            raise
+        listeners.append(opened.enter_context(listener))
+        port = port or port_of(listeners)
+    return listeners
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    """Return a socket that listens on a path; a file that a dead service left there is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        listener.bind(str(path))
+        path.chmod(0o666)  # as open to users of this machine as a loopback address; its folder may be closed
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, error.strerror, f"{UNIX}{path}") from None
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the file of a socket on which nobody listens; raises `OSError` for any other file."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise OSError(errno.EEXIST, "a file that is not a socket has this name")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.settimeout(1.0)
+        if caller.connect_ex(str(path)) != errno.ECONNREFUSED:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    path.unlink()
+
+
+def port_of(listeners: Sequence[socket.socket]) -> int:
+    """Return the TCP port of listeners, 0 if all are Unix sockets."""
+    ports = [listener.getsockname()[1] for listener in listeners if listener.family != socket.AF_UNIX]
+    return ports[0] if ports else 0
+
+
+class SocketFiles:
+    """The files of Unix sockets that a service has made, to be removed at its end."""
+
+    def __init__(self, listeners: Sequence[socket.socket]) -> None:
+        paths = [Path(each.getsockname()) for each in listeners if each.family == socket.AF_UNIX]
+        self._files = {path: _identity(path) for path in paths}
+
+    def remove(self) -> None:
+        """Remove the files, unless another service has put its own in their place."""
+        for path, identity in self._files.items():
+            if _identity(path) == identity:
+                path.unlink(missing_ok=True)
+        self._files = {}
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
