@@ -213,6 +213,9 @@ VARIANT ?= cpu
 # Compose reads TORCH_INDEX_URL and EXTRAS from the environment, or from .env; make puts its arguments there.
 
 image:
+	@command -v docker >/dev/null || { echo "make image: docker is missing; install it: https://docs.docker.com/engine/install" >&2; exit 1; }
+	@docker compose version >/dev/null 2>&1 || { echo "make image: docker has no compose; install docker-compose-plugin" \
+		"(of Docker) or docker-compose-v2 (of Ubuntu): https://docs.docker.com/compose/install" >&2; exit 1; }
 	VARIANT=$(VARIANT) docker compose -f docker-compose.yml -f docker-compose.build.yml build \
 		--build-arg VERSION="$(VERSION)" --build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" \
 		--build-arg SOURCE="$(SOURCE)" \

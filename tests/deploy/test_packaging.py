@@ -239,3 +239,24 @@ def test_torch_alone_comes_from_the_index_that_is_named(tmp_path, given_in):
     assert "--index-url" not in second
     assert all(call[call.index("-c") + 1] == "constraints.txt" for call in calls)
     assert "NVIDIA" not in output
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(
+    ("docker", "lines"),
+    [(None, ["docker is missing"]), ("exit 1", ["docker has no compose", "docker-compose-plugin"])],
+)
+def test_an_image_without_docker_or_compose_is_a_remedy(tmp_path, docker, lines):
+    for name in ("make", "sh", "env"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    if docker is not None:
+        (tmp_path / "docker").write_text(f"#!/bin/sh\n{docker}\n")
+        (tmp_path / "docker").chmod(0o755)
+    command = ["make", "--no-print-directory", "image"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode != 0
+    assert [line for line in lines if line not in done.stderr] == []
+    assert "https://docs.docker.com/" in done.stderr
