@@ -377,7 +377,8 @@ class Settings(ModelSettings, BaseSettings):
     )
     cache_dir: Annotated[Name | None, AfterValidator(_of_known_home)] = Field(
         None,
-        description="folder that keeps OpenVINO's graphs for the next start, or `off`. Default: `vitserve` in the "
+        description="folder that keeps OpenVINO's graphs and torch's compiled kernels for the next start, or `off`. "
+        "`TORCHINDUCTOR_CACHE_DIR` may name another one for kernels. Default: `vitserve` in the "
         "user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`); a volume in the container",
     )
 

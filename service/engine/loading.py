@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -55,6 +55,9 @@ _MATTER: Final = (
     *("checkpoint", "image_size", "preprocess", "labels", "activation", "architecture", "keys", "base"),
     *("models", "checkpoint_folder", "dtype"),
 )
+
+# The folders of torch's compilers in the cache folder, by the variables that name them.
+_KERNELS: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
 
 # The predictors of this process, by the keys of their backbones.
 _LIVE: Final[WeakValueDictionary[str, Predictor]] = WeakValueDictionary()
@@ -244,6 +247,7 @@ def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
     from model.runtime.device import unusable_reason  # noqa: PLC0415  torch takes seconds to import
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
+    keep_kernels(settings)
     device = "cuda:0" if settings.device.startswith("cuda") else settings.device
     compile_mode: str = settings.compile  # a process whose capture broke off starts its successor without graphs
     predictor = Predictor(
@@ -325,7 +329,7 @@ def _described(
 def _entry(settings: Settings) -> Entry | None:
     """Return where graphs of these settings are kept, or None where none are."""
     on_gpu = settings.device != "cpu" and (settings.device != "auto" or gpus_are_here())
-    folder = cache_folder(settings)
+    folder = cache_folder(settings, "graphs")
     if folder is None or on_gpu or settings.compile != "auto":
         return None
     if importlib.util.find_spec("openvino") is None:
@@ -335,18 +339,37 @@ def _entry(settings: Settings) -> Entry | None:
     return Entry(folder, {name: _resolved(getattr(settings, name)) for name in _MATTER})
 
 
-def cache_folder(settings: Settings, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder that the settings name for graphs, or None where none are kept."""
+def keep_kernels(settings: Settings, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's compilers keep their kernels in the cache folder, unless the environment names another one.
+
+    By themselves they keep them in the folder for temporary files, which containers and systems empty.
+    """
+    for name in _KERNELS.keys() - environment.keys():
+        folder = cache_folder(settings, _KERNELS[name], environment)
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning(
+                "compiled kernels are not kept: %s; set VIT_CACHE_DIR to a folder that can be written", error
+            )
+            return
+        environment[name] = str(folder)
+
+
+def cache_folder(settings: Settings, kind: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder that the settings name for what is kept of a kind, or None where nothing is kept."""
     if settings.cache_dir == "off":
         return None
     if settings.cache_dir is not None:
-        return Path(settings.cache_dir).expanduser().absolute() / "graphs"
+        return Path(settings.cache_dir).expanduser().absolute() / kind
     base = environment.get("XDG_CACHE_HOME", "")
     try:
         home = Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()
     except RuntimeError:  # no home
         return None
-    return home / "vitserve" / "graphs"
+    return home / "vitserve" / kind
 
 
 def _resolved(value: object) -> object:

@@ -154,6 +154,12 @@ def test_a_pod_may_do_nothing_but_serve(overlay: str) -> None:
     assert {mount["mountPath"] for mount in ours["volumeMounts"]} == {"/cache", "/tmp"}
 
 
+def test_compiled_kernels_outlive_a_pod(tmp_path: Path) -> None:
+    pod = one(built_with(tmp_path, "gpu", ["kernel-cache"]), "Deployment")["spec"]["template"]["spec"]
+    [cache] = [volume for volume in pod["volumes"] if volume["name"] == "cache"]
+    assert cache == {"name": "cache", "persistentVolumeClaim": {"claimName": "vitserve-cache"}}
+
+
 @pytest.mark.parametrize("component", SCALERS)
 def test_a_scaler_alone_says_how_many_pods_there_are(component: str, tmp_path: Path) -> None:
     alone = one(build("cpu"), "Deployment")

@@ -26,7 +26,7 @@ from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine import devices, loading
 from service.engine.devices import all_gpus, decode_threads, fit_to_machine, gpus_are_here, uses_gpu, visible_devices
-from service.engine.loading import load_predictor
+from service.engine.loading import keep_kernels, load_predictor
 from service.settings import load_settings
 from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE
@@ -399,6 +399,25 @@ def test_web_workers_and_the_queue_follow_from_the_machine_unless_they_are_set(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)) if process == 0 else {0})
     fitted = fit_to_machine(load_settings(given))
     assert (fitted.workers, fitted.queue_size) == expected
+
+
+def test_compiled_kernels_are_kept_in_the_cache(tmp_path: Path) -> None:
+    environment = {"TRITON_CACHE_DIR": "/elsewhere"}
+    keep_kernels(load_settings({"cache_dir": str(tmp_path)}), environment)
+    assert environment == {
+        "TRITON_CACHE_DIR": "/elsewhere",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "CUDA_CACHE_PATH": str(tmp_path / "cuda"),
+    }
+
+
+@pytest.mark.parametrize("folder", ["off", "a file"])
+def test_kernels_stay_where_nothing_can_be_kept(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a file").touch()
+    environment: dict[str, str] = {}
+    keep_kernels(load_settings({"cache_dir": folder if folder == "off" else str(tmp_path / folder)}), environment)
+    assert environment == {}
+    assert ("compiled kernels are not kept" in caplog.text) == (folder != "off")
 
 
 @pytest.mark.parametrize(
