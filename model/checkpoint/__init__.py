@@ -75,7 +75,7 @@ def load_checkpoint(
                 f"{ADAPTER_CONFIG} the model is read"
             )
         adapter, files = files, _base(files, base, bases_below, keys, hub_bases=hub_bases)
-        adapt(files, adapter)
+        adapt(files, adapter, options)
     reader = next((reader for reader in _READERS if reader.recognises(files)), None)
     if reader is None and not has_config:
         raise CheckpointError(
@@ -109,7 +109,7 @@ def load_checkpoint(
         checkpoint.multi_label,
     )
     content = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    checkpoint = replace(checkpoint, notes=notes, content=content)
+    checkpoint = replace(checkpoint, notes=notes, assumed=checkpoint.assumed + files.assumed, content=content)
     return checkpoint.of_one_size() if options.image_size is None else checkpoint.resized(options.image_size)
 
 

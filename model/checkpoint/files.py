@@ -42,6 +42,7 @@ class Files:
         overlay: an adapter's files, whose preprocessing comes before the base's.
         merge: merges the adapter into the tensors.
         notes: what was done to the names of the tensors, once they were read.
+        assumed: what was chosen for an adapter's head.
         read_names: names of the parts that were read.
         weights: names of the files of weights, of which the first that is there is read.
     """
@@ -50,6 +51,7 @@ class Files:
     revision: str | None = None
     digest: str = ""
     notes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     parent: "Files | None" = None
     overlay: "Files | None" = None
     merge: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None

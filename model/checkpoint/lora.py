@@ -10,9 +10,11 @@ from typing import Any, Final
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.checkpoint import huggingface, timm
-from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Files
+from model.checkpoint import huggingface, native, timm
+from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, Files
+from model.checkpoint.labels import UNNAMED
 from model.checkpoint.local_files import required
+from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 
 # From the names of a library's files, or of its memory, which adapters are saved under, to one of both.
@@ -20,6 +22,13 @@ Renaming = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 _LORA: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _WHOLE: Final = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.")
+# Layers that are not a head, by a part of their names.
+_TRUNK: Final = re.compile(
+    r"(?:^|\.)(?:layers?|blocks?|stages?|encoder|stem|embeddings|patch_embed|pooler|attn_pool|pre_logits|"
+    r"vision_model|text_model|\w*projection)\."
+)
+# Fields of a config that describe the classes of its head.
+_CLASSES: Final = ("id2label", "label2id", "num_labels", "label_names", "label_descriptions")
 # Fields that are read, that the tensors themselves answer, or that training alone reads.
 #
 # PEFT puts `fan_in_fan_out` aside for linear layers, and the networks that are read here have no others that it is for.
@@ -56,11 +65,16 @@ def adapter_base(adapter: Files, base: str | None) -> str:
     return base or (f"{named}@{revision}" if isinstance(revision, str) and revision else str(named))
 
 
-def adapt(base: Files, adapter: Files) -> None:
+def adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
     """Let a base give its tensors with an adapter merged into them.
 
+    Args:
+        base: files of the base, whose config gets the classes of the adapter's head.
+        adapter: files of the adapter.
+        options: of the operator, whose labels count first.
+
     Raises:
-        CheckpointError: the adapter has no weights that can be read.
+        CheckpointError: the adapter has no weights that can be read, or no file says the labels of its head.
     """
     where = f"{adapter.place} (base {base.place})"
     base.source, base.overlay = adapter.source, adapter
@@ -68,21 +82,56 @@ def adapt(base: Files, adapter: Files) -> None:
     safetensors, pickle = ADAPTER_WEIGHTS
     weights = safetensors if adapter.path(safetensors) is not None else pickle
     changes = {name.removeprefix("base_model.model."): tensor for name, tensor in adapter.part(weights).items()}
+    heads = (tensor for name, tensor in changes.items() if _is_head(_WHOLE.sub(".", name), tensor))
+    head = next(heads, None)
+    classes = None if head is None else head.shape[0]
+    if classes is not None:
+        _take_classes(base, adapter, classes, options)
     renaming: Renaming = dict
     if huggingface.recognises(base):
         mapping = config.get("auto_mapping")
         class_name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-        head = next((tensor for name, tensor in changes.items() if name.endswith("classifier.weight")), None)
-        renaming = huggingface.adapted(base, class_name, _classes(head))
-    elif timm.recognises(base):
-        head = next((tensor for name, tensor in changes.items() if _WHOLE.sub(".", name) == "head.weight"), None)
-        timm.adapted(base, _classes(head))
+        renaming = huggingface.adapted(base, class_name)
+    elif timm.recognises(base) and classes is not None:
+        timm.adapted(base, classes)
+    elif native.recognises(base) and classes is not None:
+        native.adapted(base, classes)
     base.merge = lambda tensors: _merged(renaming(tensors), changes, config, renaming, where)
 
 
-def _classes(head: Tensor | None) -> int | None:
-    """Return the number of classes of a head that an adapter brings, None where it brings none."""
-    return None if head is None or not head.ndim else head.shape[0]
+def _is_head(name: str, tensor: Tensor) -> bool:
+    """Return whether an adapter's tensor is the weight of a head that was saved whole."""
+    is_weight = name.endswith(".weight") and tensor.ndim > 1
+    return is_weight and "lora_" not in name and _TRUNK.search(name) is None
+
+
+def _take_classes(base: Files, adapter: Files, classes: int, options: CheckpointOptions) -> None:
+    """Replace what a base's config says of its classes by what the adapter's side says.
+
+    The number of classes does not tell whether the labels are still the same.
+    """
+    config = base.config
+    stated = {key: adapter.config[key] for key in (*_CLASSES, "problem_type") if adapter.config.get(key)}
+    names = config.get("id2label")
+    has_as_many = isinstance(names, dict) and len(names) == classes
+    is_numbered = has_as_many and all(UNNAMED.fullmatch(str(name)) for name in dict(names or {}).values())
+    is_named = bool(stated.get("id2label") or stated.get("label_names"))
+    if options.activation is None and "problem_type" not in stated:
+        base.assumed = ("activation: that of the base, though the adapter has a head of its own (VIT_ACTIVATION)",)
+    if options.labels is None and not is_named and not is_numbered and config:
+        same = ""
+        if has_as_many:
+            same = f"; if they are the base's, to {base.path(CONFIG_FILE)}"
+        raise CheckpointError(
+            f"{adapter.place}: no labels for its {classes} classes: set VIT_LABELS to a file, to names like cat,dog "
+            f"or to numbers{same} (the adapter has a head of its own, and the labels of {base.place} are of another)"
+        )
+    if is_named or not is_numbered:
+        pretrained = config.get("pretrained_cfg")
+        for described in (config, pretrained if isinstance(pretrained, dict) else {}):
+            for key in _CLASSES:
+                described.pop(key, None)
+    config.update(stated)
 
 
 def _merged(

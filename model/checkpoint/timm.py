@@ -164,24 +164,13 @@ def _library(
     return network, native_tensors(library.renamed_by_library(network, _stored(files)), network, files.place)
 
 
-def adapted(files: Files, classes: int | None) -> None:
-    """Prepare a base for an adapter, whose head takes the place of the base's.
-
-    Args:
-        files: of the base.
-        classes: of the adapter's head, None where it brings none.
-    """
+def adapted(files: Files, classes: int) -> None:
+    """Give a base's config the number of classes of an adapter's head."""
     config = files.config
-    pretrained = config.get("pretrained_cfg")
     arguments = config.get("model_args")
-    if classes is None or config.get("num_classes") == classes:
-        return
     config["num_classes"] = classes
     if isinstance(arguments, dict) and "num_classes" in arguments:
         arguments["num_classes"] = classes
-    for described in (config, pretrained if isinstance(pretrained, dict) else {}):
-        for key in ("label_names", "label_descriptions", "id2label", "label2id", "num_labels"):
-            described.pop(key, None)
 
 
 def _stored(files: Files) -> dict[str, Tensor]:

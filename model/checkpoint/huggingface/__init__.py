@@ -91,23 +91,16 @@ def _code(config: Mapping[str, Any]) -> tuple[str, ...]:
     return (f"auto_map: the folder's own code is not run; the model is read as {config['architectures'][0]}",)
 
 
-def adapted(
-    files: Files, class_name: str | None, classes: int | None
-) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """Prepare a base for an adapter: its head may be the adapter's; return the renaming of both's tensors.
+def adapted(files: Files, class_name: str | None) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """Prepare a base for an adapter; return the renaming of both's tensors.
 
     Args:
         files: of the base.
         class_name: the class that the adapter was trained with; None where it does not say.
-        classes: of the head that the adapter brings, None where it brings none.
     """
     config = files.config
     if class_name in _BY_CLASS:
         config["architectures"] = [class_name]
-    labels = config.get("id2label")
-    if classes is not None and isinstance(labels, dict) and len(labels) != classes:
-        del config["id2label"]
-        config.pop("num_labels", None)
     family, _ = _family(config, files.where(CONFIG_FILE))
     return lambda tensors: renamed(tensors, family.rules, files.place)
 

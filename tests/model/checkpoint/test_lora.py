@@ -112,11 +112,50 @@ def test_the_head_of_an_adapter_of_timms_model_counts(classes: int, tmp_path: Pa
         if "lora_" in name or "modules_to_save" in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
     folder = saved(adapted, tmp_path / "adapter", str(tmp_path / "base"))
-    if classes != 3:
-        with pytest.raises(CheckpointError, match="no labels for its 7 classes: set VIT_LABELS"):
-            load_checkpoint(str(folder))
+    with pytest.raises(CheckpointError, match=f"no labels for its {classes} classes: set VIT_LABELS"):
+        load_checkpoint(str(folder))
     checkpoint = load_checkpoint(str(folder), labels="numbers")
     assert_same_logits(checkpoint, adapted.merge_and_unload().eval(), "LoRA with a new head on timm's model")
+
+
+# The folder of the base, and the name of the head in it.
+HEADS = {
+    "huggingface": (huggingface_folder, "classifier"),
+    "timm": (timm_folder, "head"),
+    "native": (native_folder, "head"),
+}
+
+
+@pytest.mark.parametrize("format_", HEADS)
+def test_labels_of_a_base_are_not_the_adapters(format_: str, tmp_path: Path) -> None:
+    make, head = HEADS[format_]
+    base, folder = make(tmp_path / "base"), tmp_path / "adapter"
+    assert load_checkpoint(str(base)).labels == ("a", "b", "c")
+    if format_ == "huggingface":
+        adapter_folder(folder, str(base))
+    else:
+        plain_adapter(folder, base)
+    pair = load_file(folder / "adapter_model.safetensors")
+    module = f"base_model.model.{head}"
+    new = {f"{module}.weight": torch.ones(3, 16), f"{module}.bias": torch.tensor([1.0, 2.0, 3.0])}
+    assert load_checkpoint(str(folder)).labels == ("a", "b", "c")
+    save_file(pair | new, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="no labels for its 3 classes: set VIT_LABELS") as refused:
+        load_checkpoint(str(folder))
+    advised = f"if they are the base's, to {base / 'config.json'}"
+    assert (advised in str(refused.value)) == (format_ == "huggingface")
+    checkpoint = load_checkpoint(str(folder), labels="x,y,z")
+    assert checkpoint.labels == ("x", "y", "z")
+    assert torch.equal(checkpoint.tensors["head.bias"], new[f"{module}.bias"])
+    assert checkpoint.assumed[-1].startswith("activation: that of the base")
+    if format_ == "huggingface":
+        assert load_checkpoint(str(folder), labels=str(base / "config.json")).labels == ("a", "b", "c")
+    if format_ != "native":
+        names = {"id2label": {"0": "p", "1": "q", "2": "r"}, "problem_type": "multi_label_classification"}
+        (folder / "config.json").write_text(json.dumps(names))
+        checkpoint = load_checkpoint(str(folder), base=str(base))
+        assert checkpoint.labels == ("p", "q", "r")
+        assert checkpoint.multi_label
 
 
 def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Tensor]:
