@@ -294,6 +294,7 @@ class Backend(Protocol):
         batch_sizes: the only sizes launched, smaller batches being padded up; None when any size is.
         usual: requests whose part of the network is tried, compiled and captured before the first batch.
         largest_tried: images in the largest batch that is tried before the first one; None: the largest of all.
+        compiles_beside: whether `compile` may run on a thread of its own while batches are computed.
     """
 
     name: str
@@ -301,6 +302,7 @@ class Backend(Protocol):
     batch_sizes: tuple[int, ...] | None = None
     usual: tuple[BatchRequest, ...]
     largest_tried: int | None = None
+    compiles_beside: bool = False
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """Return what is asked of a batch, or more, in host memory.

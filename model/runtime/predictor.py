@@ -99,6 +99,7 @@ class Predictor:
         self.own = checkpoint.head
         self.heads: dict[str, Head] = {}
         self.meter, self.size = Meter(), 0
+        self._compiles_later = False
         if parts is not None:
             self._take(parts)
             return
@@ -162,7 +163,7 @@ class Predictor:
         """Return the size that a batch of `count` images is launched at."""
         return launch_size(count, self._backend.batch_sizes)
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, compile_later: bool = False) -> None:
         """Run the model at its smallest and largest batch, so that no request pays for allocations, and compile it.
 
         A text tower computes a text: where the graph was kept, torch and the tower are loaded only now.
@@ -170,18 +171,35 @@ class Predictor:
         On CUDA the model is captured for every launch size, too, and compared with the uncompiled one. OpenVINO
         compiles for the sizes beyond 1 on a thread of its own.
 
+        Args:
+            compile_later: whether `finish_warm_up` is called beside the batches, and compiles then where it can.
+
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.
             `NewProcessNeeded` where this process cannot go on, and another one may: see there.
         """
         with self._device_errors():
             self._exercise({1, min(self.max_batch, self._backend.largest_tried or self.max_batch)})
-            self._backend.compile()
-            if self.batch_sizes is not None:
-                self._exercise((1,))
+            self._compiles_later = compile_later and self._backend.compiles_beside
+            if not self._compiles_later:
+                self._compile()
             if self.checkpoint.embed_texts is not None:
                 self.embed_texts(["a picture"])
         self.size = self.meter.size(self.parameters, self.dtype)
+
+    def finish_warm_up(self) -> None:
+        """Compile what `warm_up` has left, on a thread beside those that call `predict`; raises as `warm_up`."""
+        if not self._compiles_later:
+            return
+        self._compiles_later = False
+        with self._device_errors():
+            self._compile()
+        self.size = self.meter.size(self.parameters, self.dtype)
+
+    def _compile(self) -> None:
+        self._backend.compile()
+        if self.batch_sizes is not None:
+            self._exercise((1,))
 
     def check(self) -> None:
         """Check that the device still computes, by running the smallest batch.

@@ -152,8 +152,12 @@ class TorchBackend(Backend):
 
     def compile(self) -> None:
         """See `Backend.compile`: compile a network that shares the weights, and let it take over."""
+        self.compilation = self.compile_network()
+
+    def compile_network(self) -> Compilation:
+        """Compile a network that shares the weights, and return how that went; see `_take_compiled`."""
         if self.compilation.state is not CompilationState.COMPILING:
-            return
+            return self.compilation
         logger.info("compiling, for minutes at the first start")
         started = time.monotonic()
         try:
@@ -169,10 +173,9 @@ class TorchBackend(Backend):
         # Compilers, their processes and the kernels' own launcher raise what they like, often plain exceptions.
         except Exception as error:  # noqa: BLE001
             logger.warning("compilation failed, running uncompiled: %s", first_line(error))
-            self.compilation = Compilation(CompilationState.FAILED, first_line(error))
-        else:
-            self.compilation = replace(self.compilation, state=CompilationState.COMPILED)
-            logger.info("compiled in %.0f s", time.monotonic() - started)
+            return Compilation(CompilationState.FAILED, first_line(error))
+        logger.info("compiled in %.0f s", time.monotonic() - started)
+        return replace(self.compilation, state=CompilationState.COMPILED)
 
     @abstractmethod
     def _take_compiled(self) -> None:

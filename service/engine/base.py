@@ -39,8 +39,11 @@ class ModelRunner(Protocol):
     def device(self) -> str:
         """Return the device's name, `cpu` or `cuda:N`."""
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, compile_later: bool = False) -> None:
         """Run the model once before the first request; raises `DeviceError` when it does not run."""
+
+    def finish_warm_up(self) -> None:
+        """Compile beside the batches what `warm_up` has left for later; raises as `warm_up`."""
 
     def check(self) -> None:
         """Run the smallest batch; raises `DeviceError` when the device no longer computes."""

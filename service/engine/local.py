@@ -227,7 +227,7 @@ class LocalEngine:
         try:
             self.runner, info = self._load()
             if self._state == "loading":
-                self.runner.warm_up()
+                self.runner.warm_up(compile_later=True)
                 self._call_loop(self._change, "ready", "", info)
                 self._streams.run(self.runner)
             state, reason = "closed", "the engine is closed"

@@ -99,6 +99,8 @@ class Streams:
     def run(self, runner: ModelRunner) -> None:
         """Launch batches until `stop`: on this thread, a thread for each further stream, and a thread for explanations.
 
+        One more thread finishes the warm-up beside the batches. `stop` does not wait for a compiler.
+
         The error of the first stream that fails ends the others too, and is raised.
         """
         self._defers = runner.defers
@@ -110,6 +112,7 @@ class Streams:
         ]
         for thread in others:
             thread.start()
+        threading.Thread(target=self._finish_warm_up, args=(runner,), name="engine-compile", daemon=True).start()
         self._launch_all(runner, self._images, runner.max_batch)
         for thread in others:
             thread.join()
@@ -144,6 +147,13 @@ class Streams:
         except BaseException as error:  # noqa: BLE001  raised by `run`
             # Whatever ends the engine, the callers of this batch get an error.
             self._deliver([(entry, EngineUnavailable(reason_of(error))) for entry in batch], None)
+            self._failure = self._failure or error
+            self.stop()
+
+    def _finish_warm_up(self, runner: ModelRunner) -> None:
+        try:
+            runner.finish_warm_up()
+        except BaseException as error:  # noqa: BLE001  raised by `run`
             self._failure = self._failure or error
             self.stop()
 

@@ -193,6 +193,7 @@ class FakePredictor:
     embedded: list[list[str]] = field(default_factory=list)
     warm_ups: int = 0
     device_is_dead: bool = False
+    late_failure: Exception | None = None
     error: type[BaseException] = RuntimeError
     slow_embeddings: bool = False
     size: int = 1000
@@ -203,8 +204,12 @@ class FakePredictor:
         self.gate.set()
         self.entered = threading.Semaphore(0)
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, compile_later: bool = False) -> None:
         self.warm_ups += 1
+
+    def finish_warm_up(self) -> None:
+        if self.late_failure is not None:
+            raise self.late_failure
 
     def check(self) -> None:
         if self.device_is_dead:

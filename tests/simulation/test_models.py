@@ -63,7 +63,10 @@ class Runner:
         self.turns = threading.Semaphore(0)
         self.size, self.heads = 0, dict[str, Any]()
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, compile_later: bool = False) -> None:
+        """Be warm."""
+
+    def finish_warm_up(self) -> None:
         """Be warm."""
 
     def check(self) -> None:

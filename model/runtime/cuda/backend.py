@@ -1,6 +1,7 @@
 """The backend that runs the network in torch on a GPU, through the batch launcher and its captured graphs."""
 
 import logging
+import threading
 import time
 from dataclasses import replace
 from typing import Final
@@ -30,6 +31,9 @@ from model.runtime.torch_pass import Network, compiled_network, on_host
 
 logger = logging.getLogger(__name__)
 
+# A compiler waits for the device, which breaks off a capture of any model of the process.
+_COMPILING: Final = threading.Lock()
+
 # Most classes that a captured graph returns; a request for more is computed without one.
 _CAPTURED_TOP_K: Final = 32
 
@@ -49,6 +53,8 @@ class Cuda(TorchBackend):
         super().__init__(options)
         self._captured_k = min(_CAPTURED_TOP_K, self.config.logits)
         self._compiled: Network | None = None
+        self._is_verified = False
+        self.compiles_beside = self.compilation.state is CompilationState.COMPILING
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
         try:
             self._launcher = BatchLauncher(ops, self._compute, shape=shape, max_batch=largest, slots=streams)
@@ -57,7 +63,7 @@ class Cuda(TorchBackend):
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`."""
-        return self._launch(images, request)
+        return self._launch(images, request, None if self._is_verified else self._uncompiled)
 
     def covers(self, request: BatchRequest) -> bool:
         """See `Backend.covers`."""
@@ -66,26 +72,41 @@ class Cuda(TorchBackend):
     def compile(self) -> None:
         """Compile, capture a graph of each launch size, and compare what they give with the uncompiled network.
 
+        Batches are computed uncompiled and without graphs until all of that is done.
+
         Raises:
             NewProcessNeeded: a capture broke off, or the device is lost.
             torch.OutOfMemoryError: the graphs do not fit.
         """
-        super().compile()
+        with _COMPILING:
+            self._compile()
+
+    def _compile(self) -> None:
+        outcome = self.compile_network()
+        is_captured = False
         try:
             if not self._options.graphs:
-                self.compilation = replace(self.compilation, graphs="CUDA graphs are off")
-            elif self.compilation.state is not CompilationState.OFF:
+                outcome = replace(outcome, graphs="CUDA graphs are off")
+            elif outcome.state is not CompilationState.OFF:
                 self._capture()
+                is_captured = True
+                if self._compiled is None:
+                    outcome = replace(outcome, graphs="CUDA graphs of the uncompiled model")
             self._require_same_answers()
         except (NewProcessNeeded, torch.OutOfMemoryError):
             raise
         except (DeviceError, RuntimeError) as error:
             self._run_plain(error)
+        else:
+            if is_captured:
+                self.batch_sizes = self._options.sizes
+            self._is_verified = True
+            self.compilation = outcome
 
     def _run_plain(self, error: Exception) -> None:
         """Compute uncompiled and without graphs from now on, as what should replace that has failed."""
         logger.error("the model runs uncompiled and without CUDA graphs: %s", first_line(error))
-        self._compiled, self.batch_sizes = None, None
+        self._compiled = None
         self._launcher.forget_graphs()
         self.compilation = Compilation(CompilationState.FAILED, first_line(error))
         try:
@@ -104,9 +125,6 @@ class Cuda(TorchBackend):
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise batch_too_large(str(self._device), sizes[-1]) from error
             raise NewProcessNeeded(f"{self._device}: {error}", "compile", WITHOUT_GRAPHS) from error
-        self.batch_sizes = sizes
-        if self._compiled is None:
-            self.compilation = replace(self.compilation, graphs="CUDA graphs of the uncompiled model")
         logger.info("captured for batches of %s in %.0f s", ", ".join(map(str, sizes)), time.monotonic() - started)
 
     def _require_same_answers(self) -> None:

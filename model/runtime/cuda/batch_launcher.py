@@ -128,7 +128,7 @@ class BatchLauncher:
 
     @torch.inference_mode()
     def capture(self, compute: Compute, sizes: Sequence[int], requests: Sequence[BatchRequest]) -> None:
-        """Record a graph of `compute` for each batch size and request, before the first batch that needs one.
+        """Record a graph of `compute` for each batch size and request; batches may run meanwhile, with a `compute`.
 
         Raises:
             CaptureFailed: a capture broke off; see `DeviceOps.capture`.
@@ -154,7 +154,7 @@ class BatchLauncher:
             outputs.update(compute(pixels, request))
 
         # What libraries set up at their first calls cannot be captured.
-        with self._ops.on(self._stream):
+        with self._lock, self._ops.on(self._stream):
             work()
         self._ops.synchronize()
         with self._ops.on(self._captures):
@@ -164,6 +164,8 @@ class BatchLauncher:
                 # A capture that broke off fails once more when it is ended: what failed first is the context.
                 cause = error.__context__ or error
                 raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
+        # On the stream of the batches: graphs share their memory, and one of another launch may be running.
+        with self._lock, self._ops.on(self._stream):
             for tensor in outputs.values():
                 tensor.zero_()  # so that a graph which does nothing has no answer
         self._ops.synchronize()  # the next one reads the same images, on another stream

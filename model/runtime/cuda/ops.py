@@ -25,6 +25,8 @@ class CudaOps:
     """The operations of one CUDA device; see `model.runtime.cuda.batch_launcher.DeviceOps`."""
 
     _lock = threading.Lock()
+    # A device that is waited for while any stream captures breaks that capture off.
+    _captures_or_waits = threading.RLock()
     _capture_streams: ClassVar[WeakSet[torch.cuda.Stream]] = WeakSet()
 
     def __init__(self, device: torch.device) -> None:
@@ -84,6 +86,7 @@ class CudaOps:
         # The capture's own random state is made here and must not be an inference tensor, or a later capture outside
         # of inference mode fails (pytorch/pytorch#166792). Other threads may go on using the device meanwhile.
         with (
+            CudaOps._captures_or_waits,
             torch.inference_mode(False),
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
             torch.inference_mode(),
@@ -93,5 +96,5 @@ class CudaOps:
 
     def synchronize(self) -> None:
         """Block until the device is idle; a device that has failed is as idle as it gets."""
-        with suppress(RuntimeError):
+        with CudaOps._captures_or_waits, suppress(RuntimeError):
             torch.cuda.synchronize(self.device)

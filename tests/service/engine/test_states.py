@@ -113,7 +113,7 @@ async def test_a_failed_load_names_the_device_where_there_may_be_several(
 @on_a_loop
 async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Running) -> None:
     class Compiling(FakePredictor):
-        def warm_up(self) -> None:
+        def warm_up(self, *, compile_later: bool = False) -> None:
             self.compiled = "compiling"
             assert self.gate.wait(PATIENCE)
             self.compiled = "compiled"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model.errors import CheckpointChanged
+from model.errors import CheckpointChanged, NewProcessNeeded
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.batching import Entry
 from service.engine.messages import InferenceRequest, InferenceResult
@@ -61,6 +61,15 @@ async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting() 
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         await rig.until_state("failed")
     assert all(isinstance(outcome, EngineUnavailable) for outcome in outcomes)
+
+
+@on_a_loop
+async def test_a_compiler_that_fails_late_ends_the_engine() -> None:
+    late = NewProcessNeeded("cuda:0: the capture failed", "compile", "no-graphs")
+    async with running(FakePredictor(late_failure=late)) as rig:
+        await rig.until_state("failed")
+        with pytest.raises(EngineUnavailable, match="the capture failed"):
+            await rig.ask(1)
 
 
 def test_the_oldest_batch_under_way_is_timed_by_looks_until_it_ends() -> None:

@@ -95,11 +95,16 @@ class StandInOps:
         self.before_synchronize: Callable[[], object] = lambda: None
         self.strict = strict
         self.workspaces: set[StandInStream | None] = set()
-        self.capturing = False
+        self._capturing_thread: int | None = None
         self._broken = False
         self._streams = 0
         self._current = threading.local()
         self._downloaded_on: set[StandInStream | None] = set()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether this thread captures; others may use the device meanwhile."""
+        return self._capturing_thread == threading.get_ident()
 
     def need_life(self) -> None:
         if self.dead is not None:
@@ -158,7 +163,7 @@ class StandInOps:
         assert stream not in self._downloaded_on, "memory that is freed would record an event in the graph"
         assert self._current.stream == stream, "the work goes to another stream"
         assert stream not in self.workspaces, "the graph holds a workspace that others free"
-        self.capturing = True
+        self._capturing_thread = threading.get_ident()
         try:
             work()
         except Exception:  # noqa: BLE001
@@ -167,7 +172,7 @@ class StandInOps:
                 "CUDA error: operation failed due to a previous error during capture"
             ) from None
         finally:
-            self.capturing = False
+            self._capturing_thread = None
         self.captures += 1
 
         def replay() -> None:

@@ -4,6 +4,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -144,6 +145,62 @@ def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
         expected = predict(plain(), make_images(4), top_k=5, maps=maps)
         same(predict(predictor, make_images(4), top_k=5, maps=maps), expected)
     assert ops.replays == replays
+
+
+class SlowCompiler:
+    """A compiler that is done when it is told so, and whose logits at 4 images are multiplied."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, factor: float = 1.0) -> None:
+        self.begun = threading.Event()
+        self.done = threading.Event()
+        self._factor = factor
+        monkeypatch.setattr(cuda, "compiled_network", self._compile)
+
+    def _compile(self, *arguments: Any, **options: Any) -> Network:
+        self.begun.set()
+        assert self.done.wait(60)
+        network = compiled_network(*arguments, **options)
+
+        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
+            outputs = network(pixels, request)
+            factor = self._factor if len(pixels) == 4 else 1.0
+            return outputs._replace(logits=factor * outputs.tensors()["logits"])
+
+        return run
+
+
+def serving(ops: StandInOps) -> Predictor:
+    """Return a predictor that is ready and not compiled yet."""
+    options: Any = {"device": "cpu", "dtype": "float32", "compile_mode": "on", "max_batch": 4, "streams": 2}
+    predictor = Predictor(make_checkpoint(), ops=ops, **options)
+    predictor.warm_up(compile_later=True)
+    return predictor
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_a_model_answers_while_it_is_compiled(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, ops = SlowCompiler(monkeypatch, factor), not_strict()
+    predictor = serving(ops)
+    expected = {count: predict(plain(), make_images(count), top_k=5) for count in (2, 4)}
+    answered = 0
+    with ThreadPoolExecutor(1) as pool:
+        finished = pool.submit(predictor.finish_warm_up)
+        assert compiler.begun.wait(60)
+        assert predictor.compiled == "compiling"
+        while not finished.done() or answered < 4:
+            for count in (2, 4):
+                same(predict(predictor, make_images(count), top_k=5), expected[count])
+                answered += 1
+            if answered == 4:
+                assert (predictor.batch_sizes, ops.captures) == (None, 0)
+                compiler.done.set()
+        finished.result()
+    is_right = factor == 1
+    assert predictor.batch_sizes == ((2, 4) if is_right else None)
+    assert predictor.compiled.startswith("compiled" if is_right else "failed: for 4 images")
+    replays = ops.replays
+    same(predict(predictor, make_images(4), top_k=5), expected[4])
+    assert ops.replays == replays + is_right
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, before: Callable[[], object] = lambda: None) -> None:
