@@ -13,16 +13,17 @@ from typing import Any, Final
 
 from model.checkpoint import huggingface, jax_npz, native, open_clip, state_dict, timm
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHTS_FILE, Files, SingleFile
+from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, WEIGHTS_FILE, Files, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.key_map import KeyMap, read_key_map
 from model.checkpoint.labels import LABEL_PRESETS, read_labels
-from model.checkpoint.local_files import resolved_source
+from model.checkpoint.local_files import reading, resolved_source
 from model.checkpoint.lora import adapt, adapter_base
 from model.checkpoint.modules import of_modules
 from model.checkpoint.options import PREPROCESS_PRESETS, CheckpointOptions, read_preprocess
 from model.checkpoint.stated_head import activated, labelled
+from model.checkpoint.tensor_files import SUFFIXES
 from model.checkpoint.unread_files import refuse_unread, unread_files
 from model.errors import CheckpointError
 from model.taught_heads import is_taught_head
@@ -139,6 +140,11 @@ def _base(adapter: Files, base: str | None, below: Sequence[Path] | None, keys: 
                 f"{' or VIT_MODELS' if hub_bases else ''}: set VIT_BASE"
             )
     of_hub = isinstance(adapter, Repository) or any(part.startswith("models--") for part in Path(adapter.place).parts)
+    if base is None and not is_hub_id(named) and resolved_source(Path(named).expanduser(), named) is None:
+        raise CheckpointError(
+            f"{adapter.place}: an adapter, whose base {named!r:.200} is not on this machine: set VIT_BASE (--base) to "
+            "the checkpoint that it adapts"
+        )
     if base is not None or not of_hub:
         return _open(named, keys)
     if not is_hub_id(named):
@@ -153,7 +159,22 @@ def _inner_models(files: Files) -> str:
     """Return the advice to give one of the subfolders that hold a model, or an empty text if none does."""
     inner = files.models_within()
     if not inner:
-        return ""
+        return _lone_weights(files)
     joint = ":" if isinstance(files, Repository) else "/"
     names = ", ".join(inner[:5]) + (f" and {len(inner) - 5} more" if len(inner) > 5 else "")
     return f"there is a model in {names}: give {files.source}{joint}{inner[0]}; else "
+
+
+def _lone_weights(files: Files) -> str:
+    """Return the advice to give the files of weights of a folder, or an empty text if there are none."""
+    if isinstance(files, Repository):
+        return ""
+    adapter = next((name for name in ADAPTER_WEIGHTS if files.is_on_disk(name)), None)
+    if adapter is not None:
+        return (
+            f"{adapter} is an adapter without its {ADAPTER_CONFIG}: put that file beside it, and name the base with "
+            "--base CHECKPOINT (VIT_BASE); else "
+        )
+    with reading(files.place):
+        names = sorted(path.name for path in files.folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    return f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else " if names else ""

@@ -5,7 +5,7 @@ the averaged one is served, as is usual: an EMA, or a teacher; where that is not
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -66,19 +66,16 @@ def chosen_state_dict(value: Any, copy: str | None, where: str) -> Chosen:
     roots = {name.partition(".")[0] for name, tensor in tensors.items() if tensor.ndim > 1}
     # A number beside the state dict, such as the best accuracy, is no part of it.
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.ndim or name.partition(".")[0] in roots}
-    aside = [name for name in held if name not in tensors]
-    shown = ", ".join(map(str, aside[:5])) + (f" and {len(aside) - 5} more" if len(aside) > 5 else "")
-    notes = (f"left aside, as no part of the network: {shown}",) if aside else ()
+    notes = aside_notes([name for name in held if name not in tensors])
     if copy is not None:
         marker = f".{copy}."
         meant = {f".{name}".partition(marker)[2]: t for name, t in tensors.items() if marker in f".{name}"}
         if not meant:
             raise CheckpointError(f"{where}: holds no copy of a network that is called {copy!r:.100}")
-        return Chosen(_headed(without_prefixes(meant)), notes)
-    tensors = without_prefixes(tensors)
-    copies = _copies(tensors)
+        return _bare(meant, notes)
+    copies = _copies(without_prefixes(tensors))
     if not copies:
-        return Chosen(_headed(tensors), notes)
+        return _bare(tensors, notes)
     averaged = [name for name in copies if _AVERAGED.search(name)]
     others = [name for name in copies if name not in averaged]
     if len(averaged) != 1:
@@ -87,7 +84,30 @@ def chosen_state_dict(value: Any, copy: str | None, where: str) -> Chosen:
             f'VIT_KEYS: weights = "{others[0] if others else averaged[0]}"'
         )
     assumed = f'weights: {averaged[0]}, and not {" or ".join(others)} (weights = "{others[0]}" in the file of VIT_KEYS)'
-    return Chosen(_headed(without_prefixes(copies[averaged[0]])), notes, (assumed,))
+    return _bare(copies[averaged[0]], notes, (assumed,))
+
+
+def aside_notes(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note of the tensors that were left aside, if there are any."""
+    if not names:
+        return ()
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (f"left aside, as no part of the network: {', '.join(map(str, names[:5]))}{more}",)
+
+
+def prefix_notes(prefixes: Iterable[str]) -> tuple[str, ...]:
+    """Return a note of what was removed from names, if anything was."""
+    removed = ", ".join(f"{prefix}." for prefix in prefixes)
+    return (f"removed from names of tensors: {removed}",) if removed else ()
+
+
+def _bare(tensors: Tensors, notes: tuple[str, ...], assumed: tuple[str, ...] = ()) -> Chosen:
+    """Return a network without the prefixes of all its names, and of its backbone's, which are noted."""
+    result = _headed(without_prefixes(tensors))
+    names = {id(tensor): name for name, tensor in result.items()}
+    pairs = [(name, f".{names[id(tensor)]}") for name, tensor in tensors.items()]
+    removed = dict.fromkeys(old.removesuffix(new) for old, new in pairs if old.endswith(new))
+    return Chosen(result, notes + prefix_notes(removed), assumed)
 
 
 def without_wrappers(tensors: Mapping[str, Tensor], where: str) -> tuple[Tensors, tuple[str, ...]]:
@@ -118,9 +138,7 @@ def without_wrappers(tensors: Mapping[str, Tensor], where: str) -> tuple[Tensors
     while len(firsts := {name.partition(".")[0] for name in result}) == 1 and firsts <= _AROUND:
         removed |= dict.fromkeys(firsts)
         result = {name.partition(".")[2]: tensor for name, tensor in result.items()}
-    if not removed:
-        return result, ()
-    return result, (f"removed from names of tensors: {', '.join(f'{part}.' for part in removed)}",)
+    return result, prefix_notes(removed)
 
 
 def without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.checkpoint.containers import Chosen, chosen_state_dict, without_wrappers
+from model.checkpoint.containers import Chosen, aside_notes, chosen_state_dict, without_wrappers
+from model.checkpoint.incomplete import refuse_incomplete
 from model.checkpoint.key_map import KeyMap
 from model.checkpoint.local_files import read_json, reading, resolved_part
 from model.checkpoint.tensor_files import read_tensor_file
@@ -26,6 +27,8 @@ PICKLE_INDEX_FILE: Final = "pytorch_model.bin.index.json"
 OPEN_CLIP_CONFIG: Final = "open_clip_config.json"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+# Buffers of integers that modules save beside their weights.
+_BUFFERS: Final = r"(.*\.)?(position_ids|num_batches_tracked|relative_position_index)"
 MODEL_FILES: Final = (CONFIG_FILE, ADAPTER_CONFIG, OPEN_CLIP_CONFIG)
 
 
@@ -138,12 +141,22 @@ class Files:
         All readers get their tensors here, the head's under the names of the file.
 
         Raises:
-            CheckpointError: no weights at all, or a file that is not what it should be.
+            CheckpointError: no weights at all, a part of a network, or a file that is not what it should be.
         """
         stored, self.notes = without_wrappers(self._stored(), self.place)
+        refuse_incomplete(stored, self.place)
+        floats = {name: tensor for name, tensor in stored.items() if tensor.is_floating_point()}
+        others = {name: tensor for name, tensor in stored.items() if name not in floats}
+        stored = floats | self.without(others, _BUFFERS)
         tensors = stored if self.merge is None else self.merge(stored)
         self.digest = digest_of(tensors)
         return tensors
+
+    def without(self, tensors: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:
+        """Return tensors without those whose names match a pattern, and note these."""
+        kept = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(pattern, name)}
+        self.notes += aside_notes([name for name in tensors if name not in kept])
+        return kept
 
     def part(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one file; CheckpointError where it holds something else."""

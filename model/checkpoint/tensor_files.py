@@ -33,6 +33,10 @@ _TORCHSCRIPT: Final = _PROGRAM.format("TorchScript", "torch.jit.load({}).state_d
 # What files of other kinds are, and how to get at a state dict; by suffix.
 _FOREIGN: Final = {
     ".pt2": _PROGRAM.format("torch.export", "torch.export.load({}).state_dict"),
+    ".toml": "a file of settings, not of weights: a map of keys is given as --keys {} (VIT_KEYS) beside --checkpoint "
+    "FILE; settings of a model lie in the folder of --models",
+    ".json": "a file of settings or labels, not of weights: give the folder that holds it and the weights; labels are "
+    "given as --labels {} (VIT_LABELS) beside --checkpoint",
     ".mar": "an archive of TorchServe: unzip it, and give the file of weights in it; {} itself is not read",
     **dict.fromkeys(
         (".onnx", ".xml", ".engine", ".tflite", ".mlmodel"),

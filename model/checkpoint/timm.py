@@ -137,7 +137,9 @@ def _own(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> tup
         made = parse_arguments(arguments)
         vit = made.vit_config()
     taken = pretrained.input_size[1:]
-    stored = with_head(_stored(files), files.place, "head") if vit.num_classes else _stored(files)
+    stored = files.without(_stored(files), "mask_token")
+    if vit.num_classes:
+        stored = with_head(stored, files.place, "head")
     tensors = native_tensors(native_names(stored, made, vit, files.place), vit, files.place)
     if not made.dynamic_img_size or vit.relative_position_bias:
         return vit, tensors

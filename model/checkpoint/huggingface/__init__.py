@@ -1,6 +1,5 @@
 """Hugging Face's layout: `config.json`, weights, an image processor's JSON, as `save_pretrained` writes them."""
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -51,7 +50,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     tensors, texts = files.tensors(), None
     if family in (CLIP, SIGLIP):
         tensors, texts = read_texts(tensors, files, options, vit.projection_width or vit.width)
-    stored = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(family.unused, name)}
+    stored = files.without(tensors, family.unused)
     stored = renamed(stored, family.rules, files.place)
     if texts is None and not is_backbone:
         stored = with_head(stored, files.place, "classifier")

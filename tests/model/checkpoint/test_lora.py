@@ -118,6 +118,14 @@ def test_the_head_of_an_adapter_of_timms_model_counts(classes: int, tmp_path: Pa
     assert_same_logits(checkpoint, adapted.merge_and_unload().eval(), "LoRA with a new head on timm's model")
 
 
+def test_a_base_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
+    folder = adapter_folder(tmp_path / "adapter", "/elsewhere/vit")
+    with pytest.raises(
+        CheckpointError, match=r"adapter: an adapter, whose base '/elsewhere/vit' is not on .* VIT_BASE"
+    ):
+        load_checkpoint(str(folder))
+
+
 # The folder of the base, and the name of the head in it.
 HEADS = {
     "huggingface": (huggingface_folder, "classifier"),

@@ -45,6 +45,24 @@ def test_a_calibration_of_another_format_is_refused(format_: str, tmp_path: Path
     assert f"run vitserve convert {folder} -o FOLDER and calibrate that" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("format_", "name"),
+    [
+        ("timm", "mask_token"),
+        ("timm", "bn.num_batches_tracked"),
+        ("huggingface", "vit.embeddings.mask_token"),
+        ("huggingface", "vit.embeddings.position_ids"),
+    ],
+)
+def test_a_leftover_among_weights_is_noted(format_: str, name: str, tmp_path: Path) -> None:
+    weights = FOLDERS[format_](tmp_path) / "model.safetensors"
+    is_token = name.endswith("mask_token")
+    leftover = torch.ones(1, 1, 16) if is_token else torch.arange(4)
+    save_file(load_file(weights) | {name: leftover}, weights)
+    note = f"left aside, as no part of the network: {name}"
+    assert load_checkpoint(str(tmp_path)).notes == (note,)
+
+
 def test_a_second_file_of_weights_is_named(tmp_path: Path) -> None:
     folder = huggingface_folder(tmp_path)
     expected = load_checkpoint(str(folder))

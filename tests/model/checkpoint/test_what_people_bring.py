@@ -165,7 +165,11 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
     "optimiser and scheduler beside": (saved(_training), "optimizer, scheduler"),
     "a chain of prefixes": (
         saved(lambda m: {"state_dict": {f"student_net.model.vit.{n}": t for n, t in m.state_dict().items()}}),
-        "",
+        "removed from names of tensors: state_dict.student_net.model.vit.",
+    ),
+    "a leftover of a library": (
+        saved(lambda m: m.state_dict() | {"embeddings.position_ids": torch.arange(5)}),
+        "left aside, as no part of the network: embeddings.position_ids",
     ),
     ".pth.tar": (
         saved(lambda m: {"epoch": 9, "state_dict": m.state_dict(), "best_acc1": torch.tensor(81.0)}, "best.pth.tar"),
@@ -218,6 +222,15 @@ def _held(pack: Callable[[nn.Module], Any], name: str = "weights.pth") -> Callab
     return lambda folder: saved(pack, name)(folder).source
 
 
+def _head(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if name.startswith("head.")}
+
+
+def _lora() -> dict[str, Tensor]:
+    pair = {"A": torch.zeros(2, 48), "B": torch.zeros(48, 2)}
+    return {f"base_model.model.blocks.0.attn.proj.lora_{part}.weight": tensor for part, tensor in pair.items()}
+
+
 def _script(folder: Path) -> Path:
     # Of many layers: TorchScript packs its code, which torch.save never does.
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(30)))
@@ -243,6 +256,29 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "ONNX": (_text("net.onnx"), r"a graph made from a network, .* torch\.save\(model\.state_dict\(\), FILE\)"),
     "TorchServe": (_text("net.mar"), "an archive of TorchServe: unzip it"),
     "OpenVINO IR": (_text("net.xml", "<net/>"), "a graph made from a network"),
+    "a key map": (_text("keys.toml"), r"a map of keys is given as --keys 'keys\.toml' \(VIT_KEYS\)"),
+    "a config": (_text("config.json"), "give the folder that holds it and the weights"),
+    "a head alone": (_held(_head), r"a head alone, 'weight' \[\d+, \d+\], 'bias' .* of the whole model"),
+    "a head of two layers": (
+        _held(lambda model: nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)).state_dict()),
+        r"a head alone, '0\.weight' \[4, 8\]",
+    ),
+    "a head in a folder": (
+        lambda folder: _held(_head)(folder).parent,
+        r"it holds weights\.pth: give .*/weights\.pth; else expected config\.json",
+    ),
+    "an adapter alone": (
+        _held(lambda model: _lora(), "adapter_model.bin"),
+        r"a LoRA adapter without its base, 2 of 2 .*--base CHECKPOINT \(VIT_BASE\)",
+    ),
+    "an adapter alone in a folder": (
+        lambda folder: _held(lambda model: _lora(), "adapter_model.bin")(folder).parent,
+        r"adapter_model\.bin is an adapter without its adapter_config\.json: put that file beside it",
+    ),
+    "an adapter beside its network": (
+        _held(lambda model: model.state_dict() | _lora()),
+        r"a LoRA adapter not merged, 2 of .* after merge_and_unload",
+    ),
     "a pickled module": (_held(lambda model: model), r"torch\.save\(model\.state_dict\(\), "),
     "two copies, of which none is averaged": (_held(_pair("first", "second")), 'VIT_KEYS: weights = "first"'),
     "a backbone without a head": (
