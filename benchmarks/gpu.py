@@ -6,7 +6,11 @@
                that workers ask; timm under torch.compile, with pixels that lie on the device; 20 s of one size
     profile    the kernels of one batch
     http       JPEGs of about 500 x 375 and 124 kB over HTTP, with several numbers of web workers; p99 at half load
-    start      seconds from start to ready, with an empty and with a warm compile cache
+    start      seconds from start to the first answer and to compiled, with an empty and with a warm compile cache
+    decode     nvJPEG through torchvision: rate, host time a picture, levels beside Pillow's, odd files
+    pixels     pictures of the model's size over HTTP, as the Open Inference Protocol has them: nothing is decoded
+    pair       two engine processes on one GPU, asked at once
+    reload     40 loads and unloads beside a model that is served: all answers are those of the first
     faults     kill -9 of the engine under load, by `benchmarks.reliability`
     tests      the tests of CUDA
 
@@ -41,6 +45,7 @@ from benchmarks.record import Record
 _LIMIT = 540.0
 # In the order of their worth, with the seconds of `_LIMIT` that each has at most.
 STEPS = {"smoke": 90, "maps": 90, "engine": 240, "profile": 60, "http": 200, "start": 200, "faults": 120, "tests": 200}
+STEPS |= {"decode": 60, "pixels": 90, "pair": 150, "reload": 200}
 
 
 def environment_of_steps(kit: Path, folder: Path) -> dict[str, str]:

@@ -2,9 +2,12 @@
 
 import argparse
 import asyncio
+import io
 import itertools
+import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -12,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, Final
@@ -23,10 +28,11 @@ import numpy as np
 import torch
 import uvloop
 from numpy.typing import NDArray
+from PIL import Image
 
 from benchmarks import checkpoints, gpu, pictures
 from benchmarks.checkpoints import REPOSITORY, Shape
-from benchmarks.load import Loader
+from benchmarks.load import Loader, Protocol
 from benchmarks.record import Record
 from benchmarks.servers import OURS, VITSERVE, Running, running
 from model.checkpoint import Checkpoint, load_checkpoint
@@ -47,6 +53,8 @@ _UNDER_WAY = 4
 _MARGIN = 0.02
 # Seconds of one size in a row: shorter measurements come before the GPU throttles.
 _SUSTAINED = 20.0
+# Loads of `reload`: torch hands out 32 streams, and then the same ones again.
+_RELOADS: Final = 40
 # Seconds between the last worker's start and the measurement, in which all come to work.
 _HEAD_START = 0.5
 _READINGS = "driver_version,power.limit,power.draw,clocks.max.sm,clocks.sm,temperature.gpu,memory.used"
@@ -217,14 +225,17 @@ def engine(bench: Bench) -> None:
         reference = None
         note(f"{type(error).__name__}: {error}"[:500], "engine", "reference")
     for size in sizes:
-        rounds: list[dict[str, float]] = []
+        rounds: list[dict[str, Any]] = []
         with _engine_process(bench, size) as process, meter(bench) as readings:
             for _ in range(bench.arguments.rounds):
-                found = {name: ours.rate(each, size, bench.arguments.seconds) for name, each in asked.items()}
-                found["engine process"] = process(bench.arguments.seconds)
+                found: dict[str, Any] = {
+                    name: ours.rate(each, size, bench.arguments.seconds) for name, each in asked.items()
+                }
+                found["engine process"] = process.rate(bench.arguments.seconds)
+                found |= process.used
                 if reference is not None:
                     found["reference"] = reference.rate(size, bench.arguments.seconds)
-                rounds.append({name: round(rate, 1) for name, rate in found.items()})
+                rounds.append({key: round(each, 1) if isinstance(each, float) else each for key, each in found.items()})
                 note(rounds, "engine", f"batches of {size}")
         note(readings, "engine", f"batches of {size}: {_READINGS}")
         bench.mark(f"batches of {size}: images/s", statistics.median(each["ours"] for each in rounds), 12_000)
@@ -235,16 +246,83 @@ def engine(bench: Bench) -> None:
     note({"images/s": round(rate, 1), _READINGS: readings}, "engine", f"batches of {sizes[0]}, sustained")
 
 
+class EngineProcess:
+    """A service's engine process, asked as by web workers, who decode nothing.
+
+    Attributes:
+        used: of the last measurement: the mean batch, and the processor's microseconds a picture of each of the
+            process's threads that took a microsecond, the busiest first.
+    """
+
+    def __init__(self, server: Running, socket: Path, workers: int, pictures: int) -> None:
+        self.used: dict[str, Any] = {}
+        self._server = server
+        self._socket = socket
+        self._workers = workers
+        self._pictures = pictures
+
+    def rate(self, seconds: float) -> float:
+        """Return images a second."""
+        threads = _thread_seconds(self._server.pids())
+        images, batches = self._launched()
+        rate = engine_rate(self._socket, workers=self._workers, pictures=self._pictures, seconds=seconds)
+        after = _thread_seconds(self._server.pids())
+        images_after, batches_after = self._launched()
+        images = images_after - images
+        batches = batches_after - batches
+        spent: dict[int, list[float]] = {}
+        for (process, thread), taken in after.items():
+            spent.setdefault(process, []).append(taken - threads.get((process, thread), 0.0))
+        of_engine = sorted(max(spent.values(), key=sum), reverse=True)
+        costs = [round(1e6 * taken / max(images, 1), 1) for taken in of_engine]
+        self.used = {
+            "mean batch": round(images / max(batches, 1), 1),
+            "threads us": [cost for cost in costs if cost >= 1],
+        }
+        return rate
+
+    def _launched(self) -> tuple[float, float]:
+        """Return how many images and batches were launched so far."""
+        with urllib.request.urlopen(f"{self._server.url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        names = ("vit_batch_size_sum", "vit_batch_size_count")
+        images, batches = (sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.M))) for name in names)
+        return images, batches
+
+
+def _thread_seconds(processes: Sequence[int]) -> dict[tuple[int, int], float]:
+    """Return the processor seconds of each thread, by process and thread."""
+    found: dict[tuple[int, int], float] = {}
+    for process in processes:
+        with suppress(OSError):  # it has ended
+            for task in Path(f"/proc/{process}/task").iterdir():
+                found[process, int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def _processor_ticks() -> dict[str, int]:
+    """Return what the machine's processors did since its start, in ticks: see proc_stat(5)."""
+    ticks = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+    return dict(zip(names, ticks, strict=False))
+
+
+def _shares(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
+    """Return the share of each kind of time between two looks."""
+    ticks = {name: after[name] - before[name] for name in after}
+    return {name: round(count / max(sum(ticks.values()), 1), 3) for name, count in ticks.items()}
+
+
 @contextmanager
-def _engine_process(bench: Bench, size: int) -> Iterator[Callable[[float], float]]:
+def _engine_process(bench: Bench, size: int) -> Iterator[EngineProcess]:
     """Start a service, and measure the rate of its engine's process: asked as by web workers, who decode nothing."""
     workers, pictures = bench.arguments.workers[0], _UNDER_WAY * size
     with (
         tempfile.TemporaryDirectory(prefix="vitserve-bench-") as folder,
-        _server(bench, 2, TMPDIR=folder, VIT_MAX_BATCH=str(size)),
+        _server(bench, 2, TMPDIR=folder, VIT_MAX_BATCH=str(size)) as server,
     ):
         [socket] = Path(folder).glob("vitserve-*/engine-*")
-        yield lambda seconds: engine_rate(socket, workers=workers, pictures=pictures, seconds=seconds)
+        yield EngineProcess(server, socket, workers, pictures)
 
 
 def engine_rate(socket: Path, *, workers: int, pictures: int, seconds: float) -> float:
@@ -315,11 +393,15 @@ def http(bench: Bench) -> None:
         with _server(bench, workers) as server:
             peaks = [load.run(server.url, connections=arguments.connections, seconds=seconds) for _ in range(4)]
             rate = statistics.median(each.rate for each in peaks[1:])  # the first finds sizes of pools and caches
+            before = _processor_ticks()
+            load.run(server.url, connections=arguments.connections, seconds=seconds)
+            shares = _shares(before, _processor_ticks())
             half = load.run(server.url, rate=rate / 2, seconds=seconds)
             alone = load.run(server.url, connections=1, seconds=seconds)
             # Late itself, the generator would be measured, not the server.
             kept_up = {"kept_up": half.rate > 0.95 * rate / 2}
-            found = {"rate": rate, "half": half.as_json() | kept_up, "alone": alone.as_json()}
+            found: dict[str, Any] = {"processors at the peak": shares}
+            found |= {"rate": rate, "half": half.as_json() | kept_up, "alone": alone.as_json()}
             bench.record.note(found, "http", f"{workers} workers")
     best = max(bench.record.section("http").values(), key=lambda each: float(each["rate"]))
     bench.mark(f"JPEG over HTTP on {len(os.sched_getaffinity(0))} cores, images/s", best["rate"], 5_000)
@@ -332,7 +414,93 @@ def start(bench: Bench) -> None:
         own = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton", "VIT_MAX_BATCH": ""}
         for name, mark in (("cold", 60), ("warm", 25)):
             with _server(bench, 1, **own) as server:
-                bench.mark(f"seconds to ready, {name} compile cache", server.start_seconds, mark, at_most=True)
+                bench.record.note(server.answer_seconds, "start", f"seconds to the first answer, {name} compile cache")
+                bench.mark(f"seconds to compiled, {name} compile cache", server.start_seconds, mark, at_most=True)
+
+
+def decode(bench: Bench) -> None:
+    """JPEGs decoded by the device beside Pillow's pixels; a decoder of our own is worth it from 6,000 a second on."""
+    try:
+        from torchvision.io import ImageReadMode, decode_jpeg  # noqa: PLC0415  it may not run, as of another build
+    except (ImportError, RuntimeError) as error:
+        bench.record.note(f"{type(error).__name__}: {error}"[:500], "decode", "torchvision")
+        return
+    device = torch.device(bench.arguments.device)
+    sources = [file.read_bytes() for file in bench.files]
+    files = [torch.frombuffer(bytearray(source), dtype=torch.uint8) for source in sources]
+
+    def decoded(batch: list[torch.Tensor]) -> Any:
+        if device.type == "cpu":
+            return [decode_jpeg(each, ImageReadMode.RGB) for each in batch]
+        return decode_jpeg(batch, ImageReadMode.RGB, device=device)
+
+    for size in [4] if bench.arguments.smoke else [1, 16, 64, 128, 256]:
+        batch = [files[place % len(files)] for place in range(size)]
+        began = time.process_time()
+        rate = rate_of(partial(decoded, batch), size, bench.arguments.seconds)
+        spent = time.process_time() - began
+        pictures_done = rate * 1.25 * bench.arguments.seconds  # with those before the measurement
+        found = {"pictures/s": round(rate), "host us": round(1e6 * spent / pictures_done)}
+        bench.record.note(found, "decode", f"batches of {size}")
+    levels: list[list[float]] = []
+    for source, pixels in zip(sources, decoded(files), strict=True):
+        theirs = np.asarray(Image.open(io.BytesIO(source)).convert("RGB")).astype(int)
+        away = np.abs(pixels.permute(1, 2, 0).cpu().numpy().astype(int) - theirs)
+        levels.append([round(float(away.mean()), 3), float(away.max())])
+    bench.record.note(levels, "decode", "levels from Pillow's, mean and worst of each picture")
+    progressive = io.BytesIO()
+    Image.open(io.BytesIO(sources[0])).save(progressive, "JPEG", progressive=True)
+    odd = {"half a file": sources[0][: len(sources[0]) // 2], "a progressive file": progressive.getvalue()}
+    for name, source in odd.items():
+        try:
+            answer = str(tuple(decoded([torch.frombuffer(bytearray(source), dtype=torch.uint8)])[0].shape))
+        except RuntimeError as error:
+            answer = f"refused: {error}"[:200]
+        bench.record.note(answer, "decode", name)
+
+
+def pixels(bench: Bench) -> None:
+    """Raw pixels by the Open Inference Protocol: the whole way of a request but decoding."""
+    arguments = bench.arguments
+    with _server(bench, arguments.workers[0]) as server:
+        with urllib.request.urlopen(f"{server.url}/model", timeout=30) as answer:
+            name = json.load(answer)["name"]
+        noise = random_pictures(load_checkpoint(str(bench.folder)), 1)
+        tensor = {"name": "pixels", "datatype": "UINT8", "shape": noise.shape}
+        head = json.dumps({"inputs": [tensor | {"parameters": {"binary_data_size": noise.nbytes}}]}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+        protocol = Protocol(f"/v2/models/{name}/infer", headers, lambda _: head + noise.tobytes(), lambda _: 0)
+        load = Loader(bench.files[:1], protocol, processes=arguments.load_processes)
+        for _ in range(arguments.rounds):
+            before = _processor_ticks()
+            found = load.run(server.url, connections=arguments.connections, seconds=arguments.seconds).as_json()
+            found["processors"] = _shares(before, _processor_ticks())
+            rounds = [*bench.record.section("pixels").get("HTTP", []), found]
+            bench.record.note(rounds, "pixels", "HTTP")
+
+
+def pair(bench: Bench) -> None:
+    """Two engine processes on one device, each asked by half of the workers at once."""
+    size, seconds = bench.arguments.batches[0], bench.arguments.seconds
+    with _engine_process(bench, size) as first, _engine_process(bench, size) as second, ThreadPoolExecutor(2) as pool:
+        for _ in range(bench.arguments.rounds):
+            rates = list(pool.map(lambda engine: engine.rate(seconds), (first, second)))
+            found = {"images/s": [round(rate, 1) for rate in rates], "used": [first.used, second.used]}
+            bench.record.note([*bench.record.section("pair").get("rounds", []), found], "pair", "rounds")
+
+
+def reload(bench: Bench) -> None:
+    """Load and unload a model again and again beside one that is served, and compare the answers of both."""
+    size = bench.arguments.batches[0]
+    served = Ours(bench, [size], bench.folder)
+    images = random_pictures(served.checkpoint, size)
+    expected = served.predictor.logits(images)
+    worst = 0.0
+    for _ in range(3 if bench.arguments.smoke else _RELOADS):
+        loaded = Ours(bench, [size], bench.folder)
+        for predictor in (loaded.predictor, served.predictor):
+            worst = max(worst, float(np.abs(predictor.logits(images) - expected).max()))
+    bench.mark("largest difference of a logit over all loads", worst, _MARGIN, at_most=True)
 
 
 def faults(bench: Bench) -> None:
@@ -375,7 +543,10 @@ def _server(bench: Bench, workers: int, **more: str) -> Iterator[Running]:
         yield server
 
 
-STEPS: Final = {step.__name__: step for step in (smoke, maps, engine, profile, http, start, faults, tests)}
+STEPS: Final = {
+    step.__name__: step
+    for step in (smoke, maps, engine, profile, http, start, decode, pixels, pair, reload, faults, tests)
+}
 
 
 def run_step(arguments: argparse.Namespace, name: str) -> None:

@@ -73,9 +73,11 @@ class Running:
         config: its environment, beside what every server gets; without the `VIT_*` of this process.
 
     Attributes:
+        answer_seconds: until it answered first.
         start_seconds: until it answered, and had compiled.
     """
 
+    answer_seconds = 0.0
     start_seconds = 0.0
 
     def __init__(self, server: Server, config: Config) -> None:
@@ -172,7 +174,7 @@ def running(server: Server, model: Path, config: Config, *, picture: bytes, time
     started = time.monotonic()
     found = Running(server, {"PEER_MODEL": str(model), "VIT_CHECKPOINT": str(model), **config})
     try:
-        while not _answers(server, found.url, picture):
+        while not (_answers(server, found, picture, started) and _is_compiled(server, found.url)):
             if found.process.poll() is not None or time.monotonic() > started + timeout:
                 raise RuntimeError(f"{server.name} was not ready after {timeout:g} s or has ended:\n{found.log_end()}")
             time.sleep(0.02)
@@ -182,12 +184,21 @@ def running(server: Server, model: Path, config: Config, *, picture: bytes, time
         found.stop()
 
 
-def _answers(server: Server, url: str, picture: bytes) -> bool:
-    """Whether it answers and has compiled: vitserve does that on a thread while it already answers."""
+def _answers(server: Server, found: Running, picture: bytes, started: float) -> bool:
+    """Whether it answers; notes when it did first."""
     try:
-        ask(url, server.protocol, picture)
-        if server.distribution != "vitserve":
-            return True
+        ask(found.url, server.protocol, picture)
+    except (OSError, ValueError, KeyError):
+        return False
+    found.answer_seconds = found.answer_seconds or time.monotonic() - started
+    return True
+
+
+def _is_compiled(server: Server, url: str) -> bool:
+    """Whether it has compiled: vitserve does that on a thread while it already answers."""
+    if server.distribution != "vitserve":
+        return True
+    try:
         with urllib.request.urlopen(f"{url}/model", timeout=10) as answer:
             return not str(json.load(answer)["compiled"]).startswith("compiling")
     except (OSError, ValueError, KeyError):

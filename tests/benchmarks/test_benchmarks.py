@@ -110,12 +110,16 @@ def test_the_host_side_is_measured_without_a_gpu(tmp_path: Path) -> None:
 def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "CACHE", tmp_path / "cache")
     arguments = gpu.parse(["--device", "cpu", "--smoke", "--out", str(tmp_path)])
-    for step in ("maps", "engine", "profile"):
+    for step in ("maps", "engine", "profile", "decode", "pixels", "reload"):
         gpu_steps.run_step(arguments, step)
     found = json.loads((tmp_path / "smoke" / "gpu.json").read_text())
     assert found["marks"]["batches of 4: with relevance / ours"]["found"] > 0
     assert found["marks"]["batches of 4: engine process / ours"]["found"] > 0
     assert "layer_norm" in found["profile"]["a batch of 4"]
+    assert found["engine"]["batches of 4"][0]["mean batch"] >= 1
+    assert found["decode"]  # rates, or why torchvision does not run here
+    assert found["pixels"]["HTTP"][0]["rate"] > 0
+    assert found["marks"]["largest difference of a logit over all loads"]["reached"]
 
 
 PLACES = torch.tensor([0, 5, 9, 14])
