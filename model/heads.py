@@ -126,26 +126,29 @@ class Known:
     """The examples that a head was fitted to, and how far from them a picture is of none of its labels.
 
     The distance is the mean of one less the cosine to each of the nearest examples: deep nearest neighbours (Sun et al.
-    2022, https://arxiv.org/abs/2204.06507). The limit is a conformal threshold: for pictures like the examples, a share
-    of `LEVEL` or more is nearer.
+    2022, https://arxiv.org/abs/2204.06507). Of features of several parts it is the mean of the parts' cosines: a part
+    with long vectors would decide alone. The limit is a conformal threshold: for pictures like the examples, a share of
+    `LEVEL` or more is nearer.
 
     Attributes:
         examples: float32 [M, D] of float16 values, divided by their norms; some of them where there are very many.
         limit: the distance above which a picture is far.
+        parts: of the features, D / `parts` values each.
     """
 
     examples: Floats
     limit: float
+    parts: int = 1
 
     @classmethod
-    def of(cls, features: Floats) -> Self:
+    def of(cls, features: Floats, parts: int = 1) -> Self:
         """Return what is known by features [N, D]: the limit is by the distance of each from the others."""
         rows = np.linspace(0, len(features) - 1, min(len(features), MOST_KNOWN)).astype(np.int64)
-        examples = normalized(features[rows])
+        examples = _of_unit_parts(features[rows], parts)
         examples = examples[first_equal(examples) == np.arange(len(rows))]  # a copy is no neighbour
         distances = _distances(examples, examples, alone=False)
         rank = min(len(examples), math.ceil(round((len(examples) + 1) * LEVEL, 6)))
-        return cls(examples.astype(np.float16).astype(np.float32), float(np.sort(distances)[rank - 1]))
+        return cls(examples.astype(np.float16).astype(np.float32), float(np.sort(distances)[rank - 1]), parts)
 
     def far(self, features: Floats) -> NDArray[np.bool_]:
         """Return whether pictures are far from all examples, bool [B], by their features [B, D]."""
@@ -153,7 +156,13 @@ class Known:
 
     def distances(self, features: Floats) -> Floats:
         """Return the distance of pictures from the nearest examples, float32 [B], by their features [B, D]."""
-        return _distances(normalized(features), self.examples)
+        return _distances(_of_unit_parts(features, self.parts), self.examples)
+
+
+def _of_unit_parts(features: Floats, parts: int) -> Floats:
+    """Return features [N, D] of length 1 whose parts are equally long."""
+    by_part = features.reshape(len(features), parts, -1)
+    return normalized(normalized(by_part).reshape(len(features), -1))
 
 
 def _distances(features: Floats, examples: Floats, *, alone: bool = True) -> Floats:
@@ -374,8 +383,11 @@ def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs
     if asked is not None and asked.method in CLASS_SPECIFIC:
         asked = None if head is None else replace(asked, by=head.linear)
     read = EmbeddingRequest("head" if head is None else head.features)
-    if requested.embedding not in (None, read):  # the head reads another one
-        more = (RequestedOutputs(1, embedding=requested.embedding),)
+    wanted = requested.embedding
+    if wanted is not None and wanted.pool == "head":  # what the head reads is what this head reads
+        wanted = replace(wanted, pool=read.pool)
+    if wanted not in (None, read):
+        more = (RequestedOutputs(1, embedding=wanted),)
     return RequestedOutputs(1, asked, embedding=read, head=requested.head, more=more)
 
 

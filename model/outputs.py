@@ -266,6 +266,13 @@ def transfer_pool(config: NetworkConfig) -> Pooling:
     return "transfer" if isinstance(config, ViTConfig) else "head"
 
 
+def embedding_parts(config: NetworkConfig, pool: Pooling) -> int:
+    """Return of how many vectors of equal length an embedding is made; see `model.network.transfer`."""
+    if pool != "transfer" or not isinstance(config, ViTConfig):
+        return 1
+    return embedding_width(config, pool) // config.width
+
+
 def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
     """Return the number of values of an embedding.
 

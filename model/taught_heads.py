@@ -1,10 +1,12 @@
 """A head that was fitted to examples, as one safetensors file: weights, labels, thresholds, what it knows of itself.
 
-weight float32 [C, D], bias float32 [C], known float16 [M, D]; the metadata has the rest as text
+weight float32 [C, D], bias float32 [C], known float16 [M, D]; the metadata has the rest as text, with the name of the
+features that the head reads (`head` if a file names none) and the number of their parts
 """
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -14,8 +16,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from model.config import NetworkConfig
 from model.errors import CheckpointError, InputError
 from model.heads import MOST_KNOWN, Head, Known, checked_texts
+from model.outputs import POOLINGS, Pooling, embedding_parts, transfer_pool
 
 FORMAT: Final = "vitserve-head"
 _VERSION: Final = "1"
@@ -25,6 +29,50 @@ _MOST_BYTES: Final = 128 << 20
 _MOST_LABELS: Final = 100_000
 
 Array = NDArray[Any]
+
+
+class Features(NamedTuple):
+    """Which features of a picture a head reads.
+
+    Attributes:
+        pool: which embedding.
+        parts: number of vectors of equal length that it is made of.
+    """
+
+    pool: Pooling = "head"
+    parts: int = 1
+
+    @classmethod
+    def of(cls, config: NetworkConfig) -> Self:
+        """Return what new heads of a network read."""
+        pool = transfer_pool(config)
+        return cls(pool, embedding_parts(config, pool))
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """Return the features that a name is of, which ends as `suffix` says."""
+        found = re.search(r"-transfer(\d{1,2})$", name)
+        return cls("transfer", int(found[1])) if found else cls()
+
+    @property
+    def suffix(self) -> str:
+        """Return what their name ends with: nothing for what the checkpoint's own head reads, as in older files."""
+        return "" if self.pool == "head" else f"-{self.pool}{self.parts}"
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype that examples are kept in: float16 is enough for transfer features (docs/teach.md)."""
+        return "<f4" if self.pool == "head" else "<f2"
+
+    def scales(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return what values [N, D] are divided by, so that all parts vary alike: float32 [D].
+
+        Tokens of earlier blocks vary less: without this the last block would decide alone.
+        """
+        by_part = (values - values.mean(axis=0)).reshape(len(values), self.parts, -1)
+        deviations = np.sqrt(np.square(by_part, dtype=np.float64).mean(axis=(0, 2)))
+        scales = np.repeat(np.where(deviations > 0, deviations, 1), by_part.shape[2])
+        return scales.astype(np.float32)
 
 
 class TaughtHead(NamedTuple):
@@ -49,6 +97,7 @@ class TaughtHead(NamedTuple):
         about = {"format": FORMAT, "version": _VERSION, "backbone": self.backbone, "model": self.model}
         about |= {"statistics": self.statistics, "labels": json.dumps(head.labels)}
         about |= {"temperature": repr(head.temperature), "limit": repr(head.known.limit)}
+        about |= {"features": head.features, "parts": repr(head.known.parts)}
         known = head.known.examples.astype(np.float16)
         return save({"weight": head.weight, "bias": np.asarray(head.bias), "known": known}, about)
 
@@ -69,14 +118,18 @@ class TaughtHead(NamedTuple):
             weight, bias, known = (arrays[name] for name in ("weight", "bias", "known"))
             temperature, limit = float(about["temperature"]), float(about["limit"])
             backbone, model, statistics = about["backbone"], about["model"], about["statistics"]
+            features, parts = about.get("features", "head"), int(about.get("parts", "1"))
         except InputError as error:
             raise CheckpointError(f"{damaged}: {error}") from None
         except (SafetensorError, LookupError, ValueError, TypeError, RecursionError):
             raise CheckpointError(damaged) from None
-        if problem := _problem(labels, weight, bias, known) or _problem_of_numbers(temperature, limit):
+        problem = _problem(labels, weight, bias, known) or _problem_of_numbers(temperature, limit)
+        if not problem and (features not in POOLINGS or parts < 1 or known.shape[1] % parts):
+            problem = f"it reads {features!r:.50} of {parts} parts, and this version reads {', '.join(POOLINGS)}"
+        if problem:
             raise CheckpointError(f"{damaged}: {problem}")
-        distances = Known(known.astype(np.float32), limit)
-        head = Head(labels, False, temperature, weight=weight, bias=bias, known=distances)
+        distances = Known(known.astype(np.float32), limit, parts)
+        head = Head(labels, False, temperature, weight=weight, bias=bias, features=features, known=distances)
         return cls(head, backbone, model, statistics)
 
     @classmethod

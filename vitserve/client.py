@@ -108,7 +108,7 @@ _Arguments = ParamSpec("_Arguments")
 Source = TypeVar("Source")
 
 # The parameter `pool` of /embed.
-Pooling = Literal["head", "cls", "mean"]
+Pooling = Literal["head", "cls", "mean", "transfer"]
 
 
 # Seconds, unless the service asks for more.

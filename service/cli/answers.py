@@ -21,7 +21,6 @@ from model.errors import InputError
 from model.heads import first_equal, labels_of_request
 from model.images.preprocess import ModelInput
 from model.outputs import (
-    POOLINGS,
     AttentionMap,
     Outputs,
     Pooling,
@@ -29,6 +28,7 @@ from model.outputs import (
     parse_embedding,
     parse_maps,
 )
+from model.taught_heads import Features
 from service.cli.image_files import read_input, writing
 from service.cli.setting_flags import predictor_from
 from service.settings import Settings
@@ -187,7 +187,7 @@ class LocalAnswers:
 
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
         """Yield each file with its number once it is an example of its label."""
-        for file, row in self.embed(list(labels), POOLINGS[0], False):
+        for file, row in self.embed(list(labels), Features.of(self._info.config).pool, False):
             if not isinstance(row, str):
                 self._examples[file] = row
             yield file, row if isinstance(row, str) else len(self._examples) - 1
@@ -204,7 +204,8 @@ class LocalAnswers:
             once = np.unique(first_equal(rows[numbers]))
             kept += [numbers[place] for place in once]
             own += [label] * len(once)
-        found = taught_head(rows[kept], own, kept, features_of(self._info), self._info.name)
+        named = features_of(self._info, Features.of(self._info.config))
+        found = taught_head(rows[kept], own, kept, named, self._info.name)
         with writing(output):  # a server reads the folder at any moment
             part = output.with_name(f".{output.name}")
             part.write_bytes(found.to_bytes())

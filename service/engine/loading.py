@@ -258,6 +258,7 @@ def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
         compile_mode="auto" if compile_mode == WITHOUT_GRAPHS else settings.compile,
         max_batch=settings.max_batch,
         graphs=compile_mode != WITHOUT_GRAPHS,
+        transfer=settings.teach is not None,
         keep=read.keep,
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from model.config import NetworkConfig, PreprocessConfig
 from model.heads import SOFTMAX, Form, ZeroShot
-from model.outputs import Outputs, RequestedOutputs
+from model.outputs import Outputs, Pooling, RequestedOutputs
 
 # Why a batch was launched: enough images waited, the device was idle, or the oldest image had waited long enough.
 Release = Literal["full", "idle", "delay"]
@@ -79,6 +79,7 @@ class ModelInfo:
         head: its name among the heads of the backbone; see `RequestedOutputs.head`.
         taught: whether it is a taught head, which abstains from pictures far from its examples.
         has_thresholds: whether its classes have least scores; see `Outputs.least`.
+        features: which embedding its head reads.
     """
 
     name: str
@@ -108,6 +109,7 @@ class ModelInfo:
     head: str = ""
     taught: bool = False
     has_thresholds: bool = False
+    features: Pooling = "head"
 
     @property
     def can_abstain(self) -> bool:

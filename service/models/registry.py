@@ -97,7 +97,7 @@ class AddedHead:
             info, name=self.name, labels=head.labels, config=config, temperature=head.temperature, taught=True
         )
         own = replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
-        return replace(own, has_thresholds=False)
+        return replace(own, has_thresholds=False, features=head.features)
 
 
 class Version(NamedTuple):

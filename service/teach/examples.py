@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.heads import equal, first_equal
+from model.taught_heads import Features
 from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
 from vitserve.documents import ExampleDocument
 
@@ -203,8 +204,8 @@ class Examples:
                 raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")
             query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number"
             kept = db.execute(query, [head, label]).fetchall()
-            given = [row.tobytes() for row in features.astype("<f4")]
-            every = _stacked([*(row for _, row in kept), *given])
+            given = [row.tobytes() for row in features.astype(Features.named(backbone[0]).dtype)]
+            every = _stacked([*(row for _, row in kept), *given], backbone[0])
             numbered, rows = [number for number, _ in kept], list[tuple[object, ...]]()
             kept_pictures: list[tuple[object, ...]] = []
             for place, (row, first) in enumerate(zip(given, first_equal(every, len(kept)).tolist(), strict=True)):
@@ -247,7 +248,7 @@ class Examples:
                 raise NotFound(f"{head.name}: there is no such example")
             query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number != ?"
             rows = db.execute(query, [head.id, label, number]).fetchall()
-            exact = _stacked([row for _, row in rows]).astype(np.float64)
+            exact = _stacked([row for _, row in rows], head.backbone).astype(np.float64)
             [are_copies] = equal(exact[:1], exact[1:])
             copies = [(head.id, rows[1 + place][0]) for place in np.flatnonzero(are_copies)]
             db.executemany("DELETE FROM examples WHERE head = ? AND number = ?", copies)
@@ -292,7 +293,7 @@ class Examples:
         with self._transaction("BEGIN") as db:
             query = "SELECT number, label, features FROM examples WHERE head = ? ORDER BY number"
             rows = db.execute(query, [head.id]).fetchall()
-        return [row[0] for row in rows], [row[1] for row in rows], _stacked([row[2] for row in rows])
+        return [row[0] for row in rows], [row[1] for row in rows], _stacked([row[2] for row in rows], head.backbone)
 
     def keep(self, head: HeadRow, fitted: bytes | None, reason: str = "") -> None:
         """Keep what was fitted to the examples as of `head.revision`, unless the head is gone or has something newer.
@@ -360,9 +361,10 @@ class Examples:
             yield db
 
 
-def _stacked(rows: Sequence[bytes]) -> NDArray[np.float32]:
-    """Return features as they are kept, [N, D]."""
-    return np.frombuffer(b"".join(rows), "<f4").reshape(max(1, len(rows)), -1)
+def _stacked(rows: Sequence[bytes], features: str) -> NDArray[np.float32]:
+    """Return features as they are kept, float32 [N, D]."""
+    kept = np.frombuffer(b"".join(rows), Features.named(features).dtype).reshape(max(1, len(rows)), -1)
+    return kept.astype(np.float32)
 
 
 def too_few(counts: Mapping[str, int]) -> str:

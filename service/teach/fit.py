@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from model.errors import DatasetError, first_line
 from model.heads import Known
 from model.linear_probe import FOLDS, Choice, fit_head, interval
-from model.taught_heads import TaughtHead
+from model.taught_heads import Features, TaughtHead
 from service.errors import HeadsUnavailable, SettingsError
 from service.observe import logs
 from service.teach.examples import Examples, HeadRow, too_few
@@ -68,9 +68,14 @@ def taught_head(
     if reason := too_few(Counter(labels)):
         raise DatasetError(reason)
     rounds = _ROUNDS if len(truth) < _MANY else 1
-    (head, first), *others = [fit_head(features, truth, names, seed=seed) for seed in range(rounds)]
+    kind = Features.named(backbone)
+    scales = kind.scales(features)
+    scaled = features / scales
+    (head, first), *others = [fit_head(scaled, truth, names, seed=seed) for seed in range(rounds)]
+    assert head.weight is not None, "it was fitted"
     known = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
-    return TaughtHead(replace(head, known=Known.of(features)), backbone, model, known.model_dump_json())
+    own = replace(head, weight=head.weight / scales, features=kind.pool, known=Known.of(features, kind.parts))
+    return TaughtHead(own, backbone, model, known.model_dump_json())
 
 
 def _knowledge(

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from model.errors import CheckpointError
 from model.outputs import embedding_width
-from model.taught_heads import TaughtHead, is_taught_head
+from model.taught_heads import Features, TaughtHead, is_taught_head
 from service.background import Tasks
 from service.children import start_python_async
 from service.engine.messages import ModelInfo
@@ -52,13 +52,14 @@ class Taught(NamedTuple):
     problem: str = ""
 
 
-def features_of(info: ModelInfo) -> str:
-    """Return what names the features that a model gives of a picture: its backbone, and how pictures become pixels.
+def features_of(info: ModelInfo, features: Features) -> str:
+    """Return what names the features that a model gives of a picture.
 
-    The dtype is no part of it: it changes features by their rounding alone.
+    That is its backbone, how pictures become pixels, and which embedding it is. The dtype is no part of it: it changes
+    features by their rounding alone.
     """
     digest = hashlib.sha256(info.preprocess.model_dump_json().encode()).hexdigest()
-    return f"{info.backbone.partition('-')[0]}-{digest[:8]}"
+    return f"{info.backbone.partition('-')[0]}-{digest[:8]}{features.suffix}"
 
 
 def _signature(path: Path) -> tuple[int, ...]:
@@ -102,9 +103,10 @@ def _problem_of_width(taught: TaughtHead, info: ModelInfo | None) -> str:
     """Return why a model's features do not fit a head, or an empty text."""
     assert taught.head.weight is not None, "a taught head has weights"
     width = taught.head.weight.shape[1]
-    if info is None or width == embedding_width(info.config):
+    if info is None:
         return ""
-    return f"it reads {width} features, and its backbone gives {embedding_width(info.config)}"
+    given = embedding_width(info.config, taught.head.features)
+    return "" if width == given else f"it reads {width} features, and its backbone gives {given}"
 
 
 class TaughtHeads:
@@ -140,13 +142,15 @@ class TaughtHeads:
         """
         return self._base(head, self._features())
 
-    def _features(self) -> dict[str, str]:
+    def _features(self) -> dict[str, frozenset[str]]:
         """Return what names the features of each model that was loaded, by its key."""
         served = self._models.served.items()
-        return {key: features_of(model.info) for key, model in served if model.info is not None}
+        infos = {key: model.info for key, model in served if model.info is not None}
+        kinds = {key: (Features(), Features.of(info.config)) for key, info in infos.items()}
+        return {key: frozenset(features_of(info, kind) for kind in kinds[key]) for key, info in infos.items()}
 
-    def _base(self, head: HeadRow, features: Mapping[str, str]) -> str:
-        found = [key for key, name in features.items() if name == head.backbone]
+    def _base(self, head: HeadRow, features: Mapping[str, frozenset[str]]) -> str:
+        found = [key for key, names in features.items() if head.backbone in names]
         if not found:
             raise HeadWithoutBackbone(f"no model is served with the backbone of {head.model}, as it was taught on")
         return min(found, key=lambda key: self._models.name_of(key) != head.model)
@@ -166,12 +170,12 @@ class TaughtHeads:
         shown = {name: taught for name, taught in self.heads.items() if name not in names}
         self._models.added = {name: self._added(taught, features) for name, taught in shown.items()}
 
-    def _added(self, taught: Taught, features: Mapping[str, str]) -> AddedHead:
+    def _added(self, taught: Taught, features: Mapping[str, frozenset[str]]) -> AddedHead:
         """Return how a head answers beside the models, or why it does not."""
         added, before = self._answering(taught, features), self._models.added.get(taught.row.name)
         return before if before == added else added
 
-    def _answering(self, taught: Taught, features: Mapping[str, str]) -> AddedHead:
+    def _answering(self, taught: Taught, features: Mapping[str, frozenset[str]]) -> AddedHead:
         row, fitted = taught.row, taught.fitted
         head = None if fitted is None else fitted.head
         try:

@@ -582,7 +582,7 @@ class AdmittedRequest:
         New texts come first, as they are scarcer than passes: who is refused there costs no pass. Those of an unloaded
         model come last, as a picture that is refused does not load it.
         """
-        asked = of_image(requested, None) if requested.labels or self.model.taught else requested
+        asked = of_image(requested, self.model.taught) if requested.labels or self.model.taught else requested
         try:
             head = None if self.model.unloaded else await self._head(requested)
             decoded, turn = await self.decoded(data)

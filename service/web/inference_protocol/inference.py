@@ -90,7 +90,7 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     ),
     "embedding": Output(
         "FP32",
-        lambda info: [embedding_width(info.config)],
+        lambda info: [embedding_width(info.config, info.features)],
         lambda outputs, _: outputs.embedding,
         lambda info: True,
     ),

@@ -40,7 +40,10 @@ class EmbedQuery(ModelQuery, frozen=True):
 
     pool: Annotated[
         Pooling,
-        Field(description="what the head reads, the CLS token, or the mean of the patch tokens after the final norm"),
+        Field(
+            description="what the head reads, the CLS token, or the mean of the patch tokens after the final norm; "
+            "`transfer`: CLS tokens of the last three blocks and that mean, which taught heads read"
+        ),
     ] = "head"
     normalize: Annotated[bool, Field(description="divide by the L2 norm")] = False
     format: Annotated[

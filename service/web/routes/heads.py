@@ -19,7 +19,7 @@ from model.errors import CheckpointError
 from model.heads import checked_label, checked_texts
 from model.images.thumbnail import jpeg_thumbnail
 from model.outputs import EmbeddingRequest, RequestedOutputs
-from model.taught_heads import TaughtHead
+from model.taught_heads import Features, TaughtHead
 from service.engine.messages import ModelInfo
 from service.errors import (
     Forbidden,
@@ -54,7 +54,6 @@ router = APIRouter(tags=["teaching"], route_class=Endpoint)
 
 _NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
 _PICTURES: Final = {"requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False}, "parameters": [NAME]}
-_EMBEDDING: Final = RequestedOutputs(1, embedding=EmbeddingRequest())
 _FILE: Final = {"content": {"application/octet-stream": {"schema": BINARY}}, "description": "One safetensors file"}
 
 
@@ -128,8 +127,9 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         model = await model_of(request, backbone)
         admitted.choose(model)
         asked = Asked(request, query, model, _checked_label, lambda query: query.backbone or backbone)
-        features, pixels = await _features(admitted, asked)
-        of = features_of(admitted.model.info), admitted.model.info.name
+        features, pixels = await _features(admitted, asked, head)
+        info = admitted.model.info
+        of = features_of(info, _kind(head, info)), info.name
         creator = "" if _holds_admin_key(request) else owner or admitted.sender.caller
         file_name, label = asked.query.file_name or "", asked.wanted
 
@@ -340,14 +340,24 @@ def _holds_admin_key(request: Request) -> bool:
     return holds_admin_key(request.headers.get("authorization", ""), service_of(request).settings)
 
 
+def _kind(head: HeadRow | None, info: ModelInfo) -> Features:
+    """Return which features a head reads: those of its examples, or those of a new head."""
+    return Features.of(info.config) if head is None else Features.named(head.backbone)
+
+
 async def _features(
-    admitted: AdmittedRequest, asked: Asked[ExampleQuery, str]
+    admitted: AdmittedRequest, asked: Asked[ExampleQuery, str], head: HeadRow | None
 ) -> tuple[NDArray[np.float32], list[NDArray[np.uint8]]]:
     """Return what the head reads of each picture of a request, [N, D], all finite, and the pixels that are kept.
 
     The first error is the request's.
     """
     query, settings = asked.query, admitted.service.settings
+
+    def wanted() -> RequestedOutputs:
+        """Return what is asked of each picture, once the form has named the model."""
+        return RequestedOutputs(1, embedding=EmbeddingRequest(_kind(head, admitted.model.info).pool))
+
     if query.id is not None:
         if await admitted.read_body():
             raise InvalidParameter("id: there is a body, too: send pictures, or the id of a kept one")
@@ -356,7 +366,7 @@ async def _features(
         if picture is None:
             raise InvalidParameter("id: no picture of this id is kept as the head's backbone sees it")
         await admitted.take(1)
-        rows = [(embedding_of(admitted, await admitted.infer(picture.pixels, _EMBEDDING)), picture.pixels)]
+        rows = [(embedding_of(admitted, await admitted.infer(picture.pixels, wanted())), picture.pixels)]
     else:
         pictures = await asked.read_all(admitted)
         if asked.query.id is not None:
@@ -365,7 +375,7 @@ async def _features(
         await admitted.take(len(pictures))
 
         async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-            decoded, result = await admitted.classify(require_file(picture), _EMBEDDING)
+            decoded, result = await admitted.classify(require_file(picture), wanted())
             return embedding_of(admitted, result), decoded.picture.pixels
 
         rows = await of_each(row, pictures)

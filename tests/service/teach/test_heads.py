@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
+from model.taught_heads import Features
 from service.errors import HeadWithoutBackbone
 from service.models.generation import LocalModel
 from service.teach import heads as module
@@ -191,7 +192,7 @@ async def test_a_sparse_file_is_not_read_to_its_end(tmp_path: Path) -> None:
 async def test_a_head_of_another_width_is_failed(tmp_path: Path) -> None:
     engine: Any = FakeEngine()
     models = FixedModels({"model": LocalModel(lambda _: engine)})
-    backbone = features_of(engine.info)
+    backbone = features_of(engine.info, Features())
     (tmp_path / "wide.safetensors").write_bytes(taught()[0]._replace(backbone=backbone).to_bytes())
     await TaughtHeads(None, tmp_path, models).look()
     assert states(models)["wide"] == ("failed", "it reads 24 features, and its backbone gives 8")
@@ -204,7 +205,7 @@ async def test_a_damaged_fit_is_not_waited_for(tmp_path: Path) -> None:
     engine: Any = FakeEngine()
     models = FixedModels({"model": LocalModel(lambda _: engine)})
     store = Examples(tmp_path)
-    store.add("pets", "cat", np.ones((1, 8), np.float32), "", (features_of(engine.info), "model"))
+    store.add("pets", "cat", np.ones((1, 8), np.float32), "", (features_of(engine.info, Features()), "model"))
     store.keep(store.head("pets"), written(temperature="nan"))
     await TaughtHeads(store, None, models).look()
     state, told = states(models)["pets"]

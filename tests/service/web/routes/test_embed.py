@@ -186,5 +186,5 @@ async def test_the_open_inference_protocol_gives_the_embedding_by_default() -> N
     refused = await service.request("POST", path, **v2(["attention"], attention="relevance"))
     assert refused.json["error"] == "attention 'relevance': expected one of cls"
     refused = await service.request("POST", path, **v2(["embedding"], top_k=1))
-    assert refused.json["error"] == "top_k 1: there are no classes and no labels"
+    assert refused.json["error"] == "top_k: does not apply to these outputs; ask for the output index or label or score"
     assert service.metric("vit_top1_score_count") == 0

@@ -6,11 +6,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from model.taught_heads import Features
 from service.teach import examples as examples_module
+from service.teach.heads import features_of
 from service.web.lanes import Deadline
 from service.web.routes.endpoint import Endpoint
 from tests.service.fakes import PATIENCE, on_a_loop, png, until
@@ -176,3 +180,30 @@ async def test_thumbnails_are_kept_only_where_allowed(tmp_path: Path, is_kept: b
     assert (await service.get(f"{path}/1")).code == "not_found"
     two = await service.request("POST", path, query="label=cat&file_name=a.png", **form(png(2), png(3)))
     assert two.json["detail"] == "file_name: needs exactly one picture, and there are 2"
+
+
+@on_a_loop
+async def test_a_head_goes_on_with_its_features(tmp_path: Path) -> None:
+    service = app(teach=str(tmp_path))
+    examples = service_in(service).taught.examples
+    assert examples is not None
+    assert service.engine.info is not None
+    older = features_of(service.engine.info, Features())
+    examples.add("old", "cat", np.ones((1, 8), np.float32), "", (older, "fake"))
+    asked: list[str] = []
+    infer = service.engine.infer
+
+    async def noting(request: Any, **options: Any) -> Any:
+        asked.append(request.requested.embedding.pool)
+        return await infer(request, **options)
+
+    service.engine.infer = noting  # type: ignore[method-assign]
+    for name in ("old", "new"):
+        answer = await service.request("POST", f"/heads/{name}/examples", query="label=dog", **form(png(7)))
+        assert answer.status == 201
+    assert asked == ["head", "transfer"]
+    rows = examples.heads()
+    assert (Features.named(rows["old"].backbone).pool, Features.named(rows["new"].backbone).pool) == (
+        "head",
+        "transfer",
+    )

@@ -1,0 +1,60 @@
+"""The file of a taught head names the features that it reads, and older files read what they were fitted to."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+from model.errors import CheckpointError
+from model.heads import Head, Known
+from model.taught_heads import Features, TaughtHead
+
+
+def taught(features: Features) -> TaughtHead:
+    values = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
+    known = Known.of(values, features.parts)
+    head = Head(("cat", "dog"), False, weight=values[:2], bias=np.zeros(2, np.float32), known=known)
+    return TaughtHead(replace(head, features=features.pool), f"b{features.suffix}", "m", "{}")
+
+
+@pytest.mark.parametrize("features", [Features(), Features("transfer", 4), Features("transfer", 2)], ids=str)
+def test_a_file_names_the_features_of_its_head(features: Features) -> None:
+    found = TaughtHead.from_bytes(taught(features).to_bytes(), "a file")
+    assert found.head.known is not None
+    assert (found.head.features, found.head.known.parts) == features
+    assert Features.named(found.backbone) == features
+
+
+def without(content: bytes, *names: str) -> bytes:
+    size = int.from_bytes(content[:8], "little")
+    about = json.loads(content[8 : 8 + size])["__metadata__"]
+    return save(load(content), {name: value for name, value in about.items() if name not in names})
+
+
+def test_an_older_file_reads_what_it_was_fitted_to() -> None:
+    older = without(taught(Features()).to_bytes(), "features", "parts")
+    found = TaughtHead.from_bytes(older, "a file")
+    assert found.head.features == "head"
+
+
+def test_unknown_features_are_refused() -> None:
+    content = taught(Features("transfer", 4)).to_bytes()
+    for damaged in (content.replace(b'"transfer"', b'"transfix"'), content.replace(b'"parts":"4"', b'"parts":"3"')):
+        with pytest.raises(CheckpointError, match="this version reads head, cls, mean, transfer"):
+            TaughtHead.from_bytes(damaged, "a file")
+
+
+def test_parts_of_other_lengths_count_alike() -> None:
+    features = np.array([[1, 0, 100, 0], [0, 1, 100, 0]], np.float32)
+    assert Known(features[:1], 0.0).distances(features)[1] < 1e-3, "the long part decides alone"
+    known = Known.of(np.concatenate([features[:1], features[:1] + 1e-3 * np.eye(4, dtype=np.float32)]), parts=2)
+    assert known.distances(features)[1] == pytest.approx(0.5, abs=0.01)
+
+
+def test_parts_that_vary_less_are_scaled_alike() -> None:
+    values = np.random.default_rng(1).standard_normal((50, 8)).astype(np.float32) * np.repeat([1, 20], 4)
+    scales = Features("transfer", 2).scales(values)
+    assert scales[4:] / scales[:4] == pytest.approx(20, rel=0.3)
+    assert (Features("transfer", 2).scales(np.ones((3, 8), np.float32)) == 1).all()
