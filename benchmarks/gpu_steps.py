@@ -422,6 +422,8 @@ def decode(bench: Bench) -> None:
     """JPEGs decoded by the device beside Pillow's pixels; a decoder of our own is worth it from 6,000 a second on."""
     try:
         from torchvision.io import ImageReadMode, decode_jpeg  # noqa: PLC0415  it may not run, as of another build
+
+        decode_jpeg(torch.frombuffer(bytearray(bench.files[0].read_bytes()), dtype=torch.uint8))
     except (ImportError, RuntimeError) as error:
         bench.record.note(f"{type(error).__name__}: {error}"[:500], "decode", "torchvision")
         return

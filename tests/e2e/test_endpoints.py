@@ -49,7 +49,7 @@ def test_a_picture_is_classified_in_every_form_of_body(server: Served, pictures:
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"] == "application/json"
         document = answer.json()
-        assert set(document) == {"id", "model", "predictions", "timings_ms", "batch_size"}
+        assert set(document) == {"id", "model", "predictions", "abstained", "timings_ms", "batch_size"}
         assert document["model"] == CHECKPOINT_NAME
         assert len(document["predictions"]) == 5
         assert all(p["label"] == LABELS[p["index"]] for p in document["predictions"])

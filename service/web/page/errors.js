@@ -35,13 +35,19 @@ export const plainWords = (problem) => WORDS[problem.code] ?? "The service could
 const HEIC = /\.(heic|heif)$/i;
 export const isHeic = (file) => HEIC.test(file.name) || /^image\/hei[cf]/.test(file.type);
 
+/** A refusal of a file as a sentence. How to send a text by curl is no help here. */
+function told(detail) {
+  if (detail.startsWith("not ")) return `This file is ${detail}.`;
+  return /\bcurl\b|^the body is/.test(detail) ? "This file is not a picture." : `${detail[0].toUpperCase()}${detail.slice(1)}.`;
+}
+
 /** What to tell about a picture that failed: a sentence, what helps, and the service's own words. */
 export function explain(error, file) {
   if (error.name === "AbortError") return { lines: ["Cancelled."], own: "" };
   const lines = [error.message];
   const request = error.requestId && `request ${error.requestId}`;
   if (error.code !== "unsupported_media_type") return { lines, own: [error.detail, request].filter(Boolean).join("; ") };
-  lines[0] = error.detail.startsWith("not ") ? `This file is ${error.detail}.` : "This file is not a picture."; // else it says how to send one
+  lines[0] = told(error.detail);
   if (isHeic(file)) {
     lines[0] = "This is a HEIC picture, as iPhones take them, and this service was installed without support for HEIC.";
     lines.push("Save it as JPEG (on an iPhone: Settings, Camera, Formats, Most Compatible), or ask whoever runs the service to add it.");

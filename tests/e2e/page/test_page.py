@@ -284,7 +284,9 @@ def test_what_was_not_sent_yet_can_be_cancelled(page: Page) -> None:
 
 def test_a_refusal_is_told_in_plain_words(page: Page, found: Tab) -> None:
     refused = [
-        ("notes.txt", b"no picture", "not a picture of an allowed format"),
+        ("notes.txt", b"no picture", "This file is not a picture."),
+        ("IMG_1.dat", bytes(64), "not a picture of an allowed format"),
+        ("DSC_1.orf", b"IIRO\x08\0", "Raw photos"),
         ("IMG_1.HEIC", b"no picture", "Most Compatible"),
         ("cut.jpg", DOG.read_bytes()[:20_000], "damaged or incomplete"),
         ("big.jpg", bytes(300_000), "larger than the service accepts"),

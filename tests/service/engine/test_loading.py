@@ -70,6 +70,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
         "head": f"{checkpoint.content}-None",
         "taught": False,
         "has_thresholds": False,
+        "features": "head",
     }
 
 
