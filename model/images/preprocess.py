@@ -7,6 +7,7 @@ transformers' PIL transforms use too. Only the order of the work differs: what t
 resized, and the picture is turned when it is small.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +21,11 @@ from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Converter, De
 from model.images.resample import Axis, passes_rows_first, resample_part
 
 # Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit floats, which may move a
-# value by one level.
+# value by one level in each pass.
 _MAX_WHOLE_SIDE = 4096
+
+# Pixels that the widest filter (Lanczos) reads beside an enlarged pixel, rounded up.
+_REACH = 4
 
 # How many times as many pixels as the resized picture a scaled decode leaves, along each axis.
 _MIN_DECODED_FACTOR = 2
@@ -221,7 +225,8 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
     axes = (down, across) if swapped else (across, down)
     small = resample_part(decoded.image, *axes, resample, rows_first=rows_first, convert=convert)
     if small is None:
-        small = _resample_by_pillow(decoded, across, down, resample, convert)
+        rows_first = passes_rows_first(decoded_size, resized)
+        small = _resample_by_pillow(decoded, across, down, resample, convert, rows_first=rows_first)
     elif swapped:
         small = small.transpose(1, 0, 2)
 
@@ -237,25 +242,59 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
 
 
 def _resample_by_pillow(
-    decoded: DecodedImage, across: Axis, down: Axis, resample: Image.Resampling, convert: Converter | None
+    decoded: DecodedImage,
+    across: Axis,
+    down: Axis,
+    resample: Image.Resampling,
+    convert: Converter | None,
+    *,
+    rows_first: bool,
 ) -> NDArray[np.uint8]:
     """Return a part of the picture that Pillow turns, converts and resizes, uint8 [rows, columns, 1 or 3].
 
     Args:
         across, down: along the width and the height of the upright picture.
+        rows_first: the order of the passes that Pillow makes for the whole: what they cut off depends on it.
     """
     upright = decoded.image if convert is None else convert(decoded.image)
     if decoded.orientation in TRANSPOSE:
         upright = upright.transpose(TRANSPOSE[decoded.orientation])
-    ends = (across.first + across.length, down.first + down.length)
     if max(across.size, down.size) <= _MAX_WHOLE_SIDE:
         box = (across.low, down.low, across.high, down.high)
+        ends = (across.first + across.length, down.first + down.length)
         part = upright.resize((across.size, down.size), resample, box).crop((across.first, down.first, *ends))
     else:
-        steps = [(axis.high - axis.low) / axis.size for axis in (across, down)]
-        low = [axis.low + axis.first * step for axis, step in zip((across, down), steps, strict=True)]
-        high = [axis.low + end * step for axis, end, step in zip((across, down), ends, steps, strict=True)]
-        # Rounding may leave a corner a hair outside, which Pillow refuses.
-        box = (low[0], low[1], min(high[0], upright.width), min(high[1], upright.height))
-        part = upright.resize((across.length, down.length), resample, box)
+        (left, right), (top, bottom) = (
+            _read_part(axis, upright.size[place]) for place, axis in enumerate((across, down))
+        )
+        part = upright.crop((left, top, right, bottom))
+        passes = [(0, across, left), (1, down, top)]
+        for place, axis, start in reversed(passes) if rows_first else passes:
+            part = _resized_along(part, place, axis, start, resample)
     return np.atleast_3d(np.asarray(part))
+
+
+def _part_of(axis: Axis) -> tuple[float, float]:
+    """Return where in the source the part of an axis begins and ends, in pixels."""
+    step = (axis.high - axis.low) / axis.size
+    return axis.low + axis.first * step, axis.low + (axis.first + axis.length) * step
+
+
+def _read_part(axis: Axis, size: int) -> tuple[int, int]:
+    """Return the first of `size` pixels that the part of an axis is made from, and the one behind the last."""
+    low, high = _part_of(axis)
+    reach = _REACH * max(1.0, (axis.high - axis.low) / axis.size)
+    return max(0, math.floor(low - reach)), min(size, math.ceil(high + reach))
+
+
+def _resized_along(image: Image.Image, place: int, axis: Axis, start: int, resample: Image.Resampling) -> Image.Image:
+    """Return the part of an axis, resized along it alone; `image` begins at pixel `start` of it.
+
+    Args:
+        place: 0 for the width, 1 for the height.
+    """
+    low, high = (end - start for end in _part_of(axis))
+    box, size = [0.0, 0.0, *map(float, image.size)], list(image.size)
+    # Rounding may leave a corner a hair outside, which Pillow refuses.
+    box[place], box[place + 2], size[place] = low, min(high, image.size[place]), axis.length
+    return image.resize((size[0], size[1]), resample, (box[0], box[1], box[2], box[3]))

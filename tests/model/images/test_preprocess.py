@@ -65,6 +65,8 @@ models = st.integers(1, 64)
 @example(300, 1, 32, 48, 8, "shortest_edge", "lanczos", 8)
 @example(413, 580, 56, 56, 6, "shortest_edge", "bicubic", 1)
 @example(580, 413, 56, 56, 6, "shortest_edge", "lanczos", 6)
+@example(2, 162, 1, 40, 11, "shortest_edge", "lanczos", 1)
+@example(162, 2, 40, 36, 3, "shortest_edge", "lanczos", 6)
 def test_pixels_equal_turning_converting_resizing_all_and_cropping(
     width, height, rows, columns, more, resize, interpolation, orientation
 ):
