@@ -137,10 +137,13 @@ def raw(headers: bytes, pieces: Iterable[bytes], pause: float = 0.0) -> Ask:
 
 
 def slow_reader(piece_bytes: int, pause: float) -> Ask:
-    """Return a request for a large map of noise, whose answer is read in pieces, each some seconds after the other."""
+    """Return a request for a large map, whose answer is read in pieces, each some seconds after the other.
+
+    The picture is smooth noise: a small body whose drawn map is large, so that answers are what fills memory.
+    """
     buffer = io.BytesIO()
-    noise = np.random.default_rng(0).integers(0, 256, (2048, 2048, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(buffer, "JPEG", quality=50)
+    noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize((2048, 2048), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=30)
     picture = buffer.getvalue()
     head = b"POST /attention?size=2048&view=photo HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     sent = head % len(picture) + picture

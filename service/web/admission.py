@@ -2,7 +2,8 @@
 
     the head is here        a place must be free, but the request takes none yet; slow callers keep nobody out
     the body arrives        its bytes are counted until the request is answered; bodies that crawl give way
-    the body is here        the request takes a place for each image, and releases it with the answer or the error
+    the body is here        the request takes a place for each image, and releases it with the answer or the error;
+                            one caller leaves some to others
     the answer is sent      bytes that its caller does not read count like those of bodies; the slowest reader gives way
     there is no room        it is refused at once, or after a second or two where refusals themselves are too many
 
@@ -12,6 +13,7 @@ A body crawls when it arrives more slowly than `MIN_BODY_RATE`. All of it belong
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -35,17 +37,28 @@ LONGEST_WAIT: Final = 1.0
 RECEIVING_BYTES: Final = 512 << 20
 """Bytes of all bodies of a service that are not answered yet, and of all unsent answers: of 4,000 photographs."""
 
+_SHARE: Final = 7
+"""Places that a caller may hold for each one that is still free then: 224 of 256, of what is left the next one 28."""
+
+_LEAST_SHARED: Final = 8
+"""Places below which callers do not share them."""
+
 _REFUSALS_A_SECOND: Final = 500
 """Refusals that go out at once: a tenth of a core."""
 
 
 class Limiter:
-    """Counts the places for images: `in_use` of `capacity`; a quarter of them, at most, for who waits for a model."""
+    """Counts the places for images: `in_use` of `capacity`; a quarter of them, at most, for who waits for a model.
+
+    A caller that holds some takes no more than leaves others theirs: who sends hundreds of pictures at once would keep
+    everybody else out until they are decoded.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.in_use = 0
         self._waiting = 0
+        self._held: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -59,34 +72,53 @@ class Limiter:
             finally:
                 self._waiting -= 1
 
-    def check(self, count: int = 1) -> None:
-        """Raise `QueueFull` unless `count` places are free."""
+    def check(self, count: int = 1, caller: str = "") -> None:
+        """Raise `QueueFull` unless `count` places are free, for a caller if one is given."""
         if self.in_use + count > self.capacity:
             raise QueueFull(f"all {self.capacity} places in the service are taken")
+        if not self._leaves_some(count, caller):
+            raise QueueFull(
+                f"requests of this caller have {self._held[caller]} of {self.capacity} places; others need the rest"
+            )
 
-    async def settle(self, count: int = 1) -> None:
+    async def settle(self, count: int = 1, caller: str = "") -> None:
         """Wait for the loop's next turn unless `count` places are free: a batch that has just come lends some then."""
-        if self.in_use + count > self.capacity:
+        if self.in_use + count > self.capacity or not self._leaves_some(count, caller):
             await asyncio.sleep(0)
 
-    def permit(self) -> "Permit":
+    def permit(self, caller: str = "") -> "Permit":
         """Take one place, and return the permit that holds it; raises `QueueFull` if none is free."""
-        permit = Permit(self)
+        permit = Permit(self, caller)
         permit.extend()
         return permit
 
+    def take(self, count: int, caller: str) -> None:
+        """Count places of a caller, or count them no more if `count` is negative."""
+        self.in_use += count
+        if caller:
+            self._held[caller] += count
+            if not self._held[caller]:
+                del self._held[caller]
+
+    def _leaves_some(self, count: int, caller: str) -> bool:
+        held = self._held[caller] if caller else 0
+        return (
+            not held or self.capacity < _LEAST_SHARED or held + count <= _SHARE * (self.capacity - self.in_use - count)
+        )
+
 
 class Permit:
-    """The places of one request; a context manager that releases them."""
+    """The places of one request of a caller, "" for nobody; a context manager that releases them."""
 
-    def __init__(self, limiter: Limiter) -> None:
+    def __init__(self, limiter: Limiter, caller: str = "") -> None:
         self._limiter = limiter
+        self._caller = caller
         self._held = self._lent = 0
 
     def extend(self, count: int = 1) -> None:
-        """Take `count` places more, or none; raises `QueueFull` if fewer are free."""
-        self._limiter.check(count)
-        self._limiter.in_use += count
+        """Take `count` places more, or none; raises `QueueFull` if fewer are free for this caller."""
+        self._limiter.check(count, self._caller)
+        self._limiter.take(count, self._caller)
         self._held += count
 
     @contextlib.contextmanager
@@ -97,21 +129,21 @@ class Permit:
         """
         lent = int(self._held - self._lent > keep)
         self._lent += lent
-        self._limiter.in_use -= lent
+        self._limiter.take(-lent, self._caller)
         try:
             yield
         finally:
             self._lent -= lent
-            self._limiter.in_use += lent
+            self._limiter.take(lent, self._caller)
 
     def release(self) -> None:
         """Release one of the places."""
-        self._limiter.in_use -= 1
+        self._limiter.take(-1, self._caller)
         self._held -= 1
 
     def close(self) -> None:
         """Release all places."""
-        self._limiter.in_use -= self._held
+        self._limiter.take(-self._held, self._caller)
         self._held = 0
 
     def __enter__(self) -> Self:

@@ -296,7 +296,7 @@ class Service:
         if all(reasons):
             raise EngineUnavailable(reasons[0])
 
-    def check_room(self, *, needs_engine: bool = True) -> None:
+    def check_room(self, caller: str = "", *, needs_engine: bool = True) -> None:
         """Raise `QueueFull`, or what `check_open` raises, if a request would get no place; it takes none.
 
         Bodies that have just begun to arrive will take places. Without counting them, many callers would be admitted
@@ -304,7 +304,7 @@ class Service:
         places, as a caller can begin a body and never end it.
         """
         self.check_open(needs_engine=needs_engine)
-        self.limiter.check()
+        self.limiter.check(caller=caller)
         free = self.limiter.capacity - self.limiter.in_use
         if free <= self.limiter.capacity // 2:
             self.limiter.check(1 + self.receiving.newcomers(free))
@@ -376,7 +376,7 @@ class AdmittedRequest:
         self._needs_place = needs_place
         self._caller = sender.caller
         self._body = Body()
-        self._permit = Permit(service.limiter)
+        self._permit = Permit(service.limiter, sender.caller)
         self._generations: list[Generation[Engine]] = []  # of all models that answer
         self._reading = False
         self._loading, self._embedding = asyncio.Lock(), asyncio.Lock()
@@ -384,8 +384,8 @@ class AdmittedRequest:
 
     async def __aenter__(self) -> Self:
         if self._needs_place:
-            await self.service.limiter.settle()
-            self.service.check_room(needs_engine=self._first_model is not None)
+            await self.service.limiter.settle(caller=self.sender.caller)
+            self.service.check_room(self.sender.caller, needs_engine=self._first_model is not None)
         task = asyncio.current_task()
         assert task is not None, "a request is a task"
         self.task = task
@@ -482,7 +482,11 @@ class AdmittedRequest:
         numbers = itertools.count(2)
         return await self.read(
             lambda receive: read_files(
-                self.sender.headers, receive, limits, lambda: limiter.check(next(numbers)), self.write
+                self.sender.headers,
+                receive,
+                limits,
+                lambda: limiter.check(next(numbers), self.sender.caller),
+                self.write,
             )
         )
 
@@ -520,7 +524,7 @@ class AdmittedRequest:
 
         From now on the request ends when its caller leaves.
         """
-        await self.service.limiter.settle(places)
+        await self.service.limiter.settle(places, self.sender.caller)
         self._permit.extend(places)
         self._end_in(self.deadline.remaining() + LATE_SECONDS)
         left = self.sender.left
