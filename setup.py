@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: the wheel holds a library of C, and is of no version of Python.
 
-The resize of pictures is loaded by ctypes and includes nothing of Python. So one wheel a platform is enough, and one
-without it (`VITSERVE_KERNEL=no`) is for any platform: Pillow resizes there.
+The resize of pictures is loaded by ctypes and includes nothing of Python. So one wheel a platform
+is enough, and one without it (`VITSERVE_KERNEL=no`) is for any platform: Pillow resizes there.
 """
 
 import os
@@ -10,7 +10,9 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 KERNEL = os.environ.get("VITSERVE_KERNEL", "")
-"""`no` leaves the resize out, `yes` ends the build where it cannot be compiled; else it is left out there."""
+"""`no` leaves the resize out, `yes` ends the build where it cannot be compiled; else it is left out
+there.
+"""
 
 
 class WheelOfAPlatform(bdist_wheel):

@@ -1,8 +1,9 @@
-"""What hostile callers send to a service, for `benchmarks.reliability`: `ATTACKS`, and the honest callers beside them.
+"""What hostile callers send to a service, for `benchmarks.reliability`: `ATTACKS`, and the honest
+callers beside them.
 
-Those of a kind have an address of their own in 127.0.0.0/8 (Linux), so to the service they are one caller. The hostile
-have a process of their own, `python -m benchmarks.attacks NAME URL SECONDS`: what they do between their requests would
-delay the honest ones.
+Those of a kind have an address of their own in 127.0.0.0/8 (Linux), so to the service they are one
+caller. The hostile have a process of their own, `python -m benchmarks.attacks NAME URL SECONDS`:
+what they do between their requests would delay the honest ones.
 """
 
 import asyncio
@@ -38,7 +39,9 @@ Ask = Callable[[httpx.AsyncClient, int], Awaitable[str]]
 
 
 def client_of(url: str, address: str) -> httpx.AsyncClient:
-    """Return a client of an address of its own, with as many connections as it needs; the hostile alone lack a key."""
+    """Return a client of an address of its own, with as many connections as it needs; the hostile
+    alone lack a key.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2)
     transport = httpx.AsyncHTTPTransport(local_address=address, limits=limits)
     headers = {} if address == HOSTILE else {"Authorization": f"Bearer {KEY}"}
@@ -103,7 +106,11 @@ def post(content: bytes, path: str = "/classify", **options: Any) -> Ask:
 def batch(picture: bytes, query: str = "") -> Ask:
     """Return a request with 64 of these."""
     form = httpx.Request("POST", "http://any", files=[("file", ("a", picture))] * 64)
-    return post(form.read(), f"/classify/batch{query}", headers={"Content-Type": form.headers["Content-Type"]})
+    return post(
+        form.read(),
+        f"/classify/batch{query}",
+        headers={"Content-Type": form.headers["Content-Type"]},
+    )
 
 
 def labelled(count: int, word: str) -> Ask:
@@ -112,18 +119,24 @@ def labelled(count: int, word: str) -> Ask:
 
     async def ask(client: httpx.AsyncClient, number: int) -> str:
         labels = ",".join(f"{word} {number} {each}" for each in range(count))
-        return str((await client.post("/classify", content=picture, params={"labels": labels})).status_code)
+        return str(
+            (await client.post("/classify", content=picture, params={"labels": labels})).status_code
+        )
 
     return ask
 
 
 def raw(headers: bytes, pieces: Iterable[bytes], pause: float = 0.0) -> Ask:
-    """Return a request on a connection of its own, whose body comes in pieces, each some seconds after the other."""
+    """Return a request on a connection of its own, whose body comes in pieces, each some seconds
+    after the other.
+    """
     head = b"POST /classify HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n\r\n"
     sent = [head, *pieces]
 
     async def ask(client: httpx.AsyncClient, number: int) -> str:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port, local_addr=(HOSTILE, 0))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", client.base_url.port, local_addr=(HOSTILE, 0)
+        )
         try:
             for piece in sent:
                 writer.write(piece)
@@ -137,13 +150,17 @@ def raw(headers: bytes, pieces: Iterable[bytes], pause: float = 0.0) -> Ask:
 
 
 def slow_reader(piece_bytes: int, pause: float) -> Ask:
-    """Return a request for a large map, whose answer is read in pieces, each some seconds after the other.
+    """Return a request for a large map, whose answer is read in pieces, each some seconds after the
+    other.
 
-    The picture is smooth noise: a small body whose drawn map is large, so that answers are what fills memory.
+    The picture is smooth noise: a small body whose drawn map is large, so that answers are what
+    fills memory.
     """
     buffer = io.BytesIO()
     noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
-    Image.fromarray(noise).resize((2048, 2048), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=30)
+    Image.fromarray(noise).resize((2048, 2048), Image.Resampling.BICUBIC).save(
+        buffer, "JPEG", quality=30
+    )
     picture = buffer.getvalue()
     head = b"POST /attention?size=2048&view=photo HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     sent = head % len(picture) + picture
@@ -166,12 +183,16 @@ def slow_reader(piece_bytes: int, pause: float) -> Ask:
 
 
 def grpc_port() -> int:
-    """Return the port of gRPC of the services that are attacked, one after the other, from all processes."""
+    """Return the port of gRPC of the services that are attacked, one after the other, from all
+    processes.
+    """
     return int(os.environ.setdefault("VITSERVE_BENCHMARK_GRPC_PORT", str(free_port())))
 
 
 def grpc(messages: Iterable[bytes]) -> Ask:
-    """Return calls of ModelInfer with these messages in turn, each on a connection of its own; needs grpcio."""
+    """Return calls of ModelInfer with these messages in turn, each on a connection of its own;
+    needs grpcio.
+    """
     from grpc import aio  # noqa: PLC0415  an optional package
 
     turn = itertools.cycle(messages)
@@ -179,7 +200,9 @@ def grpc(messages: Iterable[bytes]) -> Ask:
     async def ask(client: httpx.AsyncClient, number: int) -> str:
         async with aio.insecure_channel(f"127.0.0.1:{grpc_port()}") as channel:
             try:
-                await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(next(turn), timeout=_PATIENCE)
+                await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(
+                    next(turn), timeout=_PATIENCE
+                )
             except aio.AioRpcError as error:
                 return str(error.code().name)
         return "200"
@@ -194,9 +217,13 @@ def grpc_labels() -> Ask:
     image = ModelInferRequest.InferInputTensor(name="image", datatype="BYTES", shape=[1])
     picture = flat("JPEG", 300)
     raw_picture = len(picture).to_bytes(4, "little") + picture
-    parameters = ({"labels": InferParameter(string_param="," * count)} for count in (3_000_000, 990_000))
+    parameters = (
+        {"labels": InferParameter(string_param="," * count)} for count in (3_000_000, 990_000)
+    )
     requests = (
-        ModelInferRequest(model_name=MODEL, inputs=[image], parameters=each, raw_input_contents=[raw_picture])
+        ModelInferRequest(
+            model_name=MODEL, inputs=[image], parameters=each, raw_input_contents=[raw_picture]
+        )
         for each in parameters
     )
     return grpc([each.SerializeToString() for each in requests])
@@ -217,7 +244,9 @@ def heic() -> bytes:
     pillow_heif.register_heif_opener()
     noise = np.random.default_rng(0).integers(0, 256, (189, 252, 3), dtype=np.uint8)
     buffer = io.BytesIO()
-    Image.fromarray(noise).resize((4032, 3024), Image.Resampling.BICUBIC).save(buffer, "HEIF", quality=60)
+    Image.fromarray(noise).resize((4032, 3024), Image.Resampling.BICUBIC).save(
+        buffer, "HEIF", quality=60
+    )
     return buffer.getvalue()
 
 
@@ -241,7 +270,8 @@ class Attack:
     Attributes:
         make: returns what is sent, which may take seconds to make.
         count, rate: see `Callers`.
-        share: a rate, as a share of what the service answers to eight callers; all are to be answered.
+        share: a rate, as a share of what the service answers to eight callers; all are to be
+        answered.
         beside: kinds of `OTHERS` beside those who send JPEGs.
         service: of `benchmarks.reliability`, which is attacked.
     """
@@ -289,16 +319,22 @@ ATTACKS = {
     # A byte a second of a body that never comes.
     "crawlers": Attack(lambda: raw(b"Content-Length: 100000", [b"x"] * 6, pause=1), count=300),
     # 80 KiB of some megabytes in 10 s.
-    "slow-readers": Attack(lambda: slow_reader(80 << 10, pause=10), count=300, beside=("webp", "maps")),
+    "slow-readers": Attack(
+        lambda: slow_reader(80 << 10, pause=10), count=300, beside=("webp", "maps")
+    ),
     # 3 MB of line breaks as base64.
     "escaped-json": Attack(_escaped_json),
     "tiny-chunks": Attack(_tiny_chunks),
     "tiny-chunks-without-key": Attack(_tiny_chunks, service="keys"),
-    "grpc-names": Attack(lambda: grpc([_NAME * 1_000_000, _NAME * 900]), count=16, service="models"),
+    "grpc-names": Attack(
+        lambda: grpc([_NAME * 1_000_000, _NAME * 900]), count=16, service="models"
+    ),
     "grpc-labels": Attack(grpc_labels, count=16, beside=("labels",), service="clip"),
     "texts": Attack(lambda: labelled(66, "label"), count=60, beside=("labels",), service="clip"),
     "relevance-batches": Attack(
-        lambda: batch(flat("JPEG", 300), "?attention=relevance&labels=cat,dog"), beside=("labels",), service="clip"
+        lambda: batch(flat("JPEG", 300), "?attention=relevance&labels=cat,dog"),
+        beside=("labels",),
+        service="clip",
     ),
 }
 

@@ -23,7 +23,8 @@ class Shape:
     """What a model looks like, and how pictures are made to fit it.
 
     Attributes:
-        resize: pixels of the shorter edge before the centre crop, with ImageNet's statistics; None squashes to `size`.
+        resize: pixels of the shorter edge before the centre crop, with ImageNet's statistics; None
+        squashes to `size`.
     """
 
     name: str
@@ -56,7 +57,9 @@ def ensure(shape: Shape) -> tuple[Path, str]:
 
 
 def write(folder: Path, shape: Shape, seed: int = 0) -> str:
-    """Write the files of a model into a folder, and return where its weights come from; `seed` is of random ones."""
+    """Write the files of a model into a folder, and return where its weights come from; `seed` is
+    of random ones.
+    """
     from safetensors.torch import load_file, save_file  # noqa: PLC0415
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,17 +75,27 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> str:
 
 
 def write_clip(folder: Path) -> None:
-    """Write a CLIP of two random towers, ViT-S/32 and the text tower of CLIP's size, with a token a letter."""
+    """Write a CLIP of two random towers, ViT-S/32 and the text tower of CLIP's size, with a token a
+    letter.
+    """
     import torch  # noqa: PLC0415
     from tokenizers.pre_tokenizers import ByteLevel  # noqa: PLC0415
 
-    # Towers need no torchvision, whose operators may be built for another torch: transformers goes without.
+    # Towers need no torchvision, whose operators may be built for another torch: transformers goes
+    # without.
     sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
     from transformers import CLIPConfig, CLIPModel, CLIPTokenizer  # noqa: PLC0415
 
     letters = sorted(ByteLevel.alphabet())
-    tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    CLIPTokenizer(vocab={token: number for number, token in enumerate(tokens)}, merges=[]).save_pretrained(folder)
+    tokens = [
+        *letters,
+        *(f"{letter}</w>" for letter in letters),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
+    CLIPTokenizer(
+        vocab={token: number for number, token in enumerate(tokens)}, merges=[]
+    ).save_pretrained(folder)
     text = {"vocab_size": len(tokens), "eos_token_id": len(tokens) - 1}
     vision = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6}
     torch.manual_seed(0)
@@ -133,9 +146,11 @@ def _preprocessor(shape: Shape) -> dict[str, Any]:
 
 
 def _random(shape: Shape, seed: int) -> dict[str, Any]:
-    """Weights in timm's names whose answers differ from picture to picture, so that a mix-up or a rounding would show.
+    """Weights in timm's names whose answers differ from picture to picture, so that a mix-up or a
+    rounding would show.
 
-    Transformers' own initialisation answers every picture almost alike; weights of unit gain do not.
+    Transformers' own initialisation answers every picture almost alike; weights of unit gain do
+    not.
     """
     import torch  # noqa: PLC0415
 
@@ -181,7 +196,9 @@ def _renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """timm's names and fused QKV to transformers' (convert_vit_timm_to_pytorch.py)."""
     found = {}
     for old, tensor in tensors.items():
-        name: str = functools.reduce(lambda name, pair: re.sub(pair[0], pair[1], name), _FROM_TIMM.items(), old)
+        name: str = functools.reduce(
+            lambda name, pair: re.sub(pair[0], pair[1], name), _FROM_TIMM.items(), old
+        )
         parts = ("query", "key", "value") if ".attn.qkv." in name else ("",)
         for part, each in zip(parts, tensor.chunk(len(parts)), strict=True):
             found[name.replace(".attn.qkv.", f".attention.attention.{part}.")] = each.clone()

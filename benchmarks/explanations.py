@@ -1,15 +1,20 @@
-"""Which maps are faithful to the model: `python -m benchmarks.explanations --data DIR`. It picks the default.
+"""Which maps are faithful to the model: `python -m benchmarks.explanations --data DIR`. It picks
+the default.
 
-Each map is of the class that the model itself puts first, so pictures need no labels. Three measures:
+Each map is of the class that the model itself puts first, so pictures need no labels. Three
+measures:
 
 - Deletion and insertion (Petsiuk et al. 2018, RISE, https://arxiv.org/abs/1806.07421): patches are taken in descending
-  order of the map. Deletion replaces them by the mean colour: after a good map the score falls at once, and the area
-  under it is small. Insertion puts them into a blurred picture: the score rises at once, and the area is large.
+  order of the map. Deletion replaces them by the mean colour: after a good map the score falls at
+  once, and the area under it is small. Insertion puts them into a blurred picture: the score rises
+  at once, and the area is large.
 - Mosaic, after the Focus of Arias-Duart et al. 2022 (https://arxiv.org/abs/2109.15035): four pictures at half size
-  stand in a 2 x 2 mosaic, and the number is the share of a class's map that lies in its own quarter; chance is 0.25.
+  stand in a 2 x 2 mosaic, and the number is the share of a class's map that lies in its own
+  quarter; chance is 0.25.
 
-Pictures with patches missing are unlike those that the model was trained on, and only the order of a map counts (Wu et
-al. 2024, https://arxiv.org/abs/2404.01415): compare methods on the same model and pictures, beside the random baseline.
+Pictures with patches missing are unlike those that the model was trained on, and only the order of
+a map counts (Wu et al. 2024, https://arxiv.org/abs/2404.01415): compare methods on the same model
+and pictures, beside the random baseline.
 """
 
 import argparse
@@ -33,25 +38,31 @@ from model.network.vit import VisionTransformer
 from model.outputs import MapRequest, Method
 from model.runtime.torch_pass import Normalise
 
-# Takes normalised pixels, float32 [B, C, H, W]; returns the score of each class, float32 [B, K], 0...1.
+# Takes normalised pixels, float32 [B, C, H, W]; returns the score of each class, float32 [B, K],
+# 0...1.
 Score = Callable[[Tensor], Tensor]
 
-# Takes normalised pixels, float32 [B, C, H, W], and classes, int64 [B]; returns a map of each, [B, rows, columns].
+# Takes normalised pixels, float32 [B, C, H, W], and classes, int64 [B]; returns a map of each, [B,
+# rows, columns].
 Maps = Callable[[Tensor, Tensor], Tensor]
 
 _METHODS = ("cls", *EXPLANATIONS)
 RANDOM = "random"
-# A quarter of a mosaic counts if its class is among so many best ones: of other classes the model saw nothing.
+# A quarter of a mosaic counts if its class is among so many best ones: of other classes the model
+# saw nothing.
 TOP = 10
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-# Standard deviation of the blur as a share of the picture's shorter side: 14 pixels of 224, 2 of 32.
+# Standard deviation of the blur as a share of the picture's shorter side: 14 pixels of 224, 2 of
+# 32.
 _BLUR = 1 / 16
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a method: an area, 0...1, for each picture, and the share of each quarter that counts."""
+    """Measurements of a method: an area, 0...1, for each picture, and the share of each quarter
+    that counts.
+    """
 
     deletion: list[float] = field(default_factory=list)
     insertion: list[float] = field(default_factory=list)
@@ -59,11 +70,15 @@ class Measured:
 
     def means(self) -> list[float | None]:
         """Return the means of deletion, insertion and mosaic; None where nothing counts."""
-        return [sum(each) / len(each) if each else None for each in (self.deletion, self.insertion, self.shares)]
+        return [
+            sum(each) / len(each) if each else None
+            for each in (self.deletion, self.insertion, self.shares)
+        ]
 
 
 def replace_patches(start: Tensor, end: Tensor, relevance: Tensor, counts: Tensor) -> Tensor:
-    """Return a picture for each count: `start` with that many of the most relevant patches taken from `end`.
+    """Return a picture for each count: `start` with that many of the most relevant patches taken
+    from `end`.
 
     Args:
         start: float32 [C, H, W].
@@ -76,43 +91,61 @@ def replace_patches(start: Tensor, end: Tensor, relevance: Tensor, counts: Tenso
     """
     rank = relevance.flatten().argsort(descending=True, stable=True).argsort()
     taken = (rank < counts.to(rank.device).unsqueeze(1)).float().reshape(-1, 1, *relevance.shape)
-    return torch.where(F.interpolate(taken, size=start.shape[-2:], mode="nearest-exact").bool(), end, start)
+    return torch.where(
+        F.interpolate(taken, size=start.shape[-2:], mode="nearest-exact").bool(), end, start
+    )
 
 
 @torch.no_grad()
-def area_under_score(score: Score, start: Tensor, end: Tensor, relevance: Tensor, label: int, steps: int) -> float:
-    """Return the area, 0...1, under the score of class `label` while a picture's patches are replaced in a map's order.
+def area_under_score(
+    score: Score, start: Tensor, end: Tensor, relevance: Tensor, label: int, steps: int
+) -> float:
+    """Return the area, 0...1, under the score of class `label` while a picture's patches are
+    replaced in a map's order.
 
-    The area is that of trapezoids over the share of patches that are replaced; see `replace_patches`.
+    The area is that of trapezoids over the share of patches that are replaced; see
+    `replace_patches`.
     """
-    counts = torch.tensor(sorted({round(step * relevance.numel() / steps) for step in range(steps + 1)}))
+    counts = torch.tensor(
+        sorted({round(step * relevance.numel() / steps) for step in range(steps + 1)})
+    )
     scores = score(replace_patches(start, end, relevance, counts))[:, label].double().cpu()
     return float(torch.trapezoid(scores, counts.double() / relevance.numel()))
 
 
 def blur(picture: Tensor) -> Tensor:
-    """Return a picture, float32 [C, H, W], blurred by a Gaussian of 1/16 of its shorter side; borders are mirrored."""
+    """Return a picture, float32 [C, H, W], blurred by a Gaussian of 1/16 of its shorter side;
+    borders are mirrored.
+    """
     channels, height, width = picture.shape
     sigma = _BLUR * min(height, width)
     radius = min(int(np.ceil(3 * sigma)), height - 1, width - 1)
-    kernel = (-(torch.arange(-radius, radius + 1, device=picture.device) ** 2) / (2 * sigma**2)).exp()
+    kernel = (
+        -(torch.arange(-radius, radius + 1, device=picture.device) ** 2) / (2 * sigma**2)
+    ).exp()
     kernel = (kernel / kernel.sum()).expand(channels, 1, 1, -1)
     padded = F.pad(picture.unsqueeze(0), (radius, radius, radius, radius), mode="reflect")
-    return F.conv2d(F.conv2d(padded, kernel, groups=channels), kernel.transpose(2, 3), groups=channels).squeeze(0)
+    return F.conv2d(
+        F.conv2d(padded, kernel, groups=channels), kernel.transpose(2, 3), groups=channels
+    ).squeeze(0)
 
 
 def mosaic(pictures: Tensor) -> Tensor:
     """Return four pictures, [4, C, H, W], at half size as a mosaic, [C, H, W], in reading order."""
     high, wide = ((size // 2, size - size // 2) for size in pictures.shape[-2:])
     rows = [
-        [F.adaptive_avg_pool2d(pictures[2 * row + column], (high[row], wide[column])) for column in range(2)]
+        [
+            F.adaptive_avg_pool2d(pictures[2 * row + column], (high[row], wide[column]))
+            for column in range(2)
+        ]
         for row in range(2)
     ]
     return torch.cat([torch.cat(row, dim=-1) for row in rows], dim=-2)
 
 
 def counted_quarters(scores: Tensor, classes: Tensor) -> list[int]:
-    """Return the quarters, 0...3, whose class no other quarter has and is among the best of the mosaic.
+    """Return the quarters, 0...3, whose class no other quarter has and is among the best of the
+    mosaic.
 
     Args:
         scores: float32 [K], of the mosaic.
@@ -120,13 +153,19 @@ def counted_quarters(scores: Tensor, classes: Tensor) -> list[int]:
     """
     best = scores.topk(min(TOP, len(scores))).indices.tolist()
     labels = classes.tolist()
-    return [quarter for quarter, label in enumerate(labels) if labels.count(label) == 1 and label in best]
+    return [
+        quarter
+        for quarter, label in enumerate(labels)
+        if labels.count(label) == 1 and label in best
+    ]
 
 
 def quarter_share(relevance: Tensor, quarter: int) -> float:
-    """Return the share, 0...1, of the positive part of a map, [rows, columns], that lies in a quarter of it.
+    """Return the share, 0...1, of the positive part of a map, [rows, columns], that lies in a
+    quarter of it.
 
-    A middle row or column of patches counts by halves. A map without a positive part has the share of an even map.
+    A middle row or column of patches counts by halves. A map without a positive part has the share
+    of an even map.
     """
     positive = relevance.double().clamp_min(0).repeat_interleave(2, 0).repeat_interleave(2, 1)
     (row, column), (rows, columns) = divmod(quarter, 2), relevance.shape
@@ -135,7 +174,9 @@ def quarter_share(relevance: Tensor, quarter: int) -> float:
 
 
 def methods_of(model: VisionTransformer) -> dict[str, Maps]:
-    """Return what can be measured, by name: noise as the baseline, the CLS row, and each explanation."""
+    """Return what can be measured, by name: noise as the baseline, the CLS row, and each
+    explanation.
+    """
     generator = torch.Generator().manual_seed(0)
     config = model.config
 
@@ -145,7 +186,9 @@ def methods_of(model: VisionTransformer) -> dict[str, Maps]:
     @torch.no_grad()
     def cls(pixels: Tensor, classes: Tensor) -> Tensor:
         rows = model(pixels, (config.depth - 1,)).attention[:, 0].float().cpu().numpy()
-        return torch.from_numpy(cls_map(rows, head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0])
+        return torch.from_numpy(
+            cls_map(rows, head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0]
+        )
 
     def of(method: Method, pixels: Tensor, classes: Tensor) -> Tensor:
         return explain(model, pixels, classes, MapRequest(method))[0]
@@ -154,14 +197,21 @@ def methods_of(model: VisionTransformer) -> dict[str, Maps]:
 
 
 def measure(
-    score: Score, methods: Mapping[str, Maps], read: Callable[[int], Tensor], count: int, *, steps: int
+    score: Score,
+    methods: Mapping[str, Maps],
+    read: Callable[[int], Tensor],
+    count: int,
+    *,
+    steps: int,
 ) -> dict[str, Measured]:
     """Measure each method on maps of the best class of each picture, and of mosaics.
 
-    There are as many mosaics as pictures, in a random order: each picture stands once in every quarter.
+    There are as many mosaics as pictures, in a random order: each picture stands once in every
+    quarter.
 
     Args:
-        read: takes a picture's number, 0...count-1; returns its normalised pixels, float32 [C, H, W].
+        read: takes a picture's number, 0...count-1; returns its normalised pixels, float32 [C, H,
+        W].
         steps: of each deletion and insertion.
     """
     found = {name: Measured() for name in methods}
@@ -175,8 +225,12 @@ def measure(
         labels.append(label)
         for name, maps in methods.items():
             relevance = maps(picture.unsqueeze(0), best)[0].detach()
-            found[name].deletion.append(area_under_score(score, picture, none, relevance, label, steps))
-            found[name].insertion.append(area_under_score(score, blurred, picture, relevance, label, steps))
+            found[name].deletion.append(
+                area_under_score(score, picture, none, relevance, label, steps)
+            )
+            found[name].insertion.append(
+                area_under_score(score, blurred, picture, relevance, label, steps)
+            )
     order = np.random.default_rng(0).permutation(count)
     for start in tqdm(range(count if count >= 4 else 0), desc="mosaics", disable=None):
         members = np.roll(order, -start)[:4].tolist()
@@ -193,11 +247,17 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the methods on a folder of pictures in float32 on the CPU, and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.explanations", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.explanations", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--data", type=Path, required=True, help="pictures, in subfolders too")
     parser.add_argument("--checkpoint", default="bundled")
-    parser.add_argument("--methods", nargs="*", choices=_METHODS, default=_METHODS, help="default: all")
-    parser.add_argument("--steps", type=int, default=28, help="of deletion and insertion (default: %(default)s)")
+    parser.add_argument(
+        "--methods", nargs="*", choices=_METHODS, default=_METHODS, help="default: all"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=28, help="of deletion and insertion (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     files = sorted(path for path in arguments.data.rglob("*") if path.suffix.lower() in _SUFFIXES)
     if not files:
@@ -213,12 +273,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     def score(pixels: Tensor) -> Tensor:
         return torch.from_numpy(checkpoint.head.scores(model(pixels).logits.float().cpu().numpy()))
 
-    methods = {name: maps for name, maps in methods_of(model).items() if name in (RANDOM, *arguments.methods)}
+    methods = {
+        name: maps
+        for name, maps in methods_of(model).items()
+        if name in (RANDOM, *arguments.methods)
+    }
     found = measure(score, methods, read, len(files), steps=arguments.steps)
     print(
         f"{checkpoint.name}: {len(files)} pictures, {arguments.steps} steps, {len(found[RANDOM].shares)} quarters count"
     )
-    rows = [(name, *("-" if each is None else f"{each:.3f}" for each in one.means())) for name, one in found.items()]
+    rows = [
+        (name, *("-" if each is None else f"{each:.3f}" for each in one.means()))
+        for name, one in found.items()
+    ]
     print(table(("method", "deletion (lower)", "insertion (higher)", "mosaic (higher)"), rows))
 
 

@@ -1,8 +1,8 @@
 """Write the kit of the GPU benchmark: `python -m benchmarks.gpu_kit FOLDER`, or `make gpu-kit`.
 
-The folder holds the wheels of what vitserve needs and a machine with torch, numpy, timm and triton lacks, the
-metadata of vitserve, and the compiled resize, which is of no version of Python. `benchmarks.gpu` unpacks it, so that
-nothing is installed there.
+The folder holds the wheels of what vitserve needs and a machine with torch, numpy, timm and triton
+lacks, the metadata of vitserve, and the compiled resize, which is of no version of Python.
+`benchmarks.gpu` unpacks it, so that nothing is installed there.
 """
 
 import argparse
@@ -35,7 +35,8 @@ def make_kit(folder: Path, *, python: str = "3.12") -> None:
     Raises:
         subprocess.CalledProcessError: pip finds no wheel.
         FileExistsError: the folder is there.
-        FileNotFoundError: the resize is not compiled here: it takes a C compiler and `pip install -e .`.
+        FileNotFoundError: the resize is not compiled here: it takes a C compiler and `pip install
+        -e .`.
     """
     about = importlib.metadata.distribution("vitserve")
     (folder / f"vitserve-{about.version}.dist-info").mkdir(parents=True)
@@ -45,9 +46,21 @@ def make_kit(folder: Path, *, python: str = "3.12") -> None:
     (folder / f"vitserve-{about.version}.dist-info" / "METADATA").write_text(metadata)
     shutil.copy(_RESIZE, folder)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    needed = [line for line in (*project["dependencies"], *_MORE) if Requirement(line).name not in _THERE]
+    needed = [
+        line for line in (*project["dependencies"], *_MORE) if Requirement(line).name not in _THERE
+    ]
     command = [
-        *(sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(folder)),
+        *(
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--only-binary",
+            ":all:",
+            "--dest",
+            str(folder),
+        ),
         *("--constraint", str(REPOSITORY / "constraints.txt"), "--python-version", python),
         *(f"--platform=manylinux_2_{minor}_x86_64" for minor in _GLIBC),
         "--platform=manylinux2014_x86_64",
@@ -57,7 +70,9 @@ def make_kit(folder: Path, *, python: str = "3.12") -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kit", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_kit", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="of the machine with the GPU")
     make_kit(**vars(parser.parse_args()))

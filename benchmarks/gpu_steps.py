@@ -1,4 +1,6 @@
-"""The steps of `benchmarks.gpu`, each in a process of its own: `python -m benchmarks.gpu_steps ... --step NAME`."""
+"""The steps of `benchmarks.gpu`, each in a process of its own: `python -m benchmarks.gpu_steps ...
+--step NAME`.
+"""
 
 import argparse
 import asyncio
@@ -57,7 +59,9 @@ _SUSTAINED = 20.0
 _RELOADS: Final = 40
 # Seconds between the last worker's start and the measurement, in which all come to work.
 _HEAD_START = 0.5
-_READINGS = "driver_version,power.limit,power.draw,clocks.max.sm,clocks.sm,temperature.gpu,memory.used"
+_READINGS = (
+    "driver_version,power.limit,power.draw,clocks.max.sm,clocks.sm,temperature.gpu,memory.used"
+)
 
 
 class Bench:
@@ -73,7 +77,9 @@ class Bench:
     def mark(self, name: str, found: float, wanted: float, *, at_most: bool = False) -> None:
         """Record whether a mark is reached."""
         reached = found <= wanted if at_most else found >= wanted
-        self.record.note({"wanted": wanted, "found": round(found, 3), "reached": reached}, "marks", name)
+        self.record.note(
+            {"wanted": wanted, "found": round(found, 3), "reached": reached}, "marks", name
+        )
 
 
 class Ours:
@@ -91,23 +97,32 @@ class Ours:
             launch_sizes=sorted({1, *sizes}),
         )
         self.predictor.warm_up()
-        about = {"seconds": round(time.perf_counter() - began, 1), "compiled": self.predictor.compiled}
+        about = {
+            "seconds": round(time.perf_counter() - began, 1),
+            "compiled": self.predictor.compiled,
+        }
         bench.record.note(about, "engine_start", ", ".join(map(str, sizes)))
 
     def rate(self, asked: RequestedOutputs, size: int, seconds: float) -> float:
         """Images a second from host memory to host memory."""
         # Several batches in turn, so that none is answered from a cache.
-        batches = itertools.cycle([random_pictures(self.checkpoint, size, seed) for seed in range(3)])
+        batches = itertools.cycle(
+            [random_pictures(self.checkpoint, size, seed) for seed in range(3)]
+        )
 
         def work() -> None:
             self.predictor.predict(next(batches), [asked] * size)
 
         with ThreadPoolExecutor(self.predictor.streams) as pool:
-            return sum(pool.map(lambda _: rate_of(work, size, seconds), range(self.predictor.streams)))
+            return sum(
+                pool.map(lambda _: rate_of(work, size, seconds), range(self.predictor.streams))
+            )
 
 
 class Reference:
-    """timm's ViT of the same weights under torch.compile, with normalisation, softmax and top-k in one function."""
+    """timm's ViT of the same weights under torch.compile, with normalisation, softmax and top-k in
+    one function.
+    """
 
     def __init__(self, bench: Bench, checkpoint: Checkpoint) -> None:
         import timm  # noqa: PLC0415  it may not run, as with a torchvision of another build
@@ -128,7 +143,12 @@ class Reference:
         normalise = Normalise(checkpoint.preprocess, dtype).to(self.device)
 
         def answer(pixels: torch.Tensor) -> Any:
-            return network(normalise(pixels)).float().softmax(dim=-1).topk(min(_TOP_K, config.num_classes))
+            return (
+                network(normalise(pixels))
+                .float()
+                .softmax(dim=-1)
+                .topk(min(_TOP_K, config.num_classes))
+            )
 
         mode = None if arguments.smoke else arguments.reference_mode
         bench.record.note(f"timm {timm.__version__}, {mode or 'uncompiled'}", "engine", "reference")
@@ -168,12 +188,19 @@ def rate_of(work: Callable[[], None], images: int, seconds: float) -> float:
 
 @contextmanager
 def meter(bench: Bench) -> Iterator[list[str]]:
-    """Read the GPU twice a second; the list is filled when the block ends, and stays empty without nvidia-smi."""
+    """Read the GPU twice a second; the list is filled when the block ends, and stays empty without
+    nvidia-smi.
+    """
     readings: list[str] = []
     if bench.arguments.device == "cpu" or shutil.which("nvidia-smi") is None:
         yield readings
         return
-    command = ["nvidia-smi", f"--query-gpu={_READINGS}", "--format=csv,noheader,nounits", "--loop-ms=500"]
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={_READINGS}",
+        "--format=csv,noheader,nounits",
+        "--loop-ms=500",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
         yield readings
         reader.terminate()
@@ -187,24 +214,44 @@ def smoke(bench: Bench) -> None:
     note(Ours(bench, [4], folder).rate(RequestedOutputs(_TOP_K), 4, 0.2), name, "images/s")
     with _server(bench, 2, VIT_CHECKPOINT=str(folder)) as server:
         note(server.start_seconds, name, "seconds to ready")
-        note(Loader(bench.files, OURS).run(server.url, connections=4, seconds=0.3).as_json(), name, "HTTP")
+        note(
+            Loader(bench.files, OURS).run(server.url, connections=4, seconds=0.3).as_json(),
+            name,
+            "HTTP",
+        )
 
 
 def maps(bench: Bench) -> None:
-    """Logits, classes and maps of photographs and noise beside float32's on the CPU, the worst picture counting."""
-    note, section, ours = bench.record.note, "beside float32 on the CPU", Ours(bench, [16], bench.folder)
+    """Logits, classes and maps of photographs and noise beside float32's on the CPU, the worst
+    picture counting.
+    """
+    note, section, ours = (
+        bench.record.note,
+        "beside float32 on the CPU",
+        Ours(bench, [16], bench.folder),
+    )
     images = random_pictures(ours.checkpoint, 16, seed=9)
     for index, file in enumerate(bench.files[:8]):
         images[index] = preprocess(file.read_bytes(), ours.checkpoint.preprocess)
-    exact = Predictor(ours.checkpoint, device="cpu", dtype="float32", compile_mode="off", max_batch=len(images))
+    exact = Predictor(
+        ours.checkpoint, device="cpu", dtype="float32", compile_mode="off", max_batch=len(images)
+    )
     last, classes = ours.checkpoint.vit.depth - 1, ours.checkpoint.config.num_classes
     for name, request in (("row", MapRequest.row(last)), ("relevance", MapRequest("relevance"))):
         asked = [RequestedOutputs(min(2, classes), request)] * len(images)
-        pairs = list(zip(exact.predict(images, asked), ours.predictor.predict(images, asked), strict=True))
+        pairs = list(
+            zip(exact.predict(images, asked), ours.predictor.predict(images, asked), strict=True)
+        )
         sure = [(a, b) for a, b in pairs if a.scores[0] - a.scores[-1] >= _MARGIN]
         same = [(a, b) for a, b in sure if a.indices[0] == b.indices[0]]
-        note(f"{len(same)} of {len(sure)}", section, f"{name}: the same class, of those that are sure")
-        found = [np.abs(a.map.values - b.map.values).sum() for a, b in same or pairs if a.map and b.map]
+        note(
+            f"{len(same)} of {len(sure)}",
+            section,
+            f"{name}: the same class, of those that are sure",
+        )
+        found = [
+            np.abs(a.map.values - b.map.values).sum() for a, b in same or pairs if a.map and b.map
+        ]
         note(float(max(found)), section, f"{name}: largest sum of differences of a map")
 
 
@@ -217,7 +264,11 @@ def engine(bench: Bench) -> None:
         "with maps": RequestedOutputs(_TOP_K, MapRequest.row(ours.checkpoint.vit.depth - 1)),
         "with relevance": RequestedOutputs(_TOP_K, MapRequest("relevance")),
     }
-    wanted = {("with maps", "ours"): 0.97, ("with relevance", "ours"): 0.9, ("engine process", "ours"): 0.93}
+    wanted = {
+        ("with maps", "ours"): 0.97,
+        ("with relevance", "ours"): 0.9,
+        ("engine process", "ours"): 0.93,
+    }
     try:
         reference = Reference(bench, ours.checkpoint)
         wanted["ours", "reference"] = 1.15
@@ -229,29 +280,47 @@ def engine(bench: Bench) -> None:
         with _engine_process(bench, size) as process, meter(bench) as readings:
             for _ in range(bench.arguments.rounds):
                 found: dict[str, Any] = {
-                    name: ours.rate(each, size, bench.arguments.seconds) for name, each in asked.items()
+                    name: ours.rate(each, size, bench.arguments.seconds)
+                    for name, each in asked.items()
                 }
                 found["engine process"] = process.rate(bench.arguments.seconds)
                 found |= process.used
                 if reference is not None:
                     found["reference"] = reference.rate(size, bench.arguments.seconds)
-                rounds.append({key: round(each, 1) if isinstance(each, float) else each for key, each in found.items()})
+                rounds.append(
+                    {
+                        key: round(each, 1) if isinstance(each, float) else each
+                        for key, each in found.items()
+                    }
+                )
                 note(rounds, "engine", f"batches of {size}")
         note(readings, "engine", f"batches of {size}: {_READINGS}")
-        bench.mark(f"batches of {size}: images/s", statistics.median(each["ours"] for each in rounds), 12_000)
+        bench.mark(
+            f"batches of {size}: images/s",
+            statistics.median(each["ours"] for each in rounds),
+            12_000,
+        )
         for (of, to), mark in wanted.items():
-            bench.mark(f"batches of {size}: {of} / {to}", statistics.median(e[of] / e[to] for e in rounds), mark)
+            bench.mark(
+                f"batches of {size}: {of} / {to}",
+                statistics.median(e[of] / e[to] for e in rounds),
+                mark,
+            )
     with meter(bench) as readings:
         rate = ours.rate(asked["ours"], sizes[0], 0.5 if bench.arguments.smoke else _SUSTAINED)
-    note({"images/s": round(rate, 1), _READINGS: readings}, "engine", f"batches of {sizes[0]}, sustained")
+    note(
+        {"images/s": round(rate, 1), _READINGS: readings},
+        "engine",
+        f"batches of {sizes[0]}, sustained",
+    )
 
 
 class EngineProcess:
     """A service's engine process, asked as by web workers, who decode nothing.
 
     Attributes:
-        used: of the last measurement: the mean batch, and the processor's microseconds a picture of each of the
-            process's threads that took a microsecond, the busiest first.
+        used: of the last measurement: the mean batch, and the processor's microseconds a picture of
+            each of the process's threads that took a microsecond, the busiest first.
     """
 
     def __init__(self, server: Running, socket: Path, workers: int, pictures: int) -> None:
@@ -265,7 +334,9 @@ class EngineProcess:
         """Return images a second."""
         threads = _thread_seconds(self._server.pids())
         images, batches = self._launched()
-        rate = engine_rate(self._socket, workers=self._workers, pictures=self._pictures, seconds=seconds)
+        rate = engine_rate(
+            self._socket, workers=self._workers, pictures=self._pictures, seconds=seconds
+        )
         after = _thread_seconds(self._server.pids())
         images_after, batches_after = self._launched()
         images = images_after - images
@@ -286,7 +357,9 @@ class EngineProcess:
         with urllib.request.urlopen(f"{self._server.url}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         names = ("vit_batch_size_sum", "vit_batch_size_count")
-        images, batches = (sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.M))) for name in names)
+        images, batches = (
+            sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.M))) for name in names
+        )
         return images, batches
 
 
@@ -296,7 +369,9 @@ def _thread_seconds(processes: Sequence[int]) -> dict[tuple[int, int], float]:
     for process in processes:
         with suppress(OSError):  # it has ended
             for task in Path(f"/proc/{process}/task").iterdir():
-                found[process, int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+                found[process, int(task.name)] = (
+                    int((task / "schedstat").read_text().split()[0]) / 1e9
+                )
     return found
 
 
@@ -315,7 +390,9 @@ def _shares(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
 
 @contextmanager
 def _engine_process(bench: Bench, size: int) -> Iterator[EngineProcess]:
-    """Start a service, and measure the rate of its engine's process: asked as by web workers, who decode nothing."""
+    """Start a service, and measure the rate of its engine's process: asked as by web workers, who
+    decode nothing.
+    """
     workers, pictures = bench.arguments.workers[0], _UNDER_WAY * size
     with (
         tempfile.TemporaryDirectory(prefix="vitserve-bench-") as folder,
@@ -326,13 +403,16 @@ def _engine_process(bench: Bench, size: int) -> Iterator[EngineProcess]:
 
 
 def engine_rate(socket: Path, *, workers: int, pictures: int, seconds: float) -> float:
-    """Return images a second that the engine at a socket answers to so many processes, asked as by web workers.
+    """Return images a second that the engine at a socket answers to so many processes, asked as by
+    web workers.
 
     Args:
         pictures: under way, of all workers together.
     """
     spawn, share = multiprocessing.get_context("spawn"), -(-pictures // workers)
-    with ProcessPoolExecutor(workers, spawn, initializer=_meet, initargs=(spawn.Barrier(workers),)) as pool:
+    with ProcessPoolExecutor(
+        workers, spawn, initializer=_meet, initargs=(spawn.Barrier(workers),)
+    ) as pool:
         asking = [pool.submit(_work, socket, share, seconds) for _ in range(workers)]
         return sum(each.result() for each in asking) / seconds
 
@@ -346,7 +426,9 @@ def _work(socket: Path, pictures: int, seconds: float) -> int:
 
 
 async def _ask(socket: Path, pictures: int, seconds: float) -> int:
-    """Have so many pictures under way until the end; return how many were answered from the begin on."""
+    """Have so many pictures under way until the end; return how many were answered from the begin
+    on.
+    """
     begin = time.monotonic() + _HEAD_START
     models, connected = RemoteModels([EngineClient(socket, "auto")]), asyncio.Event()
     models.start(lambda: connected.set() if models.default.current.engine.ready else None)
@@ -377,7 +459,9 @@ def profile(bench: Bench) -> None:
     ours = Ours(bench, [size], bench.folder)
     images, asked = random_pictures(ours.checkpoint, size), [RequestedOutputs(_TOP_K)] * size
     ours.predictor.predict(images, asked)
-    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    activity = (
+        torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    )
     with torch.profiler.profile(activities=[activity]) as seen:
         ours.predictor.predict(images, asked)
     order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
@@ -391,8 +475,13 @@ def http(bench: Bench) -> None:
     load = Loader(bench.files, OURS, processes=arguments.load_processes)
     for workers in arguments.workers:
         with _server(bench, workers) as server:
-            peaks = [load.run(server.url, connections=arguments.connections, seconds=seconds) for _ in range(4)]
-            rate = statistics.median(each.rate for each in peaks[1:])  # the first finds sizes of pools and caches
+            peaks = [
+                load.run(server.url, connections=arguments.connections, seconds=seconds)
+                for _ in range(4)
+            ]
+            rate = statistics.median(
+                each.rate for each in peaks[1:]
+            )  # the first finds sizes of pools and caches
             before = _processor_ticks()
             load.run(server.url, connections=arguments.connections, seconds=seconds)
             shares = _shares(before, _processor_ticks())
@@ -404,22 +493,39 @@ def http(bench: Bench) -> None:
             found |= {"rate": rate, "half": half.as_json() | kept_up, "alone": alone.as_json()}
             bench.record.note(found, "http", f"{workers} workers")
     best = max(bench.record.section("http").values(), key=lambda each: float(each["rate"]))
-    bench.mark(f"JPEG over HTTP on {len(os.sched_getaffinity(0))} cores, images/s", best["rate"], 5_000)
+    bench.mark(
+        f"JPEG over HTTP on {len(os.sched_getaffinity(0))} cores, images/s", best["rate"], 5_000
+    )
     bench.mark("HTTP, p99 at half load, ms", best["half"]["p99"], 25, at_most=True)
 
 
 def start(bench: Bench) -> None:
     """The same start twice, with a compile cache of its own that is empty the first time."""
     with tempfile.TemporaryDirectory(prefix="vitserve-bench-") as cache:
-        own = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton", "VIT_MAX_BATCH": ""}
+        own = {
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+            "TRITON_CACHE_DIR": f"{cache}/triton",
+            "VIT_MAX_BATCH": "",
+        }
         for name, mark in (("cold", 60), ("warm", 25)):
             with _server(bench, 1, **own) as server:
-                bench.record.note(server.answer_seconds, "start", f"seconds to the first answer, {name} compile cache")
-                bench.mark(f"seconds to compiled, {name} compile cache", server.start_seconds, mark, at_most=True)
+                bench.record.note(
+                    server.answer_seconds,
+                    "start",
+                    f"seconds to the first answer, {name} compile cache",
+                )
+                bench.mark(
+                    f"seconds to compiled, {name} compile cache",
+                    server.start_seconds,
+                    mark,
+                    at_most=True,
+                )
 
 
 def decode(bench: Bench) -> None:
-    """JPEGs decoded by the device beside Pillow's pixels; a decoder of our own is worth it from 6,000 a second on."""
+    """JPEGs decoded by the device beside Pillow's pixels; a decoder of our own is worth it from
+    6,000 a second on.
+    """
     try:
         from torchvision.io import ImageReadMode, decode_jpeg  # noqa: PLC0415  it may not run, as of another build
 
@@ -452,10 +558,15 @@ def decode(bench: Bench) -> None:
     bench.record.note(levels, "decode", "levels from Pillow's, mean and worst of each picture")
     progressive = io.BytesIO()
     Image.open(io.BytesIO(sources[0])).save(progressive, "JPEG", progressive=True)
-    odd = {"half a file": sources[0][: len(sources[0]) // 2], "a progressive file": progressive.getvalue()}
+    odd = {
+        "half a file": sources[0][: len(sources[0]) // 2],
+        "a progressive file": progressive.getvalue(),
+    }
     for name, source in odd.items():
         try:
-            answer = str(tuple(decoded([torch.frombuffer(bytearray(source), dtype=torch.uint8)])[0].shape))
+            answer = str(
+                tuple(decoded([torch.frombuffer(bytearray(source), dtype=torch.uint8)])[0].shape)
+            )
         except RuntimeError as error:
             answer = f"refused: {error}"[:200]
         bench.record.note(answer, "decode", name)
@@ -469,13 +580,22 @@ def pixels(bench: Bench) -> None:
             name = json.load(answer)["name"]
         noise = random_pictures(load_checkpoint(str(bench.folder)), 1)
         tensor = {"name": "pixels", "datatype": "UINT8", "shape": noise.shape}
-        head = json.dumps({"inputs": [tensor | {"parameters": {"binary_data_size": noise.nbytes}}]}).encode()
-        headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
-        protocol = Protocol(f"/v2/models/{name}/infer", headers, lambda _: head + noise.tobytes(), lambda _: 0)
+        head = json.dumps(
+            {"inputs": [tensor | {"parameters": {"binary_data_size": noise.nbytes}}]}
+        ).encode()
+        headers = {
+            "Inference-Header-Content-Length": str(len(head)),
+            "Content-Type": "application/octet-stream",
+        }
+        protocol = Protocol(
+            f"/v2/models/{name}/infer", headers, lambda _: head + noise.tobytes(), lambda _: 0
+        )
         load = Loader(bench.files[:1], protocol, processes=arguments.load_processes)
         for _ in range(arguments.rounds):
             before = _processor_ticks()
-            found = load.run(server.url, connections=arguments.connections, seconds=arguments.seconds).as_json()
+            found = load.run(
+                server.url, connections=arguments.connections, seconds=arguments.seconds
+            ).as_json()
             found["processors"] = _shares(before, _processor_ticks())
             rounds = [*bench.record.section("pixels").get("HTTP", []), found]
             bench.record.note(rounds, "pixels", "HTTP")
@@ -484,15 +604,26 @@ def pixels(bench: Bench) -> None:
 def pair(bench: Bench) -> None:
     """Two engine processes on one device, each asked by half of the workers at once."""
     size, seconds = bench.arguments.batches[0], bench.arguments.seconds
-    with _engine_process(bench, size) as first, _engine_process(bench, size) as second, ThreadPoolExecutor(2) as pool:
+    with (
+        _engine_process(bench, size) as first,
+        _engine_process(bench, size) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
         for _ in range(bench.arguments.rounds):
             rates = list(pool.map(lambda engine: engine.rate(seconds), (first, second)))
-            found = {"images/s": [round(rate, 1) for rate in rates], "used": [first.used, second.used]}
-            bench.record.note([*bench.record.section("pair").get("rounds", []), found], "pair", "rounds")
+            found = {
+                "images/s": [round(rate, 1) for rate in rates],
+                "used": [first.used, second.used],
+            }
+            bench.record.note(
+                [*bench.record.section("pair").get("rounds", []), found], "pair", "rounds"
+            )
 
 
 def reload(bench: Bench) -> None:
-    """Load and unload a model again and again beside one that is served, and compare the answers of both."""
+    """Load and unload a model again and again beside one that is served, and compare the answers of
+    both.
+    """
     size = bench.arguments.batches[0]
     served = Ours(bench, [size], bench.folder)
     images = random_pictures(served.checkpoint, size)
@@ -506,15 +637,28 @@ def reload(bench: Bench) -> None:
 
 
 def faults(bench: Bench) -> None:
-    """kill -9 of the engine while requests come, by `benchmarks.reliability`, whose record lies beside this one."""
+    """kill -9 of the engine while requests come, by `benchmarks.reliability`, whose record lies
+    beside this one.
+    """
     options = ["--only", "kill-engine", "--workers", "2", "--rate", "50", "--seconds", "10"]
-    options += itertools.chain.from_iterable(["--setting", f"{n}={v}"] for n, v in _settings(bench, 2).items())
-    _become("benchmarks.reliability", *options, "--record", str(bench.arguments.out / "faults.json"))
+    options += itertools.chain.from_iterable(
+        ["--setting", f"{n}={v}"] for n, v in _settings(bench, 2).items()
+    )
+    _become(
+        "benchmarks.reliability", *options, "--record", str(bench.arguments.out / "faults.json")
+    )
 
 
 def tests(bench: Bench) -> None:
     """Become the tests that need CUDA."""
-    _become("pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(REPOSITORY / "tests/model/runtime/cuda"))
+    _become(
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        str(REPOSITORY / "tests/model/runtime/cuda"),
+    )
 
 
 def _become(module: str, *options: str) -> None:
@@ -541,13 +685,28 @@ def _settings(bench: Bench, workers: int) -> dict[str, str]:
 def _server(bench: Bench, workers: int, **more: str) -> Iterator[Running]:
     """Start a service of what is measured, or with other settings."""
     config, picture = _settings(bench, workers) | more, bench.files[0].read_bytes()
-    with running(VITSERVE, Path(config["VIT_CHECKPOINT"]), config, picture=picture, timeout=300) as server:
+    with running(
+        VITSERVE, Path(config["VIT_CHECKPOINT"]), config, picture=picture, timeout=300
+    ) as server:
         yield server
 
 
 STEPS: Final = {
     step.__name__: step
-    for step in (smoke, maps, engine, profile, http, start, decode, pixels, pair, reload, faults, tests)
+    for step in (
+        smoke,
+        maps,
+        engine,
+        profile,
+        http,
+        start,
+        decode,
+        pixels,
+        pair,
+        reload,
+        faults,
+        tests,
+    )
 }
 
 
@@ -563,6 +722,8 @@ def run_step(arguments: argparse.Namespace, name: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("its time is up"))  # servers that it has started are stopped
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("its time is up")
+    )  # servers that it has started are stopped
     chosen = gpu.parse(sys.argv[1:])
     run_step(chosen, chosen.step)

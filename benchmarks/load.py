@@ -1,8 +1,9 @@
 """Load on a server: closed and open loops.
 
-Closed: each connection sends its next request when it has its answer. Open: requests leave at the moments of a Poisson
-process from a seed, whatever the server does; a latency counts from that moment, so that a stall is charged to every
-request that it delays. A `Protocol` says how a server wants its picture; the load is the same for all.
+Closed: each connection sends its next request when it has its answer. Open: requests leave at the
+moments of a Poisson process from a seed, whatever the server does; a latency counts from that
+moment, so that a stall is charged to every request that it delays. A `Protocol` says how a server
+wants its picture; the load is the same for all.
 """
 
 import asyncio
@@ -67,7 +68,10 @@ class Load:
 
     def as_json(self) -> dict[str, Any]:
         """For a record."""
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return {
+            name: round(value, 3) if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
 
 
 class Loader:
@@ -83,14 +87,20 @@ class Loader:
         self._processes = processes
 
     def run(self, url: str, *, seconds: float, connections: int = 0, rate: float = 0.0) -> Load:
-        """Keep so many requests under way, or else send at a rate. Several processes begin together."""
+        """Keep so many requests under way, or else send at a rate.
+
+        Several processes begin together.
+        """
         count = min(self._processes, connections) if connections else self._processes
         begin = time.time() + (_HEAD_START if count > 1 else 0)
         host, _, port = url.removeprefix("http://").partition(":")
         shares = [connections // count + (index < connections % count) for index in range(count)]
         send = partial(_send, (host, int(port)), self._requests, seconds, rate / count)
         with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-            work = [pool.submit(_run, begin, partial(send, share, seed)) for seed, share in enumerate(shares)]
+            work = [
+                pool.submit(_run, begin, partial(send, share, seed))
+                for seed, share in enumerate(shares)
+            ]
             found = [each.result(timeout=seconds + 120) for each in work]
         latencies = list(itertools.chain.from_iterable(each[0] for each in found))
         ms = sorted(1000 * latency for latency in latencies) or [0.0]
@@ -100,7 +110,9 @@ class Loader:
 
 
 async def arrivals(rate: float, seconds: float, seed: int | str) -> AsyncIterator[float]:
-    """Wait for each moment of a Poisson process of so many a second, and yield it, in seconds of the clock."""
+    """Wait for each moment of a Poisson process of so many a second, and yield it, in seconds of
+    the clock.
+    """
     gaps, at = random.Random(seed), time.perf_counter()
     end = at + seconds
     while (at := at + gaps.expovariate(rate)) < end:
@@ -109,10 +121,18 @@ async def arrivals(rate: float, seconds: float, seed: int | str) -> AsyncIterato
 
 
 async def _send(
-    address: tuple[str, int], requests: Sequence[bytes], seconds: float, rate: float, connections: int, seed: int
+    address: tuple[str, int],
+    requests: Sequence[bytes],
+    seconds: float,
+    rate: float,
+    connections: int,
+    seed: int,
 ) -> _Sent:
     """Send in a closed loop over the connections, or at the rate where there are none."""
-    turn, idle = itertools.cycle(requests), list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
+    turn, idle = (
+        itertools.cycle(requests),
+        list[tuple[asyncio.StreamReader, asyncio.StreamWriter]](),
+    )
     latencies, counts = list[float](), Counter[str]()
 
     async def one(moment: float, end: float = float("inf")) -> None:
@@ -121,7 +141,9 @@ async def _send(
             reader, writer = idle.pop() if idle else await asyncio.open_connection(*address)
             writer.write(next(turn))
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            await reader.readexactly(int(head.partition(b"\ncontent-length:")[2].split(maxsplit=1)[0]))
+            await reader.readexactly(
+                int(head.partition(b"\ncontent-length:")[2].split(maxsplit=1)[0])
+            )
         except (OSError, EOFError):
             counts["broken"] += 1
             return
@@ -146,7 +168,9 @@ async def _send(
         if tasks:  # the rate may be so low that no moment came
             done, waiting = await asyncio.wait(tasks, timeout=_GIVE_UP)
             counts["broken"] += len(waiting)
-            await asyncio.gather(*done)  # what is not a broken connection is a fault of this program
+            await asyncio.gather(
+                *done
+            )  # what is not a broken connection is a fault of this program
     return latencies, counts["refused"], counts["broken"]
 
 

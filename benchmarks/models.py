@@ -1,13 +1,15 @@
-"""Starts, and many models in one service: `python -m benchmarks.models [PART...]`, each a section of the record.
+"""Starts, and many models in one service: `python -m benchmarks.models [PART...]`, each a section
+of the record.
 
     starts    seconds to ready, and memory: of a start with an empty cache folder, and of later ones
     heads     twelve heads on one backbone beside one model: start, memory, rate, one picture to eight
     fair      a lone caller of one model, alone and beside thirty of another on the same cores
 
-Of heads: models of random heads on the same backbone lie in a folder. Told are, for the first of them alone and for
-all: seconds until every model is ready with an empty cache and with what was kept, MiB twelve seconds later
-(proportional set size), milliseconds of one picture to one model and to eight at once, and answers a second of 36
-connections (to all models in turn, or all to the one). Rounds of the two alternate; ratios are taken within rounds.
+Of heads: models of random heads on the same backbone lie in a folder. Told are, for the first of
+them alone and for all: seconds until every model is ready with an empty cache and with what was
+kept, MiB twelve seconds later (proportional set size), milliseconds of one picture to one model and
+to eight at once, and answers a second of 36 connections (to all models in turn, or all to the one).
+Rounds of the two alternate; ratios are taken within rounds.
 """
 
 import argparse
@@ -46,10 +48,18 @@ def write_models(checkpoint: str, folder: Path, count: int) -> list[str]:
     for number, name in enumerate(names):
         generator, tensors = torch.Generator().manual_seed(number), dict(base.tensors)
         weight = tensors["head.weight"]
-        tensors["head.weight"] = torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
+        tensors["head.weight"] = (
+            torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
+        )
         (folder / name).mkdir(parents=True)
-        native.write(folder / name, replace(base, name=name, tensors=tensors, calibration=None), dtype=torch.float32)
-        for file in (folder / name).iterdir():  # what was written just now is read again at each start
+        native.write(
+            folder / name,
+            replace(base, name=name, tensors=tensors, calibration=None),
+            dtype=torch.float32,
+        )
+        for file in (
+            folder / name
+        ).iterdir():  # what was written just now is read again at each start
             os.utime(file, (0, 0))
     return names
 
@@ -81,9 +91,13 @@ def milliseconds(url: str, picture: bytes, *asked: list[str]) -> list[float]:
 
 
 def load(url: str, names: list[str], files: list[Path], connections: int, seconds: float) -> Load:
-    """What callers of these models in turn see, each of whom sends its next request when it has its answer."""
+    """What callers of these models in turn see, each of whom sends its next request when it has its
+    answer.
+    """
     form = {"Content-Type": "application/octet-stream"}
-    protocols = [Protocol(f"/classify?model={name}&top_k=1", form, bytes, lambda _: 0) for name in names]
+    protocols = [
+        Protocol(f"/classify?model={name}&top_k=1", form, bytes, lambda _: 0) for name in names
+    ]
     return Loader(files, *protocols).run(url, connections=connections, seconds=seconds)
 
 
@@ -100,19 +114,25 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
     """Twelve heads on one backbone beside one model."""
     checkpoint = arguments.checkpoint or str(checkpoints.ensure(checkpoints.VIT224)[0])
     names = {
-        folder: write_models(checkpoint, root / folder, count) for folder, count in (("one", 1), ("twelve", HEADS))
+        folder: write_models(checkpoint, root / folder, count)
+        for folder, count in (("one", 1), ("twelve", HEADS))
     }
     for turn in range(1 + arguments.rounds):  # the first start has an empty cache
         found: dict[str, list[float]] = {}
         for folder, own in names.items():
-            with serving(root / f"cache-{folder}", VIT_MODELS=str(root / folder)) as (service, ready):
+            with serving(root / f"cache-{folder}", VIT_MODELS=str(root / folder)) as (
+                service,
+                ready,
+            ):
                 time.sleep(_SETTLED)
                 mib = resident_mib(service.process.pid)
                 asked = milliseconds(service.url, files[0].read_bytes(), own[:1], own[:ASKED])
                 answers = load(service.url, own, files, CONNECTIONS, arguments.seconds)
                 assert not answers.refused and not answers.broken, answers
                 found[folder] = [round(value, 2) for value in (ready, mib, *asked, answers.rate)]
-        found["ratio"] = [round(ours / theirs, 3) for theirs, ours in zip(*found.values(), strict=True)]
+        found["ratio"] = [
+            round(ours / theirs, 3) for theirs, ours in zip(*found.values(), strict=True)
+        ]
         record.note(found, "heads", Path(checkpoint).name, str(turn))
 
 
@@ -126,7 +146,9 @@ def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Name
         for lone in ("vit32", "vit224"):
             alone = load(service.url, [lone], files, 1, arguments.seconds)
             with ThreadPoolExecutor(1) as pool:
-                theirs = pool.submit(load, service.url, ["thirty"], files, 30, arguments.seconds + 8)
+                theirs = pool.submit(
+                    load, service.url, ["thirty"], files, 30, arguments.seconds + 8
+                )
                 time.sleep(4)  # until they send
                 own = load(service.url, [lone], files, 1, arguments.seconds)
             seen = {"beside 0": alone, "beside 30": own, "thirty": theirs.result()}
@@ -141,7 +163,9 @@ def main() -> None:
     parser = command_line("models", __doc__, rounds=3, seconds=10)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument(
-        "--checkpoint", default=None, help="of starts, else the bundled one; of heads, else the ViT-Ti/16 of 224 px"
+        "--checkpoint",
+        default=None,
+        help="of starts, else the bundled one; of heads, else the ViT-Ti/16 of 224 px",
     )
     arguments = parser.parse_args()
     files, source = pictures.ensure()

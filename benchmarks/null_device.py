@@ -1,12 +1,14 @@
-"""The host side of an engine process, with a device that only takes time: `python -m benchmarks.gpu --device null`.
+"""The host side of an engine process, with a device that only takes time: `python -m benchmarks.gpu
+--device null`.
 
-Frames, queue, streams, predictor and the copy to pinned memory are those of the service; what computes is a sleep, of
-batches one after another, at `--rate` images a second. So the path is measured where there is no GPU.
+Frames, queue, streams, predictor and the copy to pinned memory are those of the service; what
+computes is a sleep, of batches one after another, at `--rate` images a second. So the path is
+measured where there is no GPU.
 
-Each measurement has an engine process on the first core, and clients on the others in turn, which together keep 512
-pictures of 224 pixels under way: 1 and 2 clients, and 1, 2, 4 and 8 callers of one client. Recorded of each are
-pictures/s, the mean batch, and the processor's microseconds a picture: of the engine's event loop, of its other
-threads, and of the clients.
+Each measurement has an engine process on the first core, and clients on the others in turn, which
+together keep 512 pictures of 224 pixels under way: 1 and 2 clients, and 1, 2, 4 and 8 callers of
+one client. Recorded of each are pictures/s, the mean batch, and the processor's microseconds a
+picture: of the engine's event loop, of its other threads, and of the clients.
 """
 
 import argparse
@@ -32,7 +34,16 @@ from benchmarks.record import Record, command_line, table
 from model.config import PreprocessConfig, ViTConfig
 from model.description import Description
 from model.outputs import RequestedOutputs
-from model.runtime.backend import Aim, Backend, BatchOutputs, BatchRequest, HostOutputs, Images, Parts, captured_sizes
+from model.runtime.backend import (
+    Aim,
+    Backend,
+    BatchOutputs,
+    BatchRequest,
+    HostOutputs,
+    Images,
+    Parts,
+    captured_sizes,
+)
 from model.runtime.predictor import Predictor
 from service.cluster.engine_process import EngineServer
 from service.cluster.remote_model import EngineClient, RemoteModels
@@ -80,7 +91,9 @@ class Null(Backend):
                 time.sleep(max(launched, _SMALLEST) / self._rate)
         self._slots.append(slot)
         scores = np.zeros((count, _CAPTURED_TOP_K), np.float32)
-        return BatchOutputs(scores=scores, indices=scores.astype(np.int64), finite=np.ones(count, bool))
+        return BatchOutputs(
+            scores=scores, indices=scores.astype(np.int64), finite=np.ones(count, bool)
+        )
 
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
         """Compute no maps."""
@@ -106,7 +119,13 @@ class Load(NamedTuple):
 def load_null(settings: Settings, size: int, rate: float) -> tuple[Predictor, ModelInfo]:
     """Return a model of `size` pixels that runs on the null device, and its description."""
     config = ViTConfig(
-        image_size=(size, size), patch_size=16, width=768, depth=12, heads=12, mlp_width=3072, num_classes=_CLASSES
+        image_size=(size, size),
+        patch_size=16,
+        width=768,
+        depth=12,
+        heads=12,
+        mlp_width=3072,
+        num_classes=_CLASSES,
     )
     preprocess = PreprocessConfig(
         size=(size, size),
@@ -119,7 +138,9 @@ def load_null(settings: Settings, size: int, rate: float) -> tuple[Predictor, Mo
     labels = tuple(map(str, range(_CLASSES)))
     description = Description("null", "null", "null", "vit", config, preprocess, labels)
     batch = settings.max_batch or 128
-    parts = Parts("null", "bfloat16", None, 1, batch, _STREAMS, Null(batch, (size, size, 3), rate), "null")
+    parts = Parts(
+        "null", "bfloat16", None, 1, batch, _STREAMS, Null(batch, (size, size, 3), rate), "null"
+    )
     info = ModelInfo(
         name="null",
         source="null",
@@ -149,14 +170,18 @@ async def serve(path: Path, batches: Any, arguments: argparse.Namespace) -> None
         batches[0] += report.size
         batches[1] += 1
 
-    backbones = Backbones(settings, lambda own: load_null(own, arguments.size, arguments.rate), count)
+    backbones = Backbones(
+        settings, lambda own: load_null(own, arguments.size, arguments.rate), count
+    )
     models = LocalModels(settings, backbones.engine)
     await EngineServer(models, MemoryImageStore(ttl=60, max_bytes=1 << 20)).start(path)
     await asyncio.Event().wait()
 
 
 async def ask(path: Path, load: Load, size: int, results: Any) -> None:
-    """Keep this client's share of the pictures under way; note pictures and processor seconds of the measurement."""
+    """Keep this client's share of the pictures under way; note pictures and processor seconds of
+    the measurement.
+    """
     models = RemoteModels([EngineClient(path, "auto")])
     ready = asyncio.Event()
     models.start(lambda: ready.set() if models.default.current.engine.ready else None)
@@ -168,10 +193,15 @@ async def ask(path: Path, load: Load, size: int, results: Any) -> None:
     async def one(caller: str) -> None:
         nonlocal answered
         for pixels in itertools.cycle(noise):
-            await models.default.current.engine.infer(InferenceRequest(pixels, requested, caller), timeout=60)
+            await models.default.current.engine.infer(
+                InferenceRequest(pixels, requested, caller), timeout=60
+            )
             answered += 1
 
-    tasks = [asyncio.create_task(one(f"caller {each % load.callers}")) for each in range(_UNDER_WAY // load.clients)]
+    tasks = [
+        asyncio.create_task(one(f"caller {each % load.callers}"))
+        for each in range(_UNDER_WAY // load.clients)
+    ]
     await asyncio.sleep(_HEAD_START)
     began, before = time.process_time(), answered
     await asyncio.sleep(load.seconds)
@@ -193,7 +223,9 @@ def _run(core: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def _thread_seconds(process: int) -> dict[int, float]:
     """Return the processor seconds of each thread of a process."""
     tasks = Path(f"/proc/{process}/task").iterdir()
-    return {int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks}
+    return {
+        int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks
+    }
 
 
 def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
@@ -212,11 +244,17 @@ def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
             others = cores[1:] or cores
             for number, each in enumerate(results):
                 core = others[number % len(others)]
-                processes.append(_started(fork, core, partial(ask, path, load, arguments.size, each)))
+                processes.append(
+                    _started(fork, core, partial(ask, path, load, arguments.size, each))
+                )
             time.sleep(_HEAD_START)
             before, images, launched = _thread_seconds(engine.pid or 0), batches[0], batches[1]
             time.sleep(load.seconds)
-            after, images, launched = _thread_seconds(engine.pid or 0), batches[0] - images, batches[1] - launched
+            after, images, launched = (
+                _thread_seconds(engine.pid or 0),
+                batches[0] - images,
+                batches[1] - launched,
+            )
             while not all(each[1] for each in results):
                 time.sleep(0.05)
         finally:
@@ -236,7 +274,9 @@ def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _started(fork: ForkContext, core: int, work: Callable[[], Coroutine[Any, Any, None]]) -> ForkProcess:
+def _started(
+    fork: ForkContext, core: int, work: Callable[[], Coroutine[Any, Any, None]]
+) -> ForkProcess:
     process = fork.Process(target=_run, args=(core, work), daemon=True)
     process.start()
     return process
@@ -245,7 +285,9 @@ def _started(fork: ForkContext, core: int, work: Callable[[], Coroutine[Any, Any
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = command_line("null_device", (__doc__ or "").split("\n")[0], rounds=5, seconds=4)
-    parser.add_argument("--rate", type=float, default=12_075, help="images/s that the device computes; 0: no limit")
+    parser.add_argument(
+        "--rate", type=float, default=12_075, help="images/s that the device computes; 0: no limit"
+    )
     parser.add_argument("--batch", type=int, default=128, help="largest batch")
     parser.add_argument("--size", type=int, default=224, help="pixels of a picture's side")
     parser.add_argument("--loads", nargs="+", default=_LOADS, metavar="CLIENTSxCALLERS")
@@ -267,7 +309,8 @@ def main(argv: Sequence[str]) -> int:
     rounds: dict[str, list[dict[str, float]]] = record.section(section)
     columns = list(next(iter(rounds.values()))[0])
     medians = (
-        [name, *(statistics.median(each[key] for each in found) for key in columns)] for name, found in rounds.items()
+        [name, *(statistics.median(each[key] for each in found) for key in columns)]
+        for name, found in rounds.items()
     )
     print(table(["medians", *columns], medians))
     return 0

@@ -16,8 +16,8 @@ _BYTES = 124_000
 def ensure() -> tuple[list[Path], str]:
     """Files of the picture set, made if absent, and where they come from.
 
-    Photographs from the shared folder where they are at hand (of 500 x 375, re-encoded to about 124 kB so that
-    everyone's load is alike), else this repository's examples.
+    Photographs from the shared folder where they are at hand (of 500 x 375, re-encoded to about 124
+    kB so that everyone's load is alike), else this repository's examples.
     """
     folder = CACHE / "pictures"
     source = folder / "SOURCE"
@@ -27,7 +27,9 @@ def ensure() -> tuple[list[Path], str]:
         found = photographs or _examples()
         for index, picture in enumerate(found):
             (folder / f"{index:02}.jpg").write_bytes(jpeg_of_size(picture, _BYTES))
-        source.write_text(f"{len(found)} {'ImageNet photographs' if photographs else 'pictures: the examples, turned'}")
+        source.write_text(
+            f"{len(found)} {'ImageNet photographs' if photographs else 'pictures: the examples, turned'}"
+        )
     return sorted(folder.glob("*.jpg")), source.read_text()
 
 
@@ -43,11 +45,17 @@ def jpeg_of_size(picture: Image.Image, wanted: int) -> bytes:
 
 def _photographs(folder: Path) -> Sequence[Image.Image]:
     found = [Image.open(path) for path in sorted(folder.glob("*.JPEG"))]
-    return [each for each in found if sorted(each.size) == sorted(_SIZE) and each.mode == "RGB"][:_COUNT]
+    return [each for each in found if sorted(each.size) == sorted(_SIZE) and each.mode == "RGB"][
+        :_COUNT
+    ]
 
 
 def _examples() -> list[Image.Image]:
     """The examples of this repository, each turned four ways."""
     files = sorted((REPOSITORY / "examples").glob("*.jpg"))
-    turned = (Image.open(file).convert("RGB").rotate(90 * turn, expand=True) for turn in range(4) for file in files)
+    turned = (
+        Image.open(file).convert("RGB").rotate(90 * turn, expand=True)
+        for turn in range(4)
+        for file in files
+    )
     return [ImageOps.fit(picture, _SIZE) for picture in turned]

@@ -1,4 +1,7 @@
-"""Records: what was measured, on what, with which versions, by which command. Saved after every measurement."""
+"""Records: what was measured, on what, with which versions, by which command.
+
+Saved after every measurement.
+"""
 
 import argparse
 import contextlib
@@ -23,7 +26,9 @@ _VERSIONS = (
 )
 
 
-def command_line(name: str, about: str | None, *, rounds: int, seconds: float) -> argparse.ArgumentParser:
+def command_line(
+    name: str, about: str | None, *, rounds: int, seconds: float
+) -> argparse.ArgumentParser:
     """Return the options that the programs have in common, with their defaults."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
     parser.add_argument("--rounds", type=int, default=rounds)
@@ -33,7 +38,8 @@ def command_line(name: str, about: str | None, *, rounds: int, seconds: float) -
 
 
 class Record:
-    """A JSON file that grows; one that exists is continued, so that a run that was cut short goes on.
+    """A JSON file that grows; one that exists is continued, so that a run that was cut short goes
+    on.
 
     Args:
         path: of the file.
@@ -47,7 +53,9 @@ class Record:
         command = shlex.join(["python", *sys.orig_argv[1:]])
         self.data |= {"device": device(), "versions": versions(), "dtype": dtype, **about}
         # A record that is continued may hold measurements of several states of the code.
-        self.data.setdefault("commits", {})[command] = self.data["versions"].get("commit", "unknown")
+        self.data.setdefault("commits", {})[command] = self.data["versions"].get(
+            "commit", "unknown"
+        )
         self.data.setdefault("started", _now())
 
     def section(self, *names: str) -> dict[str, Any]:
@@ -58,9 +66,13 @@ class Record:
         return found
 
     def note(self, value: Any, *path: str) -> None:
-        """Put a value into a section, its name last in the path; save the record at once, and print it."""
+        """Put a value into a section, its name last in the path; save the record at once, and print
+        it.
+        """
         *sections, name = path
-        found = self.section(*sections)[name] = round(value, 3) if isinstance(value, float) else value
+        found = self.section(*sections)[name] = (
+            round(value, 3) if isinstance(value, float) else value
+        )
         self.save()
         print(f"{', '.join(path)}: {found}", flush=True)
 
@@ -76,12 +88,18 @@ class Record:
 def device() -> dict[str, Any]:
     """The CPU, its cores, memory and load, and the system."""
     info = Path("/proc/cpuinfo").read_text()
-    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in info.splitlines()
+        if line.startswith("model name")
+    ]
     flags = next((line for line in info.splitlines() if line.startswith("flags")), "")
     return {
         "cpu": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "features": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()],
+        "features": [
+            name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()
+        ],
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "load_before": round(os.getloadavg()[0], 2),
@@ -104,7 +122,9 @@ def versions() -> dict[str, str]:
 
 def git(*arguments: str) -> str:
     """What git answers in the repository; raises `OSError` or `subprocess.CalledProcessError`."""
-    done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -118,7 +138,13 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+        return (
+            f"{value:.0f}"
+            if abs(value) >= 100
+            else f"{value:.1f}"
+            if abs(value) >= 10
+            else f"{value:.2f}"
+        )
     return str(value)
 
 

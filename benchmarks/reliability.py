@@ -1,18 +1,21 @@
-"""A real service while it is hurt: `python -m benchmarks.reliability`, or `make chaos`, `make soak`.
+"""A real service while it is hurt: `python -m benchmarks.reliability`, or `make chaos`, `make
+soak`.
 
-Honest callers ask at the moments of a Poisson process, whatever is answered, and every answer is compared with what the
-service said when nothing else was asked. First nothing hurts the service; then each attack of `benchmarks.attacks` and
-each fault of `FAULTS` does. Told are how many were answered, the median and p99, and what must never happen: an answer
-that is lost, mixed up or of a wrong status. Exit code 1 when that happened.
+Honest callers ask at the moments of a Poisson process, whatever is answered, and every answer is
+compared with what the service said when nothing else was asked. First nothing hurts the service;
+then each attack of `benchmarks.attacks` and each fault of `FAULTS` does. Told are how many were
+answered, the median and p99, and what must never happen: an answer that is lost, mixed up or of a
+wrong status. Exit code 1 when that happened.
 
-Beside an attack there are honest callers of other kinds, too, and marks: JPEGs answered, p99 beside that of the same
-callers without an attack, WebP and HEIC answered. Each kind has an address of its own in 127.0.0.0/8 (Linux): a service
-is fair by caller.
+Beside an attack there are honest callers of other kinds, too, and marks: JPEGs answered, p99 beside
+that of the same callers without an attack, WebP and HEIC answered. Each kind has an address of its
+own in 127.0.0.0/8 (Linux): a service is fair by caller.
 
     python -m benchmarks.reliability --only avif-batches heic-30 --seconds 20 --workers 1
     python -m benchmarks.reliability --soak 30        # minutes without a fault: does memory grow?
 
-All callers run on the cores of the service, as an attacker's would not, but the hostile in a process of their own.
+All callers run on the cores of the service, as an attacker's would not, but the hostile in a
+process of their own.
 """
 
 import argparse
@@ -37,7 +40,17 @@ from typing import Any
 import httpx
 
 from benchmarks import checkpoints, pictures
-from benchmarks.attacks import ATTACKS, KEY, MODEL, OTHERS, Callers, attack, attacked, client_of, grpc_port
+from benchmarks.attacks import (
+    ATTACKS,
+    KEY,
+    MODEL,
+    OTHERS,
+    Callers,
+    attack,
+    attacked,
+    client_of,
+    grpc_port,
+)
 from benchmarks.record import RESULTS, Record, table
 from benchmarks.servers import VITSERVE, Running, resident_mib
 
@@ -45,13 +58,14 @@ from benchmarks.servers import VITSERVE, Running, resident_mib
 _CUT_SECONDS = 12.0
 # Sum of differences between the scores of two pictures from which on they are told apart.
 _APART = 0.2
-# Such a sum up to which an answer is a picture's: scores depend a little on the batch and on what else it computes.
+# Such a sum up to which an answer is a picture's: scores depend a little on the batch and on what
+# else it computes.
 _CLOSE = _APART / 2
 _ADMIN = "admin"
 # Outcomes that must never happen.
 _FAULTS = ("cut", "no answer", "mixed up", "wrong status")
-# Marks beside an attack: JPEGs that are answered of those that are due; p99 beside that without one.
-# The service refuses such requests unread, so they hurt nobody and prove nothing.
+# Marks beside an attack: JPEGs that are answered of those that are due; p99 beside that without
+# one. The service refuses such requests unread, so they hurt nobody and prove nothing.
 _WRONG_HOST = "421"
 _LEAST_JPEG, _LONGEST = 0.995, 3.0
 # Seconds of a hurt before honest callers come.
@@ -109,7 +123,9 @@ class Honest:
 
     async def run(self, rate: float, seconds: float) -> None:
         """Send for some seconds at a rate (requests a second), then wait for the answers."""
-        await Callers(self._one, "127.0.0.1", rate, counts=self.counts).run(self.service.url, seconds)
+        await Callers(self._one, "127.0.0.1", rate, counts=self.counts).run(
+            self.service.url, seconds
+        )
 
     async def _one(self, client: httpx.AsyncClient, number: int) -> str:
         began, chance = time.monotonic(), random.Random(number)
@@ -129,7 +145,9 @@ class Honest:
     async def _ask(self, client: httpx.AsyncClient, number: int, kind: float) -> str:
         """Ask for one picture, for several, or with half a picture; a few callers leave."""
         if kind < 0.05:
-            answer = await client.post("/classify", content=self.bodies[number][: len(self.bodies[number]) // 9])
+            answer = await client.post(
+                "/classify", content=self.bodies[number][: len(self.bodies[number]) // 9]
+            )
             return "refused" if answer.status_code == 422 else _of_status(answer)
         if kind < 0.1:
             with contextlib.suppress(TimeoutError):
@@ -154,15 +172,28 @@ class Honest:
     def _fits(self, number: int, document: Mapping[str, Any]) -> bool:
         """Whether an answer is this picture's, and wholly of one model."""
         given = _scores(document)
-        return any(sum(abs(known.get(k, 0) - v) for k, v in given.items()) < _CLOSE for known in self.known[number])
+        return any(
+            sum(abs(known.get(k, 0) - v) for k, v in given.items()) < _CLOSE
+            for known in self.known[number]
+        )
 
     def told(self) -> dict[str, float]:
         """Return the share of right answers among those that were due one, and milliseconds."""
         due = sum(self.counts.values()) - self.counts["left"] - self.counts["refused"]
-        cuts = [*statistics.quantiles(self.seconds, n=100)] if len(self.seconds) > 1 else [float("nan")] * 99
+        cuts = (
+            [*statistics.quantiles(self.seconds, n=100)]
+            if len(self.seconds) > 1
+            else [float("nan")] * 99
+        )
         faults = sum(self.counts[name] for name in _FAULTS)
         share = round(self.counts["right"] / due, 4) if due else 0.0
-        return {"due": due, "answered": share, "p50": 1e3 * cuts[49], "p99": 1e3 * cuts[98], "faults": faults}
+        return {
+            "due": due,
+            "answered": share,
+            "p50": 1e3 * cuts[49],
+            "p99": 1e3 * cuts[98],
+            "faults": faults,
+        }
 
 
 def _of_status(answer: httpx.Response) -> str:
@@ -184,10 +215,15 @@ async def learn(url: str, files: Sequence[bytes]) -> list[Scores]:
 
 
 def told_apart(files: Sequence[bytes], scores: Sequence[Scores]) -> list[int]:
-    """Return the numbers of the pictures that their answers tell apart; raises `ValueError` below four."""
+    """Return the numbers of the pictures that their answers tell apart; raises `ValueError` below
+    four.
+    """
     found: list[int] = []
     for number, own in enumerate(scores):
-        if all(sum(abs(own.get(k, 0) - scores[o].get(k, 0)) for k in {*own, *scores[o]}) >= _APART for o in found):
+        if all(
+            sum(abs(own.get(k, 0) - scores[o].get(k, 0)) for k in {*own, *scores[o]}) >= _APART
+            for o in found
+        ):
             found.append(number)
     if len(found) < 4:
         raise ValueError(f"the model tells only {len(found)} of {len(files)} pictures apart")
@@ -196,13 +232,17 @@ def told_apart(files: Sequence[bytes], scores: Sequence[Scores]) -> list[int]:
 
 @asynccontextmanager
 async def _serving(settings: Mapping[str, str], files: Sequence[bytes]) -> AsyncIterator[Honest]:
-    """Start a service, yield honest callers who know its answers, stop it; raises `RuntimeError` if it ends badly."""
+    """Start a service, yield honest callers who know its answers, stop it; raises `RuntimeError` if
+    it ends badly.
+    """
     service = Service(VITSERVE, settings)
     try:
         await service.until_ready()
         scores = await learn(service.url, files)
         chosen = told_apart(files, scores)
-        yield Honest(service, [files[number] for number in chosen], [[scores[number]] for number in chosen])
+        yield Honest(
+            service, [files[number] for number in chosen], [[scores[number]] for number in chosen]
+        )
     finally:
         exit_code = service.stop()
     print(f"stopped in order at the end: exit code {exit_code}")
@@ -226,7 +266,10 @@ async def _signals(number: signal.Signals, who: str, service: Service) -> None:
 
 
 async def _load(service: Service, checkpoint: str) -> None:
-    headers, body = {"Authorization": f"Bearer {_ADMIN}"}, {"parameters": {"checkpoint": checkpoint}}
+    headers, body = (
+        {"Authorization": f"Bearer {_ADMIN}"},
+        {"parameters": {"checkpoint": checkpoint}},
+    )
     async with httpx.AsyncClient(base_url=service.url, timeout=300, headers=headers) as client:
         answer = await client.post(f"/v2/repository/models/{MODEL}/load", json=body)
     if answer.status_code not in (200, 503):
@@ -252,7 +295,9 @@ FAULTS: dict[str, Callable[[Service], Coroutine[Any, Any, None]]] = {
 _NEED_WORKERS = {"kill-engine", "kill-worker", "stop-worker"}
 
 
-async def _beside(name: str, kinds: Sequence[str], honest: Honest, rate: float, seconds: float) -> dict[str, Callers]:
+async def _beside(
+    name: str, kinds: Sequence[str], honest: Honest, rate: float, seconds: float
+) -> dict[str, Callers]:
     """Let honest callers, these kinds of others too, ask beside a hurt; return all other callers."""
     url = honest.service.url
     found = {kind: await asyncio.to_thread(OTHERS[kind]) for kind in kinds}
@@ -277,7 +322,9 @@ async def _beside(name: str, kinds: Sequence[str], honest: Honest, rate: float, 
     return found
 
 
-def missed(found: Mapping[str, float], quiet_p99: float, others: Mapping[str, Callers]) -> list[str]:
+def missed(
+    found: Mapping[str, float], quiet_p99: float, others: Mapping[str, Callers]
+) -> list[str]:
     """Return the marks that were missed beside an attack, each with what was found."""
     marks = []
     if found["answered"] < _LEAST_JPEG:
@@ -287,13 +334,23 @@ def missed(found: Mapping[str, float], quiet_p99: float, others: Mapping[str, Ca
     if "attackers" in others and others["attackers"].counts[_WRONG_HOST]:
         marks.append("the attack was refused for its Host header")
     return marks + [
-        f"{kind} {each}" for kind, each in others.items() if each.counts["200"] < each.least * each.counts.total()
+        f"{kind} {each}"
+        for kind, each in others.items()
+        if each.counts["200"] < each.least * each.counts.total()
     ]
 
 
-async def _hurt(kind: str, arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
-    """Measure one kind of service without and beside each hurt, print the table, and return the number of faults."""
-    names = [name for name in arguments.only if (ATTACKS[name].service if name in ATTACKS else "vit") == kind]
+async def _hurt(
+    kind: str, arguments: argparse.Namespace, record: Record, files: Sequence[bytes]
+) -> int:
+    """Measure one kind of service without and beside each hurt, print the table, and return the
+    number of faults.
+    """
+    names = [
+        name
+        for name in arguments.only
+        if (ATTACKS[name].service if name in ATTACKS else "vit") == kind
+    ]
     if not names:
         return 0
     faults, rows, quiet_p99 = 0, [], dict[Sequence[str], float]()
@@ -306,7 +363,9 @@ async def _hurt(kind: str, arguments: argparse.Namespace, record: Record, files:
             for name, kinds in runs.items():
                 if name == "swaps":
                     await _load(quiet.service, "other")
-                    both = zip(quiet.known, await learn(quiet.service.url, quiet.bodies), strict=True)
+                    both = zip(
+                        quiet.known, await learn(quiet.service.url, quiet.bodies), strict=True
+                    )
                     quiet.known = [[*own, other] for own, other in both]
                 honest = replace(quiet, counts=Counter(), seconds=[])
                 others = await _beside(name, kinds, honest, arguments.rate, arguments.seconds)
@@ -317,26 +376,46 @@ async def _hurt(kind: str, arguments: argparse.Namespace, record: Record, files:
                 }
                 faults += int(found["faults"])
                 quiet_p99.setdefault(kinds, found["p99"])
-                marks = ", ".join(missed(found, quiet_p99[kinds], others)) or "met" if name in ATTACKS else ""
+                marks = (
+                    ", ".join(missed(found, quiet_p99[kinds], others)) or "met"
+                    if name in ATTACKS
+                    else ""
+                )
                 told = ", ".join(f"{other} {each}" for other, each in others.items())
                 rows.append([name, *found.values(), told, marks])
-                counts = {"honest": honest.counts} | {other: each.counts for other, each in others.items()}
+                counts = {"honest": honest.counts} | {
+                    other: each.counts for other, each in others.items()
+                }
                 found |= {"counts": counts, "marks": marks}
                 record.section(f"{arguments.workers} workers, {kind}")[name] = found
                 record.save()
                 print(f"{name}: {counts} {marks}", file=sys.stderr, flush=True)
-    header = ["due", "answered", "p50 ms", "p99 ms", "faults", "ready after s", "MiB", "answered of others", "marks"]
+    header = [
+        "due",
+        "answered",
+        "p50 ms",
+        "p99 ms",
+        "faults",
+        "ready after s",
+        "MiB",
+        "answered of others",
+        "marks",
+    ]
     print(table([kind, *header], rows))
     return faults
 
 
 async def hurt_all(arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
     """Measure each kind of service, for one number of workers; return how many faults there were."""
-    return sum([await _hurt(kind, arguments, record, files) for kind in ("vit", "keys", "models", "clip")])
+    return sum(
+        [await _hurt(kind, arguments, record, files) for kind in ("vit", "keys", "models", "clip")]
+    )
 
 
 def _settings(kind: str, folder: Path, arguments: argparse.Namespace) -> dict[str, str]:
-    """Write checkpoints of one architecture and other weights into a folder; return the settings of a service."""
+    """Write checkpoints of one architecture and other weights into a folder; return the settings of
+    a service.
+    """
     first = folder / "models" / "first"
     if kind == "clip":
         checkpoints.write_clip(first)
@@ -349,13 +428,19 @@ def _settings(kind: str, folder: Path, arguments: argparse.Namespace) -> dict[st
         "models": {"VIT_MODELS": str(first.parent), "VIT_CHECKPOINT": ""},
         "clip": {"VIT_LABELS": "cat,dog,car,tree,sky,house,street,apple,person,night"},
     }
-    settings = {"VIT_WORKERS": str(arguments.workers), "VIT_DRAIN_DELAY": "0", "VIT_GRPC_PORT": str(grpc_port())}
+    settings = {
+        "VIT_WORKERS": str(arguments.workers),
+        "VIT_DRAIN_DELAY": "0",
+        "VIT_GRPC_PORT": str(grpc_port()),
+    }
     settings |= {} if kind == "models" else {"VIT_CHECKPOINT": str(first), "VIT_MODEL_NAME": MODEL}
     return settings | of_kind[kind] | dict(pair.split("=", 1) for pair in arguments.setting)
 
 
 async def soak(arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
-    """Send mixed requests for some minutes, look at the processes, and tell what grows; return how many faults."""
+    """Send mixed requests for some minutes, look at the processes, and tell what grows; return how
+    many faults.
+    """
     samples: list[dict[str, float]] = []
     settings = {"VIT_RECENT_TTL": "0", "VIT_WORKERS": str(arguments.workers)}
     settings |= dict(pair.split("=", 1) for pair in arguments.setting)
@@ -377,7 +462,11 @@ async def soak(arguments: argparse.Namespace, record: Record, files: Sequence[by
     record.save()
     settled = samples[len(samples) // 5 :]  # allocators and caches are warm
     x = [sample["requests"] / 1000 for sample in settled]
-    slopes = {n: statistics.linear_regression(x, [s[n] for s in settled]).slope for n in samples[0] if n != "requests"}
+    slopes = {
+        n: statistics.linear_regression(x, [s[n] for s in settled]).slope
+        for n in samples[0]
+        if n != "requests"
+    }
     print(dict(honest.counts), honest.told())
     rows = [(name, samples[-1][name], f"{slope:+.4f}") for name, slope in slopes.items()]
     print(table(["", "at the end", "growth per 1,000 requests"], rows))
@@ -387,19 +476,36 @@ async def soak(arguments: argparse.Namespace, record: Record, files: Sequence[by
 def main() -> int:
     """Measure, print, save the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*ATTACKS, *FAULTS], help="(default: all that the workers allow)")
-    parser.add_argument("--soak", type=float, metavar="MINUTES", help="no hurt: does anything grow?")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*ATTACKS, *FAULTS],
+        help="(default: all that the workers allow)",
+    )
+    parser.add_argument(
+        "--soak", type=float, metavar="MINUTES", help="no hurt: does anything grow?"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rate", type=float, default=20, help="honest requests a second")
     parser.add_argument("--seconds", type=float, default=20, help="of each measurement")
-    parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of the service")
+    parser.add_argument(
+        "--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of the service"
+    )
     parser.add_argument("--record", type=Path, default=RESULTS / "reliability.json")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is ended stops its service
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended")
+    )  # a run that is ended stops its service
     if arguments.only is None:
-        arguments.only = [name for name in [*ATTACKS, *FAULTS] if arguments.workers > 1 or name not in _NEED_WORKERS]
+        arguments.only = [
+            name
+            for name in [*ATTACKS, *FAULTS]
+            if arguments.workers > 1 or name not in _NEED_WORKERS
+        ]
     paths, origin = pictures.ensure()
-    record = Record(arguments.record, dtype="auto", about={"pictures": origin, "rate": arguments.rate})
+    record = Record(
+        arguments.record, dtype="auto", about={"pictures": origin, "rate": arguments.rate}
+    )
     run = soak if arguments.soak else hurt_all
     return int(asyncio.run(run(arguments, record, [path.read_bytes() for path in paths])) > 0)
 

@@ -1,10 +1,12 @@
-"""This tree beside another revision of it: `python -m benchmarks.revisions REVISION`. Has a change made it slower?
+"""This tree beside another revision of it: `python -m benchmarks.revisions REVISION`. Has a change
+made it slower?
 
-Both serve the same weights at the same time and are loaded in turn (A B B A ...), a few seconds each, so that a drift
-of the machine counts for neither; the one that is not loaded idles. What is told is the median of the rounds' ratios,
-of requests answered per second, of the server's CPU time per request, and of that of its event loop (the process's
-first thread). With several counts of `--connections` each is a row of its own; 1 is a lone request on an idle server.
-The other revision is checked out into a temporary folder and runs with the packages of this environment.
+Both serve the same weights at the same time and are loaded in turn (A B B A ...), a few seconds
+each, so that a drift of the machine counts for neither; the one that is not loaded idles. What is
+told is the median of the rounds' ratios, of requests answered per second, of the server's CPU time
+per request, and of that of its event loop (the process's first thread). With several counts of
+`--connections` each is a row of its own; 1 is a lone request on an idle server. The other revision
+is checked out into a temporary folder and runs with the packages of this environment.
 """
 
 import argparse
@@ -24,9 +26,13 @@ def main() -> None:
     """Measure, then print the table of the record."""
     parser = command_line("revisions", __doc__, rounds=10, seconds=4)
     parser.add_argument("revision", help="what to compare with, as git names it")
-    parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
+    parser.add_argument(
+        "--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES)
+    )
     parser.add_argument("--connections", type=int, nargs="+", default=[32])
-    parser.add_argument("--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of both servers")
+    parser.add_argument(
+        "--setting", action="append", default=[], metavar="VIT_NAME=VALUE", help="of both servers"
+    )
     arguments = parser.parse_args()
     files, origin = pictures.ensure()
     revisions = {"before": git("rev-parse", "--short", arguments.revision), "after": "this tree"}
@@ -36,10 +42,15 @@ def main() -> None:
         other = Path(folder) / "tree"
         git("worktree", "add", "--detach", str(other), arguments.revision)
         try:
-            for library in (checkpoints.REPOSITORY / "model" / "images").glob("*.so"):  # else Pillow resizes there
+            for library in (checkpoints.REPOSITORY / "model" / "images").glob(
+                "*.so"
+            ):  # else Pillow resizes there
                 shutil.copy(library, other / "model" / "images")
             # -P: the folder that it is started in is this tree, whichever is to be measured.
-            start, trees = ("-P", "-m", "service", "serve"), {"before": other, "after": checkpoints.REPOSITORY}
+            start, trees = (
+                ("-P", "-m", "service", "serve"),
+                {"before": other, "after": checkpoints.REPOSITORY},
+            )
             servers = {
                 which: Server("vitserve", start, OURS, "vitserve", extra={"PYTHONPATH": str(tree)})
                 for which, tree in trees.items()
@@ -52,7 +63,11 @@ def main() -> None:
 
 
 def _measure(
-    record: Record, name: str, servers: dict[str, Server], files: list[Path], arguments: argparse.Namespace
+    record: Record,
+    name: str,
+    servers: dict[str, Server],
+    files: list[Path],
+    arguments: argparse.Namespace,
 ) -> None:
     model, origin = checkpoints.ensure(checkpoints.SHAPES[name])
     record.section("models", name)["weights"] = origin
@@ -70,14 +85,18 @@ def _measure(
         for number in range(arguments.rounds):
             order = list(started) if number % 2 == 0 else list(reversed(started))
             for count in arguments.connections:
-                found = {which: _load(started[which], load, count, arguments.seconds) for which in order}
+                found = {
+                    which: _load(started[which], load, count, arguments.seconds) for which in order
+                }
                 loads.setdefault(str(count), []).append(found)
                 record.save()
                 print(f"{name}, {count} connections: {found}", flush=True)
 
 
 def _load(server: Running, load: Loader, connections: int, seconds: float) -> dict[str, Any]:
-    """Return what the clients saw, and the milliseconds that a request took the server; see the module."""
+    """Return what the clients saw, and the milliseconds that a request took the server; see the
+    module.
+    """
     # The nanoseconds that the first thread has run (proc(5)).
     event_loop = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
     cpu, loop = server.processor_seconds(), int(event_loop.read_text().split()[0])
@@ -93,10 +112,20 @@ def _print(models: dict[str, Any]) -> None:
     for name, section in models.items():
         for count, rounds in section["connections"].items():
             for value in ("rate", "p50", "cpu_ms", "loop_ms"):
-                medians = [statistics.median(each[which][value] for each in rounds) for which in ("before", "after")]
+                medians = [
+                    statistics.median(each[which][value] for each in rounds)
+                    for which in ("before", "after")
+                ]
                 ratios = [each["after"][value] / each["before"][value] for each in rounds]
                 spread = f"{min(ratios):.3f} ... {max(ratios):.3f}"
-                rows.append([f"{name}, {count}, {value}", *medians, f"{statistics.median(ratios):.3f}", spread])
+                rows.append(
+                    [
+                        f"{name}, {count}, {value}",
+                        *medians,
+                        f"{statistics.median(ratios):.3f}",
+                        spread,
+                    ]
+                )
     print(table(["", "before", "after", "ratio", "of all rounds"], rows))
 
 

@@ -38,10 +38,11 @@ class Server:
 
     Attributes:
         command: python's arguments; `{port}` is filled in.
-        environment: folder of the environment under `.peers`; None is the one that runs the benchmark.
+        environment: folder of the environment under `.peers`; None is the one that runs the
+        benchmark.
         distribution: package whose version the record names.
-        configs: by name what is measured: of a peer what was the fastest of several on two cores, see `tune` in
-            results/peers.json.
+        configs: by name what is measured: of a peer what was the fastest of several on two cores,
+            see `tune` in results/peers.json.
         extra: environment that every configuration has.
         held: whether it may be held (SIGSTOP) while another is measured.
     """
@@ -58,12 +59,20 @@ class Server:
     @property
     def python(self) -> Path:
         """The interpreter that runs it."""
-        return Path(sys.executable) if self.environment is None else PEERS / self.environment / "bin" / "python"
+        return (
+            Path(sys.executable)
+            if self.environment is None
+            else PEERS / self.environment / "bin" / "python"
+        )
 
     def version(self) -> str:
-        """Of its distribution; raises `OSError` or `subprocess.CalledProcessError` where it is not installed."""
+        """Of its distribution; raises `OSError` or `subprocess.CalledProcessError` where it is not
+        installed.
+        """
         code = f"import importlib.metadata as m; print(m.version({self.distribution!r}))"
-        return subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            [self.python, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
 
 class Running:
@@ -87,8 +96,11 @@ class Running:
         self._command = [str(server.python), *(part.format(port=port) for part in server.command)]
         own = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
         self._environment = own | {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
-            # Threads of OpenMP that spin between operators starve whatever else runs on the same cores.
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
+            ),
+            # Threads of OpenMP that spin between operators starve whatever else runs on the same
+            # cores.
             "OMP_WAIT_POLICY": "PASSIVE",
             "PEER_PORT": port,
             "VIT_PORT": port,
@@ -96,7 +108,8 @@ class Running:
             _MARK: mark,
             **server.extra,
             **config,
-            # What was set by hand wins, so that a peer can be tuned: PEER_THREADS=8 python -m benchmarks.peers
+            # What was set by hand wins, so that a peer can be tuned: PEER_THREADS=8 python -m
+            # benchmarks.peers
             **{name: value for name, value in os.environ.items() if name.startswith("PEER_")},
         }
         self.launch()
@@ -128,17 +141,22 @@ class Running:
 
     @contextmanager
     def thawed(self, *, held: bool) -> Iterator[None]:
-        """Let all of its processes run, then hold them: some servers poll while idle, and take a fifth of a core."""
+        """Let all of its processes run, then hold them: some servers poll while idle, and take a
+        fifth of a core.
+        """
         self._signal(signal.SIGCONT)
         yield
         if held:
-            # A batch that was held half-way would count as a slow one: BentoML then refuses for fear of the next.
+            # A batch that was held half-way would count as a slow one: BentoML then refuses for
+            # fear of the next.
             time.sleep(_DRAIN_SECONDS)
             self._signal(signal.SIGSTOP)
 
     def processor_seconds(self) -> float:
         """User and system time of its processes, all their threads included (proc(5))."""
-        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids()]
+        stats = [
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids()
+        ]
         return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
     def _signal(self, number: signal.Signals) -> None:
@@ -159,7 +177,9 @@ class Running:
 
 
 @contextmanager
-def running(server: Server, model: Path, config: Config, *, picture: bytes, timeout: float = 120) -> Iterator[Running]:
+def running(
+    server: Server, model: Path, config: Config, *, picture: bytes, timeout: float = 120
+) -> Iterator[Running]:
     """Start a server, wait until it answers, stop it with all its processes.
 
     Args:
@@ -176,7 +196,9 @@ def running(server: Server, model: Path, config: Config, *, picture: bytes, time
     try:
         while not (_answers(server, found, picture, started) and _is_compiled(server, found.url)):
             if found.process.poll() is not None or time.monotonic() > started + timeout:
-                raise RuntimeError(f"{server.name} was not ready after {timeout:g} s or has ended:\n{found.log_end()}")
+                raise RuntimeError(
+                    f"{server.name} was not ready after {timeout:g} s or has ended:\n{found.log_end()}"
+                )
             time.sleep(0.02)
         found.start_seconds = time.monotonic() - started
         yield found
@@ -244,7 +266,9 @@ def _form(path: str, *answer: str | int) -> Protocol:
     """A multipart form with a file."""
     head = b'--picture\r\nContent-Disposition: form-data; name="file"; filename="a.jpg"\r\n\r\n'
     headers = {"Content-Type": "multipart/form-data; boundary=picture"}
-    return Protocol(path, headers, lambda data: head + data + b"\r\n--picture--\r\n", _json(*answer))
+    return Protocol(
+        path, headers, lambda data: head + data + b"\r\n--picture--\r\n", _json(*answer)
+    )
 
 
 def _raw(path: str, *answer: str | int) -> Protocol:
@@ -257,8 +281,13 @@ _HEADER_BYTES = 200
 
 
 def _tensor(path: str, *answer: str | int) -> Protocol:
-    """KServe v2 with the binary tensor extension; the header is padded so that its length is the same for all."""
-    headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(_HEADER_BYTES)}
+    """KServe v2 with the binary tensor extension; the header is padded so that its length is the
+    same for all.
+    """
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "Inference-Header-Content-Length": str(_HEADER_BYTES),
+    }
 
     def wrap(data: bytes) -> bytes:
         header = (_TENSOR % (len(data) + 4)).ljust(_HEADER_BYTES)
@@ -275,7 +304,10 @@ def _peer(threads: int, decoders: int, wait: float, **more: object) -> Config:
     return {f"PEER_{name}": str(value) for name, value in named.items()}
 
 
-_TWO_WORKERS = {"torch": _peer(1, 1, 5, WORKERS=2, BATCH=8), "openvino": _peer(1, 1, 5, WORKERS=2, BATCH=8)}
+_TWO_WORKERS = {
+    "torch": _peer(1, 1, 5, WORKERS=2, BATCH=8),
+    "openvino": _peer(1, 1, 5, WORKERS=2, BATCH=8),
+}
 
 VITSERVE = Server(
     "vitserve",
@@ -294,7 +326,11 @@ SERVERS = [
         ("-m", "benchmarks.peers.fastapi_app"),
         _raw("/classify", "index"),
         "fastapi",
-        configs={"torch": _peer(2, 2, 5), "torch, two": _TWO_WORKERS["torch"], "openvino": _peer(2, 2, 0, BATCH=8)},
+        configs={
+            "torch": _peer(2, 2, 5),
+            "torch, two": _TWO_WORKERS["torch"],
+            "openvino": _peer(2, 2, 0, BATCH=8),
+        },
     ),
     Server(
         "LitServe",
@@ -323,7 +359,16 @@ SERVERS = [
     ),
     Server(
         "BentoML",
-        ("-m", "bentoml", "serve", "benchmarks.peers.bentoml_app:Service", "--host", "127.0.0.1", "--port", "{port}"),
+        (
+            "-m",
+            "bentoml",
+            "serve",
+            "benchmarks.peers.bentoml_app:Service",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "{port}",
+        ),
         _form("/classify", 0, "index"),
         "bentoml",
         "bentoml",
@@ -337,7 +382,8 @@ SERVERS = [
         "nvidia-pytriton",
         "pytriton",
         configs={"torch": _peer(2, 2, 5), "openvino": _peer(2, 2, 0, BATCH=8)},
-        # Triton's Python stub takes whatever libpython it finds first: it has to be this interpreter's.
+        # Triton's Python stub takes whatever libpython it finds first: it has to be this
+        # interpreter's.
         extra={"LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR"))},
         held=False,  # it ends where its Python stub does not answer at once
     ),

@@ -1,11 +1,14 @@
-"""Large pictures that are shrunk before they are sent, beside the originals: `python -m benchmarks.shrink FOLDER...`
+"""Large pictures that are shrunk before they are sent, beside the originals: `python -m
+benchmarks.shrink FOLDER...`
 
-Of the pictures in each folder that the client shrinks: bytes, the client's time, whether the best class is that of the
-original, and the largest difference of a score, over HTTP. And the requests a second that the server answers of either,
-in turn (A B B A ...); the ratio is the median of the rounds' ratios. In results/shrink.json, `photos` are the 45 JPEGs
-of 8 to 25 Mpx in drewnoakes/metadata-extractor-images@4beba640 that decode, and three of other repositories;
-`imagenet-sample-images` is that repository of EliSchwartz @bc69043e: one picture for each of 1,000 classes. Few of them
-are large enough, so they are measured at a smaller input as well (`--image-size`), where the model is unsure.
+Of the pictures in each folder that the client shrinks: bytes, the client's time, whether the best
+class is that of the original, and the largest difference of a score, over HTTP. And the requests a
+second that the server answers of either, in turn (A B B A ...); the ratio is the median of the
+rounds' ratios. In results/shrink.json, `photos` are the 45 JPEGs of 8 to 25 Mpx in
+drewnoakes/metadata-extractor-images@4beba640 that decode, and three of other repositories;
+`imagenet-sample-images` is that repository of EliSchwartz @bc69043e: one picture for each of 1,000
+classes. Few of them are large enough, so they are measured at a smaller input as well
+(`--image-size`), where the model is unsure.
 """
 
 import statistics
@@ -34,12 +37,29 @@ def main() -> None:
     record = Record(arguments.record, dtype="auto", about=about)
     settings = {"VIT_IMAGE_SIZE": arguments.image_size}
     for folder in arguments.folders:
-        files = sorted(file for file in folder.iterdir() if file.suffix.lower() in (".jpg", ".jpeg", ".png"))
-        with running(VITSERVE, arguments.checkpoint.resolve(), settings, picture=files[0].read_bytes()) as server:
+        files = sorted(
+            file for file in folder.iterdir() if file.suffix.lower() in (".jpg", ".jpeg", ".png")
+        )
+        with running(
+            VITSERVE, arguments.checkpoint.resolve(), settings, picture=files[0].read_bytes()
+        ) as server:
             name = f"{folder.name}, {arguments.image_size or 'own'} size"
-            record.section("folders")[name] = _measure(server.url, files, arguments.rounds, arguments.seconds)
+            record.section("folders")[name] = _measure(
+                server.url, files, arguments.rounds, arguments.seconds
+            )
         record.save()
-    header = ["", "pictures", "shrunk", "MB", "smaller", "same class", "score: median", "worst", "client ms", "rate"]
+    header = [
+        "",
+        "pictures",
+        "shrunk",
+        "MB",
+        "smaller",
+        "same class",
+        "score: median",
+        "worst",
+        "client ms",
+        "rate",
+    ]
     print(table(header, map(_row, record.data["folders"].items())))
 
 
@@ -55,7 +75,9 @@ def _measure(url: str, files: list[Path], rounds: int, seconds: float) -> dict[s
             if sent != data:
                 pairs.append((file, Path(temporary, file.name)))
                 pairs[-1][1].write_bytes(sent)
-                first, second = (client.classify(each, top_k=model.classes).predictions for each in pairs[-1])
+                first, second = (
+                    client.classify(each, top_k=model.classes).predictions for each in pairs[-1]
+                )
                 scores = {each.index: each.score for each in second}
                 found["pictures"].append(
                     {
@@ -64,13 +86,18 @@ def _measure(url: str, files: list[Path], rounds: int, seconds: float) -> dict[s
                         "client_ms": round(milliseconds, 1),
                         "same_class": first[0].index == second[0].index,
                         "margin": round(first[0].score - first[1].score, 4),
-                        "difference": round(max(abs(each.score - scores[each.index]) for each in first), 4),
+                        "difference": round(
+                            max(abs(each.score - scores[each.index]) for each in first), 4
+                        ),
                     }
                 )
         loads = [Loader(paths, OURS) for paths in zip(*pairs, strict=True)]
         for number in range(rounds):
             order = loads if number % 2 == 0 else reversed(loads)
-            rates = {load: load.run(url, connections=_CONNECTIONS, seconds=seconds).rate for load in order}
+            rates = {
+                load: load.run(url, connections=_CONNECTIONS, seconds=seconds).rate
+                for load in order
+            }
             found.setdefault("rates", []).append([round(rates[load], 2) for load in loads])
         return found
 
@@ -81,7 +108,13 @@ def _row(section: tuple[str, dict[str, Any]]) -> list[object]:
     before, after = (sum(each["bytes"][place] for each in pictures) for place in (0, 1))
     differences = [each["difference"] for each in pictures]
     return [
-        *(name, found["files"], len(pictures), f"{before / 1e6:.1f} to {after / 1e6:.1f}", before / after),
+        *(
+            name,
+            found["files"],
+            len(pictures),
+            f"{before / 1e6:.1f} to {after / 1e6:.1f}",
+            before / after,
+        ),
         f"{sum(each['same_class'] for each in pictures)} of {len(pictures)}",
         *(f"{statistics.median(differences):.4f}", f"{max(differences):.4f}"),
         statistics.median(each["client_ms"] for each in pictures),

@@ -1,11 +1,14 @@
-"""What a taught head reaches: `python -m benchmarks.teach`. It needs scikit-learn, whose models it is compared with.
+"""What a taught head reaches: `python -m benchmarks.teach`. It needs scikit-learn, whose models it
+is compared with.
 
-Two kinds of groups are taught. Each of ImageNet's pictures belongs to another class, so a head of *dog*, *bird* and so
-on has to generalise; pictures of none of the groups are strangers. Of CIFAR-10 the groups are its classes. The backbone
-is DeiT-tiny, which was trained on ImageNet. Features are those that the checkpoint's own head reads (`head`), and those
-that taught heads read (`transfer`). A figure is a mean over draws of pictures.
+Two kinds of groups are taught. Each of ImageNet's pictures belongs to another class, so a head of
+*dog*, *bird* and so on has to generalise; pictures of none of the groups are strangers. Of CIFAR-10
+the groups are its classes. The backbone is DeiT-tiny, which was trained on ImageNet. Features are
+those that the checkpoint's own head reads (`head`), and those that taught heads read (`transfer`).
+A figure is a mean over draws of pictures.
 
-`python -m benchmarks.teach --beside ROUNDS` measures a server that is taught: how soon it knows, and whom it disturbs.
+`python -m benchmarks.teach --beside ROUNDS` measures a server that is taught: how soon it knows,
+and whom it disturbs.
 """
 
 import csv
@@ -98,12 +101,16 @@ class Pictures:
         classes: of each picture.
     """
 
-    def __init__(self, predictor: Predictor, preprocess_config: PreprocessConfig, files: Sequence[bytes]) -> None:
+    def __init__(
+        self, predictor: Predictor, preprocess_config: PreprocessConfig, files: Sequence[bytes]
+    ) -> None:
         rows: dict[Pooling, list[Floats]] = {pool: [] for pool in _POOLS}
         asked = [RequestedOutputs(1, embedding=EmbeddingRequest(pool)) for pool in _POOLS]
         for file in tqdm(files, disable=None):
             image = preprocess(file, preprocess_config)
-            for pool, outputs in zip(_POOLS, predictor.predict(np.stack([image] * len(asked)), asked), strict=True):
+            for pool, outputs in zip(
+                _POOLS, predictor.predict(np.stack([image] * len(asked)), asked), strict=True
+            ):
                 assert outputs.embedding is not None
                 rows[pool].append(outputs.embedding)
         self.features = {pool: np.stack(each) for pool, each in rows.items()}
@@ -122,7 +129,9 @@ class Groups:
         self._names = {"head": "", "transfer": f"-transfer{parts}"}
 
     def draw(self, taught: int, seed: int) -> tuple[Numbers, Numbers]:
-        """Return the pictures that teach, at most so many of a group, and those that test, at least one of each."""
+        """Return the pictures that teach, at most so many of a group, and those that test, at least
+        one of each.
+        """
         random = np.random.default_rng(seed)
         own: list[Numbers] = []
         others: list[Numbers] = []
@@ -138,7 +147,9 @@ class Groups:
         return learn(self.features[pool][own], labels, self._names[pool])
 
     def accuracy(self, taught: int, seed: int) -> dict[str, float]:
-        """Return the share of test pictures that are right: by ours with both pools, and by others with `transfer`."""
+        """Return the share of test pictures that are right: by ours with both pools, and by others
+        with `transfer`.
+        """
         from sklearn import linear_model, neighbors, pipeline, preprocessing  # noqa: PLC0415  only this needs it
 
         own, others = self.draw(taught, seed)
@@ -152,7 +163,9 @@ class Groups:
         x = self.features["transfer"]
         rounded = x.astype(np.float16).astype(np.float32)
         head, _ = learn(rounded[own], y[own], self._names["transfer"])
-        found["vitserve, examples of float16"] = float((answers(head, x[others]) == y[others]).mean())
+        found["vitserve, examples of float16"] = float(
+            (answers(head, x[others]) == y[others]).mean()
+        )
         models: dict[str, Any] = {
             "logistic regression": pipeline.make_pipeline(
                 preprocessing.StandardScaler(), linear_model.LogisticRegression(max_iter=500)
@@ -161,11 +174,14 @@ class Groups:
             "five nearest neighbours": neighbors.KNeighborsClassifier(5),
         }
         return found | {
-            name: float(model.fit(x[own], y[own]).score(x[others], y[others])) for name, model in models.items()
+            name: float(model.fit(x[own], y[own]).score(x[others], y[others]))
+            for name, model in models.items()
         }
 
     def suspects(self, taught: int, seed: int) -> dict[str, float]:
-        """Return what is found of wrong labels among as many suspects as there are wrong ones, for each pool."""
+        """Return what is found of wrong labels among as many suspects as there are wrong ones, for
+        each pool.
+        """
         own, _ = self.draw(taught, seed)
         random, labels = np.random.default_rng(seed), self.groups[own].copy()
         wrong = random.permutation(len(own))[: max(1, round(_WRONG * len(own)))]
@@ -174,11 +190,15 @@ class Groups:
         found: dict[str, float] = {"wrong": len(wrong)}
         for pool in _POOLS:
             listed = [each.number for each in self.learn(pool, own, labels)[1].suspects]
-            found[f"recall at as many, {pool}"] = len({*listed[: len(wrong)]} & {*wrong.tolist()}) / len(wrong)
+            found[f"recall at as many, {pool}"] = len(
+                {*listed[: len(wrong)]} & {*wrong.tolist()}
+            ) / len(wrong)
         return found
 
     def strangers(self, taught: int, seed: int) -> dict[str, float]:
-        """Return the shares called far: of right pictures and of strangers, by the head's limit and at 95 % kept."""
+        """Return the shares called far: of right pictures and of strangers, by the head's limit and
+        at 95 % kept.
+        """
         own, others = self.draw(taught, seed)
         y, found = self.groups, dict[str, float]()
         for pool in _POOLS:
@@ -191,7 +211,9 @@ class Groups:
             found |= {
                 f"right ones kept, {pool}": 1 - float(known.far(right).mean()),
                 f"strangers abstained, {pool}": float(known.far(strangers).mean()),
-                f"strangers abstained at 95 % kept, {pool}": float((known.distances(strangers) > limit).mean()),
+                f"strangers abstained at 95 % kept, {pool}": float(
+                    (known.distances(strangers) > limit).mean()
+                ),
             }
         return found
 
@@ -205,7 +227,9 @@ def groups_of(model: Path) -> dict[str, Groups]:
     folder = _folder("teach")
     with (folder / "LABELS.csv").open() as file:
         rows = list(csv.DictReader(file))
-    photographs = Pictures(predictor, checkpoint.preprocess, [(folder / row["file"]).read_bytes() for row in rows])
+    photographs = Pictures(
+        predictor, checkpoint.preprocess, [(folder / row["file"]).read_bytes() for row in rows]
+    )
     numbers = np.array([int(row["index"]) for row in rows])
     found: dict[str, Groups] = {}
     for name, group in _GROUPS.items():
@@ -215,20 +239,26 @@ def groups_of(model: Path) -> dict[str, Groups]:
         found[name] = Groups(photographs, member, parts)
     data = read_files(_folder("cifar-10-batches-bin"), TEST_FILES)
     chosen = np.concatenate([np.flatnonzero(data.labels == each)[:_POOL] for each in range(10)])
-    small = Pictures(predictor, checkpoint.preprocess, [data.read(each) for each in chosen.tolist()])
+    small = Pictures(
+        predictor, checkpoint.preprocess, [data.read(each) for each in chosen.tolist()]
+    )
     found["CIFAR-10"] = Groups(small, data.labels[chosen], parts)
     return found
 
 
 def learn(features: Floats, classes: Numbers, name: str = "") -> tuple[TaughtHead, Knowledge]:
-    """Return the head that these pictures teach, and what it knows of itself; labels are the numbers of classes."""
+    """Return the head that these pictures teach, and what it knows of itself; labels are the
+    numbers of classes.
+    """
     head = taught_head(features, [str(each) for each in classes], range(len(classes)), name, "")
     return head, Knowledge.model_validate_json(head.statistics)
 
 
 def answers(head: TaughtHead, features: Floats) -> Numbers:
     """Return the classes that a head gives."""
-    found: Numbers = np.array([*map(int, head.head.labels)])[head.head.logits(features).argmax(axis=1)]
+    found: Numbers = np.array([*map(int, head.head.labels)])[
+        head.head.logits(features).argmax(axis=1)
+    ]
     return found
 
 
@@ -237,9 +267,14 @@ class Teacher:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._data, self._unseen = read_files(_folder("cifar-10-batches-bin"), TEST_FILES), itertools.count()
+        self._data, self._unseen = (
+            read_files(_folder("cifar-10-batches-bin"), TEST_FILES),
+            itertools.count(),
+        )
 
-    def add(self, head: str, pictures: int = 1, pause: float = 0.0, stop: Event | None = None) -> None:
+    def add(
+        self, head: str, pictures: int = 1, pause: float = 0.0, stop: Event | None = None
+    ) -> None:
         """Send a head so many pictures, or those until `stop`, each after a pause."""
         for number in itertools.islice(self._unseen, pictures):
             if stop is not None and stop.wait(pause):
@@ -252,7 +287,9 @@ class Teacher:
             time.sleep(0.02)
 
     def seconds_until_known(self, head: str) -> float:
-        """Return the time from the sending of the last of twenty pictures until the head that knows it answers."""
+        """Return the time from the sending of the last of twenty pictures until the head that knows
+        it answers.
+        """
         self.add(head, 19)
         begun = time.perf_counter()
         self.add(head)
@@ -262,11 +299,16 @@ class Teacher:
 
 
 def beside(model: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Return the rates of a lone caller beside teaching, as shares of those just before and after, and `known` heads.
+    """Return the rates of a lone caller beside teaching, as shares of those just before and after,
+    and `known` heads.
 
-    `steady`: a head of 20 pictures gets one each second. `restless`: one of 1,000 gets five a second.
+    `steady`: a head of 20 pictures gets one each second. `restless`: one of 1,000 gets five a
+    second.
     """
-    photograph, caller = REPOSITORY / "examples" / "dog.jpg", Loader([REPOSITORY / "examples" / "dog.jpg"], OURS)
+    photograph, caller = (
+        REPOSITORY / "examples" / "dog.jpg",
+        Loader([REPOSITORY / "examples" / "dog.jpg"], OURS),
+    )
     with (
         TemporaryDirectory() as folder,
         running(VITSERVE, model, {"VIT_TEACH": folder}, picture=photograph.read_bytes()) as server,
@@ -284,13 +326,18 @@ def beside(model: Path, rounds: int, seconds: float) -> dict[str, Any]:
             teacher.known(head)
             return measured
 
-        found: dict[str, Any] = {"known": [round(teacher.seconds_until_known(f"head-{n}"), 2) for n in range(rounds)]}
+        found: dict[str, Any] = {
+            "known": [round(teacher.seconds_until_known(f"head-{n}"), 2) for n in range(rounds)]
+        }
         for head, (pictures, pause) in _TEACHING.items():
             teacher.add(head, pictures)
             rates = [rate(head, pause if number % 2 else 0.0) for number in range(2 * rounds + 1)]
             pairs = zip(rates[:-1:2], rates[1::2], rates[2::2], strict=True)
             shares = [2 * taught / (before + after) for before, taught, after in pairs]
-            found[head] = {"share": round(float(np.median(shares)), 3), "each": [round(each, 3) for each in shares]}
+            found[head] = {
+                "share": round(float(np.median(shares)), 3),
+                "each": [round(each, 3) for each in shares],
+            }
         return found
 
 
@@ -301,7 +348,9 @@ def _folder(name: str) -> Path:
 def main() -> None:
     """Measure, print, and save the record. A round is one draw of pictures."""
     parser = command_line("teach", __doc__, rounds=15, seconds=4)
-    parser.add_argument("--beside", type=int, metavar="ROUNDS", help="measure a server that is taught alone")
+    parser.add_argument(
+        "--beside", type=int, metavar="ROUNDS", help="measure a server that is taught alone"
+    )
     arguments = parser.parse_args()
     about = {"tested": f"at most {_TESTED} pictures a group", "model": "DeiT-tiny/16, ImageNet-1k"}
     record = Record(arguments.record, dtype="auto (bfloat16 where native)", about=about)
@@ -316,7 +365,9 @@ def main() -> None:
                 kinds["strangers"] = groups.strangers
             for kind, measure in kinds.items():
                 rows = [measure(taught, seed) for seed in range(arguments.rounds)]
-                means = {each: round(float(np.mean([row[each] for row in rows])), 4) for each in rows[0]}
+                means = {
+                    each: round(float(np.mean([row[each] for row in rows])), 4) for each in rows[0]
+                }
                 record.note(means | {"draws": len(rows)}, name, str(taught), kind)
 
 

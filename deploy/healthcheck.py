@@ -1,7 +1,8 @@
-"""The container's health check: exit code 0 when the service on this machine is ready, else 1 and the reason.
+"""The container's health check: exit code 0 when the service on this machine is ready, else 1 and
+the reason.
 
-Readiness and not mere life, as `docker compose up --wait`, `depends_on: service_healthy` and proxies that
-read a container's health all ask whether it can be given work.
+Readiness and not mere life, as `docker compose up --wait`, `depends_on: service_healthy` and
+proxies that read a container's health all ask whether it can be given work.
 """
 
 import http.client

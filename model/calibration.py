@@ -1,22 +1,27 @@
-"""Calibration on labelled pictures that a model was not trained on: its scores, and sets of labels; no torch.
+"""Calibration on labelled pictures that a model was not trained on: its scores, and sets of labels;
+no torch.
 
-The temperature makes the right labels most likely (Guo et al. 2017, https://arxiv.org/abs/1706.04599); where it is not
-enough, there is a form of the scores, see `Form`. Sets of labels hold the right one with a stated coverage, and are
-empty for what is unlike all labels.
+The temperature makes the right labels most likely (Guo et al. 2017,
+https://arxiv.org/abs/1706.04599); where it is not enough, there is a form of the scores, see
+`Form`. Sets of labels hold the right one with a stated coverage, and are empty for what is unlike
+all labels.
 
-Split conformal prediction: what a model gave for N labelled pictures that it was not trained on bounds how often a
-set misses, whatever the model, as long as the pictures to come are like those (exchangeable with them). Thresholds have
-the finite-sample correction, ceil((N + 1) level) of N (Angelopoulos & Bates 2021, https://arxiv.org/abs/2107.07511).
+Split conformal prediction: what a model gave for N labelled pictures that it was not trained on
+bounds how often a set misses, whatever the model, as long as the pictures to come are like those
+(exchangeable with them). Thresholds have the finite-sample correction, ceil((N + 1) level) of N
+(Angelopoulos & Bates 2021, https://arxiv.org/abs/2107.07511).
 
 - A label is in the set if its score is not too low for a right one (least ambiguous sets: Sadinle, Lei & Wasserman
   2019, https://arxiv.org/abs/1609.00451).
 - The set is empty, and the model abstains, if the picture's energy, the logarithm of the summed exponentials of its
-  logits, is too low for a picture of these classes: an energy score (Liu et al. 2020, https://arxiv.org/abs/2010.03759)
-  as a conformal p-value (Bates et al. 2021, https://arxiv.org/abs/2104.08279).
+  logits, is too low for a picture of these classes: an energy score (Liu et al. 2020,
+  https://arxiv.org/abs/2010.03759) as a conformal p-value (Bates et al. 2021,
+  https://arxiv.org/abs/2104.08279).
 
-Each of the two may miss half of what the coverage leaves, so that both together hold it. Adaptive sets (APS: Romano,
-Sesia & Candes 2020, https://arxiv.org/abs/2006.02544; RAPS: Angelopoulos et al. 2021,
-https://arxiv.org/abs/2009.14193) were larger at the same coverage, and hardly ever empty: see docs/training.md.
+Each of the two may miss half of what the coverage leaves, so that both together hold it. Adaptive
+sets (APS: Romano, Sesia & Candes 2020, https://arxiv.org/abs/2006.02544; RAPS: Angelopoulos et al.
+2021, https://arxiv.org/abs/2009.14193) were larger at the same coverage, and hardly ever empty: see
+docs/training.md.
 """
 
 import math
@@ -35,13 +40,15 @@ from model.heads import SOFTMAX, Form
 # Of a native folder.
 CALIBRATION_FILE: Final = "calibration.json"
 
-# Pictures whose numbers are kept: with so many, the coverage of a calibration is off by a third of a point or so.
+# Pictures whose numbers are kept: with so many, the coverage of a calibration is off by a third of
+# a point or so.
 MAX_PICTURES: Final = 4096
 
 # The fewest pictures that a temperature is fitted to; from fewer it would be noise.
 MIN_PICTURES: Final = 30
 
-# Range in which a temperature is sought; on pictures that are answered without an error the best would be 0.
+# Range in which a temperature is sought; on pictures that are answered without an error the best
+# would be 0.
 TEMPERATURE_RANGE: Final = (0.05, 20.0)
 
 # Of the logarithms of temperature and power, and of the crowding.
@@ -59,7 +66,11 @@ _HALVINGS: Final = 20
 
 
 # What can be fitted: by one number, by two, and by three.
-FORMS: Final = ("a temperature", "a power", "a power that depends on how crowded the best classes are")
+FORMS: Final = (
+    "a temperature",
+    "a power",
+    "a power that depends on how crowded the best classes are",
+)
 
 
 class Fit(NamedTuple):
@@ -75,10 +86,11 @@ def fit_scores(
     numbers: int = 1,
     start: Fit = Fit(1.0),  # noqa: B008
 ) -> Fit:
-    """Return the temperature, and beyond one number the form, at which the scores make the right labels most likely.
+    """Return the temperature, and beyond one number the form, at which the scores make the right
+    labels most likely.
 
-    It is `start` where there are fewer than `MIN_PICTURES`, or where all are answered right, so that a lower
-    temperature would always look better.
+    It is `start` where there are fewer than `MIN_PICTURES`, or where all are answered right, so
+    that a lower temperature would always look better.
 
     Args:
         logits: [N, K], of pictures that were not trained on.
@@ -91,7 +103,9 @@ def fit_scores(
     logits, step = logits.astype(np.float64), _STEPS[0]
     found = np.array([math.log(start.temperature), math.log(start.form.power), start.form.crowding])
     least = float(losses(logits, truth, _fit_of(found)).mean())
-    moves = np.array([(*each, 0, 0)[:3] for each in product((-1, 0, 1), repeat=numbers) if any(each)])
+    moves = np.array(
+        [(*each, 0, 0)[:3] for each in product((-1, 0, 1), repeat=numbers) if any(each)]
+    )
     while step > _STEPS[1]:
         tried = np.clip(found + step * moves, *_RANGES)
         means = [float(losses(logits, truth, _fit_of(each)).mean()) for each in tried]
@@ -111,19 +125,29 @@ def _fit_of(numbers: NDArray[np.float64]) -> Fit:
 def losses(logits: NDArray[np.floating], truth: NDArray[np.int64], fit: Fit) -> NDArray[np.float64]:
     """Return the negative log-likelihood of each label [N] by logits [N, K], in nats."""
     falls = fit.form.falls(logits.astype(np.float64) / fit.temperature)
-    found: NDArray[np.float64] = falls[np.arange(len(truth)), truth] + np.log(np.exp(-falls).sum(axis=1))
+    found: NDArray[np.float64] = falls[np.arange(len(truth)), truth] + np.log(
+        np.exp(-falls).sum(axis=1)
+    )
     return found
 
 
-def choose_fit(logits: NDArray[np.floating], truth: NDArray[np.int64], before: Fit) -> tuple[Fit, str]:
-    """Return the scores of the form that cross-validation chooses, and its name of `FORMS`; see `fit_scores`.
+def choose_fit(
+    logits: NDArray[np.floating], truth: NDArray[np.int64], before: Fit
+) -> tuple[Fit, str]:
+    """Return the scores of the form that cross-validation chooses, and its name of `FORMS`; see
+    `fit_scores`.
 
-    A number more must lower the mean loss of what was held out by more than its standard error, and so must the first:
-    else it is `before`, without a name.
+    A number more must lower the mean loss of what was held out by more than its standard error, and
+    so must the first: else it is `before`, without a name.
     """
     count = max(_MOST_LOGITS // logits.shape[1], 10 * MIN_PICTURES)
     logits, truth = logits[:count], truth[:count]
-    fold, fit, chosen, least = np.arange(len(truth)) % _FOLDS, Fit(1.0), (before, ""), losses(logits, truth, before)
+    fold, fit, chosen, least = (
+        np.arange(len(truth)) % _FOLDS,
+        Fit(1.0),
+        (before, ""),
+        losses(logits, truth, before),
+    )
     for numbers, form in enumerate(FORMS, start=1):
         fit, held_out = fit_scores(logits, truth, numbers, fit), np.empty(len(truth))
         for held in (fold == number for number in range(_FOLDS)):
@@ -136,7 +160,8 @@ def choose_fit(logits: NDArray[np.floating], truth: NDArray[np.int64], before: F
 
 
 def pictures_needed(coverage: float) -> int:
-    """Return how many pictures thresholds for a coverage take: the least N of which ceil((N + 1) level) are at most N.
+    """Return how many pictures thresholds for a coverage take: the least N of which ceil((N + 1)
+    level) are at most N.
 
     Args:
         coverage: above 0 and below 1.
@@ -148,9 +173,13 @@ def pictures_needed(coverage: float) -> int:
 def scores_and_energies(
     logits: NDArray[np.floating], temperature: float, form: Form = SOFTMAX
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the scores, float64 [B, K], and the energies, float64 [B], of logits [B, K]; a form is of scores alone."""
+    """Return the scores, float64 [B, K], and the energies, float64 [B], of logits [B, K]; a form is
+    of scores alone.
+    """
     scaled = logits.astype(np.float64) / temperature
-    with np.errstate(invalid="ignore"):  # logits that are not finite: whoever asked gets an error, not the set
+    with np.errstate(
+        invalid="ignore"
+    ):  # logits that are not finite: whoever asked gets an error, not the set
         powers, exponentials = np.exp(-form.falls(scaled)), np.exp(-SOFTMAX.falls(scaled))
     energies: NDArray[np.float64] = scaled.max(axis=1) + np.log(exponentials.sum(axis=1))
     return powers / powers.sum(axis=1, keepdims=True), energies
@@ -185,27 +214,38 @@ class LabelSets:
 
         Args:
             temperature: of both.
-            scores: of the right label of each calibration picture, ascending; `pictures_needed` or more.
+            scores: of the right label of each calibration picture, ascending; `pictures_needed` or
+            more.
             energies: of each, ascending.
             coverage: above 0 and below 1.
             form: of the scores.
         """
         level = (1 + coverage) / 2  # of each of the two
-        rank = math.ceil(round((len(scores) + 1) * level, 6))  # rounded, as 40 x 0.975 is not quite 39
+        rank = math.ceil(
+            round((len(scores) + 1) * level, 6)
+        )  # rounded, as 40 x 0.975 is not quite 39
         return cls(temperature, scores[-rank], energies[-rank], form)
 
     def __call__(self, logits: NDArray[np.float32]) -> list[NDArray[np.int64]]:
-        """Return the labels of each picture's set, best first; none of a picture that the model abstains from.
+        """Return the labels of each picture's set, best first; none of a picture that the model
+        abstains from.
 
         Args:
             logits: [B, K].
         """
         scores, energies = scores_and_energies(logits, self.temperature, self.form)
         members = [np.flatnonzero(row) for row in self.members(scores, energies)]
-        return [each[np.argsort(-row[each], kind="stable")] for each, row in zip(members, scores, strict=True)]
+        return [
+            each[np.argsort(-row[each], kind="stable")]
+            for each, row in zip(members, scores, strict=True)
+        ]
 
-    def members(self, scores: NDArray[np.float64], energies: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which labels are in the set of each picture, bool [B, K], by what `scores_and_energies` gives."""
+    def members(
+        self, scores: NDArray[np.float64], energies: NDArray[np.float64]
+    ) -> NDArray[np.bool_]:
+        """Return which labels are in the set of each picture, bool [B, K], by what
+        `scores_and_energies` gives.
+        """
         return (scores >= self.least_score) & (energies >= self.least_energy)[:, np.newaxis]
 
 
@@ -223,7 +263,8 @@ class Calibration(BaseModel):
         pictures: all of them; those that the temperature was fitted on have no numbers here.
         temperature, form: take the place of those in `config.json`.
         scores, energies: of `LabelSets.of`.
-        digest: of everything else here, of the weights, and of how pictures become pixels; see `native`.
+        digest: of everything else here, of the weights, and of how pictures become pixels; see
+        `native`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -241,17 +282,33 @@ class Calibration(BaseModel):
     @model_validator(mode="after")
     def _ascending(self) -> Self:
         if len(self.scores) != len(self.energies):
-            raise ValueError(f"{len(self.scores)} scores and {len(self.energies)} energies: expected as many")
-        if any(low > high for values in (self.scores, self.energies) for low, high in pairwise(values)):
+            raise ValueError(
+                f"{len(self.scores)} scores and {len(self.energies)} energies: expected as many"
+            )
+        if any(
+            low > high for values in (self.scores, self.energies) for low, high in pairwise(values)
+        ):
             raise ValueError("scores and energies: expected them ascending")
         return self
 
     @classmethod
-    def of(cls, data: str, pictures: int, fit: Fit, scores: NDArray[np.float64], energies: NDArray[np.float64]) -> Self:
+    def of(
+        cls,
+        data: str,
+        pictures: int,
+        fit: Fit,
+        scores: NDArray[np.float64],
+        energies: NDArray[np.float64],
+    ) -> Self:
         """Return the calibration by these scores of right labels and energies, [N] each."""
-        right, other = (tuple(float(f"{each:.7g}") for each in np.sort(part).tolist()) for part in (scores, energies))
+        right, other = (
+            tuple(float(f"{each:.7g}") for each in np.sort(part).tolist())
+            for part in (scores, energies)
+        )
         fitted = {"temperature": fit.temperature, "form": fit.form}
-        return cls.model_validate({"data": data, "pictures": pictures, **fitted, "scores": right, "energies": other})
+        return cls.model_validate(
+            {"data": data, "pictures": pictures, **fitted, "scores": right, "energies": other}
+        )
 
 
 def label_sets_of(calibration: Calibration | None, coverage: float, source: str) -> LabelSets:
@@ -270,7 +327,13 @@ def label_sets_of(calibration: Calibration | None, coverage: float, source: str)
         raise CheckpointError(
             f"{source}: calibrated on {count} pictures, too few for a coverage of {coverage:g}: {needed} are enough"
         )
-    return LabelSets.of(calibration.temperature, calibration.scores, calibration.energies, coverage, calibration.form)
+    return LabelSets.of(
+        calibration.temperature,
+        calibration.scores,
+        calibration.energies,
+        coverage,
+        calibration.form,
+    )
 
 
 @dataclass(frozen=True)
@@ -299,7 +362,11 @@ def require_pictures(count: int, coverage: float, data: str) -> None:
     """Raise `DatasetError` unless so many pictures are enough for a coverage."""
     needed = pictures_needed(coverage)
     if count < needed:
-        possible = f", and these for {math.floor(100 * (count - 1) / (count + 1)) / 100:g}" if count > 2 else ""
+        possible = (
+            f", and these for {math.floor(100 * (count - 1) / (count + 1)) / 100:g}"
+            if count > 2
+            else ""
+        )
         raise DatasetError(
             f"{data}: {count} pictures are too few for a coverage of {coverage:g}: {needed} are enough{possible} "
             "(--coverage)"
@@ -325,16 +392,22 @@ class MeasuredScores(NamedTuple):
         return cls(float(losses(logits, truth, fit).mean()), error)
 
 
-def calibration_error(confidence: NDArray[np.float32], correct: NDArray[np.bool_], *, bins: int = 15) -> float:
-    """Return the expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599); 0 is perfect.
+def calibration_error(
+    confidence: NDArray[np.float32], correct: NDArray[np.bool_], *, bins: int = 15
+) -> float:
+    """Return the expected calibration error (Guo et al. 2017, https://arxiv.org/abs/1706.04599); 0
+    is perfect.
 
-    It is the mean gap between confidence and accuracy over bins of equal width, (lower, upper], by their images.
+    It is the mean gap between confidence and accuracy over bins of equal width, (lower, upper], by
+    their images.
 
     Args:
         confidence: [N], the top-1 score of each image, 0...1.
         correct: [N], whether that answer was right.
     """
-    bin_of = np.clip(np.ceil(confidence.astype(np.float64) * bins).astype(np.int64) - 1, 0, bins - 1)
+    bin_of = np.clip(
+        np.ceil(confidence.astype(np.float64) * bins).astype(np.int64) - 1, 0, bins - 1
+    )
     gaps = np.bincount(bin_of, weights=correct - confidence.astype(np.float64), minlength=bins)
     return float(np.abs(gaps).sum() / len(correct))
 
@@ -369,17 +442,18 @@ def calibrate(
 ) -> Calibrated:
     """Return a calibration, and how scores and sets of these coverages do with it.
 
-    The scores are fitted to a random fifth, if there are enough pictures and errors among them, and the sets are
-    made by the other pictures, so that these are to the fitted scores as all pictures to come. How sets do is the mean
-    over random halvings of those: one half calibrates, the other is measured.
+    The scores are fitted to a random fifth, if there are enough pictures and errors among them, and
+    the sets are made by the other pictures, so that these are to the fitted scores as all pictures
+    to come. How sets do is the mean over random halvings of those: one half calibrates, the other
+    is measured.
 
     Args:
         logits: [N, K], of pictures that were not trained on.
         truth: int64 [N], their classes.
         fit: of the checkpoint, which stays where too few pictures are there to fit another.
         data: what the pictures are called.
-        coverages: the first must be possible; of the others, those that half of the pictures are too few for are not
-            measured.
+        coverages: the first must be possible; of the others, those that half of the pictures are
+            too few for are not measured.
 
     Raises:
         DatasetError: the pictures are too few.
@@ -401,7 +475,9 @@ def calibrate(
         for _ in range(_HALVINGS):
             some, others = np.split(generator.permutation(len(rest)), [half])
             known = np.sort(scores[some, truth[some]]).tolist(), np.sort(energies[some]).tolist()
-            members = LabelSets.of(found.temperature, *known, coverage).members(scores[others], energies[others])
+            members = LabelSets.of(found.temperature, *known, coverage).members(
+                scores[others], energies[others]
+            )
             runs.append(astuple(MeasuredSets.of(members, truth[others])))
         measured[coverage] = MeasuredSets(*np.mean(runs, axis=0).tolist())
     before, after = (MeasuredScores.of(logits, truth, each) for each in (fit, found))
@@ -412,7 +488,8 @@ def calibrate(
 def calibration_of(
     data: str, logits: NDArray[np.float32], truth: NDArray[np.int64], fit: Fit, *, fitted: int = 0
 ) -> Calibration:
-    """Return what sets of labels are made by: scores and energies of at most `MAX_PICTURES` pictures.
+    """Return what sets of labels are made by: scores and energies of at most `MAX_PICTURES`
+    pictures.
 
     Args:
         data: what the pictures are called.

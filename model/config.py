@@ -1,7 +1,8 @@
-"""A model's architecture and its preprocessing, as its checkpoint states them: frozen and validated.
+"""A model's architecture and its preprocessing, as its checkpoint states them: frozen and
+validated.
 
-Both configs travel with the weights. Mean, std, size and interpolation have no defaults, which could silently
-stand in for a missing statistic.
+Both configs travel with the weights. Mean, std, size and interpolation have no defaults, which
+could silently stand in for a missing statistic.
 """
 
 import math
@@ -58,8 +59,8 @@ class Frozen(BaseModel):
 class ResNetStem(Frozen):
     """The stem of the ViT paper's hybrid: a ResNetV2 before the Transformer instead of raw patches.
 
-    Standardised convolutions and group normalisation (Kolesnikov et al. 2019, BiT); each stage after
-    the first halves the resolution, and the root halves it twice.
+    Standardised convolutions and group normalisation (Kolesnikov et al. 2019, BiT); each stage
+    after the first halves the resolution, and the root halves it twice.
     """
 
     # Bottleneck blocks of each stage; none at all is the root alone.
@@ -79,15 +80,19 @@ class ResNetStem(Frozen):
 
 
 class ConvolutionalStem(Frozen):
-    """Convolutions before the patches' own, an activation after each (Xiao et al. 2021, arXiv 2106.14881).
+    """Convolutions before the patches' own, an activation after each (Xiao et al. 2021, arXiv
+    2106.14881).
 
     Each is padded by half of its kernel; batch norms are folded into them.
     """
 
-    widths: Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=8)]
+    widths: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=8)
+    ]
     kernels: tuple[Annotated[int, Field(ge=1, le=15)], ...]
     strides: tuple[Annotated[int, Field(ge=1, le=8)], ...]
-    # Edge of the squares whose maximum each convolution hands to its activation; none at all is 1 for each.
+    # Edge of the squares whose maximum each convolution hands to its activation; none at all is 1
+    # for each.
     pools: tuple[Annotated[int, Field(ge=1, le=8)], ...] = ()
     activation: Activation = "relu"
 
@@ -97,31 +102,47 @@ class ConvolutionalStem(Frozen):
         return math.prod(self.strides) * math.prod(self.pools)
 
     def largest_layer(self, size: Size) -> int:
-        """Return the numbers of the largest feature map, before its maxima, for one image of a size.
+        """Return the numbers of the largest feature map, before its maxima, for one image of a
+        size.
 
         Raises:
             ValueError: there is not one width, kernel, stride and pool for each convolution.
         """
         rows, columns = size
         largest = 0
-        if not len(self.widths) == len(self.kernels) == len(self.strides) == len(self.pools or self.widths):
-            raise ValueError("widths, kernels, strides and pools need one number for each convolution")
+        if (
+            not len(self.widths)
+            == len(self.kernels)
+            == len(self.strides)
+            == len(self.pools or self.widths)
+        ):
+            raise ValueError(
+                "widths, kernels, strides and pools need one number for each convolution"
+            )
         pools = self.pools or (1,) * len(self.widths)
-        for width, kernel, stride, pool in zip(self.widths, self.kernels, self.strides, pools, strict=True):
-            rows, columns = ((side + 2 * (kernel // 2) - kernel) // stride + 1 for side in (rows, columns))
+        for width, kernel, stride, pool in zip(
+            self.widths, self.kernels, self.strides, pools, strict=True
+        ):
+            rows, columns = (
+                (side + 2 * (kernel // 2) - kernel) // stride + 1 for side in (rows, columns)
+            )
             largest = max(largest, rows * columns * width)
             rows, columns = rows // pool, columns // pool
         return largest
 
 
 class RotaryPositions(Frozen):
-    """Queries and keys are turned by angles that are places times frequencies; see `model.network.layers.rotary`."""
+    """Queries and keys are turned by angles that are places times frequencies; see
+    `model.network.layers.rotary`.
+    """
 
-    # Each head of each block has frequencies of its own, mixed of both axes; else they fall geometrically.
+    # Each head of each block has frequencies of its own, mixed of both axes; else they fall
+    # geometrically.
     learned: bool = False
     # What the frequencies fall to a fraction of, where they are not learned.
     temperature: Annotated[float, Field(gt=1, le=1e9)] = 10_000.0
-    # Places are -2 pi to 2 pi along each axis whatever the grid is (DINOv3); else they count patches.
+    # Places are -2 pi to 2 pi along each axis whatever the grid is (DINOv3); else they count
+    # patches.
     centred: bool = False
     # Place of the first patch that is counted.
     offset: Annotated[float, Field(ge=-16, le=16)] = 0.0
@@ -138,7 +159,8 @@ class NetworkConfig(Frozen):
 
     # (rows, columns) of the input in pixels.
     image_size: Size
-    # 0 is a network without a classification head: it gives embeddings, and a ViT maps of its attention.
+    # 0 is a network without a classification head: it gives embeddings, and a ViT maps of its
+    # attention.
     num_classes: Annotated[int, Field(ge=0, le=1_000_000)]
     in_channels: Annotated[int, Field(ge=1, le=4)] = 3
     # Dimension of a Transformer's tokens, or of what another network's head reads.
@@ -166,7 +188,8 @@ class NetworkConfig(Frozen):
 class LibraryConfig(NetworkConfig):
     """A network that a library's own module computes, by the library's name of its architecture.
 
-    Only arguments that size a network are allowed: none that reads a file, imports code or changes what a pass returns.
+    Only arguments that size a network are allowed: none that reads a file, imports code or changes
+    what a pass returns.
     """
 
     # The package whose code the network is.
@@ -188,18 +211,33 @@ class LibraryConfig(NetworkConfig):
     def _allowed(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         for name, value in arguments.items():
             if not _ARGUMENTS.fullmatch(name):
-                raise ValueError(f"argument {name!r:.100} is none of those that size a network: it is not passed on")
-            if _CHOICES.fullmatch(name) and isinstance(value, str) and re.fullmatch("[a-z0-9_]{0,40}", value):
+                raise ValueError(
+                    f"argument {name!r:.100} is none of those that size a network: it is not passed on"
+                )
+            if (
+                _CHOICES.fullmatch(name)
+                and isinstance(value, str)
+                and re.fullmatch("[a-z0-9_]{0,40}", value)
+            ):
                 continue
             values = value if isinstance(value, list | tuple) else [value]
-            numbers = [number for each in values for number in (each if isinstance(each, list | tuple) else [each])]
-            if not all(isinstance(number, int | float) and abs(number) <= _MAX_NUMBER for number in numbers):
-                raise ValueError(f"argument {name} {value!r:.100}: expected numbers up to {_MAX_NUMBER}")
+            numbers = [
+                number
+                for each in values
+                for number in (each if isinstance(each, list | tuple) else [each])
+            ]
+            if not all(
+                isinstance(number, int | float) and abs(number) <= _MAX_NUMBER for number in numbers
+            ):
+                raise ValueError(
+                    f"argument {name} {value!r:.100}: expected numbers up to {_MAX_NUMBER}"
+                )
         return arguments
 
 
 class ViTConfig(NetworkConfig):
-    """Architecture of a Vision Transformer (Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929).
+    """Architecture of a Vision Transformer (Dosovitskiy et al. 2020,
+    https://arxiv.org/abs/2010.11929).
 
     Each side of `image_size` is a multiple of `patch_size` unless `drop_remainder`.
     """
@@ -210,7 +248,8 @@ class ViTConfig(NetworkConfig):
     heads: Annotated[int, Field(ge=1, le=256)]
     # Hidden dimension of the MLP, 4 x width in the paper; with SwiGLU the dimension after gating.
     mlp_width: Annotated[int, Field(ge=1, le=131072)]
-    # Rows and columns at the bottom and right that fill no patch are dropped (SigLIP, 384 px by 14).
+    # Rows and columns at the bottom and right that fill no patch are dropped (SigLIP, 384 px by
+    # 14).
     drop_remainder: bool = False
 
     stem: ResNetStem | None = None
@@ -236,8 +275,8 @@ class ViTConfig(NetworkConfig):
 
     # A LayerNorm stands between the embedding and the first block (CLIP).
     norm_before_blocks: bool = False
-    # Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et al. 2017); res_post,
-    # on each branch's way out (Liu et al. 2022, Swin V2).
+    # Where the blocks' norms are: pre, on each branch's way in; post, after each sum (Vaswani et
+    # al. 2017); res_post, on each branch's way out (Liu et al. 2022, Swin V2).
     norm_order: Literal["pre", "post", "res_post"] = "pre"
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     # Dimension of queries, keys and values over all heads; None is `width`.
@@ -247,11 +286,13 @@ class ViTConfig(NetworkConfig):
     projection_bias: bool = True
     # Each head has a LayerNorm over queries and keys (Dehghani et al. 2023).
     qk_norm: bool = False
-    # A LayerNorm stands between the heads' values and their output projection (EVA-02's CLIP models, BEiT-3).
+    # A LayerNorm stands between the heads' values and their output projection (EVA-02's CLIP
+    # models, BEiT-3).
     attention_norm: bool = False
     # swiglu: act(gate) * value (Shazeer 2020), gate and value in one projection, gate first.
     mlp: Literal["plain", "swiglu"] = "plain"
-    # A LayerNorm stands between the activation, or the gated values, and the second projection (EVA-02, BEiT-3).
+    # A LayerNorm stands between the activation, or the gated values, and the second projection
+    # (EVA-02, BEiT-3).
     mlp_norm: bool = False
     activation: Activation = "gelu"
     # Both residual branches have a learned factor for each channel (Touvron et al. 2021, CaiT).
@@ -270,7 +311,8 @@ class ViTConfig(NetworkConfig):
     norm_after_pool: bool = False
     # What is pooled is projected to this width, without a bias (CLIP); the head reads that.
     projection_width: Annotated[int, Field(ge=1, le=16384)] | None = None
-    # The head reads its input divided by its L2 norm; its rows are features of texts times a scale (CLIP, SigLIP).
+    # The head reads its input divided by its L2 norm; its rows are features of texts times a scale
+    # (CLIP, SigLIP).
     normalized_head: bool = False
     # Of folders that were written when heads could have two layers.
     head_width: None = None
@@ -286,7 +328,9 @@ class ViTConfig(NetworkConfig):
         return self
 
     def _problems(self) -> dict[str, bool]:
-        """Return the messages for fields that disagree or are together absurd, and whether each applies."""
+        """Return the messages for fields that disagree or are together absurd, and whether each
+        applies.
+        """
         (rows, columns), patch, width = self.image_size, self.patch_size, self.width
         two_heads = self.distillation_head
         head_width = self.inner_width // self.heads
@@ -299,24 +343,33 @@ class ViTConfig(NetworkConfig):
             f"image_size {rows}x{columns} is not a multiple of patch_size {patch}": (
                 bool(rows % patch or columns % patch) and not self.drop_remainder
             ),
-            f"image_size {rows}x{columns} is smaller than patch_size {patch}": rows < patch or columns < patch,
-            f"patch_size {patch} is not a multiple of the stem's stride {stride}": patch % stride != 0,
-            "a stem needs patch_embedding 'convolution'": has_stem and self.patch_embedding != "convolution",
+            f"image_size {rows}x{columns} is smaller than patch_size {patch}": rows < patch
+            or columns < patch,
+            f"patch_size {patch} is not a multiple of the stem's stride {stride}": patch % stride
+            != 0,
+            "a stem needs patch_embedding 'convolution'": has_stem
+            and self.patch_embedding != "convolution",
             "there is one stem, not two": self.stem is not None and self.conv_stem is not None,
-            f"width {self.inner_width} is not a multiple of heads {self.heads}": self.inner_width % self.heads != 0,
+            f"width {self.inner_width} is not a multiple of heads {self.heads}": self.inner_width
+            % self.heads
+            != 0,
             f"width {width} is not a multiple of pool_heads {pool_heads}": (
                 self.pool == "attention" and width % pool_heads != 0
             ),
-            f"rotary needs heads of a multiple of 4, not {head_width}": self.rotary is not None and head_width % 4 != 0,
-            "patch_norms needs patch_embedding 'linear'": self.patch_norms and self.patch_embedding != "linear",
+            f"rotary needs heads of a multiple of 4, not {head_width}": self.rotary is not None
+            and head_width % 4 != 0,
+            "patch_norms needs patch_embedding 'linear'": self.patch_norms
+            and self.patch_embedding != "linear",
             f"position_embedding 'sincos2d' needs a width that is a multiple of 4, not {width}": (
                 self.position_embedding == "sincos2d" and width % 4 != 0
             ),
-            f"{self.tokens} tokens are more than the {_MAX_TOKENS} that are allowed": self.tokens > _MAX_TOKENS,
+            f"{self.tokens} tokens are more than the {_MAX_TOKENS} that are allowed": self.tokens
+            > _MAX_TOKENS,
             f"{self.largest_layer:,} numbers in a layer: at most {LARGEST_LAYER:,} are allowed": (
                 self.largest_layer > LARGEST_LAYER
             ),
-            f"pool {self.pool!r} needs class_token": self.pool in ("cls", "cls_mean") and not self.class_token,
+            f"pool {self.pool!r} needs class_token": self.pool in ("cls", "cls_mean")
+            and not self.class_token,
             "distillation_token needs class_token and no registers": (
                 self.distillation_token and (not self.class_token or self.registers > 0)
             ),
@@ -324,7 +377,8 @@ class ViTConfig(NetworkConfig):
                 self.relative_position_bias and self.prefix_tokens > self.class_token
             ),
             "distillation_head needs distillation_token, pool 'cls' and the norm before the pooling": (
-                two_heads and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool)
+                two_heads
+                and (not self.distillation_token or self.pool != "cls" or self.norm_after_pool)
             ),
             "projection_width and normalized_head need only one head": for_texts and two_heads,
             "norm_after_pool needs final_norm and another pool than 'cls_mean'": (
@@ -352,10 +406,15 @@ class ViTConfig(NetworkConfig):
 
     @property
     def largest_layer(self) -> int:
-        """Return the most numbers that a layer gives for one image, which memory for a batch grows with."""
+        """Return the most numbers that a layer gives for one image, which memory for a batch grows
+        with.
+        """
         pixels = math.prod(self.image_size)
         hidden = self.mlp_width * (2 if self.mlp == "swiglu" else 1)
-        layers = [pixels * self.in_channels, self.tokens * max(hidden, 3 * self.inner_width, self.width)]
+        layers = [
+            pixels * self.in_channels,
+            self.tokens * max(hidden, 3 * self.inner_width, self.width),
+        ]
         if self.relative_position_bias:  # added to all scores of the attention
             layers.append(self.heads * self.tokens**2)
         if self.stem is not None:  # 64 channels at half of the resolution, and 256 at a quarter
@@ -379,16 +438,22 @@ class ViTConfig(NetworkConfig):
         """Return the query whose attention a map of the last layer shows.
 
         It is the CLS token's where the head reads that, else the mean over all patch queries; with
-        attention pooling it is the pooling query's (earlier layers then show the mean over patch queries), unless
-        that has another number of heads.
+        attention pooling it is the pooling query's (earlier layers then show the mean over patch
+        queries), unless that has another number of heads.
         """
         if self.pool in ("cls", "cls_mean"):
             return "cls"
-        return "pool_query" if self.pool == "attention" and self.pool_heads in (None, self.heads) else "patch_mean"
+        return (
+            "pool_query"
+            if self.pool == "attention" and self.pool_heads in (None, self.heads)
+            else "patch_mean"
+        )
 
 
 def cropped_from(size: Size, crop_pct: float) -> tuple[int, int]:
-    """Return the (rows, columns) that a picture is resized to before a crop of `size`, rounded as timm rounds them."""
+    """Return the (rows, columns) that a picture is resized to before a crop of `size`, rounded as
+    timm rounds them.
+    """
     return math.floor(size[0] / crop_pct), math.floor(size[1] / crop_pct)
 
 
@@ -409,11 +474,12 @@ class PreprocessConfig(Frozen):
     resize: Literal["shortest_edge", "squash"]
     # (rows, columns) before the centre crop; each at least `size`.
     resize_size: Size
-    # Share of the resized picture that the crop keeps, as timm states it: `resize_size` is floor(size / crop_pct), here
-    # and at every other size. None where only the sizes are stated.
+    # Share of the resized picture that the crop keeps, as timm states it: `resize_size` is
+    # floor(size / crop_pct), here and at every other size. None where only the sizes are stated.
     crop_pct: CropShare | None = None
     interpolation: Interpolation
-    # How the start of the crop is rounded if the margin is odd: as in torchvision or as in transformers.
+    # How the start of the crop is rounded if the margin is odd: as in torchvision or as in
+    # transformers.
     crop_rounding: Literal["half_even", "down"] = "half_even"
     # Mean of each channel, of pixels scaled to 0...1.
     mean: Annotated[tuple[Mean, ...], Field(min_length=1, max_length=4)]
@@ -423,7 +489,11 @@ class PreprocessConfig(Frozen):
     @classmethod
     def _with_resize_size(cls, fields: Any) -> Any:
         """Return fields with the `resize_size` that `crop_pct` means, unless they state it."""
-        if not isinstance(fields, dict) or "resize_size" in fields or fields.get("crop_pct") is None:
+        if (
+            not isinstance(fields, dict)
+            or "resize_size" in fields
+            or fields.get("crop_pct") is None
+        ):
             return fields
         try:
             share = TypeAdapter(CropShare).validate_python(fields["crop_pct"])
@@ -436,7 +506,9 @@ class PreprocessConfig(Frozen):
     def _consistent(self) -> Self:
         stated = None if self.crop_pct is None else cropped_from(self.size, self.crop_pct)
         if stated not in (None, self.resize_size):
-            raise ValueError(f"resize_size {self.resize_size} is not floor(size / crop_pct), {stated}")
+            raise ValueError(
+                f"resize_size {self.resize_size} is not floor(size / crop_pct), {stated}"
+            )
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean has {len(self.mean)} channels, std has {len(self.std)}")
         if self.resize_size[0] < self.size[0] or self.resize_size[1] < self.size[1]:

@@ -24,7 +24,8 @@ def usable_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int:
 
 
 def allowed_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int:
-    """Return how many cores the process's affinity and the quotas of its control groups allow (cgroup v1 and v2).
+    """Return how many cores the process's affinity and the quotas of its control groups allow
+    (cgroup v1 and v2).
 
     Args:
         system: where sysfs is mounted.
@@ -36,10 +37,11 @@ def allowed_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int
 
 
 def _group_folders(mount: Path, own_groups: Path) -> set[Path]:
-    """Return the folders of the process's control groups and of all above them, for each mount of the CPU controller.
+    """Return the folders of the process's control groups and of all above them, for each mount of
+    the CPU controller.
 
-    A container often sees its own group as the root of the mount, but its path as the host does: then the folders of
-    the path are missing, and the root has the quota.
+    A container often sees its own group as the root of the mount, but its path as the host does:
+    then the folders of the path are missing, and the root has the quota.
     """
     try:
         lines = own_groups.read_text().splitlines()

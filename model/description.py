@@ -13,7 +13,8 @@ from model.heads import SOFTMAX, Floats, Form, Head, ZeroShot
 
 @dataclass(frozen=True)
 class Description:
-    """A model's architecture and everything else that an answer depends on; its graph stands for its weights.
+    """A model's architecture and everything else that an answer depends on; its graph stands for
+    its weights.
 
     Attributes:
         name: what answers, metrics and /model call it.
@@ -26,13 +27,14 @@ class Description:
         form: of what takes the place of the softmax.
         multi_label: scores are independent sigmoids instead of one softmax.
         revision: commit of a hub id; None for a local path.
-        assumed: what the files do not say and was chosen by a name, each with the setting that says it.
+        assumed: what the files do not say and was chosen by a name, each with the setting that says
+        it.
         notes: what else was done with the files (tensors left aside, names inferred).
         zero_shot: how labels of a request are compared, where the checkpoint has a text tower.
         embed_texts: that tower: texts to features, float32 [N, D].
         calibration: what the sets of labels are made by, where the checkpoint was calibrated.
-        content: 16 hexadecimal digits that stand for the tensors as stored, the architecture, the preprocessing, the
-            labels and the calibration; empty where it was not read from files.
+        content: 16 hexadecimal digits that stand for the tensors as stored, the architecture, the
+            preprocessing, the labels and the calibration; empty where it was not read from files.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The errors below the server, as types. They know neither HTTP nor exit codes.
 
-`service.web.problems` maps them to HTTP statuses and `service.cli.main` to exit codes. Each message is one line that
-names the thing and, where there is one, the way out.
+`service.web.problems` maps them to HTTP statuses and `service.cli.main` to exit codes. Each message
+is one line that names the thing and, where there is one, the way out.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,8 @@ class InvalidImage(ImageError):
 
 
 class CheckpointError(VitError):
-    """The checkpoint is missing, incomplete, or not what its config says. The message names the file.
+    """The checkpoint is missing, incomplete, or not what its config says. The message names the
+    file.
 
     It is one line of bounded length, whatever names and values of the file are in it.
     """
@@ -56,7 +57,9 @@ class CheckpointError(VitError):
 
 
 class CheckpointChanged(RuntimeError):
-    """What is to be computed needs the checkpoint's files again, and they are no longer those that were loaded."""
+    """What is to be computed needs the checkpoint's files again, and they are no longer those that
+    were loaded.
+    """
 
 
 class DeviceError(VitError):
@@ -68,7 +71,8 @@ class NotFinite(DeviceError):
 
 
 class NewProcessNeeded(DeviceError):
-    """This process can no longer use the device as configured; a new process can, with another value of an option.
+    """This process can no longer use the device as configured; a new process can, with another
+    value of an option.
 
     Attributes:
         option: name of the option, which is a setting's.
@@ -102,16 +106,22 @@ class DatasetError(TrainingError):
 
 
 def printable(text: str) -> str:
-    """Return a text in one line, with escapes for line breaks and other characters that do not print."""
+    """Return a text in one line, with escapes for line breaks and other characters that do not
+    print.
+    """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 def by_likeness(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names, the one most like an unknown name first."""
     unknown = name[:_MAX_COMPARED].lower()
-    return sorted(known, key=lambda each: (-SequenceMatcher(None, each.lower(), unknown).ratio(), each))
+    return sorted(
+        known, key=lambda each: (-SequenceMatcher(None, each.lower(), unknown).ratio(), each)
+    )
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
@@ -135,7 +145,12 @@ def first_problem(error: "ValidationError") -> str:
     """Return one line on the first problem of a pydantic error: where, and what."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ").replace("\n", " ").replace("Input should be ", "expected ")
+    message = (
+        first["msg"]
+        .removeprefix("Value error, ")
+        .replace("\n", " ")
+        .replace("Input should be ", "expected ")
+    )
     message = message.replace("Extra inputs are not permitted", "unknown name")
     return f"{where}: {message}" if where else message
 

@@ -1,8 +1,9 @@
-"""A linear probe: softmax regression on features, with a penalty on its squared weights; of arrays alone, no torch.
+"""A linear probe: softmax regression on features, with a penalty on its squared weights; of arrays
+alone, no torch.
 
-The penalty is chosen by cross-validation, and the head is then fitted to all features. For its minimum, features are
-turned to their principal axes, and each axis is scaled by the curvature of the loss there: L-BFGS (Nocedal & Wright
-2006, algorithm 7.4) then takes some ten steps.
+The penalty is chosen by cross-validation, and the head is then fitted to all features. For its
+minimum, features are turned to their principal axes, and each axis is scaled by the curvature of
+the loss there: L-BFGS (Nocedal & Wright 2006, algorithm 7.4) then takes some ten steps.
 """
 
 import math
@@ -17,12 +18,14 @@ from model.heads import Head
 
 Floats = NDArray[np.floating]
 
-# What half the squared weights are multiplied by, for features of unit variance; the strongest first.
+# What half the squared weights are multiplied by, for features of unit variance; the strongest
+# first.
 PENALTIES: Final = tuple(10 ** (0.5 - number / 2) for number in range(11))
 # Penalties that are tried after the best one.
 FOLDS: Final = 5
 _PATIENCE: Final = 2
-# Norms of the scaled gradient where a fit ends: half its square is about what the loss lies above its minimum.
+# Norms of the scaled gradient where a fit ends: half its square is about what the loss lies above
+# its minimum.
 _EXACT: Final = 1e-6
 _NEAR: Final = 1e-3
 # Steps that L-BFGS remembers.
@@ -66,20 +69,26 @@ def fit_head(
         features: [N, D].
         truth: int64 [N], the class of each.
         labels: of the C classes.
-        folds: int64 [N], the fold in which each is held out, -1 for none; by default those that `seed` draws.
+        folds: int64 [N], the fold in which each is held out, -1 for none; by default those that
+        `seed` draws.
     """
     axes = Axes.of(features)
     folds = draw_folds(truth, len(labels), seed) if folds is None else folds
     choice = choose_penalty(axes, truth, folds, len(labels))
     weight, bias = axes.head(truth, len(labels), choice.penalty)
     head = Head(
-        tuple(labels), False, choice.temperature, weight=weight.astype(np.float32), bias=bias.astype(np.float32)
+        tuple(labels),
+        False,
+        choice.temperature,
+        weight=weight.astype(np.float32),
+        bias=bias.astype(np.float32),
     )
     return head, choice
 
 
 def draw_folds(truth: NDArray[np.int64], classes: int, seed: int) -> NDArray[np.int64]:
-    """Return the fold in which each feature is held out, int64 [N]; each class is spread over all of them.
+    """Return the fold in which each feature is held out, int64 [N]; each class is spread over all
+    of them.
 
     What is the only one of its class is never held out, and of very many features a single fold is.
     """
@@ -93,7 +102,9 @@ def draw_folds(truth: NDArray[np.int64], classes: int, seed: int) -> NDArray[np.
 
 
 def interval(right: float, count: float) -> tuple[float, float]:
-    """Return the interval of a share, right of count, that holds the true one with 95% confidence (Wilson 1927)."""
+    """Return the interval of a share, right of count, that holds the true one with 95% confidence
+    (Wilson 1927).
+    """
     share, z = right / count, 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
@@ -101,7 +112,8 @@ def interval(right: float, count: float) -> tuple[float, float]:
 
 
 class Axes(NamedTuple):
-    """Features that are centred, divided by the root of their mean variance, and turned to their principal axes.
+    """Features that are centred, divided by the root of their mean variance, and turned to their
+    principal axes.
 
     Attributes:
         mean: float64 [D].
@@ -122,9 +134,13 @@ class Axes(NamedTuple):
         """Return the axes of features [N, D]."""
         exact = features.astype(np.float64)
         mean = exact.mean(axis=0)
-        scale = max(float(np.sqrt(np.square(exact - mean).mean())), float(np.finfo(np.float32).tiny))
+        scale = max(
+            float(np.sqrt(np.square(exact - mean).mean())), float(np.finfo(np.float32).tiny)
+        )
         scaled = (exact - mean) / scale
-        few = scaled.shape[0] < scaled.shape[1]  # the smaller of the two products has all that is needed
+        few = (
+            scaled.shape[0] < scaled.shape[1]
+        )  # the smaller of the two products has all that is needed
         squares, vectors = np.linalg.eigh(scaled @ scaled.T if few else scaled.T @ scaled)
         kept = squares > 1e-10 * max(float(squares[-1]), 1.0)
         squares, vectors = squares[kept], vectors[:, kept]
@@ -134,9 +150,14 @@ class Axes(NamedTuple):
     def head(
         self, truth: NDArray[np.int64], classes: int, penalty: float
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the weight [C, D] and the bias [C] of a penalty, fitted to all features, for features as they came."""
+        """Return the weight [C, D] and the bias [C] of a penalty, fitted to all features, for
+        features as they came.
+        """
         widths = self.widths(classes, penalty)
-        strength, start = penalty * np.square(widths) * self.penalised, np.zeros((classes, len(widths)))
+        strength, start = (
+            penalty * np.square(widths) * self.penalised,
+            np.zeros((classes, len(widths))),
+        )
         unscaled = minimise(self.scaled(widths), truth, strength, start, _EXACT) * widths
         weight = unscaled[:, :-1] @ self.basis.T / self.scale
         return weight, unscaled[:, -1] - weight @ self.mean
@@ -147,9 +168,13 @@ class Axes(NamedTuple):
         return np.append(np.ones(len(self.variances)), 0.0)
 
     def widths(self, classes: int, penalty: float) -> NDArray[np.float64]:
-        """Return what parameters are divided by, [A + 1]: the curvature is then about 1 along each, the bias last."""
+        """Return what parameters are divided by, [A + 1]: the curvature is then about 1 along each,
+        the bias last.
+        """
         curvature = max((1 - 1 / classes) / classes, 1e-3)
-        widths: NDArray[np.float64] = 1 / np.sqrt(np.append(curvature * self.variances + penalty, curvature))
+        widths: NDArray[np.float64] = 1 / np.sqrt(
+            np.append(curvature * self.variances + penalty, curvature)
+        )
         return widths
 
     def scaled(self, widths: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -157,14 +182,18 @@ class Axes(NamedTuple):
         return np.column_stack([self.values, np.ones(len(self.values))]) * widths
 
 
-def choose_penalty(axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64], classes: int) -> Choice:
+def choose_penalty(
+    axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64], classes: int
+) -> Choice:
     """Return the penalty whose heads give held-out features the best scores.
 
-    A strong penalty often gives the better answers, at scores that are too low. The temperature mends these, so the
-    losses are compared with it. For the arguments see `fit_head`.
+    A strong penalty often gives the better answers, at scores that are too low. The temperature
+    mends these, so the losses are compared with it. For the arguments see `fit_head`.
     """
     numbers = range(folds.max() + 1)
-    held_out, rest = ([np.flatnonzero((folds == n) == out) for n in numbers] for out in (True, False))
+    held_out, rest = (
+        [np.flatnonzero((folds == n) == out) for n in numbers] for out in (True, False)
+    )
     rows, logits = np.flatnonzero(folds >= 0), np.empty((len(truth), classes), np.float32)
     parameters = [np.zeros((classes, axes.values.shape[1] + 1), np.float32) for _ in numbers]
     before = np.ones(1)
@@ -175,7 +204,9 @@ def choose_penalty(axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64
         strength = (penalty * np.square(widths) * axes.penalised).astype(np.float32)
         begun = [(found * (before / widths)).astype(np.float32) for found in parameters]
         pairs = zip(rest, begun, strict=True)
-        parameters = [minimise(scaled[part], truth[part], strength, start, _NEAR) for part, start in pairs]
+        parameters = [
+            minimise(scaled[part], truth[part], strength, start, _NEAR) for part, start in pairs
+        ]
         before = widths
         for part, found in zip(held_out, parameters, strict=True):
             logits[part] = scaled[part] @ found.T
@@ -190,8 +221,11 @@ def choose_penalty(axes: Axes, truth: NDArray[np.int64], folds: NDArray[np.int64
     return best
 
 
-def minimise(values: Floats, truth: NDArray[np.int64], strength: Floats, start: Floats, tolerance: float) -> Floats:
-    """Return the parameters [C, A] of the least mean negative log-likelihood plus penalty, in the dtype of the values.
+def minimise(
+    values: Floats, truth: NDArray[np.int64], strength: Floats, start: Floats, tolerance: float
+) -> Floats:
+    """Return the parameters [C, A] of the least mean negative log-likelihood plus penalty, in the
+    dtype of the values.
 
     Args:
         values: [N, A]; logits are their products with parameters.
@@ -207,7 +241,9 @@ def minimise(values: Floats, truth: NDArray[np.int64], strength: Floats, start: 
             break
         direction, length = _direction(steps, slope), 1.0
         fall = float(np.vdot(direction, slope))
-        while (tried := _loss(values, truth, strength, found - length * direction))[0] > loss - 1e-4 * length * fall:
+        while (tried := _loss(values, truth, strength, found - length * direction))[
+            0
+        ] > loss - 1e-4 * length * fall:
             length /= 2
             if length < 1e-3:  # the digits of the dtype end here
                 return found
@@ -218,7 +254,9 @@ def minimise(values: Floats, truth: NDArray[np.int64], strength: Floats, start: 
     return found
 
 
-def _loss(values: Floats, truth: NDArray[np.int64], strength: Floats, parameters: Floats) -> tuple[float, Floats]:
+def _loss(
+    values: Floats, truth: NDArray[np.int64], strength: Floats, parameters: Floats
+) -> tuple[float, Floats]:
     """Return the mean negative log-likelihood plus the penalty, and its gradient [C, A]."""
     logits, each = values @ parameters.T, np.arange(len(truth))
     logits -= logits.max(axis=1, keepdims=True)
@@ -233,7 +271,9 @@ def _loss(values: Floats, truth: NDArray[np.int64], strength: Floats, parameters
 
 
 def _direction(steps: Sequence[tuple[Floats, Floats, float]], slope: Floats) -> Floats:
-    """Return the slope, changed by the curvature that the last steps saw: the way of L-BFGS, uphill."""
+    """Return the slope, changed by the curvature that the last steps saw: the way of L-BFGS,
+    uphill.
+    """
     direction, factors = slope, []
     for change, bend, along in reversed(steps):
         factors.append(np.vdot(change, direction) / along)

@@ -1,4 +1,6 @@
-"""The data types of a prediction's input and output; they need no torch, so that every process can use them."""
+"""The data types of a prediction's input and output; they need no torch, so that every process can
+use them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from model.errors import InputError
 # One attention head by number, or all of them combined.
 Head = int | Literal["mean", "max"]
 
-# A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the others.
+# A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the
+# others.
 Method = Literal["relevance", "cls", "rollout", "gae"]
 
 # All of them, the default first.
@@ -23,7 +26,8 @@ METHODS: Final[tuple[Method, ...]] = get_args(Method)
 # Methods whose map is of a class.
 CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae"})
 
-# Evidence below which a drawing says in words that little speaks for its class, and from which on that much does.
+# Evidence below which a drawing says in words that little speaks for its class, and from which on
+# that much does.
 LITTLE: Final = 0.2
 MUCH: Final = 0.6
 
@@ -36,10 +40,9 @@ DEFAULT_TOP_K: Final = 5
 # Most classes of which one request may have maps.
 MAX_CLASSES: Final = 8
 
-# How an image's tokens become its embedding.
-#
-# `head`, what the head reads; `cls`, the CLS token; `mean`, the mean of the patch tokens; all after the final norm.
-# `transfer`, what classifiers of other labels read: see `model.network.transfer`.
+# How an image's tokens become its embedding.  `head`, what the head reads; `cls`, the CLS token;
+# `mean`, the mean of the patch tokens; all after the final norm. `transfer`, what classifiers of
+# other labels read: see `model.network.transfer`.
 Pooling = Literal["head", "cls", "mean", "transfer"]
 
 # All of them, the default first.
@@ -64,10 +67,12 @@ class MapRequest:
     """A request for one map.
 
     Attributes:
-        class_index: the class whose map it is, with a class-specific method; None is the best class.
+        class_index: the class whose map it is, with a class-specific method; None is the best
+        class.
         layer: 0 ... depth-1 with `cls`, None with every other method; see `row`.
         head: 0 ... heads-1, or how all heads are combined, with `cls`.
-        by: with a class-specific method, what scores the classes in place of the model's head, by its embedding.
+        by: with a class-specific method, what scores the classes in place of the model's head, by
+        its embedding.
     """
 
     method: Method
@@ -83,12 +88,16 @@ class MapRequest:
 
     @property
     def needs_pass(self) -> bool:
-        """Return whether the map needs a pass of its own, and does not come out of the classification's."""
+        """Return whether the map needs a pass of its own, and does not come out of the
+        classification's.
+        """
         return self.method != "cls" and not self.of_best_class
 
     @property
     def of_best_class(self) -> bool:
-        """Return whether it is the relevance of the best class, which the classification's pass can give."""
+        """Return whether it is the relevance of the best class, which the classification's pass can
+        give.
+        """
         return self.method == "relevance" and self.class_index is None and self.by is None
 
 
@@ -101,7 +110,8 @@ def parse_maps(
     layer: int | None = None,
     head: str | None = None,
 ) -> list[MapRequest]:
-    """Return the requests for a caller's map, or for a map of each class; None stands for a parameter not given.
+    """Return the requests for a caller's map, or for a map of each class; None stands for a
+    parameter not given.
 
     Without a method it is `cls` with a layer or head, else the default.
 
@@ -110,10 +120,13 @@ def parse_maps(
         classes: see `parse_classes`.
 
     Raises:
-        InputError: the model has no such class, layer, head or method, or one does not apply to the other.
+        InputError: the model has no such class, layer, head or method, or one does not apply to the
+        other.
     """
     if not isinstance(config, ViTConfig):
-        raise InputError("attention", f"{config.kind} has no attention maps: they are for Vision Transformers")
+        raise InputError(
+            "attention", f"{config.kind} has no attention maps: they are for Vision Transformers"
+        )
     of_row = [name for name, value in (("layer", layer), ("head", head)) if value is not None]
     methods = methods_of(config)
     implied: Method = "cls" if of_row else methods[0]
@@ -129,7 +142,10 @@ def parse_maps(
         raise InputError(strangers[0], f"{strangers[0]} does not apply to method {name!r}")
     if name == "cls":
         return [MapRequest.row(parse_layer(layer, config.depth), parse_head(head, config.heads))]
-    return [MapRequest(name, index) for index in ([None] if classes is None else parse_classes(classes, labels))]
+    return [
+        MapRequest(name, index)
+        for index in ([None] if classes is None else parse_classes(classes, labels))
+    ]
 
 
 def require_classes(config: NetworkConfig) -> None:
@@ -143,7 +159,8 @@ def require_classes(config: NetworkConfig) -> None:
 
 
 def methods_of(config: NetworkConfig) -> tuple[Method, ...]:
-    """Return the methods of an architecture, its default first: relevance goes back through pre-norm blocks alone.
+    """Return the methods of an architecture, its default first: relevance goes back through
+    pre-norm blocks alone.
 
     Without classes there are maps of the attention alone; a library's network has none.
     """
@@ -152,7 +169,12 @@ def methods_of(config: NetworkConfig) -> tuple[Method, ...]:
     if not config.num_classes:
         return tuple(method for method in METHODS if method not in CLASS_SPECIFIC)
     if config.norm_order != "pre":
-        return tuple(sorted(set(METHODS) - {"relevance"}, key=lambda method: (method != "gae", METHODS.index(method))))
+        return tuple(
+            sorted(
+                set(METHODS) - {"relevance"},
+                key=lambda method: (method != "gae", METHODS.index(method)),
+            )
+        )
     return METHODS
 
 
@@ -187,10 +209,12 @@ def parse_head(head: str | None, heads: int) -> Head:
 def parse_classes(text: str, labels: Sequence[str]) -> list[int]:
     """Return the indices of classes that are named in a comma-separated list.
 
-    An integer is an index. Anything else is a label, in any case, or one of its names: `tabby` of `tabby, tabby cat`.
+    An integer is an index. Anything else is a label, in any case, or one of its names: `tabby` of
+    `tabby, tabby cat`.
 
     Raises:
-        InputError: a name is of no class or of several, an index is too high, or there are too many classes.
+        InputError: a name is of no class or of several, an index is too high, or there are too many
+        classes.
     """
     by_label, by_name, longest = _indices(tuple(labels))
     parts = [part.strip() for part in text.split(",")]
@@ -198,7 +222,12 @@ def parse_classes(text: str, labels: Sequence[str]) -> list[int]:
     while parts:
         # A label may contain commas: take as many parts as make a label.
         taken = next(
-            (n for n in range(min(len(parts), longest), 1, -1) if ", ".join(parts[:n]).casefold() in by_label), 1
+            (
+                n
+                for n in range(min(len(parts), longest), 1, -1)
+                if ", ".join(parts[:n]).casefold() in by_label
+            ),
+            1,
         )
         name, parts = ", ".join(parts[:taken]), parts[taken:]
         if name.isascii() and name.isdecimal() and len(name) < 10:
@@ -206,8 +235,15 @@ def parse_classes(text: str, labels: Sequence[str]) -> list[int]:
         else:
             matches = by_label.get(name.casefold()) or by_name.get(name.casefold()) or []
         if len(matches) != 1:
-            which = f"is ambiguous: {', '.join(map(str, matches[:5]))} are called that" if matches else "is unknown"
-            raise InputError("class", f"class {name[:50]!r} {which}; expected a label or an index below {len(labels)}")
+            which = (
+                f"is ambiguous: {', '.join(map(str, matches[:5]))} are called that"
+                if matches
+                else "is unknown"
+            )
+            raise InputError(
+                "class",
+                f"class {name[:50]!r} {which}; expected a label or an index below {len(labels)}",
+            )
         indices.append(matches[0])
         if len(indices) > MAX_CLASSES:
             raise InputError("class", f"class: more than {MAX_CLASSES} classes")
@@ -216,7 +252,9 @@ def parse_classes(text: str, labels: Sequence[str]) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _indices(labels: tuple[str, ...]) -> tuple[dict[str, list[int]], dict[str, list[int]], int]:
-    """Return the classes of each label and of each name in a label, in any case, and the most names in a label."""
+    """Return the classes of each label and of each name in a label, in any case, and the most names
+    in a label.
+    """
     by_label: dict[str, list[int]] = {}
     by_name: dict[str, list[int]] = {}
     for index, label in enumerate(labels):
@@ -242,18 +280,23 @@ class EmbeddingRequest:
 TRANSFER: Final = EmbeddingRequest("transfer")
 
 
-def parse_embedding(config: NetworkConfig, pool: object = "head", normalize: object = False) -> EmbeddingRequest:
+def parse_embedding(
+    config: NetworkConfig, pool: object = "head", normalize: object = False
+) -> EmbeddingRequest:
     """Return the embedding that a caller asks for.
 
     Raises:
-        InputError: there is no such pool, or the model has no CLS token; or `normalize` is not a bool.
+        InputError: there is no such pool, or the model has no CLS token; or `normalize` is not a
+        bool.
     """
     if pool not in POOLINGS:
         raise InputError("pool", f"pool {pool!r:.50}: expected one of {', '.join(POOLINGS)}")
     if pool == "transfer":
         pool = transfer_pool(config)
     if pool != "head" and not isinstance(config, ViTConfig):
-        raise InputError("pool", f"pool {pool!r}: {config.kind} gives what its head reads alone; expected head")
+        raise InputError(
+            "pool", f"pool {pool!r}: {config.kind} gives what its head reads alone; expected head"
+        )
     if pool == "cls" and isinstance(config, ViTConfig) and not config.class_token:
         raise InputError("pool", "pool 'cls': the model has no CLS token; expected head or mean")
     if not isinstance(normalize, bool):
@@ -262,12 +305,16 @@ def parse_embedding(config: NetworkConfig, pool: object = "head", normalize: obj
 
 
 def transfer_pool(config: NetworkConfig) -> Pooling:
-    """Return the embedding that new classifiers read: a network of another library has no blocks to read."""
+    """Return the embedding that new classifiers read: a network of another library has no blocks to
+    read.
+    """
     return "transfer" if isinstance(config, ViTConfig) else "head"
 
 
 def embedding_parts(config: NetworkConfig, pool: Pooling) -> int:
-    """Return of how many vectors of equal length an embedding is made; see `model.network.transfer`."""
+    """Return of how many vectors of equal length an embedding is made; see
+    `model.network.transfer`.
+    """
     if pool != "transfer" or not isinstance(config, ViTConfig):
         return 1
     return embedding_width(config, pool) // config.width
@@ -276,7 +323,8 @@ def embedding_parts(config: NetworkConfig, pool: Pooling) -> int:
 def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
     """Return the number of values of an embedding.
 
-    That is the width of a token, of two if the head reads two, of a projection, or of all transfer features.
+    That is the width of a token, of two if the head reads two, of a projection, or of all transfer
+    features.
     """
     if not isinstance(config, ViTConfig):
         return config.width
@@ -284,7 +332,9 @@ def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
         return (min(TRANSFER_BLOCKS, config.depth) + config.class_token) * config.width
     if pool != "head":
         return config.width
-    return config.projection_width or (2 * config.width if config.pool == "cls_mean" else config.width)
+    return config.projection_width or (
+        2 * config.width if config.pool == "cls_mean" else config.width
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,12 +343,13 @@ class AttentionMap:
 
     Attributes:
         request: the request; with a class-specific method, its class is filled in.
-        values: float32 [grid rows, grid columns], summing to 1: what the method found, whatever the evidence.
-        kept_mass: share of the attention, or of what the method finds, that fell on patches; the rest went to the
-            prefix tokens.
+        values: float32 [grid rows, grid columns], summing to 1: what the method found, whatever the
+        evidence.
+        kept_mass: share of the attention, or of what the method finds, that fell on patches; the
+            rest went to the prefix tokens.
         score: of the class, with a class-specific method.
-        evidence: how much speaks for the class, 0 ... 1, with a class-specific method; see `model.heads.Head.evidence`.
-            A drawing fades with it.
+        evidence: how much speaks for the class, 0 ... 1, with a class-specific method; see
+            `model.heads.Head.evidence`. A drawing fades with it.
         abstained: whether the head abstains of the image, with a class-specific method.
     """
 
@@ -319,10 +370,11 @@ class RequestedOutputs:
         map: which map, if any.
         logits: whether to return the logits of all classes.
         embedding: which embedding, if any.
-        labels: texts that the image is compared with instead of the model's classes; `model.heads` computes their
-            scores from the embedding, so that none of them reaches an engine.
+        labels: texts that the image is compared with instead of the model's classes; `model.heads`
+            computes their scores from the embedding, so that none of them reaches an engine.
         label_set: whether to return the set of labels, of a model that has a coverage.
-        head: which of the backbone's heads scores the image: a name of `Predictor.heads`, or the backbone's own.
+        head: which of the backbone's heads scores the image: a name of `Predictor.heads`, or the
+        backbone's own.
         more: what is asked of the same image by further heads, in the same pass.
     """
 
@@ -338,7 +390,9 @@ class RequestedOutputs:
     @property
     def is_plain(self) -> bool:
         """Return whether the best classes of the backbone's own head are all that is asked for."""
-        return not (self.map or self.logits or self.embedding or self.label_set or self.head or self.more)
+        return not (
+            self.map or self.logits or self.embedding or self.label_set or self.head or self.more
+        )
 
     @property
     def each(self) -> "tuple[RequestedOutputs, ...]":
@@ -347,7 +401,9 @@ class RequestedOutputs:
 
     @property
     def needs_pass(self) -> bool:
-        """Return whether an output is requested that does not come out of the classification's pass."""
+        """Return whether an output is requested that does not come out of the classification's
+        pass.
+        """
         return any(each.map is not None and each.map.needs_pass for each in self.each)
 
 
@@ -360,12 +416,14 @@ class Outputs:
         indices: int64 [top_k], the classes that the scores belong to.
         logits: float32 [num_classes], before the temperature.
         embedding: float32 [D], `embedding_width` of the request.
-        finite: whether all scores of the image are finite; the other values mean nothing where they are not.
-        label_set: int64 [size], the labels that hold the right one with the model's coverage, best first; none: the
-            model abstains. See `model.calibration`.
+        finite: whether all scores of the image are finite; the other values mean nothing where they
+        are not.
+        label_set: int64 [size], the labels that hold the right one with the model's coverage, best
+            first; none: the model abstains. See `model.calibration`.
         more: what further heads give of the image, in the order of the request.
         far: whether the image is far from all examples of a taught head, which abstains then.
-        least: float32 [top_k], the least score with which each of the classes is predicted; None: 0.
+        least: float32 [top_k], the least score with which each of the classes is predicted; None:
+        0.
     """
 
     scores: NDArray[np.float32]
@@ -380,14 +438,20 @@ class Outputs:
     least: NDArray[np.float32] | None = None
 
     def predicted(self, min_score: float | None = None) -> NDArray[np.bool_]:
-        """Return whether each class has the score that its head, and the caller, ask for at least: bool [top_k]."""
+        """Return whether each class has the score that its head, and the caller, ask for at least:
+        bool [top_k].
+        """
         if self.least is None and min_score is None:  # of most images
             return np.ones(len(self.scores), bool)
         least = 0.0 if self.least is None else self.least
         return self.scores >= np.maximum(least, np.float32(min_score or 0))
 
-    def abstained_by(self, min_score: float | None = None) -> Literal["coverage", "distance", "min_score"] | None:
-        """Return why no label is given of the image, or None: its distance, its set of labels, or its scores."""
+    def abstained_by(
+        self, min_score: float | None = None
+    ) -> Literal["coverage", "distance", "min_score"] | None:
+        """Return why no label is given of the image, or None: its distance, its set of labels, or
+        its scores.
+        """
         if self.far:
             return "distance"
         if self.label_set is not None and not len(self.label_set):

@@ -1,7 +1,9 @@
-"""A head that was fitted to examples, as one safetensors file: weights, labels, thresholds, what it knows of itself.
+"""A head that was fitted to examples, as one safetensors file: weights, labels, thresholds, what it
+knows of itself.
 
-weight float32 [C, D], bias float32 [C], known float16 [M, D]; the metadata has the rest as text, with the name of the
-features that the head reads (`head` if a file names none) and the number of their parts
+weight float32 [C, D], bias float32 [C], known float16 [M, D]; the metadata has the rest as text,
+with the name of the features that the head reads (`head` if a file names none) and the number of
+their parts
 """
 
 import json
@@ -56,12 +58,16 @@ class Features(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Return what their name ends with: nothing for what the checkpoint's own head reads, as in older files."""
+        """Return what their name ends with: nothing for what the checkpoint's own head reads, as in
+        older files.
+        """
         return "" if self.pool == "head" else f"-{self.pool}{self.parts}"
 
     @property
     def dtype(self) -> str:
-        """Return the dtype that examples are kept in: float16 is enough for transfer features (docs/teach.md)."""
+        """Return the dtype that examples are kept in: float16 is enough for transfer features
+        (docs/teach.md).
+        """
         return "<f4" if self.pool == "head" else "<f2"
 
     def scales(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -94,7 +100,12 @@ class TaughtHead(NamedTuple):
         head = self.head
         assert head.weight is not None
         assert head.known is not None
-        about = {"format": FORMAT, "version": _VERSION, "backbone": self.backbone, "model": self.model}
+        about = {
+            "format": FORMAT,
+            "version": _VERSION,
+            "backbone": self.backbone,
+            "model": self.model,
+        }
         about |= {"statistics": self.statistics, "labels": json.dumps(head.labels)}
         about |= {"temperature": repr(head.temperature), "limit": repr(head.known.limit)}
         about |= {"features": head.features, "parts": repr(head.known.parts)}
@@ -106,12 +117,15 @@ class TaughtHead(NamedTuple):
         """Return the head in a file, which messages call `where`.
 
         Raises:
-            CheckpointError: it holds none, or one that cannot answer: of other shapes or dtypes, or not finite.
+            CheckpointError: it holds none, or one that cannot answer: of other shapes or dtypes, or
+            not finite.
         """
         damaged = f"{where}: not a taught head, or damaged"
         try:
             arrays = load(content)
-            about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+            about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])[
+                "__metadata__"
+            ]
             if (about["format"], about["version"]) != (FORMAT, _VERSION):
                 raise ValueError
             labels = checked_texts(json.loads(about["labels"]), "labels", most=_MOST_LABELS)
@@ -129,17 +143,23 @@ class TaughtHead(NamedTuple):
         if problem:
             raise CheckpointError(f"{damaged}: {problem}")
         distances = Known(known.astype(np.float32), limit, parts)
-        head = Head(labels, False, temperature, weight=weight, bias=bias, features=features, known=distances)
+        head = Head(
+            labels, False, temperature, weight=weight, bias=bias, features=features, known=distances
+        )
         return cls(head, backbone, model, statistics)
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Return the head in a file; raises OSError, and `CheckpointError` as `from_bytes` or of a file too large."""
+        """Return the head in a file; raises OSError, and `CheckpointError` as `from_bytes` or of a
+        file too large.
+        """
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             size = path.stat().st_size
-            raise CheckpointError(f"{path.name}: {size} bytes: a taught head has at most {_MOST_BYTES}")
+            raise CheckpointError(
+                f"{path.name}: {size} bytes: a taught head has at most {_MOST_BYTES}"
+            )
         return cls.from_bytes(content, path.name)
 
 

@@ -16,10 +16,15 @@ UNIX: Final = "unix:"
 ANY: Final = ("0.0.0.0", "::")
 """The hosts that stand for every address of this machine."""
 
-_NAME: Final = re.compile(r"(?:[A-Za-z0-9_-]{1,63}\.)*(?=[A-Za-z0-9_-]*[A-Za-z])[A-Za-z0-9_-]{1,63}\.?")
+_NAME: Final = re.compile(
+    r"(?:[A-Za-z0-9_-]{1,63}\.)*(?=[A-Za-z0-9_-]*[A-Za-z])[A-Za-z0-9_-]{1,63}\.?"
+)
 _LONGEST_PATH: Final = 107  # bytes of the path of a Unix socket
 _BACKLOG: Final = 2048
-_ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of the IPv6 address of `localhost` where IPv6 is off
+_ABSENT: Final = (
+    errno.EADDRNOTAVAIL,
+    errno.EAFNOSUPPORT,
+)  # of the IPv6 address of `localhost` where IPv6 is off
 
 
 def parse_listen_hosts(value: str) -> str:
@@ -32,7 +37,9 @@ def _listen_host(text: str) -> str:
     if text.startswith(UNIX):
         path = re.sub("^/+", "/", text.removeprefix(UNIX))
         if not path.startswith("/") or path.endswith("/") or len(os.fsencode(path)) > _LONGEST_PATH:
-            raise ValueError(f"{text!r}: expected unix: and an absolute path of at most {_LONGEST_PATH} bytes")
+            raise ValueError(
+                f"{text!r}: expected unix: and an absolute path of at most {_LONGEST_PATH} bytes"
+            )
         return f"{UNIX}{path}"
     host = text.removeprefix("[").removesuffix("]")
     try:
@@ -82,7 +89,9 @@ class TcpAddress(NamedTuple):
 
 
 def tcp_addresses(hosts: Sequence[str]) -> Iterator[TcpAddress]:
-    """Yield the addresses of all hosts that are not Unix sockets; raises `OSError` if a name has none."""
+    """Yield the addresses of all hosts that are not Unix sockets; raises `OSError` if a name has
+    none.
+    """
     for host in tcp_hosts(hosts):
         try:
             found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -95,7 +104,8 @@ def tcp_addresses(hosts: Sequence[str]) -> Iterator[TcpAddress]:
 
 
 def bind_tcp(address: TcpAddress, port: int, *options: int, listens: bool = False) -> socket.socket:
-    """Return a socket that is bound to an address; raises `OSError`, whose `filename` is the address.
+    """Return a socket that is bound to an address; raises `OSError`, whose `filename` is the
+    address.
 
     Args:
         options: of SOL_SOCKET, which are set.
@@ -118,10 +128,11 @@ def bind_tcp(address: TcpAddress, port: int, *options: int, listens: bool = Fals
 
 
 def listen(hosts: Sequence[str], port: int, count: int = 1) -> list[list[socket.socket]]:
-    """Return the listening sockets of `count` processes; raises `OSError`, whose `filename` is the address.
+    """Return the listening sockets of `count` processes; raises `OSError`, whose `filename` is the
+    address.
 
-    The kernel spreads connections evenly over sockets of their own (SO_REUSEPORT), where processes that share one
-    would take whole bursts each. A Unix socket is shared.
+    The kernel spreads connections evenly over sockets of their own (SO_REUSEPORT), where processes
+    that share one would take whole bursts each. A Unix socket is shared.
 
     Args:
         port: 0 picks a free one, the same for all addresses.
@@ -140,7 +151,9 @@ def listen(hosts: Sequence[str], port: int, count: int = 1) -> list[list[socket.
     return processes
 
 
-def _listen_tcp(hosts: Sequence[str], port: int, opened: ExitStack, *, is_shared: bool) -> list[socket.socket]:
+def _listen_tcp(
+    hosts: Sequence[str], port: int, opened: ExitStack, *, is_shared: bool
+) -> list[socket.socket]:
     """Return listening sockets on all hosts that are not Unix sockets, which `opened` closes."""
     options = [socket.SO_REUSEADDR, socket.SO_REUSEPORT] if is_shared else [socket.SO_REUSEADDR]
     listeners: list[socket.socket] = []
@@ -162,7 +175,9 @@ def _listen_unix(path: Path) -> socket.socket:
     try:
         _remove_stale(path)
         listener.bind(str(path))
-        path.chmod(0o666)  # as open to users of this machine as a loopback address; its folder may be closed
+        path.chmod(
+            0o666
+        )  # as open to users of this machine as a loopback address; its folder may be closed
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -185,7 +200,9 @@ def _remove_stale(path: Path) -> None:
 
 def port_of(listeners: Sequence[socket.socket]) -> int:
     """Return the TCP port of listeners, 0 if all are Unix sockets."""
-    ports = [listener.getsockname()[1] for listener in listeners if listener.family != socket.AF_UNIX]
+    ports = [
+        listener.getsockname()[1] for listener in listeners if listener.family != socket.AF_UNIX
+    ]
     return ports[0] if ports else 0
 
 

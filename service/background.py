@@ -1,8 +1,10 @@
-"""Runs the background tasks and threads of the service: what fails is logged, counted and started again.
+"""Runs the background tasks and threads of the service: what fails is logged, counted and started
+again.
 
-By themselves a failed task of asyncio and a failed thread are gone, mostly without a word, and the service goes on
-without what they did: signs of life, timeouts of connections, new heads. So nothing else in `service` starts either,
-but for tasks and threads of one request, whose errors are its answer.
+By themselves a failed task of asyncio and a failed thread are gone, mostly without a word, and the
+service goes on without what they did: signs of life, timeouts of connections, new heads. So nothing
+else in `service` starts either, but for tasks and threads of one request, whose errors are its
+answer.
 """
 
 import asyncio
@@ -19,7 +21,8 @@ logger = logging.getLogger("vitserve")
 
 T = TypeVar("T")
 
-# Seconds before the first restart; each further pause is twice as long. A run of `_LONG_RUN_SECONDS` starts over.
+# Seconds before the first restart; each further pause is twice as long. A run of
+# `_LONG_RUN_SECONDS` starts over.
 _PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _LONG_RUN_SECONDS: Final = 60.0
@@ -28,7 +31,9 @@ _observers: list[Callable[[str], object]] = []
 
 
 def on_restart(called: Callable[[str], object]) -> None:
-    """Call a function with a task's name whenever this process starts it again, instead of the one before."""
+    """Call a function with a task's name whenever this process starts it again, instead of the one
+    before.
+    """
     _observers[:] = [called]
 
 
@@ -56,7 +61,12 @@ class Restarts:
             self._pause_seconds = _PAUSE_SECONDS
         pause = self._pause_seconds
         self._pause_seconds = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        logger.error("background task %s failed: it is started again in %g s", self._task, pause, exc_info=error)
+        logger.error(
+            "background task %s failed: it is started again in %g s",
+            self._task,
+            pause,
+            exc_info=error,
+        )
         for observer in _observers:
             observer(self._task)
         return pause
@@ -68,7 +78,8 @@ def keep_running(
     *,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> asyncio.Task[None]:
-    """Start a coroutine as a task, again whenever it fails, until it returns or the task is cancelled.
+    """Start a coroutine as a task, again whenever it fails, until it returns or the task is
+    cancelled.
 
     Args:
         task: its name, in the log and the metric.
@@ -79,7 +90,9 @@ def keep_running(
 
 
 async def _run_again(
-    work: Callable[[], Coroutine[Any, Any, None]], restarts: Restarts, sleep: Callable[[float], Awaitable[None]]
+    work: Callable[[], Coroutine[Any, Any, None]],
+    restarts: Restarts,
+    sleep: Callable[[float], Awaitable[None]],
 ) -> None:
     while True:
         restarts.begin()
@@ -97,9 +110,14 @@ async def _run_again(
 
 
 def supervised_thread(
-    task: str, work: Callable[[], None], *, name: str = "", sleep: Callable[[float], None] = time.sleep
+    task: str,
+    work: Callable[[], None],
+    *,
+    name: str = "",
+    sleep: Callable[[float], None] = time.sleep,
 ) -> threading.Thread:
-    """Return a daemon thread, not started yet, that does its work again whenever that fails, until it returns.
+    """Return a daemon thread, not started yet, that does its work again whenever that fails, until
+    it returns.
 
     Args:
         task: its name in the log and the metric.
@@ -125,7 +143,8 @@ def supervised_thread(
 class Tasks:
     """Tasks that run once and are kept until they end: an event loop alone holds none.
 
-    Whoever awaits one gets its error; one that is no answer to a caller is logged too, as nobody may await it.
+    Whoever awaits one gets its error; one that is no answer to a caller is logged too, as nobody
+    may await it.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,9 @@
-"""Starts every other program: child processes see no secrets, and import nothing from a folder that a caller may write.
+"""Starts every other program: child processes see no secrets, and import nothing from a folder that
+a caller may write.
 
-A child runs in `/`, with `-P` if it is Python, and with the environment variables of an allow-list. Processes that are
-forked from the supervisor (`service.cluster.processes`) are the service itself, and keep all.
+A child runs in `/`, with `-P` if it is Python, and with the environment variables of an allow-list.
+Processes that are forked from the supervisor (`service.cluster.processes`) are the service itself,
+and keep all.
 """
 
 import asyncio
@@ -51,7 +53,10 @@ def environment(allowed: Collection[str] = COMMON, **more: str) -> dict[str, str
 
 
 def start(
-    *command: str, allowed: Collection[str] = COMMON, more: dict[str, str] | None = None, **options: Any
+    *command: str,
+    allowed: Collection[str] = COMMON,
+    more: dict[str, str] | None = None,
+    **options: Any,
 ) -> subprocess.Popen[Any]:
     """Start a program, with options of `subprocess.Popen`; raises OSError if it cannot be started."""
     return subprocess.Popen(command, cwd="/", env=environment(allowed, **(more or {})), **options)
@@ -73,7 +78,9 @@ async def start_python_async(
 ) -> asyncio.subprocess.Process:
     """Start a module as `start_python` does, from an event loop."""
     variables = environment(COMMON, **_importing(more))
-    return await asyncio.create_subprocess_exec(*_python(module, *arguments), cwd="/", env=variables, **options)
+    return await asyncio.create_subprocess_exec(
+        *_python(module, *arguments), cwd="/", env=variables, **options
+    )
 
 
 def output_of(*command: str, timeout_seconds: float) -> str:
@@ -106,7 +113,10 @@ def _importing(more: dict[str, str] | None) -> dict[str, str]:
     """
     left_out = {_working_directory()} - {_PACKAGES}
     folders = [entry for entry in sys.path if entry and Path(entry).resolve() not in left_out]
-    return {"PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in folders), **(more or {})}
+    return {
+        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in folders),
+        **(more or {}),
+    }
 
 
 def _working_directory() -> Path | None:

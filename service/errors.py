@@ -109,7 +109,9 @@ class InferenceFailed(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """The service cannot take the request now; after `retry_after` seconds another try may do better, if not None."""
+    """The service cannot take the request now; after `retry_after` seconds another try may do
+    better, if not None.
+    """
 
     retry_after: int | None = 1
 
@@ -129,19 +131,25 @@ class EngineUnavailable(Unavailable):
 
 
 class ModelFailed(EngineUnavailable):
-    """The model could not be loaded, and is not tried again until somebody changes it: another try is in vain."""
+    """The model could not be loaded, and is not tried again until somebody changes it: another try
+    is in vain.
+    """
 
     retry_after = None
 
 
 class ModelLoading(Unavailable):
-    """The model is being loaded; as many requests wait for it as may, or this one has waited for all of its time."""
+    """The model is being loaded; as many requests wait for it as may, or this one has waited for
+    all of its time.
+    """
 
     retry_after = 2
 
 
 class ModelsFull(Unavailable):
-    """There is no memory for the model beside those that are in use, or were loaded a short time ago."""
+    """There is no memory for the model beside those that are in use, or were loaded a short time
+    ago.
+    """
 
     def __init__(self, message: str = "", retry_after: int = 5) -> None:
         super().__init__(message)

@@ -3,9 +3,10 @@
     socket --bytes--> Connection --head, body--> Exchange --receive--> the application
     socket <--bytes-- Connection <-------------- Exchange <---send---- the application
 
-httptools parses heads and chunks. Heads, framing, time, unread answers, and the number of connections are bounded here,
-and what is no valid request is answered with a problem document. Bodies are bounded by the application that reads them.
-A request that comes before its connection's last answer waits unparsed.
+httptools parses heads and chunks. Heads, framing, time, unread answers, and the number of
+connections are bounded here, and what is no valid request is answered with a problem document.
+Bodies are bounded by the application that reads them. A request that comes before its connection's
+last answer waits unparsed.
 """
 
 import asyncio
@@ -34,11 +35,17 @@ Header = tuple[bytes, bytes]
 
 MAX_CONNECTIONS: Final = 2048  # of a process: eight for each place of the usual queue
 HEAD_SECONDS: Final = 30.0
-IDLE_SECONDS: Final = 75.0  # after an answer, unless set: load balancers often keep idle connections for 60 s
+IDLE_SECONDS: Final = (
+    75.0  # after an answer, unless set: load balancers often keep idle connections for 60 s
+)
 STALL_SECONDS: Final = 30.0  # in which a caller has to read some of its answer
-LINGER_SECONDS: Final = 10.0  # for the rest of a refused body: to close at once would reset, and may lose the answer
+LINGER_SECONDS: Final = (
+    10.0  # for the rest of a refused body: to close at once would reset, and may lose the answer
+)
 LAST_CALLERS_SECONDS: Final = 1.0  # after the listener is closed, for who was let in just before
-DISCARDED_BYTES: Final = 1 << 20  # of a body that is read after a refusal: a new connection costs both sides more
+DISCARDED_BYTES: Final = (
+    1 << 20
+)  # of a body that is read after a refusal: a new connection costs both sides more
 
 _MOST_ENDING = 64  # connections beyond the limit, whose refusal is on its way
 _MAX_HEAD_BYTES = 64 << 10
@@ -50,8 +57,15 @@ _PIECES_AT_ONCE = 512  # of a body in chunks, before others have their turn at t
 _CHUNK_FRAMING = 6  # bytes of a small chunk
 _MAX_LINE = 1000  # bytes of a size with its extensions, or of a trailer: what has come is copied with each read
 _UNSENT_BYTES = 128 << 10  # of a connection's answers, in the kernel; by itself it takes 2.5 MiB
-_SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "scheme": "http", "root_path": ""}
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status} {status.phrase}".encode() for status in HTTPStatus}
+_SCOPE = {
+    "type": "http",
+    "asgi": {"version": "3.0", "spec_version": "2.3"},
+    "scheme": "http",
+    "root_path": "",
+}
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status} {status.phrase}".encode() for status in HTTPStatus
+}
 
 
 class AnswerRoom(Protocol):
@@ -74,16 +88,22 @@ class Application(Protocol):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
 
-    def refuse(self, error: ServiceError, headers: Iterable[Header]) -> tuple[int, list[Header], bytes]:
-        """Count bytes that never become a request, of which `headers` came, and return status, headers and body."""
+    def refuse(
+        self, error: ServiceError, headers: Iterable[Header]
+    ) -> tuple[int, list[Header], bytes]:
+        """Count bytes that never become a request, of which `headers` came, and return status,
+        headers and body.
+        """
 
 
 class Exchange:
-    """A request and its answer, as ASGI has them; raises `MalformedRequest` if a proxy may read its head differently.
+    """A request and its answer, as ASGI has them; raises `MalformedRequest` if a proxy may read its
+    head differently.
 
     Attributes:
         more_body: the end of the body has not come.
-        is_wanted: the body is taken as it comes; where its caller may wait for that, once the application asks for it.
+        is_wanted: the body is taken as it comes; where its caller may wait for that, once the
+        application asks for it.
         waiting: bytes of the body that have come, and the application has not read.
         framing: bytes of a body in chunks that are no content.
         answered, complete: the answer has begun, and is written to its end.
@@ -95,16 +115,24 @@ class Exchange:
     def __init__(self, connection: "Connection", scope: Scope, *, keep_alive: bool) -> None:
         headers, version = dict(scope["headers"]), scope["http_version"]
         hosts = [name for name, _ in scope["headers"]].count(b"host")
-        codings = [value.strip().lower() for name, value in scope["headers"] if name == b"transfer-encoding"]
+        codings = [
+            value.strip().lower()
+            for name, value in scope["headers"]
+            if name == b"transfer-encoding"
+        ]
         length, expected = headers.get(b"content-length", b"0"), headers.get(b"expect", b"")
         if scope["method"] == "CONNECT" or version not in ("1.0", "1.1"):
-            raise MalformedRequest(f"{scope['method']}, HTTP/{version}: this server speaks HTTP/1.1, and is no proxy")
+            raise MalformedRequest(
+                f"{scope['method']}, HTTP/{version}: this server speaks HTTP/1.1, and is no proxy"
+            )
         if len(length) > _MAX_DIGITS:
             raise MalformedRequest(f"Content-Length: more than {_MAX_DIGITS} digits")
         if hosts > 1 or (version == "1.1" and hosts == 0):
             raise MalformedRequest(f"{hosts} Host headers: expected one")
         if codings and (codings != [b"chunked"] or version == "1.0"):
-            raise MalformedRequest("Transfer-Encoding: only chunked is understood, once, and in HTTP/1.1")
+            raise MalformedRequest(
+                "Transfer-Encoding: only chunked is understood, once, and in HTTP/1.1"
+            )
         self._left = int(length)  # bytes to come of the body, or of its chunk
         self._parser: httptools.HttpRequestParser | None = None
         if codings:  # the head's own takes what is behind an offer of another protocol for that
@@ -126,7 +154,9 @@ class Exchange:
         self._head = self._line = b""
 
     def take(self, data: bytes) -> bytes:
-        """Take what is of the body, chunks by lines and by what these say, and return the rest; raises as a parser."""
+        """Take what is of the body, chunks by lines and by what these say, and return the rest;
+        raises as a parser.
+        """
         at = 0
         for _ in range(_PIECES_AT_ONCE):
             piece = data[at : at + self._left if self._left else data.find(b"\n", at) + 1 or None]
@@ -142,8 +172,13 @@ class Exchange:
                 self.on_body(piece)
                 if not self._left:
                     self.on_message_complete()
-            if self.framing // _CHUNK_FRAMING > 64 + self._content // 32 or len(self._line) > _MAX_LINE:
-                raise MalformedRequest(f"more than 32 chunks in a KiB, or {_MAX_LINE} bytes in a line, of the body")
+            if (
+                self.framing // _CHUNK_FRAMING > 64 + self._content // 32
+                or len(self._line) > _MAX_LINE
+            ):
+                raise MalformedRequest(
+                    f"more than 32 chunks in a KiB, or {_MAX_LINE} bytes in a line, of the body"
+                )
             if at == len(data) or not self.more_body:
                 return data[at:]
         asyncio.get_running_loop().call_soon(self._connection.advance)
@@ -180,10 +215,14 @@ class Exchange:
                 self._connection.is_refused = True
                 self._connection.transport.close()
             self._parser = None  # which holds the exchange
-            del self._connection  # what the application leaves to the garbage collector may hold this
+            del (
+                self._connection
+            )  # what the application leaves to the garbage collector may hold this
 
     async def receive(self) -> Message:
-        """Return the next part of the body, or `http.disconnect` once there can be none; raises `error`."""
+        """Return the next part of the body, or `http.disconnect` once there can be none; raises
+        `error`.
+        """
         connection = self._connection
         if not self.is_wanted:
             self.is_wanted = True
@@ -215,25 +254,42 @@ class Exchange:
             self.answered, self._parts, self.waiting = True, [], 0
             return
         head, self._head = self._head, b""
-        if not connection.transport.is_closing():  # else its caller has closed its side, and is taken for one that left
+        if (
+            not connection.transport.is_closing()
+        ):  # else its caller has closed its side, and is taken for one that left
             parts = (head, b"" if self._is_head else message["body"])
-            connection.transport.writelines([part for part in parts if part])  # asyncio would try for ever to send b""
+            connection.transport.writelines(
+                [part for part in parts if part]
+            )  # asyncio would try for ever to send b""
         if not message.get("more_body", False):
             self.complete = True
             self.news.set()
             connection.answered(self)
 
     def _answer_head(self, status: int, headers: Iterable[Header]) -> bytes:
-        """Return the head of the answer; the connection ends if more of a body comes than is worth reading."""
+        """Return the head of the answer; the connection ends if more of a body comes than is worth
+        reading.
+        """
         connection, named = self._connection, dict(headers)
-        closes = connection.is_refused or connection.connections.is_ending or b"close" in named.get(b"connection", b"")
+        closes = (
+            connection.is_refused
+            or connection.connections.is_ending
+            or b"close" in named.get(b"connection", b"")
+        )
         is_worth_reading = self._may_discard and status != HTTPStatus.REQUEST_TIMEOUT
-        has_end = b"content-length" in named or status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
-        self.keep_alive = self.keep_alive and has_end and not closes and (is_worth_reading or not self.more_body)
+        has_end = b"content-length" in named or status in (
+            HTTPStatus.NO_CONTENT,
+            HTTPStatus.NOT_MODIFIED,
+        )
+        self.keep_alive = (
+            self.keep_alive and has_end and not closes and (is_worth_reading or not self.more_body)
+        )
         others = [header for header in headers if header[0] != b"connection"]
         if self.keep_alive and self._names_keep_alive:
             others.append((b"connection", b"keep-alive"))
-        return head_of(status, connection.state.default_headers + others, closes=not self.keep_alive)
+        return head_of(
+            status, connection.state.default_headers + others, closes=not self.keep_alive
+        )
 
 
 def head_of(status: int, headers: Iterable[Header], *, closes: bool) -> bytes:
@@ -246,18 +302,23 @@ def head_of(status: int, headers: Iterable[Header], *, closes: bool) -> bytes:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """A connection, as uvicorn's `Config(http=...)` takes one: of uvicorn it reads its configuration and `state`.
+    """A connection, as uvicorn's `Config(http=...)` takes one: of uvicorn it reads its
+    configuration and `state`.
 
     Attributes:
         left: done when the socket is closed.
-        refused_at: seconds of the application's clock at which it last refused a request here for want of room.
+        refused_at: seconds of the application's clock at which it last refused a request here for
+        want of room.
         is_refused: nothing that arrives now is parsed.
-        exchange: the last request, which is being answered, or whose body is being discarded, until that has ended.
+        exchange: the last request, which is being answered, or whose body is being discarded, until
+        that has ended.
         drained: set once the caller reads its answers again; None while it does.
         head: what has come of a request's head that has not ended.
     """
 
-    def __init__(self, connections: "Connections", config: Config, server_state: ServerState, **_: object) -> None:
+    def __init__(
+        self, connections: "Connections", config: Config, server_state: ServerState, **_: object
+    ) -> None:
         self.connections = connections
         self.state = server_state
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -277,7 +338,11 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # sockets have no other
         """Begin to wait for a request, if there is room for one connection more."""
         self.transport = transport
-        self._scope: Scope = {**_SCOPE, "server": get_local_addr(transport), "client": get_remote_addr(transport)}
+        self._scope: Scope = {
+            **_SCOPE,
+            "server": get_local_addr(transport),
+            "client": get_remote_addr(transport),
+        }
         own = transport.get_extra_info("socket")
         if hasattr(socket, "TCP_NOTSENT_LOWAT") and own.family != socket.AF_UNIX:
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -328,7 +393,9 @@ class Connection(asyncio.BufferedProtocol):
     # It parses:
 
     def advance(self) -> None:
-        """Take what has come: a head, and as much of its body as there is room for; read more if there is."""
+        """Take what has come: a head, and as much of its body as there is room for; read more if
+        there is.
+        """
         try:
             while self._held and not self.is_refused:
                 exchange = self.exchange
@@ -370,18 +437,26 @@ class Connection(asyncio.BufferedProtocol):
         self._keep_alive = self._parser.should_keep_alive()
 
     def _take_head(self) -> None:
-        """Parse up to the end of a head, and begin its request. What is behind is not for its parser."""
+        """Parse up to the end of a head, and begin its request.
+
+        What is behind is not for its parser.
+        """
         if not self.head:
             self._wait(HEAD_SECONDS)
         parsed, come = len(self.head), self.head + self._held
-        blank = 0 if self._url else len(come) - len(come.lstrip(b"\r\n"))  # lines before the request
+        blank = (
+            0 if self._url else len(come) - len(come.lstrip(b"\r\n"))
+        )  # lines before the request
         end = come.find(b"\r\n\r\n", max(blank, parsed - 3)) + 4
         self.head, self._held = (come[:end], come[end:]) if end > 3 else (come, b"")
-        # No server need accept an offer of another protocol; Java's client makes one with each of its first requests.
+        # No server need accept an offer of another protocol; Java's client makes one with each of
+        # its first requests.
         with contextlib.suppress(httptools.HttpParserUpgrade):
             self._parser.feed_data(self.head[parsed : _MAX_HEAD_BYTES + 1])
         if len(self.head) > _MAX_HEAD_BYTES or len(self._headers) > _MAX_HEADERS:
-            raise MalformedRequest(f"a head of more than {_MAX_HEAD_BYTES} bytes or {_MAX_HEADERS} headers")
+            raise MalformedRequest(
+                f"a head of more than {_MAX_HEAD_BYTES} bytes or {_MAX_HEADERS} headers"
+            )
         if self._keep_alive is not None:
             self._begin(keep_alive=self._keep_alive)
 
@@ -441,10 +516,14 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def refuse(self, error: ServiceError) -> None:
-        """Parse nothing more, and answer with a problem, or let the request answer whose body comes; then close."""
+        """Parse nothing more, and answer with a problem, or let the request answer whose body
+        comes; then close.
+        """
         self.is_refused, self._held = True, b""
         if self.request is not None:
-            self.request.error = copy.copy(error)  # what was raised holds its frames, and they the exchange
+            self.request.error = copy.copy(
+                error
+            )  # what was raised holds its frames, and they the exchange
             self.request.news.set()
         else:
             status, named, content = self.connections.app.refuse(error, self._headers)
@@ -469,7 +548,9 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def check(self, now: float) -> None:
-        """End the connection if a head is late, or if its caller is idle, or reads nothing of an answer."""
+        """End the connection if a head is late, or if its caller is idle, or reads nothing of an
+        answer.
+        """
         most = self._patience
         if self.drained is not None:
             unread, most = self.unsent_bytes, STALL_SECONDS
@@ -495,7 +576,9 @@ class Connections:
         protocol: returns that of a new connection, as uvicorn asks for it.
     """
 
-    def __init__(self, app: Application, most: int = MAX_CONNECTIONS, *, idle_seconds: float = IDLE_SECONDS) -> None:
+    def __init__(
+        self, app: Application, most: int = MAX_CONNECTIONS, *, idle_seconds: float = IDLE_SECONDS
+    ) -> None:
         self.app = app
         self.idle_seconds = idle_seconds
         self.buffer = memoryview(bytearray(_READ))  # where any of them reads
@@ -506,17 +589,28 @@ class Connections:
         self._most = most
 
     def add(self, connection: Connection) -> None:
-        """Add a connection; if there are too many, end the one that has waited longest for its caller, or refuse it."""
+        """Add a connection; if there are too many, end the one that has waited longest for its
+        caller, or refuse it.
+        """
         if len(self.open) >= self._most:
-            longest = next((each for each in self.open if each.request is None or each.request.more_body), connection)
+            longest = next(
+                (each for each in self.open if each.request is None or each.request.more_body),
+                connection,
+            )
             self.open.pop(longest, None)
             self.ending.add(longest)
-            if len(self.ending) > _MOST_ENDING or (longest is not connection and longest.request is None):
+            if len(self.ending) > _MOST_ENDING or (
+                longest is not connection and longest.request is None
+            ):
                 longest.transport.abort()
             elif longest is connection:
                 longest.refuse(ReceivingFull(f"all {self._most} connections are in use"))
             else:
-                longest.refuse(RequestTimeout("the body came too slowly while others waited for its connection"))
+                longest.refuse(
+                    RequestTimeout(
+                        "the body came too slowly while others waited for its connection"
+                    )
+                )
         if connection not in self.ending:
             self.open[connection] = None
 

@@ -1,4 +1,6 @@
-"""The life of a process: its state, the signals that stop it, its end, and the memory that it gives back."""
+"""The life of a process: its state, the signals that stop it, its end, and the memory that it gives
+back.
+"""
 
 import ctypes
 import gc
@@ -21,10 +23,12 @@ _TRIM_SECONDS: Final = 30.0
 _ARENA_MAX: Final = -8
 
 NEW_OBJECTS: Final = 50_000
-"""New objects after which the garbage collector looks at them; a request in the service has about a hundred.
+"""New objects after which the garbage collector looks at them; a request in the service has about a
+hundred.
 
-Python's own 700 let it run whenever a batch of answers made room for a batch of requests. With 2,048 callers it took a
-third of the event loop's time, in which it found nothing: no request leaves a circle that holds a picture.
+Python's own 700 let it run whenever a batch of answers made room for a batch of requests. With
+2,048 callers it took a third of the event loop's time, in which it found nothing: no request leaves
+a circle that holds a picture.
 """
 
 
@@ -32,7 +36,8 @@ class Lifecycle:
     """The state of a process.
 
     Attributes:
-        stopping: it was asked to end: it is not ready, but serves, so that load balancers have time to look away.
+        stopping: it was asked to end: it is not ready, but serves, so that load balancers have time
+        to look away.
         draining: it takes no new work either.
         answered, refused: counts of requests since it was asked to end.
     """
@@ -44,10 +49,11 @@ class Lifecycle:
 
 
 def freeze_objects() -> None:
-    """Exempt long-lived objects, those of start-up and of a model that took over, from garbage collection.
+    """Exempt long-lived objects, those of start-up and of a model that took over, from garbage
+    collection.
 
-    To traverse them in each collection would cost requests a few hundredths of their time. From then on the objects of
-    requests are collected seldom, see `NEW_OBJECTS`.
+    To traverse them in each collection would cost requests a few hundredths of their time. From
+    then on the objects of requests are collected seldom, see `NEW_OBJECTS`.
     """
     gc.set_threshold(NEW_OBJECTS)
     gc.unfreeze()  # objects that were exempt may be no longer in use
@@ -56,11 +62,13 @@ def freeze_objects() -> None:
 
 
 def bound_heaps() -> None:
-    """Let glibc, if it is that, make as many heaps as there are cores, where it makes eight times as many.
+    """Let glibc, if it is that, make as many heaps as there are cores, where it makes eight times
+    as many.
 
-    Threads come and go with models, and allocate in one heap or another. What little a process keeps of an unloaded
-    model lies scattered over all of them, a page each. After three models of 170 MiB had come and gone three times, a
-    process of 327 MiB had 385, and with two heaps one of 312 has 338. Call it before there are threads.
+    Threads come and go with models, and allocate in one heap or another. What little a process
+    keeps of an unloaded model lies scattered over all of them, a page each. After three models of
+    170 MiB had come and gone three times, a process of 327 MiB had 385, and with two heaps one of
+    312 has 338. Call it before there are threads.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}.intersection(os.environ):
@@ -74,11 +82,13 @@ def release_memory() -> None:
 
 
 def trim_regularly() -> None:
-    """Start a thread that returns freed memory to the operating system every `_TRIM_SECONDS`, where glibc can.
+    """Start a thread that returns freed memory to the operating system every `_TRIM_SECONDS`, where
+    glibc can.
 
-    glibc returns freed memory by itself only from the end of a heap. A burst of uploads therefore leaves its peak
-    resident: most of it is free, below a small object that is not. `malloc_trim` returns whole pages from the middle,
-    too, without the interpreter's lock; it delays allocations from the same heap by milliseconds.
+    glibc returns freed memory by itself only from the end of a heap. A burst of uploads therefore
+    leaves its peak resident: most of it is free, below a small object that is not. `malloc_trim`
+    returns whole pages from the middle, too, without the interpreter's lock; it delays allocations
+    from the same heap by milliseconds.
     """
     supervised_thread("trim-heap", _trim_forever).start()
 
@@ -95,13 +105,17 @@ def _trim() -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that drain the service; SIGHUP only if it is not ignored, as it is under nohup."""
+    """Return the signals that drain the service; SIGHUP only if it is not ignored, as it is under
+    nohup.
+    """
     hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
 def log_end(answered: int, refused: int) -> None:
-    """Log, as the last line of a service, how many requests were answered and refused since it was asked to end."""
+    """Log, as the last line of a service, how many requests were answered and refused since it was
+    asked to end.
+    """
     fields = {"answered": answered, "refused": refused}
     text = "stopped: since the signal %(answered)d requests were answered and %(refused)d refused"
     logger.info(text, fields, extra={"fields": fields})
@@ -120,7 +134,9 @@ class Terminal:
         self._descriptors = [descriptor for descriptor in descriptors if os.isatty(descriptor)]
 
     def hang_up(self, reload: Callable[[], None]) -> bool:
-        """Reload on SIGHUP, and return whether that was done: not where a terminal sent it that was closed."""
+        """Reload on SIGHUP, and return whether that was done: not where a terminal sent it that was
+        closed.
+        """
         closed = bool(self._descriptors) and not any(map(os.isatty, self._descriptors))
         if not closed:
             reload()

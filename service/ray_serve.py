@@ -1,8 +1,8 @@
 """The service as an application of Ray Serve: `serve run service.ray_serve:app`.
 
-A replica is the whole service in one process: the web application, the batch queue and the engine. Ray starts replicas,
-gives each request to one of them, replaces those whose `check_health` fails, and lets those that it stops answer what
-they have accepted. No other file imports Ray.
+A replica is the whole service in one process: the web application, the batch queue and the engine.
+Ray starts replicas, gives each request to one of them, replaces those whose `check_health` fails,
+and lets those that it stops answer what they have accepted. No other file imports Ray.
 """
 
 import asyncio
@@ -47,7 +47,9 @@ _HEALTH_SECONDS = 2.0
 
 
 class Arguments(BaseModel):
-    """What may stand behind `serve run service.ray_serve:app`, as NAME=VALUE, or under `args` of a file."""
+    """What may stand behind `serve run service.ray_serve:app`, as NAME=VALUE, or under `args` of a
+    file.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -59,13 +61,15 @@ class Arguments(BaseModel):
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """Return the application, whose settings come from the environment of the process that builds it.
+    """Return the application, whose settings come from the environment of the process that builds
+    it.
 
     Args:
         arguments: see `Arguments`.
 
     Raises:
-        SettingsError: a setting or an argument is unknown, or has a value that is not allowed, or not in a replica.
+        SettingsError: a setting or an argument is unknown, or has a value that is not allowed, or
+        not in a replica.
     """
     try:
         share = Arguments.model_validate(arguments)
@@ -75,18 +79,23 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     for line in variable_warnings():
         logger.warning("%s", line)
     if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
-        logger.warning("each replica keeps its own pictures: GET /attention?id=... needs VIT_RECENT_URL=redis://...")
+        logger.warning(
+            "each replica keeps its own pictures: GET /attention?id=... needs VIT_RECENT_URL=redis://..."
+        )
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name=NAME,
         num_replicas=share.replicas,
-        # A replica refuses by itself what it has no place for; beyond this number requests wait in Ray's proxy.
+        # A replica refuses by itself what it has no place for; beyond this number requests wait in
+        # Ray's proxy.
         max_ongoing_requests=2 * settings.queue_size,
         health_check_period_s=_HEALTH_SECONDS,
         health_check_timeout_s=BATCH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_timeout,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
-        logging_config={"enable_access_log": False},  # the service logs each request itself, with its path
+        logging_config={
+            "enable_access_log": False
+        },  # the service logs each request itself, with its path
     )
     return deployment.bind(settings)
 
@@ -98,7 +107,9 @@ def replica_settings(settings: Settings, share: Arguments) -> Settings:
         SettingsError: they ask for several processes or devices; a replica has one.
     """
     if settings.device == "all" or not settings.one_process:
-        raise SettingsError("VIT_WORKERS and VIT_DEVICE: a replica has one process and one device; set `replicas`")
+        raise SettingsError(
+            "VIT_WORKERS and VIT_DEVICE: a replica has one process and one device; set `replicas`"
+        )
     return fit_to_machine(settings).model_copy(update={"workers": 1})
 
 
@@ -121,7 +132,9 @@ class Replica:
         trim_regularly()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the application to which Ray passes all requests, and the beginning and end of the replica."""
+        """Return the application to which Ray passes all requests, and the beginning and end of the
+        replica.
+        """
         changed = self._on_engine_change
         service = create_app(self._settings, self._models, self._metrics, on_engine_change=changed)
 
@@ -131,13 +144,16 @@ class Replica:
         return application
 
     async def check_health(self) -> None:
-        """Return once the model is loaded, and at once from then on; raises `EngineUnavailable` if it does not serve.
+        """Return once the model is loaded, and at once from then on; raises `EngineUnavailable` if
+        it does not serve.
 
         Ray calls it before it sends requests, and again and again as long as the replica lives.
         """
         await self._loaded.wait()
         if self._models.failure or not self._models.default.current.engine.ready:
-            raise EngineUnavailable(self._models.failure or self._models.default.current.engine.status.reason)
+            raise EngineUnavailable(
+                self._models.failure or self._models.default.current.engine.status.reason
+            )
 
     async def own_metrics(self) -> tuple[str, list[Metric]]:
         """Return the name and the metrics of this replica."""
@@ -148,7 +164,11 @@ class Replica:
         if engine.ready or self._models.failure:
             self._loaded.set()
         for model in self._models.served.values():
-            if model.info is not None and model.current not in self._logged and model.current.engine.ready:
+            if (
+                model.info is not None
+                and model.current not in self._logged
+                and model.current.engine.ready
+            ):
                 self._logged.add(model.current)
                 freeze_objects()
                 log_model(model.current.engine.status, model.info)
@@ -159,7 +179,9 @@ class _FixedModels(LocalModels):
 
     async def put(self, name: str, what: What) -> bool:
         """Raise `Forbidden`."""
-        raise Forbidden("here the checkpoint is not swapped: start the service again with another one")
+        raise Forbidden(
+            "here the checkpoint is not swapped: start the service again with another one"
+        )
 
     async def unload(self, name: str) -> None:
         """Raise `Forbidden`."""
@@ -179,7 +201,9 @@ async def _send_without_request_id(send: Send, message: Message) -> None:
 
 
 class _MetricsOfAll(Metrics):
-    """The metrics of a replica, which asks all others for theirs when it is scraped: nobody can choose a replica."""
+    """The metrics of a replica, which asks all others for theirs when it is scraped: nobody can
+    choose a replica.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,13 +214,17 @@ class _MetricsOfAll(Metrics):
         return serve.get_replica_context().replica_id.unique_id, list(self.collect())
 
     async def gather(self) -> bytes:
-        """Return the metrics of all replicas that answer in time, with the label `replica`, as text."""
+        """Return the metrics of all replicas that answer in time, with the label `replica`, as
+        text.
+        """
         if self._replicas is None:
             self._replicas = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
         answers = []
         try:
             responses = self._replicas.broadcast("own_metrics")
-            answers = await responses.results_async(timeout_s=_SCRAPE_SECONDS, return_exceptions=True)
+            answers = await responses.results_async(
+                timeout_s=_SCRAPE_SECONDS, return_exceptions=True
+            )
         except (TimeoutError, RayServeException) as error:
             logger.warning("the other replicas do not send their metrics: %s", error)
         own = dict([self.own()])

@@ -1,6 +1,7 @@
 """Every setting of the service, typed and documented for an operator.
 
-Each is read once at start-up, from the environment (`VIT_PORT`) or a flag of `vitserve serve` (`--port`), which wins.
+Each is read once at start-up, from the environment (`VIT_PORT`) or a flag of `vitserve serve`
+(`--port`), which wins.
 """
 
 import hashlib
@@ -59,7 +60,9 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """Return the name that was given, else a digest, as places change; it is not shown, see `Examples.owner_of`."""
+        """Return the name that was given, else a digest, as places change; it is not shown, see
+        `Examples.owner_of`.
+        """
         return self.name if self.is_named else f"key-{hashlib.sha256(self.secret).hexdigest()[:16]}"
 
 
@@ -69,7 +72,9 @@ _HOST = re.compile(r"(?:\*\.)?(?:[a-z0-9_-]+\.)*[a-z0-9_-]+|\[[0-9a-f:.]+\]")
 
 
 def _origin(text: str) -> str:
-    """Return an origin as browsers write it: in small letters, without the default port and a slash at its end."""
+    """Return an origin as browsers write it: in small letters, without the default port and a slash
+    at its end.
+    """
     if text in ("*", "null"):
         return text
     wrong = f"{text!r} is not an origin; write SCHEME://HOST[:PORT], as in https://example.org or https://*.example.org"
@@ -89,20 +94,30 @@ def _origin(text: str) -> str:
 
 
 def parse_origins(value: object) -> object:
-    """Return the origins of a comma-separated or JSON list, as browsers write them; raises `ValueError`."""
+    """Return the origins of a comma-separated or JSON list, as browsers write them; raises
+    `ValueError`.
+    """
     if not isinstance(value, str):
         return value
-    return tuple(_origin(without_quotes(text)) for text in _listed(value, "origins", '["https://example.org"]'))
+    return tuple(
+        _origin(without_quotes(text))
+        for text in _listed(value, "origins", '["https://example.org"]')
+    )
 
 
 def parse_hosts(value: object) -> object:
     """Return the names of a comma-separated or JSON list in small letters; raises `ValueError`."""
     if not isinstance(value, str):
         return value
-    hosts = [without_quotes(text).lower().removesuffix(".") for text in _listed(value, "hosts", '["vit.example.org"]')]
+    hosts = [
+        without_quotes(text).lower().removesuffix(".")
+        for text in _listed(value, "hosts", '["vit.example.org"]')
+    ]
     for host in hosts:
         if host != "*" and not _HOST.fullmatch(host):
-            raise ValueError(f"{host!r} is not a host's name; write it without scheme, port and path: vit.example.org")
+            raise ValueError(
+                f"{host!r} is not a host's name; write it without scheme, port and path: vit.example.org"
+            )
     return tuple(host.strip("[]") for host in hosts)
 
 
@@ -110,11 +125,15 @@ _ROOT_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*")
 
 
 def parse_root_path(value: str) -> str:
-    """Return a path prefix with a slash before and none behind it, empty for `/`; raises `ValueError`."""
+    """Return a path prefix with a slash before and none behind it, empty for `/`; raises
+    `ValueError`.
+    """
     path = value.strip("/")
     prefix = f"/{path}" if path else ""
     if not _ROOT_PATH.fullmatch(prefix):
-        raise ValueError("expected a path of letters, digits and ._~- such as /vit, without scheme and host")
+        raise ValueError(
+            "expected a path of letters, digits and ._~- such as /vit, without scheme and host"
+        )
     return prefix
 
 
@@ -146,7 +165,9 @@ _GPU = r"(?:\d+|(?:GPU|MIG)-[\w/-]{1,48})"
 
 def _device(value: str) -> str:
     if not re.fullmatch(rf"auto|cpu|all|cuda(:{_GPU})?(,cuda:{_GPU})*", value):
-        raise ValueError("expected auto, cpu, all, cuda, cuda:0, cuda:GPU-..., cuda:MIG-... or cuda:0,cuda:1")
+        raise ValueError(
+            "expected auto, cpu, all, cuda, cuda:0, cuda:GPU-..., cuda:MIG-... or cuda:0,cuda:1"
+        )
     devices = ["cuda:0" if device == "cuda" else device for device in value.split(",")]
     if len(set(devices)) < len(devices):
         raise ValueError("expected each device once")
@@ -159,7 +180,8 @@ _NOT_IN_A_KEY = re.compile(r"[\x00-\x20\x7f\"'\u2018-\u201d;,\[\]]")
 
 
 def without_quotes(value: str) -> str:
-    """Return a value without the spaces around it and without one pair of enclosing quotes, which env files may keep.
+    """Return a value without the spaces around it and without one pair of enclosing quotes, which
+    env files may keep.
 
     Several quoted items, as in `"a red car","cat"`, keep their quotes.
     """
@@ -172,7 +194,9 @@ def without_quotes(value: str) -> str:
 
 
 def _check_key(secret: str) -> None:
-    """Refuse a key that no caller can send, or that is a list written another way; the key itself is not shown."""
+    """Refuse a key that no caller can send, or that is a list written another way; the key itself
+    is not shown.
+    """
     wrong = _NOT_IN_A_KEY.search(secret)
     if wrong is not None:
         raise ValueError(
@@ -194,13 +218,17 @@ def _listed(value: str, noun: str, example: str) -> list[str]:
 
 
 def parse_keys(value: object) -> list[ApiKey]:
-    """Return the keys of `NAME:KEY` or `KEY`; a key without a name is called by its place: `key1` is the first.
+    """Return the keys of `NAME:KEY` or `KEY`; a key without a name is called by its place: `key1`
+    is the first.
 
     Raises:
-        ValueError: two keys have the same name, or are the same, or a name has no key: `web:$KEY` of a variable that
-            is not set would otherwise be a key that can be guessed. So does `$ONE,$OTHER` not mean that all may call.
+        ValueError: two keys have the same name, or are the same, or a name has no key: `web:$KEY`
+            of a variable that is not set would otherwise be a key that can be guessed. So does
+            `$ONE,$OTHER` not mean that all may call.
     """
-    written: Any = _listed(value, "keys", '["web:KEY1", "KEY2"]') if isinstance(value, str) else value
+    written: Any = (
+        _listed(value, "keys", '["web:KEY1", "KEY2"]') if isinstance(value, str) else value
+    )
     if value and not written:
         raise ValueError("expected a key")
     keys = []
@@ -224,7 +252,9 @@ def _admin_key(value: SecretStr, info: ValidationInfo) -> SecretStr:
         raise ValueError("expected a key")
     _check_key(key)
     if key.encode() in [each.secret for each in info.data.get("api_keys", ())]:
-        raise ValueError("expected a key that is none of VIT_API_KEYS: whoever has it decides what is served")
+        raise ValueError(
+            "expected a key that is none of VIT_API_KEYS: whoever has it decides what is served"
+        )
     return SecretStr(key)
 
 
@@ -252,7 +282,9 @@ def _of_known_home(value: str | None) -> str | None:
     try:
         Path(value or "").expanduser()
     except RuntimeError:
-        raise ValueError("expected a folder: the home folder before its first / is not known") from None
+        raise ValueError(
+            "expected a folder: the home folder before its first / is not known"
+        ) from None
     return value
 
 
@@ -260,7 +292,9 @@ def _grpc_port(value: int, info: ValidationInfo) -> int:
     if value and value == info.data.get("port"):
         raise ValueError("expected another port than VIT_PORT")
     if not tcp_hosts(info.data.get("host", "127.0.0.1").split(",")):
-        raise ValueError("gRPC needs a host beside the Unix socket, as in VIT_HOST=unix:/PATH,127.0.0.1")
+        raise ValueError(
+            "gRPC needs a host beside the Unix socket, as in VIT_HOST=unix:/PATH,127.0.0.1"
+        )
     # An older one does not bound the memory that callers without a key may take.
     found = importlib.metadata.version("grpcio").split(".") if _is_installed("grpc") else []
     if [int(part) for part in found[:2]] < [1, 81]:
@@ -279,7 +313,8 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     checkpoint: Name = Field(
-        "bundled", description="`bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`"
+        "bundled",
+        description="`bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`",
     )
     preprocess: Name | None = Field(
         None,
@@ -302,10 +337,12 @@ class ModelSettings(BaseModel):
         "arguments after commas. Default: the checkpoint's",
     )
     base: Name | None = Field(
-        None, description="checkpoint that a LoRA folder adapts. Default: the one that the folder names"
+        None,
+        description="checkpoint that a LoRA folder adapts. Default: the one that the folder names",
     )
     keys: Name | None = Field(
-        None, description="TOML file that maps the names of a state dict, and says which copy of a network is served"
+        None,
+        description="TOML file that maps the names of a state dict, and says which copy of a network is served",
     )
     image_size: Annotated[Size | None, BeforeValidator(parse_size), NoDecode] = Field(
         None,
@@ -333,7 +370,9 @@ class Settings(ModelSettings, BaseSettings):
     """All settings; see each field's description."""
 
     # No `env_file`: nothing is read behind the operator's back.
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
+    )
 
     # The model, or several.
     models: Name | None = Field(
@@ -347,14 +386,17 @@ class Settings(ModelSettings, BaseSettings):
         "used first, but the default model's",
     )
     teach: Name | None = Field(
-        None, description="folder of taught heads, made if absent; without it nothing is taught. See docs/teach.md"
+        None,
+        description="folder of taught heads, made if absent; without it nothing is taught. See docs/teach.md",
     )
     teach_thumbnails: bool = Field(
         False,
         description="whether the name of an example's file and a picture of 64 pixels are kept with it, for the page; "
         "else of a picture only its features are. `make run` sets it",
     )
-    strict: bool = Field(False, description="whether a broken entry of `models` ends the start, or is logged alone")
+    strict: bool = Field(
+        False, description="whether a broken entry of `models` ends the start, or is logged alone"
+    )
     model_name: str | None = Field(
         None,
         min_length=1,
@@ -421,7 +463,8 @@ class Settings(ModelSettings, BaseSettings):
         description="largest batch. Default: 8 on the CPU, 64 on CUDA, or less where memory is short",
     )
     max_delay_ms: Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)] = Field(
-        0, description="hold an incomplete batch back until its oldest image is this old; 0 never waits"
+        0,
+        description="hold an incomplete batch back until its oldest image is this old; 0 never waits",
     )
     queue_size: int = Field(
         256,
@@ -438,13 +481,21 @@ class Settings(ModelSettings, BaseSettings):
 
     # What may be sent.
     max_upload_bytes: ByteSize = Field(
-        ByteSize(20 << 20), gt=0, description="bytes of a file, else 413; `20MiB` and `20MB` work too"
+        ByteSize(20 << 20),
+        gt=0,
+        description="bytes of a file, else 413; `20MiB` and `20MB` work too",
     )
-    max_request_bytes: ByteSize = Field(ByteSize(128 << 20), gt=0, description="bytes of a request's body, else 413")
+    max_request_bytes: ByteSize = Field(
+        ByteSize(128 << 20), gt=0, description="bytes of a request's body, else 413"
+    )
     max_image_pixels: int = Field(
-        64_000_000, ge=1, description="pixels of a picture, else 413; decoding takes up to 6.5 bytes for each"
+        64_000_000,
+        ge=1,
+        description="pixels of a picture, else 413; decoding takes up to 6.5 bytes for each",
     )
-    max_images_per_request: int = Field(64, ge=1, description="files of one POST /classify/batch, else 413")
+    max_images_per_request: int = Field(
+        64, ge=1, description="files of one POST /classify/batch, else 413"
+    )
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
     )
@@ -456,7 +507,10 @@ class Settings(ModelSettings, BaseSettings):
         "needed",
     )
     key_max_requests: int = Field(
-        0, ge=0, le=1_000_000, description="requests in flight that each key may have, over all workers; 0: no limit"
+        0,
+        ge=0,
+        le=1_000_000,
+        description="requests in flight that each key may have, over all workers; 0: no limit",
     )
     admin_key: Annotated[SecretStr, AfterValidator(_admin_key)] | None = Field(
         None,
@@ -483,7 +537,9 @@ class Settings(ModelSettings, BaseSettings):
         description="seconds that a picture, as the model saw it, is kept for GET /attention; 0 keeps none",
     )
     recent_bytes: ByteSize = Field(
-        ByteSize(256 << 20), ge=0, description="memory for kept pictures, oldest out first; 0 keeps none"
+        ByteSize(256 << 20),
+        ge=0,
+        description="memory for kept pictures, oldest out first; 0 keeps none",
     )
 
     recent_url: Annotated[SecretStr, AfterValidator(_recent_url)] = Field(
@@ -498,14 +554,18 @@ class Settings(ModelSettings, BaseSettings):
         description="seconds after SIGTERM during which new work is still served, while /readyz is 503 so that load "
         "balancers look away",
     )
-    drain_timeout: Seconds = Field(30, description="seconds after SIGTERM at which the process ends at the latest")
+    drain_timeout: Seconds = Field(
+        30, description="seconds after SIGTERM at which the process ends at the latest"
+    )
     cors_origins: Annotated[tuple[str, ...], BeforeValidator(parse_origins), NoDecode] = Field(
         (),
         description="comma-separated origins that browsers may call from: `https://example.org`, "
         "`https://*.example.org` for its subdomains, or `*` for any",
     )
     log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe message logged"
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -553,7 +613,9 @@ def described(name: str) -> tuple[str, str]:
     if isinstance(field.default, ByteSize):
         default = f"{field.default // 2**20}MiB"
     elif field.default is not None and field.default != () and not default:
-        default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        default = (
+            str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        )
     return meaning, default or "none"
 
 
@@ -584,7 +646,8 @@ _EXPORTERS = {
 
 
 def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether spans are exported: OpenTelemetry's variables ask for it, and the extra `otel` is installed.
+    """Return whether spans are exported: OpenTelemetry's variables ask for it, and the extra `otel`
+    is installed.
 
     Raises:
         SettingsError: they ask for an exporter that is not there.
@@ -592,7 +655,9 @@ def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
     exporter = environment.get("OTEL_TRACES_EXPORTER")
     endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     wanted = exporter or any(environment.get(name) for name in endpoints)
-    disabled = exporter == "none" or environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    disabled = (
+        exporter == "none" or environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    )
     if not wanted or disabled or not _is_installed("opentelemetry.instrumentation.asgi"):
         return False
     for name, allowed in _EXPORTERS.items():
@@ -602,7 +667,9 @@ def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a line for each variable that is not a setting, with the nearest name, and for each with kept quotes."""
+    """Return a line for each variable that is not a setting, with the nearest name, and for each
+    with kept quotes.
+    """
     known = [name.upper() for name in Settings.model_fields]
     lines = []
     for variable in sorted(environment):
@@ -615,5 +682,7 @@ def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
             meant = f": did you mean {ENV_PREFIX}{near}?" if near else ""
             lines.append(f"{variable} is not a setting and is ignored{meant}")
         elif without_quotes(value) != value:
-            lines.append(f"{variable}: the quotes around its value are ignored; remove them from the env file")
+            lines.append(
+                f"{variable}: the quotes around its value are ignored; remove them from the env file"
+            )
     return lines

@@ -1,6 +1,7 @@
 """The one launcher of `vitserve` processes, for tests that see what a user would see.
 
-The logs of the processes that a failed test used are shown in its report; tests/conftest.py sees to that.
+The logs of the processes that a failed test used are shown in its report; tests/conftest.py sees to
+that.
 """
 
 from __future__ import annotations
@@ -42,9 +43,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that the kernel gives to nobody else while these tests run."""
+    """Return a port that nobody listens on, and that the kernel gives to nobody else while these
+    tests run.
+    """
     reserved = socket.socket()
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # so that a server that names the port may have it
+    for option in (
+        socket.SO_REUSEADDR,
+        socket.SO_REUSEPORT,
+    ):  # so that a server that names the port may have it
         reserved.setsockopt(socket.SOL_SOCKET, option, 1)
     reserved.bind(("127.0.0.1", 0))
     _reserved.append(reserved)
@@ -77,9 +83,11 @@ class VitserveProcess:
     Args:
         log: file for everything that it writes.
         arguments: of the command line.
-        warm: fork it from a process that has imported torch, for tests that are not of imports, memory or how it
-            starts. One that Python is to start otherwise, as its environment says, starts anew all the same.
-        settings: in lower case; the settings of the tests' own environment do not reach the process.
+        warm: fork it from a process that has imported torch, for tests that are not of imports,
+            memory or how it starts. One that Python is to start otherwise, as its environment says,
+            starts anew all the same.
+        settings: in lower case; the settings of the tests' own environment do not reach the
+        process.
     """
 
     process: subprocess.Popen[bytes] | ForkedProcess
@@ -93,7 +101,11 @@ class VitserveProcess:
                 self.process = ForkedProcess(arguments, environment, log)
             else:
                 self.process = subprocess.Popen(
-                    _command(arguments), cwd=_REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT
+                    _command(arguments),
+                    cwd=_REPOSITORY,
+                    env=environment,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
                 )
         _started.append(self)
 
@@ -127,7 +139,9 @@ class ServerProcess(VitserveProcess):
         wait: until it is ready; without it there is no `url`.
     """
 
-    def __init__(self, log: Path, *, wait: bool = True, warm: bool = False, **settings: object) -> None:
+    def __init__(
+        self, log: Path, *, wait: bool = True, warm: bool = False, **settings: object
+    ) -> None:
         super().__init__(log, "serve", warm=warm, **({"port": 0, "drain_delay": 0} | settings))
         if wait:
             self.url = self._wait_until_ready()
@@ -140,7 +154,9 @@ class ServerProcess(VitserveProcess):
             until(has_ended_or_is_ready)
         except AssertionError:
             self.kill()
-            raise AssertionError(f"the server was not ready within {PATIENCE:g} s:\n{self.log}") from None
+            raise AssertionError(
+                f"the server was not ready within {PATIENCE:g} s:\n{self.log}"
+            ) from None
         url = self._ready_url()
         assert url is not None, f"the server ended with {self.process.returncode}:\n{self.log}"
         return url
@@ -177,7 +193,9 @@ class ServerProcess(VitserveProcess):
 
 
 def recent_logs() -> list[tuple[str, str]]:
-    """Return command line and end of the log of every process that lives or has ended since `forget_ended`."""
+    """Return command line and end of the log of every process that lives or has ended since
+    `forget_ended`.
+    """
     return [(found.command, found.log[-_SHOWN:]) for found in _started]
 
 

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Restore the levels of all loggers, the root's handlers, what `logging` finds out for a line, streams and hooks.
+    """Restore the levels of all loggers, the root's handlers, what `logging` finds out for a line,
+    streams and hooks.
 
-    The next test in this process may be any one, and may count the lines. A handler that is left over would also
-    write to a standard error that pytest has closed.
+    The next test in this process may be any one, and may count the lines. A handler that is left
+    over would also write to a standard error that pytest has closed.
     """
     root = logging.getLogger()
     handlers = root.handlers[:]
@@ -24,7 +25,9 @@ def restored() -> Iterator[None]:
         yield
     finally:
         for logger in _loggers():
-            if logger.level != levels.get(logger, logging.NOTSET):  # setting a level clears all loggers' caches
+            if logger.level != levels.get(
+                logger, logging.NOTSET
+            ):  # setting a level clears all loggers' caches
                 logger.setLevel(levels.get(logger, logging.NOTSET))
         root.handlers[:] = handlers
         sys.stdout, sys.stderr = streams

@@ -1,4 +1,6 @@
-"""YAML as Compose v2, Prometheus and Kubernetes read it: a key that stands twice in a mapping is an error."""
+"""YAML as Compose v2, Prometheus and Kubernetes read it: a key that stands twice in a mapping is an
+error.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,19 @@ class UniqueKeyLoader(yaml.SafeLoader):
                 continue
             if (key.tag, key.value) in seen:
                 raise yaml.composer.ComposerError(
-                    "while composing a mapping", node.start_mark, f"found duplicate key {key.value!r}", key.start_mark
+                    "while composing a mapping",
+                    node.start_mark,
+                    f"found duplicate key {key.value!r}",
+                    key.start_mark,
                 )
             seen.add((key.tag, key.value))
         return node
 
 
 def load_documents(path: Path) -> list[Any]:
-    """Return the documents of the file `path`; raise `yaml.YAMLError`, which names the line, if one is not valid."""
+    """Return the documents of the file `path`; raise `yaml.YAMLError`, which names the line, if one
+    is not valid.
+    """
     with path.open(encoding="utf-8") as file:
         return list(yaml.load_all(file, Loader=UniqueKeyLoader))
 

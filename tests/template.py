@@ -1,7 +1,8 @@
 """`vitserve` processes that are forked from a Python that has imported what a service imports.
 
-Such a process is ready within a second, where importing torch and the rest anew takes two seconds of a processor. It
-shares no more with another than what imports leave behind: settings, arguments, output and environment are its own.
+Such a process is ready within a second, where importing torch and the rest anew takes two seconds
+of a processor. It shares no more with another than what imports leave behind: settings, arguments,
+output and environment are its own.
 """
 
 import multiprocessing
@@ -16,7 +17,12 @@ from unittest.mock import patch
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
 multiprocessing.set_forkserver_preload(
-    ["service.cli.serve", "service.web.single_process", "model.runtime.predictor", "model.checkpoint"]
+    [
+        "service.cli.serve",
+        "service.web.single_process",
+        "model.runtime.predictor",
+        "model.checkpoint",
+    ]
 )
 
 
@@ -30,7 +36,9 @@ class ForkedProcess(ForkServerProcess):
     def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
         super().__init__(daemon=True)
         self._arguments, self._environment, self._log = arguments, environment, log
-        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # which torch reads where it is imported
+        with patch.dict(
+            os.environ, {"OMP_NUM_THREADS": "1"}
+        ):  # which torch reads where it is imported
             self.start()
 
     def run(self) -> None:

@@ -1,7 +1,7 @@
 """Imports timm and transformers as references for parity, where they are installed.
 
-Both need torchvision's Python part. Its compiled operators may be built for another torch; they have
-no part in any classifier here, so their names are declared where they are missing.
+Both need torchvision's Python part. Its compiled operators may be built for another torch; they
+have no part in any classifier here, so their names are declared where they are missing.
 """
 
 from typing import Any

@@ -8,8 +8,8 @@ from pathlib import Path
 def main() -> int:
     """Run one subcommand, and return the exit code.
 
-    `service` and `model` are taken from beside this package. `python -m` and PYTHONPATH have Python look elsewhere
-    first, for example in a folder whose programs have files of these names.
+    `service` and `model` are taken from beside this package. `python -m` and PYTHONPATH have Python
+    look elsewhere first, for example in a folder whose programs have files of these names.
     """
     try:
         return _run()

@@ -1,4 +1,5 @@
-"""The client of the service, blocking and asynchronous, on httpx; its errors, and the types of its answers.
+"""The client of the service, blocking and asynchronous, on httpx; its errors, and the types of its
+answers.
 
 ```python
 with Client("http://127.0.0.1:8000") as client:
@@ -14,7 +15,15 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -62,7 +71,15 @@ from vitserve.errors import (
     Unreachable,
 )
 from vitserve.proxies import Proxy, proxy_of, transport_through
-from vitserve.requests import Answer, Array, DrawingOptions, ImageSource, MapOptions, Request, WithAttention
+from vitserve.requests import (
+    Answer,
+    Array,
+    DrawingOptions,
+    ImageSource,
+    MapOptions,
+    Request,
+    WithAttention,
+)
 
 __all__ = [
     "AddedExamples",
@@ -122,14 +139,17 @@ _SIDE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often a client sends a request that was refused for the moment, or whose connection broke.
+    """How often a client sends a request that was refused for the moment, or whose connection
+    broke.
 
     Attributes:
         tries: how often a request is sent at most; 1 never sends one again.
-        seconds: from the first try to the beginning of the last. A pause that would end later is not begun.
+        seconds: from the first try to the beginning of the last. A pause that would end later is
+        not begun.
         first_pause: seconds after the first try; the pause doubles with every try.
         clock: seconds, from any moment on.
-        jitter: a number in [0, 1), so that callers refused at the same time do not come back at the same time.
+        jitter: a number in [0, 1), so that callers refused at the same time do not come back at the
+        same time.
     """
 
     tries: int = 5
@@ -140,7 +160,8 @@ class Retries:
 
 
 class _Method(Generic[_Arguments, Answer]):
-    """A method of both clients, written as the function that returns its request: one sends it, the other awaits it.
+    """A method of both clients, written as the function that returns its request: one sends it, the
+    other awaits it.
 
     Where it says `Request[T]`, a caller of `Client` gets a T, and one of `AsyncClient` awaits it.
     """
@@ -149,14 +170,18 @@ class _Method(Generic[_Arguments, Answer]):
         self._build = build
 
     @overload
-    def __get__(self, client: Client | None, kind: type[Client]) -> Callable[_Arguments, Answer]: ...
+    def __get__(
+        self, client: Client | None, kind: type[Client]
+    ) -> Callable[_Arguments, Answer]: ...
 
     @overload
     def __get__(
         self, client: AsyncClient | None, kind: type[AsyncClient]
     ) -> Callable[_Arguments, Coroutine[Any, Any, Answer]]: ...
 
-    def __get__(self, client: Client | AsyncClient | None, kind: type[Client | AsyncClient]) -> Callable[..., Any]:
+    def __get__(
+        self, client: Client | AsyncClient | None, kind: type[Client | AsyncClient]
+    ) -> Callable[..., Any]:
         function = wraps(self._build)(kind._sender(self._build))
         return function if client is None else MethodType(function, client)
 
@@ -171,7 +196,8 @@ class _Service:
     _answered = False
     _succeeded = False
     _shrink: bool
-    # The longer side in pixels of what the service resizes pictures to, and until when it is taken for that.
+    # The longer side in pixels of what the service resizes pictures to, and until when it is taken
+    # for that.
     _side, _side_until = 0, -math.inf
 
     @_Method
@@ -186,15 +212,23 @@ class _Service:
         model: str | None = None,
         min_score: float | None = None,
     ) -> Request[Classification]:
-        """Classify one image; `attention` adds the map of that name, `embedding` what the head reads.
+        """Classify one image; `attention` adds the map of that name, `embedding` what the head
+        reads.
 
-        A model with a text tower takes `labels` in place of its classes. `model` names one of `models`, by default the
-        default one. Classes below `min_score` are left out.
+        A model with a text tower takes `labels` in place of its classes. `model` names one of
+        `models`, by default the default one. Classes below `min_score` are left out.
         """
         asked = requests.query(
-            top_k=top_k, attention=attention, embedding=embedding, labels=labels, model=model, min_score=min_score
+            top_k=top_k,
+            attention=attention,
+            embedding=embedding,
+            labels=labels,
+            model=model,
+            min_score=min_score,
         )
-        return Request("POST", "/classify", Classification.model_validate_json, requests.body(image) | asked)
+        return Request(
+            "POST", "/classify", Classification.model_validate_json, requests.body(image) | asked
+        )
 
     @_Method
     def classify_by(
@@ -206,11 +240,17 @@ class _Service:
         attention: WithAttention = False,
         min_score: float | None = None,
     ) -> Request[Classifications]:
-        """Classify one image by several models, by default all: each has an answer or an error of its own."""
-        asked = requests.query(top_k=top_k, attention=attention, model=",".join(models), min_score=min_score)
+        """Classify one image by several models, by default all: each has an answer or an error of
+        its own.
+        """
+        asked = requests.query(
+            top_k=top_k, attention=attention, model=",".join(models), min_score=min_score
+        )
         # One name, with a comma behind it, is several that are one.
         asked["params"]["model"] += "" if len(models) > 1 or models[0] == "*" else f",{models[0]}"
-        return Request("POST", "/classify", Classifications.model_validate_json, requests.body(image) | asked)
+        return Request(
+            "POST", "/classify", Classifications.model_validate_json, requests.body(image) | asked
+        )
 
     @_Method
     def classify_batch(
@@ -222,12 +262,15 @@ class _Service:
         labels: Sequence[str] | None = None,
         model: str | None = None,
     ) -> Request[BatchClassification]:
-        """Classify several images; the results are in their order, each an answer or an error of its own."""
+        """Classify several images; the results are in their order, each an answer or an error of
+        its own.
+        """
         return Request(
             "POST",
             "/classify/batch",
             BatchClassification.model_validate_json,
-            requests.form(images) | requests.query(top_k=top_k, attention=attention, labels=labels, model=model),
+            requests.form(images)
+            | requests.query(top_k=top_k, attention=attention, labels=labels, model=model),
         )
 
     @_Method
@@ -244,7 +287,8 @@ class _Service:
             "POST",
             "/embed",
             requests.array,
-            requests.body(image) | requests.query(pool=pool, normalize=normalize, model=model, format="npy"),
+            requests.body(image)
+            | requests.query(pool=pool, normalize=normalize, model=model, format="npy"),
         )
 
     @_Method
@@ -256,12 +300,15 @@ class _Service:
         normalize: bool | None = None,
         model: str | None = None,
     ) -> Request[Array]:
-        """Return the embeddings of several images, float32 [N, D]; one that cannot be read fails all of them."""
+        """Return the embeddings of several images, float32 [N, D]; one that cannot be read fails
+        all of them.
+        """
         return Request(
             "POST",
             "/embed/batch",
             requests.array,
-            requests.form(images) | requests.query(pool=pool, normalize=normalize, model=model, format="npy"),
+            requests.form(images)
+            | requests.query(pool=pool, normalize=normalize, model=model, format="npy"),
         )
 
     @_Method
@@ -280,26 +327,33 @@ class _Service:
     def attention(
         self, image: ImageSource | Classification, **options: Unpack[MapOptions]
     ) -> Request[list[AttentionDocument]]:
-        """Return the map of each class that is asked for, of the best one if none is, with its facts.
+        """Return the map of each class that is asked for, of the best one if none is, with its
+        facts.
 
         Of a `Classification`, the maps are those of its picture, which is not sent again.
         """
         return requests.map_of(image, requests.documents, **options, format="json")
 
     @_Method
-    def attention_array(self, image: ImageSource | Classification, **options: Unpack[MapOptions]) -> Request[Array]:
+    def attention_array(
+        self, image: ImageSource | Classification, **options: Unpack[MapOptions]
+    ) -> Request[Array]:
         """Return a map as float32 [rows, columns], or [maps, rows, columns] for several classes."""
         return requests.map_of(image, requests.array, **options, format="npy")
 
     @_Method
-    def heat_map(self, image: ImageSource | Classification, **options: Unpack[DrawingOptions]) -> Request[bytes]:
+    def heat_map(
+        self, image: ImageSource | Classification, **options: Unpack[DrawingOptions]
+    ) -> Request[bytes]:
         """Return a map drawn as PNG."""
         return replace(requests.map_of(image, bytes, **options), drawn=True)
 
     @_Method
     def model(self, name: str | None = None) -> Request[ModelDescription]:
         """Describe a model that is served, by default the default one."""
-        return Request("GET", "/model", ModelDescription.model_validate_json, requests.query(model=name))
+        return Request(
+            "GET", "/model", ModelDescription.model_validate_json, requests.query(model=name)
+        )
 
     @_Method
     def models(self) -> Request[list[ListedModel]]:
@@ -310,21 +364,36 @@ class _Service:
     def labels(self, model: str | None = None) -> Request[list[str]]:
         """List the classes of a model, in index order."""
         asked = requests.query(model=model)
-        return Request("GET", "/labels", lambda content: Labels.model_validate_json(content).labels, asked)
+        return Request(
+            "GET", "/labels", lambda content: Labels.model_validate_json(content).labels, asked
+        )
 
     @_Method
     def teach(
-        self, head: str, label: str, image: ImageSource | Classification, *, backbone: str | None = None
+        self,
+        head: str,
+        label: str,
+        image: ImageSource | Classification,
+        *,
+        backbone: str | None = None,
     ) -> Request[AddedExamples]:
-        """Add an image to what a head learns from; return its number, and how many examples each label has.
+        """Add an image to what a head learns from; return its number, and how many examples each
+        label has.
 
-        Of a `Classification` it is the picture that the service kept. The first example begins the head, on the
-        features of the model `backbone`.
+        Of a `Classification` it is the picture that the service kept. The first example begins the
+        head, on the features of the model `backbone`.
         """
         path, parse = f"/heads/{quote(head, safe='')}/examples", AddedExamples.model_validate_json
         if isinstance(image, Classification):
-            return Request("POST", path, parse, requests.query(label=label, id=image.id, backbone=backbone))
-        return Request("POST", path, parse, requests.body(image) | requests.query(label=label, backbone=backbone))
+            return Request(
+                "POST", path, parse, requests.query(label=label, id=image.id, backbone=backbone)
+            )
+        return Request(
+            "POST",
+            path,
+            parse,
+            requests.body(image) | requests.query(label=label, backbone=backbone),
+        )
 
     @_Method
     def head(self, name: str) -> Request[HeadDescription]:
@@ -358,9 +427,13 @@ class _Service:
         if self._succeeded or url.path == "/":
             return ""
         address = str(url.copy_with(path="/", query=None, userinfo=b"")).rstrip("/")
-        return f": url is the address of the service, without the path of a request, such as {address}"
+        return (
+            f": url is the address of the service, without the path of a request, such as {address}"
+        )
 
-    def _pause_after(self, error: ClientError | httpx.TransportError, tries: int, ends_at: float) -> float:
+    def _pause_after(
+        self, error: ClientError | httpx.TransportError, tries: int, ends_at: float
+    ) -> float:
         """Return the seconds to wait after so many tries, never less than `Retry-After` names.
 
         Raises:
@@ -370,7 +443,8 @@ class _Service:
         failure = error if isinstance(error, ClientError) else self._unreachable(error)
         if not failure.temporary or tries >= retries.tries:
             raise failure
-        # A connection that is refused where nobody ever answered is rather a wrong address than a server that starts.
+        # A connection that is refused where nobody ever answered is rather a wrong address than a
+        # server that starts.
         if isinstance(failure, Unreachable) and failure.never_connected and not self._answered:
             raise failure
         pause: float = min(retries.first_pause * 2 ** (tries - 1), _LONGEST_PAUSE)
@@ -388,20 +462,24 @@ class _Service:
 
 
 class Client(_Service):
-    """A blocking client, for as many threads as like; use it as a context manager so that its connections are closed.
+    """A blocking client, for as many threads as like; use it as a context manager so that its
+    connections are closed.
 
     Args:
         url: of the service.
         api_key: sent as `Authorization: Bearer`.
         timeout: seconds of silence after which a request is given up.
-        retries: how often and how long a refusal for the moment, or a broken connection, is tried again.
-        shrink: send large JPEG and PNG pictures as small as the model can do with (see docs/api.md); it needs Pillow.
+        retries: how often and how long a refusal for the moment, or a broken connection, is tried
+        again.
+        shrink: send large JPEG and PNG pictures as small as the model can do with (see
+        docs/api.md); it needs Pillow.
         sleep: waits between two tries.
 
     HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY apply, unless a transport is given.
 
-    Every method raises a `ClientError` when there is no answer: of the type `ProblemError` when the service refuses,
-    `Unreachable` when it cannot be reached. One that reads a file raises `OSError` when it cannot.
+    Every method raises a `ClientError` when there is no answer: of the type `ProblemError` when the
+    service refuses, `Unreachable` when it cannot be reached. One that reads a file raises `OSError`
+    when it cannot.
     """
 
     _http: httpx.Client
@@ -420,7 +498,9 @@ class Client(_Service):
         if transport is None:
             self._proxy = proxy_of(httpx.URL(url))
             transport = transport_through(self._proxy, httpx.HTTPTransport)
-        self._http = httpx.Client(base_url=url, transport=transport, **_connection(api_key, timeout))
+        self._http = httpx.Client(
+            base_url=url, transport=transport, **_connection(api_key, timeout)
+        )
         self._retries, self._shrink, self._sleep = retries, shrink, sleep
 
     def __enter__(self) -> Self:
@@ -436,10 +516,12 @@ class Client(_Service):
     def stream(
         self, images: Iterable[Source], ask: Callable[[Source], Answer], *, concurrency: int = 8
     ) -> Iterator[tuple[Source, Answer | ClientError | OSError]]:
-        """Ask about any number of images, several at a time; yield each in order with its answer or its error.
+        """Ask about any number of images, several at a time; yield each in order with its answer or
+        its error.
 
-        Images are taken from `images` as there is room, and never more than twice `concurrency` of them are under way
-        or wait to be given out, so memory is bounded. An iteration that is left early waits for the requests under way.
+        Images are taken from `images` as there is room, and never more than twice `concurrency` of
+        them are under way or wait to be given out, so memory is bounded. An iteration that is left
+        early waits for the requests under way.
 
         Args:
             ask: a method of this client, or a function that calls some; it runs in several threads.
@@ -469,7 +551,9 @@ class Client(_Service):
             numbers, ends_at = itertools.count(1), self._retries.clock() + self._retries.seconds
             while True:
                 try:
-                    return self._read(request, self._http.request(request.method, request.path, **request.options))
+                    return self._read(
+                        request, self._http.request(request.method, request.path, **request.options)
+                    )
                 except (ClientError, httpx.TransportError) as error:
                     pause = self._pause_after(error, next(numbers), ends_at)
                 self._sleep(pause)
@@ -496,7 +580,9 @@ class AsyncClient(_Service):
         if transport is None:
             self._proxy = proxy_of(httpx.URL(url))
             transport = transport_through(self._proxy, httpx.AsyncHTTPTransport)
-        self._http = httpx.AsyncClient(base_url=url, transport=transport, **_connection(api_key, timeout))
+        self._http = httpx.AsyncClient(
+            base_url=url, transport=transport, **_connection(api_key, timeout)
+        )
         self._retries, self._shrink, self._sleep = retries, shrink, sleep
 
     async def __aenter__(self) -> Self:
@@ -516,7 +602,9 @@ class AsyncClient(_Service):
         *,
         concurrency: int = 8,
     ) -> AsyncIterator[tuple[Source, Answer | ClientError | OSError]]:
-        """Do as `Client.stream`, with `ask` a coroutine function; closing the iterator ends the requests under way."""
+        """Do as `Client.stream`, with `ask` a coroutine function; closing the iterator ends the
+        requests under way.
+        """
         room = asyncio.Semaphore(concurrency)
 
         async def bounded(image: Source) -> Answer:
@@ -551,7 +639,9 @@ class AsyncClient(_Service):
             numbers, ends_at = itertools.count(1), self._retries.clock() + self._retries.seconds
             while True:
                 try:
-                    response = await self._http.request(request.method, request.path, **request.options)
+                    response = await self._http.request(
+                        request.method, request.path, **request.options
+                    )
                     return self._read(request, response)
                 except (ClientError, httpx.TransportError) as error:
                     pause = self._pause_after(error, next(numbers), ends_at)
@@ -561,7 +651,9 @@ class AsyncClient(_Service):
 
 
 def _connection(api_key: str | None, timeout: float | httpx.Timeout) -> dict[str, Any]:
-    """Return httpx's arguments; a request may wait for one of the client's connections as long as it takes."""
+    """Return httpx's arguments; a request may wait for one of the client's connections as long as
+    it takes.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, pool=None)

@@ -1,4 +1,5 @@
-"""The errors of a client: a type for each kind of status, and below it one for each code that programs tell apart.
+"""The errors of a client: a type for each kind of status, and below it one for each code that
+programs tell apart.
 
 ClientError
   Unreachable          no answer came: nobody listens, the connection broke, or the time was up
@@ -55,7 +56,8 @@ class Unreachable(ClientError, httpx.TransportError):
 
     Attributes:
         never_connected: whether no connection was made, to the service or to a proxy before it.
-        has_proxy: whether the environment puts a proxy before the service; the message names it then.
+        has_proxy: whether the environment puts a proxy before the service; the message names it
+        then.
     """
 
     def __init__(self, error: httpx.TransportError, address: httpx.URL, through: str = "") -> None:
@@ -135,7 +137,9 @@ class Unavailable(ProblemError):
 
 
 class ModelFailed(Unavailable):
-    """The model could not be loaded; `GET /models` has the reason. Another try is in vain until somebody mends it."""
+    """The model could not be loaded; `GET /models` has the reason. Another try is in vain until
+    somebody mends it.
+    """
 
 
 _BY_STATUS: Mapping[int, type[ProblemError]] = {

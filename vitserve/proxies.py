@@ -44,7 +44,9 @@ class Proxy:
 
 
 def proxy_of(url: httpx.URL) -> Proxy | None:
-    """Return the proxy for this address of a service by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
+    """Return the proxy for this address of a service by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and
+    NO_PROXY.
+    """
     proxies = getproxies()
     scheme = url.scheme if url.scheme in proxies else "all"
     if scheme not in proxies or not url.host or _is_exempt(url, proxies.get("no", "")):
@@ -53,7 +55,9 @@ def proxy_of(url: httpx.URL) -> Proxy | None:
     if "://" not in address:
         address = f"http://{address}"
     # Lower case wins where both are set; a system's own settings have no variable.
-    variables = [name for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper()) if os.environ.get(name)]
+    variables = [
+        name for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper()) if os.environ.get(name)
+    ]
     return Proxy(address, variables[0] if variables else "of the system's settings", url.host)
 
 
@@ -62,12 +66,16 @@ def _is_exempt(url: httpx.URL, no_proxy: str) -> bool:
     port = url.port or {"http": 80, "https": 443}.get(url.scheme)
     if proxy_bypass(url.host) or proxy_bypass(f"{url.host}:{port}"):
         return True
-    entries = [item.strip().partition("://")[2] or item.strip() for item in no_proxy.lower().split(",")]
+    entries = [
+        item.strip().partition("://")[2] or item.strip() for item in no_proxy.lower().split(",")
+    ]
     return any(_names(entry.strip("[]"), url.host) for entry in entries)
 
 
 def _names(entry: str, host: str) -> bool:
-    """Return whether an entry of NO_PROXY is this host, a domain above it as `*.`, or a range that holds it."""
+    """Return whether an entry of NO_PROXY is this host, a domain above it as `*.`, or a range that
+    holds it.
+    """
     if entry in (host, "*") or (entry.startswith("*.") and host.endswith(entry[1:])):
         return True
     try:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
-# A path, the bytes of a file, a file open for binary reading, a PIL image, or a uint8 array: [rows, columns] is grey,
-# [rows, columns, 3] is RGB and [rows, columns, 4] is RGBA.
+# A path, the bytes of a file, a file open for binary reading, a PIL image, or a uint8 array: [rows,
+# columns] is grey, [rows, columns, 3] is RGB and [rows, columns, 4] is RGBA.
 ImageSource: TypeAlias = "str | Path | bytes | IO[bytes] | Image.Image | NDArray[np.uint8]"
 
 _ORIENTATION = 0x0112
@@ -60,8 +60,8 @@ MODELS = TypeAdapter(list[ListedModel])
 class MapOptions(TypedDict, total=False):
     """Which map /attention computes; what is left out is the service's default.
 
-    `class_` is an index or a label, or several of them: of `labels`, where they are given. `model` names one of the
-    service's models; the map of a `Classification` is by the model that gave it.
+    `class_` is an index or a label, or several of them: of `labels`, where they are given. `model`
+    names one of the service's models; the map of a `Classification` is by the model that gave it.
     """
 
     model: str
@@ -89,7 +89,8 @@ class Request(Generic[Answer]):
     """One request.
 
     Attributes:
-        parse: returns the answer that the body of a successful response holds; ValueError or EOFError if it holds none.
+        parse: returns the answer that the body of a successful response holds; ValueError or
+        EOFError if it holds none.
         options: arguments of httpx.
         drawn: the answer is a drawing on the picture, which is sent as it is.
         pixels: the pixel of each picture that is sent or kept; none: they are the originals.
@@ -103,7 +104,9 @@ class Request(Generic[Answer]):
     pixels: Sequence[Pixel] = ()
 
     def read(self, response: httpx.Response) -> Answer:
-        """Return the answer; raises `ClientError` if the response is a refusal or not one of vitserve."""
+        """Return the answer; raises `ClientError` if the response is a refusal or not one of
+        vitserve.
+        """
         if not response.is_success:
             raise error_of(response)
         try:
@@ -116,15 +119,21 @@ class Request(Generic[Answer]):
 
     @property
     def can_shrink(self) -> bool:
-        """Whether it holds a file that may be worth shrinking, for the default model, whose size is known."""
+        """Whether it holds a file that may be worth shrinking, for the default model, whose size is
+        known.
+        """
         is_named = "model" in self.options.get("params", ())
         return not (self.drawn or is_named) and max(map(len, self._files), default=0) >= _MIN_BYTES
 
     def shrunk(self, side: int) -> Request[Answer]:
-        """Return the request with pictures that are no larger than a service needs which resizes them to `side`."""
+        """Return the request with pictures that are no larger than a service needs which resizes
+        them to `side`.
+        """
         small = [shrink(data, side) for data in self._files]
         files = [(FIELD, (str(index), each.data)) for index, each in enumerate(small)]
-        parts: dict[str, Any] = {"files": files} if "files" in self.options else {"content": small[0].data}
+        parts: dict[str, Any] = (
+            {"files": files} if "files" in self.options else {"content": small[0].data}
+        )
         return replace(self, options=self.options | parts, pixels=[each.pixel for each in small])
 
     @property
@@ -140,28 +149,40 @@ def body(image: ImageSource) -> dict[str, Any]:
 
 def form(images: Sequence[ImageSource]) -> dict[str, Any]:
     """Return httpx's arguments of a request with several pictures."""
-    return {"files": [(FIELD, (str(index), file_bytes(image))) for index, image in enumerate(images)]}
+    return {
+        "files": [(FIELD, (str(index), file_bytes(image))) for index, image in enumerate(images)]
+    }
 
 
 def query(**parameters: object) -> dict[str, Any]:
-    """Return httpx's arguments of a request with options; one that is None is the service's default."""
+    """Return httpx's arguments of a request with options; one that is None is the service's
+    default.
+    """
     given = {name.rstrip("_"): value for name, value in parameters.items() if value is not None}
     return {"params": {name: _text(name, value) for name, value in given.items()}}
 
 
-def map_of(image: ImageSource | Classification, parse: Callable[[bytes], Answer], **options: object) -> Request[Answer]:
-    """Return the request for a map of an image that is sent, or that the service kept when it classified it."""
+def map_of(
+    image: ImageSource | Classification, parse: Callable[[bytes], Answer], **options: object
+) -> Request[Answer]:
+    """Return the request for a map of an image that is sent, or that the service kept when it
+    classified it.
+    """
     if not isinstance(image, Classification):
         return Request("POST", "/attention", parse, body(image) | query(**options))
     if image.id is None:
-        raise ValueError("the service kept no picture of this classification (VIT_RECENT_TTL is 0): send the picture")
+        raise ValueError(
+            "the service kept no picture of this classification (VIT_RECENT_TTL is 0): send the picture"
+        )
     asked = query(**{"id": image.id, "model": image.model, **options})
     return Request("GET", "/attention", parse, asked, pixels=[image._pixel])
 
 
 def _refer_to_originals(answer: object, pixels: Sequence[Pixel]) -> None:
     """Make the regions of an answer those of the originals of its pictures."""
-    answers: Sequence[object] = answer.results if isinstance(answer, BatchClassification) else [answer]
+    answers: Sequence[object] = (
+        answer.results if isinstance(answer, BatchClassification) else [answer]
+    )
     if isinstance(answer, Classifications):
         answers, pixels = list(answer.models.values()), [*pixels] * len(answer.models)
     for found, pixel in zip(answers, pixels, strict=False):
@@ -182,7 +203,11 @@ def _text(name: str, value: object) -> str | list[str]:
         return str(value)
     if name == "text":
         return list(value)
-    return json.dumps(list(value), ensure_ascii=False) if name == "labels" else ",".join(map(str, value))
+    return (
+        json.dumps(list(value), ensure_ascii=False)
+        if name == "labels"
+        else ",".join(map(str, value))
+    )
 
 
 def documents(content: bytes) -> list[AttentionDocument]:
@@ -200,9 +225,11 @@ def array(content: bytes) -> Array:
 
 
 def file_bytes(image: ImageSource) -> bytes:
-    """Return the bytes of an image file: PIL images and arrays are encoded as PNG, everything else is a file already.
+    """Return the bytes of an image file: PIL images and arrays are encoded as PNG, everything else
+    is a file already.
 
-    Neither PIL nor numpy is imported for the others; their objects are recognised by what they can do.
+    Neither PIL nor numpy is imported for the others; their objects are recognised by what they can
+    do.
 
     Raises:
         OSError: the file cannot be read.

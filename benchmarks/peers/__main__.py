@@ -1,7 +1,9 @@
-"""vitserve beside its peers: `python -m benchmarks.peers`. Medians over interleaved rounds, and ratios within them.
+"""vitserve beside its peers: `python -m benchmarks.peers`. Medians over interleaved rounds, and
+ratios within them.
 
-Servers are started and warmed before the first of them is measured, and all but the one that is loaded are held
-(SIGSTOP): some poll while they are idle. Every measurement is saved as soon as it is made.
+Servers are started and warmed before the first of them is measured, and all but the one that is
+loaded are held (SIGSTOP): some poll while they are idle. Every measurement is saved as soon as it
+is made.
 """
 
 import argparse
@@ -49,17 +51,22 @@ class _Logits(torch.nn.Module):
 def write_graph(folder: Path) -> None:
     """Write vitserve's graph of a model into its folder if it is absent, for peers with OpenVINO.
 
-    It is made by vitserve's own conversion, normalisation included, for batches of any size. It gives the logits alone:
-    the attention row of the last layer, which vitserve's own graph gives too, no peer needs.
+    It is made by vitserve's own conversion, normalisation included, for batches of any size. It
+    gives the logits alone: the attention row of the last layer, which vitserve's own graph gives
+    too, no peer needs.
     """
     if not (folder / GRAPH).exists():
         checkpoint = load_checkpoint(str(folder))
         network = _Logits(checkpoint.build().eval(), Normalise(checkpoint.preprocess))
-        graph = convert(network, torch.zeros((2, *checkpoint.config.image_size, 3), dtype=torch.uint8))
+        graph = convert(
+            network, torch.zeros((2, *checkpoint.config.image_size, 3), dtype=torch.uint8)
+        )
         openvino.save_model(graph, folder / GRAPH, compress_to_fp16=False)
 
 
-def compare(record: Record, name: str, files: Sequence[Path], arguments: argparse.Namespace) -> None:
+def compare(
+    record: Record, name: str, files: Sequence[Path], arguments: argparse.Namespace
+) -> None:
     """Measure one model: every server in turn."""
     model, origin = checkpoints.ensure(checkpoints.SHAPES[name])
     write_graph(model)
@@ -74,7 +81,9 @@ def compare(record: Record, name: str, files: Sequence[Path], arguments: argpars
             for row, (load, server, held) in started.items():
                 with server.thawed(held=held):
                     load.run(server.url, connections=_CONNECTIONS, seconds=1)
-                    found = load.run(server.url, connections=_CONNECTIONS, seconds=arguments.seconds)
+                    found = load.run(
+                        server.url, connections=_CONNECTIONS, seconds=arguments.seconds
+                    )
                 rounds.setdefault(row, []).append(found.as_json())
                 record.save()
                 print(f"{name}, {row}: {found}", file=sys.stderr, flush=True)
@@ -83,28 +92,52 @@ def compare(record: Record, name: str, files: Sequence[Path], arguments: argpars
 def _start(
     stack: ExitStack, record: Record, model: Path, files: Sequence[Path], names: Sequence[str]
 ) -> dict[str, tuple[Loader, Running, bool]]:
-    """Start the servers, and compare their answers; the record says why some do not start. The last: may it be held?"""
-    started, pictures_, expected = {}, [file.read_bytes() for file in files], _reference(model, files)
-    chosen = [(server, name) for server in SERVERS for name in server.configs if server.name in (VITSERVE.name, *names)]
+    """Start the servers, and compare their answers; the record says why some do not start. The
+    last: may it be held?
+    """
+    started, pictures_, expected = (
+        {},
+        [file.read_bytes() for file in files],
+        _reference(model, files),
+    )
+    chosen = [
+        (server, name)
+        for server in SERVERS
+        for name in server.configs
+        if server.name in (VITSERVE.name, *names)
+    ]
     for server, name in chosen:
-        row, config = f"{server.name}, {name}", {"PEER_ENGINE": name.split(",")[0], **server.configs[name]}
+        row, config = (
+            f"{server.name}, {name}",
+            {"PEER_ENGINE": name.split(",")[0], **server.configs[name]},
+        )
         try:
             record.section("servers")[server.name] = server.version()
             one = running(server, model, config, picture=pictures_[0], timeout=_START_SECONDS)
             running_ = stack.enter_context(one)
-        except (OSError, subprocess.CalledProcessError, RuntimeError) as error:  # make bench-peers installs the peers
+        except (
+            OSError,
+            subprocess.CalledProcessError,
+            RuntimeError,
+        ) as error:  # make bench-peers installs the peers
             record.note(str(error)[-500:], "models", model.name, "failed", row)
             continue
         started[row] = (Loader(files, server.protocol), running_, server.held)
         with running_.thawed(held=server.held):
             answers = [ask(running_.url, server.protocol, picture) for picture in pictures_]
-        sure = [best == got for (best, margin), got in zip(expected, answers, strict=True) if margin > _MARGIN]
+        sure = [
+            best == got
+            for (best, margin), got in zip(expected, answers, strict=True)
+            if margin > _MARGIN
+        ]
         record.section("models", model.name, "top1")[row] = f"{sum(sure)} of {len(sure)} the same"
     return started
 
 
 def _reference(model: Path, files: Sequence[Path]) -> list[tuple[int, float]]:
-    """The best class of each picture in float32 in this process, and how far its score is from the next."""
+    """The best class of each picture in float32 in this process, and how far its score is from the
+    next.
+    """
     decode = Decoder(model)
     probabilities = probabilities_of(Options(model=model, threads=2, batch=1, dtype="float32"))
     rows = np.concatenate([probabilities([decode(file.read_bytes())]) for file in files])
@@ -120,11 +153,15 @@ def report(data: Mapping[str, Any]) -> str:
         for row, done in model["rounds"].items():
             pairs = zip(done, model["rounds"][_OURS], strict=False)
             share = statistics.median(theirs["rate"] / ours["rate"] for theirs, ours in pairs)
-            rate, p50, p99 = (statistics.median(each[name] for each in done) for name in ("rate", "p50", "p99"))
+            rate, p50, p99 = (
+                statistics.median(each[name] for each in done) for name in ("rate", "p50", "p99")
+            )
             lost = sum(each["refused"] + each["broken"] for each in done)
             rows.append((row, rate, f"{share:.2f}", p50, p99, lost, model["top1"].get(row)))
         rows.sort(key=lambda row: -row[1])
-        lines.append(table([name, "answered/s", "of vitserve's", "p50 ms", "p99 ms", "lost", "top-1"], rows))
+        lines.append(
+            table([name, "answered/s", "of vitserve's", "p50 ms", "p99 ms", "lost", "top-1"], rows)
+        )
     return "\n\n".join(lines)
 
 
@@ -132,13 +169,21 @@ def main() -> None:
     """Measure, then print the tables of the record."""
     servers = [server.name for server in SERVERS]
     parser = command_line("peers", __doc__, rounds=5, seconds=4)
-    parser.add_argument("--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES))
-    parser.add_argument("--servers", nargs="+", default=servers, choices=servers, help="beside vitserve")
+    parser.add_argument(
+        "--models", nargs="+", default=list(checkpoints.SHAPES), choices=list(checkpoints.SHAPES)
+    )
+    parser.add_argument(
+        "--servers", nargs="+", default=servers, choices=servers, help="beside vitserve"
+    )
     parser.add_argument("--warm-seconds", type=float, default=20)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # a run that is ended stops its servers
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended")
+    )  # a run that is ended stops its servers
     files, origin = pictures.ensure()
-    record = Record(arguments.record, dtype="bfloat16", about={"pictures": origin, "connections": _CONNECTIONS})
+    record = Record(
+        arguments.record, dtype="bfloat16", about={"pictures": origin, "connections": _CONNECTIONS}
+    )
     for name in arguments.models:
         compare(record, name, files, arguments)
     print(report(record.data))

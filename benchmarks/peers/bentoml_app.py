@@ -1,4 +1,6 @@
-"""BentoML: one service with an adaptive-batching endpoint that decodes on threads and runs the model."""
+"""BentoML: one service with an adaptive-batching endpoint that decodes on threads and runs the
+model.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""What every peer shares: decoding with Pillow, and the engine, which is transformers' ViT or vitserve's graph.
+"""What every peer shares: decoding with Pillow, and the engine, which is transformers' ViT or
+vitserve's graph.
 
 The servers differ in how they bring pictures to the engine, not in the engine.
 """
@@ -51,7 +52,9 @@ class Options(BaseSettings):
 
 
 class Decoder:
-    """JPEG bytes to the model's uint8 picture [H, W, 3], as transformers' image processor resizes and crops."""
+    """JPEG bytes to the model's uint8 picture [H, W, 3], as transformers' image processor resizes
+    and crops.
+    """
 
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "preprocessor_config.json").read_text())
@@ -64,14 +67,19 @@ class Decoder:
         picture = Image.open(io.BytesIO(data)).convert("RGB")
         size = (self._side, self._side)
         if self._edge is not None:
-            size = (self._edge * picture.width // min(picture.size), self._edge * picture.height // min(picture.size))
+            size = (
+                self._edge * picture.width // min(picture.size),
+                self._edge * picture.height // min(picture.size),
+            )
         picture = picture.resize(size, self._resample)
         left, top = (picture.width - self._side) // 2, (picture.height - self._side) // 2
         return np.asarray(picture.crop((left, top, left + self._side, top + self._side)))
 
 
 def probabilities_of(options: Options) -> Callable[[Sequence[Pixels]], NDArray[np.float32]]:
-    """Return the engine that the options name, warm: uint8 pictures to the softmax over the classes, float32 [B, K]."""
+    """Return the engine that the options name, warm: uint8 pictures to the softmax over the
+    classes, float32 [B, K].
+    """
     config = json.loads((options.model / "preprocessor_config.json").read_text())
     engine = _openvino(options) if options.engine == "openvino" else _torch(options, config)
     for count in sorted({1, min(2, options.batch), options.batch}):
@@ -83,7 +91,8 @@ def classifier_of(options: Options) -> Classifier:
     """Return the engine that the options name; it gives the best class of each picture."""
     probabilities = probabilities_of(options)
     return lambda pictures: [
-        {"index": int(row.argmax()), "score": round(float(row.max()), 6)} for row in probabilities(pictures)
+        {"index": int(row.argmax()), "score": round(float(row.max()), 6)}
+        for row in probabilities(pictures)
     ]
 
 
@@ -100,19 +109,26 @@ class FileClassifier:
         return self._classify(list(self._pool.map(self._decode, files)))
 
 
-def _torch(options: Options, config: dict[str, Any]) -> Callable[[Sequence[Pixels]], NDArray[np.float32]]:
+def _torch(
+    options: Options, config: dict[str, Any]
+) -> Callable[[Sequence[Pixels]], NDArray[np.float32]]:
     """Return the module of transformers."""
     import torch  # noqa: PLC0415  peers with OpenVINO need none
 
-    # ViT needs no torchvision, whose operators may be built for another torch: transformers goes without.
+    # ViT needs no torchvision, whose operators may be built for another torch: transformers goes
+    # without.
     sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
     from transformers import ViTForImageClassification  # noqa: PLC0415
 
     dtype = getattr(torch, options.dtype)
-    model = ViTForImageClassification.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa").eval()
+    model = ViTForImageClassification.from_pretrained(
+        options.model, dtype=dtype, attn_implementation="sdpa"
+    ).eval()
     if options.engine == "compile":
         model = torch.compile(model, dynamic=True)
-    mean, std = (torch.tensor(config[f"image_{name}"]).reshape(1, 3, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(config[f"image_{name}"]).reshape(1, 3, 1, 1) for name in ("mean", "std")
+    )
 
     def run(pictures: Sequence[Pixels]) -> NDArray[np.float32]:
         torch.set_num_threads(options.threads)  # it is the calling thread's own
@@ -133,10 +149,14 @@ def _openvino(options: Options) -> Callable[[Sequence[Pixels]], NDArray[np.float
         "INFERENCE_NUM_THREADS": options.threads,
         "ENABLE_CPU_PINNING": False,
     }
-    request = openvino.Core().compile_model(options.model / GRAPH, "CPU", settings).create_infer_request()
+    request = (
+        openvino.Core().compile_model(options.model / GRAPH, "CPU", settings).create_infer_request()
+    )
 
     def run(pictures: Sequence[Pixels]) -> NDArray[np.float32]:
-        [logits] = request.infer([np.stack(pictures)], share_inputs=True, share_outputs=False).values()
+        [logits] = request.infer(
+            [np.stack(pictures)], share_inputs=True, share_outputs=False
+        ).values()
         odds = np.exp(logits - logits.max(-1, keepdims=True))
         return odds / odds.sum(-1, keepdims=True)
 

@@ -1,4 +1,6 @@
-"""A hand-written FastAPI app: decoding on threads, a batcher on the event loop, the model on a thread of its own."""
+"""A hand-written FastAPI app: decoding on threads, a batcher on the event loop, the model on a
+thread of its own.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

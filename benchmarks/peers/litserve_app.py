@@ -29,4 +29,10 @@ if __name__ == "__main__":
         accelerator="cpu",
         workers_per_device=options.workers,
     )
-    server.run(host="127.0.0.1", port=options.port, log_level="warning", generate_client_file=False, access_log=False)
+    server.run(
+        host="127.0.0.1",
+        port=options.port,
+        log_level="warning",
+        generate_client_file=False,
+        access_log=False,
+    )

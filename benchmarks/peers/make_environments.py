@@ -1,8 +1,9 @@
-"""Make an environment for each peer under benchmarks/.peers: `python -m benchmarks.peers.make_environments [NAME...]`.
+"""Make an environment for each peer under benchmarks/.peers: `python -m
+benchmarks.peers.make_environments [NAME...]`.
 
-Each is a virtual environment that sees this one's packages behind its own (torch is large), so that peers with
-requirements that contradict each other can be measured on the same torch. A peer that cannot be installed is
-told, and the others go on.
+Each is a virtual environment that sees this one's packages behind its own (torch is large), so that
+peers with requirements that contradict each other can be measured on the same torch. A peer that
+cannot be installed is told, and the others go on.
 """
 
 import site
@@ -20,7 +21,14 @@ def _make(name: str) -> bool:
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "behind.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     for file in sorted(_REQUIREMENTS.glob(f"{name}.*txt")):
         options = ["--no-deps"] if file.name.endswith(".no-deps.txt") else []
         if subprocess.run([*pip, *options, "-r", str(file)], check=False).returncode:

@@ -1,4 +1,6 @@
-"""mosec: processes that decode and compute a batch each, so that nothing goes from process to process but files."""
+"""mosec: processes that decode and compute a batch each, so that nothing goes from process to
+process but files.
+"""
 
 import sys
 from typing import Any
@@ -26,8 +28,12 @@ class Whole(Worker):
 if __name__ == "__main__":
     options = Options()
     # mosec reads its own settings from the command line.
-    sys.argv[1:] = f"--address 127.0.0.1 --port {options.port} --timeout 30000 --log-level warning".split()
+    sys.argv[1:] = (
+        f"--address 127.0.0.1 --port {options.port} --timeout 30000 --log-level warning".split()
+    )
     server = Server()
     wait = max(1, int(options.wait_ms))
-    server.append_worker(Whole, num=options.workers, max_batch_size=options.batch, max_wait_time=wait)
+    server.append_worker(
+        Whole, num=options.workers, max_batch_size=options.batch, max_wait_time=wait
+    )
     server.run()

@@ -1,4 +1,6 @@
-"""Triton through pytriton: a dynamic batcher before a Python function that decodes on threads and runs the model."""
+"""Triton through pytriton: a dynamic batcher before a Python function that decodes on threads and
+runs the model.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Ray Serve: one replica; decoding on threads, `serve.batch` around the model, which runs on a thread too."""
+"""Ray Serve: one replica; decoding on threads, `serve.batch` around the model, which runs on a
+thread too.
+"""
 
 import asyncio
 import signal
@@ -15,7 +17,9 @@ from benchmarks.peers.common import Decoder, Options, Pixels, classifier_of
 options = Options()
 
 
-@serve.deployment(num_replicas=options.workers, max_ongoing_requests=256, ray_actor_options={"num_cpus": 1})
+@serve.deployment(
+    num_replicas=options.workers, max_ongoing_requests=256, ray_actor_options={"num_cpus": 1}
+)
 class Deployment:
     """The replica."""
 
@@ -28,7 +32,9 @@ class Deployment:
     @serve.batch(max_batch_size=options.batch, batch_wait_timeout_s=options.wait_ms / 1000)
     async def classify(self, pictures: list[Pixels]) -> list[dict[str, float]]:
         """A batch, off the replica's event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.engine, self.classifier, pictures)
+        return await asyncio.get_running_loop().run_in_executor(
+            self.engine, self.classifier, pictures
+        )
 
     async def __call__(self, request: Request) -> dict[str, float]:
         """The JPEG in the body."""

@@ -1,7 +1,8 @@
-"""Removes from an environment what the service never reads: `python slim.py /opt/venv`, in the image's build.
+"""Removes from an environment what the service never reads: `python slim.py /opt/venv`, in the
+image's build.
 
-A pattern that finds nothing is no error, as packages and their files differ by version, by processor and by whether
-torch is built for CUDA.
+A pattern that finds nothing is no error, as packages and their files differ by version, by
+processor and by whether torch is built for CUDA.
 """
 
 import shutil
@@ -16,7 +17,8 @@ UNUSED = (
     "torch/bin/protoc*",
     "torch/lib/*_test.so",
     "torch/test",
-    # What a program in C++ needs to be linked with them. torch/include stays: torch.compile includes it.
+    # What a program in C++ needs to be linked with them. torch/include stays: torch.compile
+    # includes it.
     "torch/share",
     "torch/lib/*.a",
     "openvino/cmake",
@@ -36,7 +38,8 @@ UNUSED = (
     "numpy/**/tests",
     "sympy/**/tests",
 )
-# Libraries whose symbol tables are large: only debuggers read them. Those of CUDA are left as they are.
+# Libraries whose symbol tables are large: only debuggers read them. Those of CUDA are left as they
+# are.
 STRIPPED = ("torch/lib/libtorch_cpu.so", "torch/lib/libtorch_python.so", "uvloop/*.so")
 
 

@@ -1,7 +1,9 @@
-"""Serves from an environment that a wheel was installed in: `env/bin/python -I try_wheel.py VERSION any`.
+"""Serves from an environment that a wheel was installed in: `env/bin/python -I try_wheel.py VERSION
+any`.
 
-`vitserve serve` has nothing but what the wheel brought. It is asked for a classification, a map, the page, the API's
-documentation and metrics. The wheel for `any` platform is without the compiled resize.
+`vitserve serve` has nothing but what the wheel brought. It is asked for a classification, a map,
+the page, the API's documentation and metrics. The wheel for `any` platform is without the compiled
+resize.
 """
 
 import re
@@ -15,7 +17,12 @@ from model.images.resample import is_compiled
 from vitserve.client import Client
 
 SHARED = Path(sys.prefix, "share/vitserve")
-PAGES = {"/": b"<html", "/docs": b"swagger", "/openapi.json": b"/classify", "/metrics": b"vit_requests_total"}
+PAGES = {
+    "/": b"<html",
+    "/docs": b"swagger",
+    "/openapi.json": b"/classify",
+    "/metrics": b"vit_requests_total",
+}
 
 
 def try_service(address: str) -> None:
@@ -38,10 +45,16 @@ def try_service(address: str) -> None:
 def main() -> None:
     """Try the environment of the Python that runs this."""
     vitserve = str(Path(sys.prefix, "bin/vitserve"))
-    version = subprocess.run([vitserve, "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(
+        [vitserve, "--version"], capture_output=True, text=True, check=True
+    ).stdout
     assert version.split() == ["vitserve", sys.argv[1]], version
     assert is_compiled() == (sys.argv[2] != "any"), "the compiled resize"
-    for name in ("grafana/vitserve.json", "prometheus/prometheus.yml", "prometheus/rules/alerts.yml"):
+    for name in (
+        "grafana/vitserve.json",
+        "prometheus/prometheus.yml",
+        "prometheus/rules/alerts.yml",
+    ):
         assert (SHARED / name).is_file(), name
     with tempfile.TemporaryDirectory() as folder:
         command = [vitserve, "serve", "--port", "0", "--cache-dir", folder]

@@ -1,4 +1,6 @@
-"""What the site has besides docs/: the repository's files that pages link to, and the reference pages."""
+"""What the site has besides docs/: the repository's files that pages link to, and the reference
+pages.
+"""
 
 import re
 from pathlib import Path
@@ -16,7 +18,9 @@ CLIENT = "# Python client\n\nFields of answers are in the [schemas](http.md#sche
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the repository's files that pages link to, and those that these link to; and the reference."""
+    """Add the repository's files that pages link to, and those that these link to; and the
+    reference.
+    """
     files.append(File.generated(config, "reference/http.md", abs_src_path=str(HTTP)))
     files.append(File.generated(config, "reference/client.md", content=CLIENT))
     waiting = [REPOSITORY / name for name in TOP]
@@ -53,5 +57,7 @@ def _outside(page: Path) -> list[Path]:
     """Return the files outside docs/ that a page links to."""
     targets = [(page.parent / link).resolve() for link in LINK.findall(page.read_text())]
     return [
-        path for path in targets if path.is_relative_to(REPOSITORY) and not path.is_relative_to(REPOSITORY / "docs")
+        path
+        for path in targets
+        if path.is_relative_to(REPOSITORY) and not path.is_relative_to(REPOSITORY / "docs")
     ]

@@ -1,7 +1,8 @@
 """Checkpoints: a reader for each format, all of them strict, all with a `Checkpoint` as the result.
 
 To add a format, write one module here with `FORMAT`, `recognises(files)` and `read(files, options)`
-and add it to `_READERS`. To add a class of transformers, add one `Family` to `huggingface.families`.
+and add it to `_READERS`. To add a class of transformers, add one `Family` to
+`huggingface.families`.
 """
 
 import hashlib
@@ -13,7 +14,14 @@ from typing import Any, Final
 
 from model.checkpoint import huggingface, jax_npz, native, open_clip, state_dict, timm
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, WEIGHTS_FILE, Files, SingleFile
+from model.checkpoint.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Files,
+    SingleFile,
+)
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.key_map import KeyMap, read_key_map
@@ -49,15 +57,17 @@ def load_checkpoint(
     Its parts agree; its tensors' values are checked when it is built.
 
     Args:
-        source: `bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`; what exists here is
-            never looked for on the hub.
+        source: `bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`; what
+            exists here is never looked for on the hub.
         base: what a LoRA folder adapts, instead of what it names; as `source`.
-        bases_below: folders, below one of which the base that it names has to lie; None where it may lie anywhere.
+        bases_below: folders, below one of which the base that it names has to lie; None where it
+        may lie anywhere.
         hub_bases: whether it may name a hub id instead.
         fields: of `CheckpointOptions`.
 
     Raises:
-        CheckpointError: nothing there, no format recognised, or not exactly what the format demands.
+        CheckpointError: nothing there, no format recognised, or not exactly what the format
+        demands.
     """
     options = CheckpointOptions(**fields)
     # A file that is not there is refused before the weights are read, which may take minutes.
@@ -86,19 +96,28 @@ def load_checkpoint(
         )
     if reader is None:
         known = ", ".join(reader.FORMAT for reader in _READERS)
-        raise CheckpointError(f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})")
+        raise CheckpointError(
+            f"{files.where(CONFIG_FILE)}: not a format this version reads ({known})"
+        )
     of_state_dicts = {"VIT_ARCHITECTURE": options.architecture, "VIT_KEYS": options.keys}
     given = next((name for name, value in of_state_dicts.items() if value is not None), None)
     if given is not None and reader is not state_dict:
-        raise CheckpointError(f"{files.place}: says its own architecture and names; {given} is for plain state dicts")
+        raise CheckpointError(
+            f"{files.place}: says its own architecture and names; {given} is for plain state dicts"
+        )
     refuse_unread(files, reads_calibration=reader is native)
-    checkpoint: Checkpoint = activated(labelled(reader.read(files, options), options.labels), options.activation)
+    checkpoint: Checkpoint = activated(
+        labelled(reader.read(files, options), options.labels), options.activation
+    )
     notes = checkpoint.notes + files.notes + unread_files(files)
     if files.overlay is not None:
         notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
     if isinstance(files, Repository) and files.from_cache:
         notes += (files.place,)
-    network, preprocess = checkpoint.config.model_dump_json(), checkpoint.preprocess.model_dump_json()
+    network, preprocess = (
+        checkpoint.config.model_dump_json(),
+        checkpoint.preprocess.model_dump_json(),
+    )
     parts = (
         files.digest,
         network,
@@ -110,8 +129,14 @@ def load_checkpoint(
         checkpoint.multi_label,
     )
     content = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    checkpoint = replace(checkpoint, notes=notes, assumed=checkpoint.assumed + files.assumed, content=content)
-    return checkpoint.of_one_size() if options.image_size is None else checkpoint.resized(options.image_size)
+    checkpoint = replace(
+        checkpoint, notes=notes, assumed=checkpoint.assumed + files.assumed, content=content
+    )
+    return (
+        checkpoint.of_one_size()
+        if options.image_size is None
+        else checkpoint.resized(options.image_size)
+    )
 
 
 def _open(source: str, keys: KeyMap) -> Files:
@@ -122,14 +147,20 @@ def _open(source: str, keys: KeyMap) -> Files:
             f"{source}: a taught head: a folder of --models takes it beside a model with its backbone"
         )
     if resolved is not None:
-        return of_modules(Files(path, source)) if resolved.is_dir() else SingleFile(path, source, keys)
+        return (
+            of_modules(Files(path, source)) if resolved.is_dir() else SingleFile(path, source, keys)
+        )
     if is_hub_id(source):
         return of_modules(Repository(source))
     raise CheckpointError(f"{source}: no such folder or file, and not a hub id (owner/name)")
 
 
-def _base(adapter: Files, base: str | None, below: Sequence[Path] | None, keys: KeyMap, *, hub_bases: bool) -> Files:
-    """Return the base of an adapter; what comes from the hub cannot name a folder or file of this machine."""
+def _base(
+    adapter: Files, base: str | None, below: Sequence[Path] | None, keys: KeyMap, *, hub_bases: bool
+) -> Files:
+    """Return the base of an adapter; what comes from the hub cannot name a folder or file of this
+    machine.
+    """
     named = adapter_base(adapter, base)
     from_hub = hub_bases and is_hub_id(named) and resolved_source(Path(named), named) is None
     if base is None and below is not None and not from_hub:
@@ -139,8 +170,14 @@ def _base(adapter: Files, base: str | None, below: Sequence[Path] | None, keys: 
                 f"{adapter.place}: its base {named!r:.200} does not lie below VIT_CHECKPOINT_FOLDER"
                 f"{' or VIT_MODELS' if hub_bases else ''}: set VIT_BASE"
             )
-    of_hub = isinstance(adapter, Repository) or any(part.startswith("models--") for part in Path(adapter.place).parts)
-    if base is None and not is_hub_id(named) and resolved_source(Path(named).expanduser(), named) is None:
+    of_hub = isinstance(adapter, Repository) or any(
+        part.startswith("models--") for part in Path(adapter.place).parts
+    )
+    if (
+        base is None
+        and not is_hub_id(named)
+        and resolved_source(Path(named).expanduser(), named) is None
+    ):
         raise CheckpointError(
             f"{adapter.place}: an adapter, whose base {named!r:.200} is not on this machine: set VIT_BASE (--base) to "
             "the checkpoint that it adapts"
@@ -156,7 +193,9 @@ def _base(adapter: Files, base: str | None, below: Sequence[Path] | None, keys: 
 
 
 def _inner_models(files: Files) -> str:
-    """Return the advice to give one of the subfolders that hold a model, or an empty text if none does."""
+    """Return the advice to give one of the subfolders that hold a model, or an empty text if none
+    does.
+    """
     inner = files.models_within()
     if not inner:
         return _lone_weights(files)
@@ -166,7 +205,9 @@ def _inner_models(files: Files) -> str:
 
 
 def _lone_weights(files: Files) -> str:
-    """Return the advice to give the files of weights of a folder, or an empty text if there are none."""
+    """Return the advice to give the files of weights of a folder, or an empty text if there are
+    none.
+    """
     if isinstance(files, Repository):
         return ""
     adapter = next((name for name in ADAPTER_WEIGHTS if files.is_on_disk(name)), None)
@@ -176,5 +217,9 @@ def _lone_weights(files: Files) -> str:
             "--base CHECKPOINT (VIT_BASE); else "
         )
     with reading(files.place):
-        names = sorted(path.name for path in files.folder.iterdir() if path.suffix.lower() in SUFFIXES)
-    return f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else " if names else ""
+        names = sorted(
+            path.name for path in files.folder.iterdir() if path.suffix.lower() in SUFFIXES
+        )
+    return (
+        f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else " if names else ""
+    )

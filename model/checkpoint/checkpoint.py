@@ -1,6 +1,8 @@
-"""The checkpoint in memory, whatever format it came from: to a model, strictly, and to another input size.
+"""The checkpoint in memory, whatever format it came from: to a model, strictly, and to another
+input size.
 
-A model is made of its backbone, which others may have as well, and its head, a value of a few kilobytes.
+A model is made of its backbone, which others may have as well, and its head, a value of a few
+kilobytes.
 """
 
 import hashlib
@@ -14,7 +16,14 @@ from torch import Tensor, nn
 
 from model.checkpoint.local_files import validating
 from model.checkpoint.tensors import checked, digest_of
-from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, Size, ViTConfig, cropped_from
+from model.config import (
+    LibraryConfig,
+    NetworkConfig,
+    PreprocessConfig,
+    Size,
+    ViTConfig,
+    cropped_from,
+)
 from model.description import Description
 from model.errors import CheckpointError
 from model.heads import Head
@@ -34,8 +43,10 @@ class Checkpoint(Description):
 
     Attributes:
         tensors: float32 on the CPU, keyed as the network names its parameters; see `meta_tensors`.
-            Here, and not in a file, the head's are told from the backbone's, by the network's names.
-        antialias: whether position embeddings are low-passed before they shrink, as the source library does.
+            Here, and not in a file, the head's are told from the backbone's, by the network's
+            names.
+        antialias: whether position embeddings are low-passed before they shrink, as the source
+        library does.
     """
 
     tensors: Mapping[str, Tensor]
@@ -46,29 +57,34 @@ class Checkpoint(Description):
         """Refuse parts that contradict each other.
 
         Raises:
-            CheckpointError: labels or channels disagree with the architecture, or a label or the name
-                is longer than `MAX_TEXT`, has characters of `_CONTROL`, or cannot be written as UTF-8.
+            CheckpointError: labels or channels disagree with the architecture, or a label or the
+                name is longer than `MAX_TEXT`, has characters of `_CONTROL`, or cannot be written
+                as UTF-8.
         """
         config, preprocess, labels = self.config, self.preprocess, enumerate(self.labels)
         texts = {"name": self.name, **{f"label {index}": label for index, label in labels}}
         long = next((what for what, text in texts.items() if len(text) > MAX_TEXT), None)
         unprintable = next((what for what, text in texts.items() if _CONTROL.search(text)), None)
         problems = {
-            f"{len(self.labels)} labels for {config.num_classes} classes": len(self.labels) != config.num_classes,
-            f"{long} has {len(texts.get(long or '', ''))} characters, at most {MAX_TEXT} are allowed": long is not None,
+            f"{len(self.labels)} labels for {config.num_classes} classes": len(self.labels)
+            != config.num_classes,
+            f"{long} has {len(texts.get(long or '', ''))} characters, at most {MAX_TEXT} are allowed": long
+            is not None,
             f"{unprintable}, {texts.get(unprintable or '', '')!a:.100}, has control characters or cannot be written as "
             "UTF-8": unprintable is not None,
             f"mean and std have {len(preprocess.mean)} channels, the model takes {config.in_channels}": (
                 len(preprocess.mean) != config.in_channels
             ),
-            f"takes {config.in_channels} channels; pictures have 1 or 3": config.in_channels not in (1, 3),
+            f"takes {config.in_channels} channels; pictures have 1 or 3": config.in_channels
+            not in (1, 3),
         }
         for problem, is_there in problems.items():
             if is_there:
                 raise CheckpointError(f"{self.source}: {problem}")
 
     def resized(self, size: Size) -> "Checkpoint":
-        """Return the same model for an input of (rows, columns) pixels: position embeddings and preprocessing follow.
+        """Return the same model for an input of (rows, columns) pixels: position embeddings and
+        preprocessing follow.
 
         Only the one that is of another size changes.
 
@@ -77,7 +93,11 @@ class Checkpoint(Description):
                 positions cannot be resized.
         """
         old = self.config
-        preprocess = self.preprocess if size == self.preprocess.size else resized_preprocess(self.preprocess, size)
+        preprocess = (
+            self.preprocess
+            if size == self.preprocess.size
+            else resized_preprocess(self.preprocess, size)
+        )
         if size == old.image_size:
             return replace(self, preprocess=preprocess)
         if isinstance(old, LibraryConfig):
@@ -88,7 +108,12 @@ class Checkpoint(Description):
                 )
             with validating(self.source):
                 other = library_config(
-                    old.architecture, old.arguments, old.num_classes, old.in_channels, size, fixed_size=False
+                    old.architecture,
+                    old.arguments,
+                    old.num_classes,
+                    old.in_channels,
+                    size,
+                    fixed_size=False,
                 )
             return replace(self, config=other, preprocess=preprocess)
         old = self.vit
@@ -97,13 +122,17 @@ class Checkpoint(Description):
                 f"{self.source}: image size {size[0]}x{size[1]} is not a multiple of the patch size {old.patch_size}"
             )
         if old.relative_position_bias:
-            raise CheckpointError(f"{self.source}: relative position biases are not resized; keep {old.image_size}")
+            raise CheckpointError(
+                f"{self.source}: relative position biases are not resized; keep {old.image_size}"
+            )
         config = resized_config(old, size, self.source)
         tensors = resized_positions(self.tensors, old, config, antialias=self.antialias)
         return replace(self, config=config, preprocess=preprocess, tensors=tensors)
 
     def of_one_size(self) -> "Checkpoint":
-        """Return the checkpoint; raises `CheckpointError` if its pictures are not of the size that the model takes."""
+        """Return the checkpoint; raises `CheckpointError` if its pictures are not of the size that
+        the model takes.
+        """
         given = _by(self.preprocess.size)
         taken = _by(self.config.image_size)
         if given != taken:
@@ -121,15 +150,18 @@ class Checkpoint(Description):
             CheckpointError: it is a library's.
         """
         if not isinstance(self.config, ViTConfig):
-            raise CheckpointError(f"{self.source}: is {self.config.kind}: this is for vitserve's own networks")
+            raise CheckpointError(
+                f"{self.source}: is {self.config.kind}: this is for vitserve's own networks"
+            )
         return self.config
 
     def build(self) -> VisionTransformer:
-        """Return the Vision Transformer with exactly these weights, float32 on the CPU, in evaluation mode.
+        """Return the Vision Transformer with exactly these weights, float32 on the CPU, in
+        evaluation mode.
 
         Raises:
-            CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite; or the network is a
-                library's.
+            CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite; or
+                the network is a library's.
         """
         model = meta_model(self.vit)  # no memory and no random weights that could be left in place
         self._load(model)
@@ -150,36 +182,51 @@ class Checkpoint(Description):
                 raise CheckpointError(f"{self.source}: {name} holds values that are not finite")
         heads = placeholder_heads(self.config) if isinstance(self.config, ViTConfig) else {}
         # All names were checked; what is left of a library's are the integers that it makes itself.
-        module.load_state_dict({**tensors, **heads}, strict=isinstance(self.config, ViTConfig), assign=True)
+        module.load_state_dict(
+            {**tensors, **heads}, strict=isinstance(self.config, ViTConfig), assign=True
+        )
         module.eval().requires_grad_(False)
 
 
 def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
-    """Return a name of the backbone, the same for equal ones, and the head with its weights, None without one.
+    """Return a name of the backbone, the same for equal ones, and the head with its weights, None
+    without one.
 
-    Equal are all tensors but the head's, the architecture with its input size, and the mean and deviation of pixels,
-    which the network's graph divides by. A head that is no linear layer on the features of an image, as two heads of
-    a distilled model, is a part of its backbone; so is a text tower.
+    Equal are all tensors but the head's, the architecture with its input size, and the mean and
+    deviation of pixels, which the network's graph divides by. A head that is no linear layer on the
+    features of an image, as two heads of a distilled model, is a part of its backbone; so is a text
+    tower.
     """
-    tensors, config, layer = dict(checkpoint.tensors), checkpoint.config, linear_head(checkpoint.config)
+    tensors, config, layer = (
+        dict(checkpoint.tensors),
+        checkpoint.config,
+        linear_head(checkpoint.config),
+    )
     weight, head = tensors.pop(f"{layer}.weight", None), None
     if weight is not None:
         values = weight.float().numpy(), tensors.pop(f"{layer}.bias").float().numpy()
         head = replace(checkpoint.head, weight=values[0].copy(), bias=values[1].copy())
     if layer is not None:
         config = config.model_copy(update={"num_classes": 0})
-    pixels, texts = (checkpoint.preprocess.mean, checkpoint.preprocess.std), checkpoint.zero_shot and checkpoint.content
+    pixels, texts = (
+        (checkpoint.preprocess.mean, checkpoint.preprocess.std),
+        checkpoint.zero_shot and checkpoint.content,
+    )
     parts = digest_of(tensors), config.model_dump_json(), pixels, texts
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16], head
 
 
-def native_tensors(tensors: Mapping[str, Tensor], config: NetworkConfig, where: str) -> dict[str, Tensor]:
+def native_tensors(
+    tensors: Mapping[str, Tensor], config: NetworkConfig, where: str
+) -> dict[str, Tensor]:
     """Return tensors that bear the model's own names as float32, their names and shapes checked.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
-    return checked(tensors, {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}, where)
+    return checked(
+        tensors, {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}, where
+    )
 
 
 def resized_config(config: ViTConfig, size: Size, source: str) -> ViTConfig:
@@ -190,7 +237,9 @@ def resized_config(config: ViTConfig, size: Size, source: str) -> ViTConfig:
     """
     remainder = bool(size[0] % config.patch_size or size[1] % config.patch_size)
     with validating(f"{source}: image size {size[0]}x{size[1]}"):
-        return ViTConfig.model_validate({**config.model_dump(), "image_size": size, "drop_remainder": remainder})
+        return ViTConfig.model_validate(
+            {**config.model_dump(), "image_size": size, "drop_remainder": remainder}
+        )
 
 
 def resized_positions(
@@ -223,13 +272,16 @@ def _by(size: Size) -> str:
 
 
 def resized_preprocess(preprocess: PreprocessConfig, size: Size) -> PreprocessConfig:
-    """Return `preprocess` for another input size; the share of the picture that the crop keeps stays as it was.
+    """Return `preprocess` for another input size; the share of the picture that the crop keeps
+    stays as it was.
 
     The share is `crop_pct` where that is stated: `resize_size` is rounded and tells it only nearly.
     """
     if preprocess.crop_pct is not None:
         resize_size = cropped_from(size, preprocess.crop_pct)
         return preprocess.model_copy(update={"size": size, "resize_size": resize_size})
-    kept = [have / total for have, total in zip(preprocess.size, preprocess.resize_size, strict=True)]
+    kept = [
+        have / total for have, total in zip(preprocess.size, preprocess.resize_size, strict=True)
+    ]
     sizes = tuple(max(n, int(n / share)) for n, share in zip(size, kept, strict=True))
     return preprocess.model_copy(update={"size": size, "resize_size": sizes})

@@ -1,7 +1,8 @@
 """The one state dict within what training code saved, freed of the prefixes around it.
 
-Optimisers, schedulers and counters beside the network are left aside, and said to be. Of several copies of a network
-the averaged one is served, as is usual: an EMA, or a teacher; where that is not one, the operator names it.
+Optimisers, schedulers and counters beside the network are left aside, and said to be. Of several
+copies of a network the averaged one is served, as is usual: an EMA, or a teacher; where that is not
+one, the operator names it.
 """
 
 import re
@@ -13,17 +14,25 @@ from torch import Tensor
 from model.errors import CheckpointError
 
 # Keys of a training checkpoint whose tensors are no weights.
-_TRAINING: Final = re.compile(r"optim|sched|scaler|^amp$|callback|loops|hyper_?param|rng", re.IGNORECASE)
+_TRAINING: Final = re.compile(
+    r"optim|sched|scaler|^amp$|callback|loops|hyper_?param|rng", re.IGNORECASE
+)
 # Names of tensors in state dicts that have no part in classification.
 _ASIDE: Final = re.compile(
     r"(.*\.)?((step|decay|loss\w*|criterion\w*|\w*metrics?)(\..*)?|n_averaged|initted|num_updates|mask_token)"
 )
 _AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", re.IGNORECASE)
 _MAX_DEPTH: Final = 5
-# Parts of names that torch puts around modules: compiled, checkpointed, sharded, and in parallel on several devices.
-_WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"})
-# Parts before all names that people's own classes put around a network; no library's network begins with them.
-_AROUND: Final = frozenset({"model", "net", "network", "backbone", "encoder", "student", "ema_model", "base_model"})
+# Parts of names that torch puts around modules: compiled, checkpointed, sharded, and in parallel on
+# several devices.
+_WRAPPERS: Final = frozenset(
+    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+)
+# Parts before all names that people's own classes put around a network; no library's network begins
+# with them.
+_AROUND: Final = frozenset(
+    {"model", "net", "network", "backbone", "encoder", "student", "ema_model", "base_model"}
+)
 # Names in common from which two parts are copies of one network; a block alone has twelve.
 _FEW: Final = 8
 
@@ -56,22 +65,40 @@ def chosen_state_dict(value: Any, copy: str | None, where: str) -> Chosen:
         CheckpointError: no state dict, or several copies of one and none of them chosen.
     """
     held = dict(_flat(value))
-    tensors = {name: item for name, item in held.items() if isinstance(item, Tensor) and not _ASIDE.fullmatch(name)}
+    tensors = {
+        name: item
+        for name, item in held.items()
+        if isinstance(item, Tensor) and not _ASIDE.fullmatch(name)
+    }
     if not any(tensor.ndim > 1 for tensor in tensors.values()):
-        keys = f" with the keys {', '.join(map(repr, list(value)[:5]))}" if isinstance(value, Mapping) and value else ""
+        keys = (
+            f" with the keys {', '.join(map(repr, list(value)[:5]))}"
+            if isinstance(value, Mapping) and value
+            else ""
+        )
         raise CheckpointError(
             f"{where}: holds a {type(value).__name__}{keys}, expected a state dict of tensors, as "
             "torch.save(model.state_dict(), FILE) writes it"
         )
     roots = {name.partition(".")[0] for name, tensor in tensors.items() if tensor.ndim > 1}
     # A number beside the state dict, such as the best accuracy, is no part of it.
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor.ndim or name.partition(".")[0] in roots}
+    tensors = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.ndim or name.partition(".")[0] in roots
+    }
     notes = aside_notes([name for name in held if name not in tensors])
     if copy is not None:
         marker = f".{copy}."
-        meant = {f".{name}".partition(marker)[2]: t for name, t in tensors.items() if marker in f".{name}"}
+        meant = {
+            f".{name}".partition(marker)[2]: t
+            for name, t in tensors.items()
+            if marker in f".{name}"
+        }
         if not meant:
-            raise CheckpointError(f"{where}: holds no copy of a network that is called {copy!r:.100}")
+            raise CheckpointError(
+                f"{where}: holds no copy of a network that is called {copy!r:.100}"
+            )
         return _bare(meant, notes)
     copies = _copies(without_prefixes(tensors))
     if not copies:
@@ -102,7 +129,9 @@ def prefix_notes(prefixes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _bare(tensors: Tensors, notes: tuple[str, ...], assumed: tuple[str, ...] = ()) -> Chosen:
-    """Return a network without the prefixes of all its names, and of its backbone's, which are noted."""
+    """Return a network without the prefixes of all its names, and of its backbone's, which are
+    noted.
+    """
     result = _headed(without_prefixes(tensors))
     names = {id(tensor): name for name, tensor in result.items()}
     pairs = [(name, f".{names[id(tensor)]}") for name, tensor in tensors.items()]
@@ -111,7 +140,8 @@ def _bare(tensors: Tensors, notes: tuple[str, ...], assumed: tuple[str, ...] = (
 
 
 def without_wrappers(tensors: Mapping[str, Tensor], where: str) -> tuple[Tensors, tuple[str, ...]]:
-    """Return tensors without the parts of their names that wrappers of modules add, and a note of what was removed.
+    """Return tensors without the parts of their names that wrappers of modules add, and a note of
+    what was removed.
 
     Raises:
         CheckpointError: two tensors would have one name.
@@ -120,7 +150,9 @@ def without_wrappers(tensors: Mapping[str, Tensor], where: str) -> tuple[Tensors
     removed: dict[str, None] = {}
     for name, tensor in tensors.items():
         *parts, last = name.split(".")
-        first_number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
+        first_number = next(
+            (place for place, part in enumerate(parts) if part.isdigit()), len(parts)
+        )
         # Within numbered blocks, `module` is the layers' own name (timm's iFormer).
         kept = [
             part
@@ -153,12 +185,18 @@ def without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def _flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield what is in nested mappings with the keys that lead to it; None in the place of what belongs to training."""
+    """Yield what is in nested mappings with the keys that lead to it; None in the place of what
+    belongs to training.
+    """
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         name = f"{prefix}{key}"
         if not isinstance(inner, Mapping):
             yield name, inner
-        elif _TRAINING.search(str(key)) or depth == _MAX_DEPTH or not all(isinstance(each, str) for each in inner):
+        elif (
+            _TRAINING.search(str(key))
+            or depth == _MAX_DEPTH
+            or not all(isinstance(each, str) for each in inner)
+        ):
             yield name, None
         else:
             yield from _flat(inner, f"{name}.", depth + 1)
@@ -173,7 +211,9 @@ def _parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensors]:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensors]:
-    """Return the parts of a state dict, by their first name, that are copies of each other; mostly there are none."""
+    """Return the parts of a state dict, by their first name, that are copies of each other; mostly
+    there are none.
+    """
     large = {first: part for first, part in _parts(tensors).items() if len(part) >= _FEW}
     names = {first: without_prefixes(part).keys() for first, part in large.items()}
 
@@ -186,11 +226,15 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensors]:
 
 
 def _headed(tensors: Tensors) -> Tensors:
-    """Return a backbone's tensors without their prefix, where all that has another name can be its head."""
+    """Return a backbone's tensors without their prefix, where all that has another name can be its
+    head.
+    """
     parts = _parts(tensors)
     largest = max(parts, key=lambda first: len(parts[first]))
     inner = without_prefixes(parts.pop(largest))
     others = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in parts}
-    is_head = 0 < len(others) <= _FEW and all("." in name and tensor.ndim <= 2 for name, tensor in others.items())
+    is_head = 0 < len(others) <= _FEW and all(
+        "." in name and tensor.ndim <= 2 for name, tensor in others.items()
+    )
     has_patches = any(tensor.ndim == 4 or "patch" in name for name, tensor in inner.items())
     return inner | others if is_head and has_patches and not inner.keys() & others else tensors

@@ -1,4 +1,5 @@
-"""Sources of a checkpoint's parts on this machine: a folder or a single file; `hub` has a repository.
+"""Sources of a checkpoint's parts on this machine: a folder or a single file; `hub` has a
+repository.
 
 All tensors of a checkpoint, whatever file and format hold them, are read by `Files.tensors`.
 """
@@ -50,7 +51,12 @@ class Files:
         weights: names of the files of weights, of which the first that is there is read.
     """
 
-    weights: tuple[str, ...] = (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE, PICKLE_INDEX_FILE)  # as transformers
+    weights: tuple[str, ...] = (
+        WEIGHTS_FILE,
+        INDEX_FILE,
+        PICKLE_FILE,
+        PICKLE_INDEX_FILE,
+    )  # as transformers
     revision: str | None = None
     digest: str = ""
     notes: tuple[str, ...] = ()
@@ -66,7 +72,8 @@ class Files:
 
     @property
     def name(self) -> str:
-        """The model's name: the folder's, or the repository's where it came from a hub; an adapter has its own.
+        """The model's name: the folder's, or the repository's where it came from a hub; an adapter
+        has its own.
 
         The names that a config holds are those of the model that the training began with.
         """
@@ -75,7 +82,9 @@ class Files:
         if self.parent is not None:
             return self.parent.name
         place = self.folder.resolve() if self.folder.name in ("", "..") else self.folder.absolute()
-        repository = place.parent.parent.name  # of the hub's cache: models--owner--name/snapshots/COMMIT
+        repository = (
+            place.parent.parent.name
+        )  # of the hub's cache: models--owner--name/snapshots/COMMIT
         if place.parent.name == "snapshots" and repository.startswith("models--"):
             return repository.removeprefix("models--").replace("--", "/")
         return place.name or str(place)
@@ -108,13 +117,17 @@ class Files:
         """Return the JSON object in the part `name`; CheckpointError where it holds none."""
         value = read_json(self.required(name), self.where(name))
         if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where(name)}: expected an object: names and values in braces")
+            raise CheckpointError(
+                f"{self.where(name)}: expected an object: names and values in braces"
+            )
         return value
 
     def subfolder(self, name: str) -> "Files":
         """Return the files of a folder within this one; CheckpointError if it leads out of it."""
         if not all(re.fullmatch(r"\w[\w.-]*", part) for part in name.split("/")):
-            raise CheckpointError(f"{self.place}: {name!r:.100} is not the name of a folder within it")
+            raise CheckpointError(
+                f"{self.place}: {name!r:.100} is not the name of a folder within it"
+            )
         inner = self._within(name)
         inner.parent = self
         return inner
@@ -126,12 +139,18 @@ class Files:
         """Return the names of the subfolders that hold a model."""
         with reading(self.place):
             folders = sorted(path.name for path in self.folder.iterdir() if path.is_dir())
-        return [name for name in folders if any((self.folder / name / file).is_file() for file in MODEL_FILES)]
+        return [
+            name
+            for name in folders
+            if any((self.folder / name / file).is_file() for file in MODEL_FILES)
+        ]
 
     @property
     def config(self) -> dict[str, Any]:
         """`config.json`, empty where there is none."""
-        if self._config is None:  # a `cached_property` of Python 3.11 has one lock for all instances
+        if (
+            self._config is None
+        ):  # a `cached_property` of Python 3.11 has one lock for all instances
             self._config = {} if self.path(CONFIG_FILE) is None else self.json(CONFIG_FILE)
         return self._config
 
@@ -141,7 +160,8 @@ class Files:
         All readers get their tensors here, the head's under the names of the file.
 
         Raises:
-            CheckpointError: no weights at all, a part of a network, or a file that is not what it should be.
+            CheckpointError: no weights at all, a part of a network, or a file that is not what it
+            should be.
         """
         stored, self.notes = without_wrappers(self._stored(), self.place)
         refuse_incomplete(stored, self.place)
@@ -162,33 +182,47 @@ class Files:
         """Return the tensors of one file; CheckpointError where it holds something else."""
         where = self.where(name)
         held = read_tensor_file(self.required(name), where)
-        if not isinstance(held, Mapping) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
+        if not isinstance(held, Mapping) or not all(
+            isinstance(tensor, Tensor) for tensor in held.values()
+        ):
             raise CheckpointError(
                 f"{where}: expected a state dict of tensors, as torch.save(model.state_dict(), FILE) writes it"
             )
         return dict(held)
 
     def _stored(self) -> Mapping[str, Tensor]:
-        """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a pickle."""
+        """Return all tensors, whichever of the usual files hold them: safetensors, sharded, or a
+        pickle.
+        """
         name = next((name for name in self.weights if self.path(name) is not None), None)
         if name is None:
-            raise CheckpointError(f"{self.place}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]})")
+            raise CheckpointError(
+                f"{self.place}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]})"
+            )
         return self._sharded(name) if name in (INDEX_FILE, PICKLE_INDEX_FILE) else self.part(name)
 
     def _sharded(self, name: str) -> dict[str, Tensor]:
         where = self.where(name)
         suffix = ".safetensors" if name == INDEX_FILE else ".bin"
         index = self.json(name).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
-            raise CheckpointError(f"{where}: weight_map: expected an object from tensor to file name")
+        if not isinstance(index, dict) or not all(
+            isinstance(shard, str) for shard in index.values()
+        ):
+            raise CheckpointError(
+                f"{where}: weight_map: expected an object from tensor to file name"
+            )
         tensors: dict[str, Tensor] = {}
         for shard in sorted(set(index.values())):
             if PurePosixPath(shard).name != shard or not shard.endswith(suffix):
-                raise CheckpointError(f"{where}: {shard!r:.100} is not the name of a {suffix} file beside it")
+                raise CheckpointError(
+                    f"{where}: {shard!r:.100} is not the name of a {suffix} file beside it"
+                )
             tensors |= self.part(shard)
         if tensors.keys() != index.keys():
             odd = min(tensors.keys() ^ index.keys())
-            raise CheckpointError(f"{where}: {odd!r} is in the index or in the shards, but not in both")
+            raise CheckpointError(
+                f"{where}: {odd!r} is in the index or in the shards, but not in both"
+            )
         return tensors
 
 

@@ -1,8 +1,8 @@
 """Checkpoints from the Hugging Face Hub, through `huggingface_hub` (the optional extra `hub`).
 
-Its cache, offline mode (HF_HUB_OFFLINE), endpoint (HF_ENDPOINT), token (HF_TOKEN or `hf auth login`)
-and progress bars apply as everywhere. Files are fetched when a reader asks for them, the config
-first: a repository that is not a ViT costs no download of weights.
+Its cache, offline mode (HF_HUB_OFFLINE), endpoint (HF_ENDPOINT), token (HF_TOKEN or `hf auth
+login`) and progress bars apply as everywhere. Files are fetched when a reader asks for them, the
+config first: a repository that is not a ViT costs no download of weights.
 """
 
 import re
@@ -29,7 +29,8 @@ def is_hub_id(source: str) -> bool:
 
 
 class Repository(Files):
-    """A model repository on the hub, at one revision; a snapshot in the client's cache where the hub is not reached.
+    """A model repository on the hub, at one revision; a snapshot in the client's cache where the
+    hub is not reached.
 
     Attributes:
         from_cache: why only the cache is read, or an empty text where the hub is asked.
@@ -38,7 +39,8 @@ class Repository(Files):
         source: `owner/name[@revision][:subfolder]`; a branch, a tag or a commit.
 
     Raises:
-        CheckpointError: `huggingface_hub` is not installed, or the cache alone is read and has nothing of it.
+        CheckpointError: `huggingface_hub` is not installed, or the cache alone is read and has
+        nothing of it.
     """
 
     def __init__(self, source: str) -> None:
@@ -50,17 +52,28 @@ class Repository(Files):
         self._hub = _huggingface_hub(source)
         self._found: dict[str, Path | None] = {}
         # The bases are the HTTP client's errors, whichever client this version of the hub's has.
-        self._failures = (OSError, ValueError, RuntimeError, *self._hub.errors.HfHubHTTPError.__bases__)
-        self.from_cache = "offline mode (HF_HUB_OFFLINE) is on" if self._hub.constants.HF_HUB_OFFLINE else ""
+        self._failures = (
+            OSError,
+            ValueError,
+            RuntimeError,
+            *self._hub.errors.HfHubHTTPError.__bases__,
+        )
+        self.from_cache = (
+            "offline mode (HF_HUB_OFFLINE) is on" if self._hub.constants.HF_HUB_OFFLINE else ""
+        )
         try:
             if not self.from_cache:  # the client itself retries for long
-                self._hub.utils.get_session().head(self._hub.constants.ENDPOINT, timeout=_ANSWER_TIMEOUT)
+                self._hub.utils.get_session().head(
+                    self._hub.constants.ENDPOINT, timeout=_ANSWER_TIMEOUT
+                )
         except self._failures as error:
             self.from_cache = f"the hub cannot be reached: {first_line(error)}"
         if not self.from_cache:
             return
         try:
-            found = self._hub.snapshot_download(self._repository, revision=self._revision, local_files_only=True)
+            found = self._hub.snapshot_download(
+                self._repository, revision=self._revision, local_files_only=True
+            )
         except self._failures:
             raise self._not_here(f"it is not in the cache and {self.from_cache}") from None
         self.folder, self.revision = Path(found) / self._subfolder, Path(found).name
@@ -75,7 +88,8 @@ class Repository(Files):
         """Return the file's path in the local cache; it is fetched if it is not there yet.
 
         Raises:
-            CheckpointError: the repository, the revision or the network is not there, or access is refused.
+            CheckpointError: the repository, the revision or the network is not there, or access is
+            refused.
         """
         if self.from_cache:
             return super().path(name)
@@ -92,7 +106,9 @@ class Repository(Files):
         return Repository(f"{base}:{f'{within}/' * bool(within)}{name}")
 
     def models_within(self) -> list[str]:
-        """Return the paths of the repository's folders that hold a model; none if the hub does not list them."""
+        """Return the paths of the repository's folders that hold a model; none if the hub does not
+        list them.
+        """
         if self.from_cache:
             return super().models_within()
         try:
@@ -101,7 +117,9 @@ class Repository(Files):
         except (self._hub.errors.HfHubHTTPError, *self._failures):
             return []
         paths = [PurePosixPath(name) for name in names]
-        return sorted({str(path.parent) for path in paths if path.name in MODEL_FILES and path.parent.name})
+        return sorted(
+            {str(path.parent) for path in paths if path.name in MODEL_FILES and path.parent.name}
+        )
 
     def _fetch(self, name: str) -> Path | None:
         errors, revision = self._hub.errors, self.revision or self._revision
@@ -114,11 +132,17 @@ class Repository(Files):
         }
         try:
             found = self._hub.hf_hub_download(
-                self._repository, name, subfolder=self._subfolder, revision=revision, etag_timeout=_TIMEOUT
+                self._repository,
+                name,
+                subfolder=self._subfolder,
+                revision=revision,
+                etag_timeout=_TIMEOUT,
             )
             path = Path(found)
         except (errors.EntryNotFoundError, *self._failures) as error:
-            if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+            if isinstance(error, errors.EntryNotFoundError) and not isinstance(
+                error, errors.LocalEntryNotFoundError
+            ):
                 return None
             failure = f"{name} could not be fetched: {first_line(error.__cause__ or error)}"
             known = (text for kind, text in refusals.items() if isinstance(error, kind))
@@ -128,7 +152,9 @@ class Repository(Files):
         return resolved_part(path.parent, path.name, self.where(name))
 
     def _not_here(self, failure: str) -> CheckpointError:
-        """Return the error for a failure of the hub, which leads with the folder where nothing of the id was found."""
+        """Return the error for a failure of the hub, which leads with the folder where nothing of
+        the id was found.
+        """
         place = f"{self._id}: " if self.revision else _no_folder(self._id)
         return CheckpointError(f"{place}on the hub: {failure}")
 

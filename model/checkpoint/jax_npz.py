@@ -1,8 +1,9 @@
-"""The original JAX releases: `.npz` files of google-research/vision_transformer (AugReg) and big_vision.
+"""The original JAX releases: `.npz` files of google-research/vision_transformer (AugReg) and
+big_vision.
 
-Names and shapes: vit_jax/models_vit.py and big_vision/models/vit.py; timm's `_load_weights` reads the
-same. The activation is JAX's GELU, the tanh approximation, which the weights were trained with (timm
-and transformers run them with the exact GELU).
+Names and shapes: vit_jax/models_vit.py and big_vision/models/vit.py; timm's `_load_weights` reads
+the same. The activation is JAX's GELU, the tanh approximation, which the weights were trained with
+(timm and transformers run them with the exact GELU).
 """
 
 from typing import Final
@@ -61,23 +62,34 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     where = files.place
     stored = files.tensors()
     prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embedding/kernel" in stored), "")
-    arrays = {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
-    # Where big_vision has stacked all blocks (`scan`) to arrays [depth, ...], each block gets its own.
+    arrays = {
+        name.removeprefix(prefix): array
+        for name, array in stored.items()
+        if name.startswith(prefix)
+    }
+    # Where big_vision has stacked all blocks (`scan`) to arrays [depth, ...], each block gets its
+    # own.
     for name in [name for name in arrays if name.startswith(f"{_BLOCK}/") and arrays[name].ndim]:
         for index, array in enumerate(arrays.pop(name)):
             arrays[name.replace(_BLOCK, f"{_BLOCK}_{index}", 1)] = array
     if "conv_root/kernel" in arrays:
-        raise CheckpointError(f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz")
+        raise CheckpointError(
+            f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz"
+        )
     # big_vision adds positions to the patches alone, vit_jax to the CLS token too.
     is_vit_jax = "Transformer/posembed_input/pos_embedding" in arrays
     attention = f"{_BLOCK}_0/MultiHeadDotProductAttention_{int(is_vit_jax)}"
     heads = shape_of(arrays, f"{attention}/query/kernel", where, 3)[1]
-    tensors = renamed({name: _transposed(name, array) for name, array in arrays.items()}, _RULES, where)
+    tensors = renamed(
+        {name: _transposed(name, array) for name, array in arrays.items()}, _RULES, where
+    )
     join_parts(tensors)
     pool = "map" if "attn_pool.latent" in tensors else "token" if "cls_token" in tensors else "avg"
     stated = {**_ALWAYS, "num_heads": heads, "no_embed_class": not is_vit_jax, "global_pool": pool}
     preprocess = options.preprocess_or(None, where)
-    config = Network(where, "", {}, Layout(FORMAT, "", _RULES, _ALWAYS), tensors, stated).config(preprocess)
+    config = Network(where, "", {}, Layout(FORMAT, "", _RULES, _ALWAYS), tensors, stated).config(
+        preprocess
+    )
     return Checkpoint(
         name=files.file.stem,
         source=files.source,
@@ -91,7 +103,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
 
 
 def _transposed(name: str, array: Tensor) -> Tensor:
-    """Return a kernel [*inputs, *outputs] as a weight [outputs, inputs], and the bias of all heads as one."""
+    """Return a kernel [*inputs, *outputs] as a weight [outputs, inputs], and the bias of all heads
+    as one.
+    """
     if name.endswith("embedding/kernel"):
         return array.permute(3, 2, 0, 1)
     if name.endswith("/kernel") and array.ndim > 1:

@@ -1,8 +1,10 @@
-"""Files of `VIT_KEYS`, which people write for state dicts with names of their own: new names, and which copy is meant.
+"""Files of `VIT_KEYS`, which people write for state dicts with names of their own: new names, and
+which copy is meant.
 
-A TOML file. `weights` is the key of the copy of a network that is served, of files with several. Each `[[tensor]]` has
-`from` and `to`, names in which `{}` stands for a block's number. Several in `from` are joined along the first
-dimension; `transpose` turns a matrix; an empty `to` leaves a tensor aside. Other names stay as they are.
+A TOML file. `weights` is the key of the copy of a network that is served, of files with several.
+Each `[[tensor]]` has `from` and `to`, names in which `{}` stands for a block's number. Several in
+`from` are joined along the first dimension; `transpose` turns a matrix; an empty `to` leaves a
+tensor aside. Other names stay as they are.
 """
 
 import re
@@ -73,7 +75,9 @@ def mapped(tensors: Mapping[str, Tensor], keys: KeyMap) -> dict[str, Tensor]:
             if entry.transpose:
                 parts = [part.mT if part.ndim == 2 else part for part in parts]
             if len({part.shape[1:] for part in parts}) > 1:
-                raise CheckpointError(f"VIT_KEYS: {', '.join(entry.source)} cannot be joined: their shapes differ")
+                raise CheckpointError(
+                    f"VIT_KEYS: {', '.join(entry.source)} cannot be joined: their shapes differ"
+                )
             if name:
                 result[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
     twice = left.keys() & result.keys()

@@ -1,8 +1,10 @@
-"""Labels in every form that libraries and people write them in: one reader for settings, files and configs.
+"""Labels in every form that libraries and people write them in: one reader for settings, files and
+configs.
 
 A text with one label a line; a list as in CSV or JSON; JSON from index to label (`id2label`, Keras'
-`imagenet_class_index.json`) or from label to index (`class_to_idx`); a CSV table with a column of indices; and the
-`names` of a YAML file. What a form says of indices is checked: each of 0...N-1 once.
+`imagenet_class_index.json`) or from label to index (`class_to_idx`); a CSV table with a column of
+indices; and the `names` of a YAML file. What a form says of indices is checked: each of 0...N-1
+once.
 """
 
 import csv
@@ -17,7 +19,8 @@ from model.checkpoint.local_files import read_text_file, reading, resolved_sourc
 from model.errors import CheckpointError, InputError
 from model.heads import is_list, parse_labels
 
-# `imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: each class's index.
+# `imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: each class's
+# index.
 LABEL_PRESETS: Final = ("imagenet-1k", "numbers")
 _FORMS: Final = (
     "one label a line, a list or an object of JSON, a CSV table of index and label, or names: in YAML "
@@ -29,11 +32,39 @@ _MOST_NAMES: Final = 100_000
 _MAX_YAML_CHARACTERS: Final = 1 << 20
 # Keys of an object that hold its labels, the first of them that is there.
 _HOLDERS: Final = (
-    *("id2label", "label2id", "class_to_idx", "idx_to_class", "label_names", "labels", "names", "class_names"),
+    *(
+        "id2label",
+        "label2id",
+        "class_to_idx",
+        "idx_to_class",
+        "label_names",
+        "labels",
+        "names",
+        "class_names",
+    ),
     *("classes", "categories"),
 )
-_INDEX_NAMES: Final = ("index", "idx", "id", "class_id", "class_index", "class_idx", "label_id", "number", "")
-_LABEL_NAMES: Final = ("label", "name", "class", "class_name", "label_name", "category", "title", "description")
+_INDEX_NAMES: Final = (
+    "index",
+    "idx",
+    "id",
+    "class_id",
+    "class_index",
+    "class_idx",
+    "label_id",
+    "number",
+    "",
+)
+_LABEL_NAMES: Final = (
+    "label",
+    "name",
+    "class",
+    "class_name",
+    "label_name",
+    "category",
+    "title",
+    "description",
+)
 # An index before a label, as Teachable Machine writes it: `0 cat`, `0: cat`.
 _NUMBERED: Final = re.compile(r"(\d{1,9})(?:\s*[:,;\t]\s*|\s+)(\S.*)")
 
@@ -52,8 +83,8 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
         classes: their number; None where any number is allowed.
 
     Raises:
-        CheckpointError: there is no such file, no form that is read, an index that is missing or given twice, or not
-            exactly `classes` labels.
+        CheckpointError: there is no such file, no form that is read, an index that is missing or
+            given twice, or not exactly `classes` labels.
     """
     if name == "numbers" and classes is not None:
         return tuple(str(index) for index in range(classes))
@@ -120,36 +151,54 @@ def _numbered(lines: Sequence[str], where: str) -> tuple[str, ...]:
     is_counted = numbers in (list(range(len(lines))), list(range(1, len(lines) + 1)))
     if not is_counted and not all(re.match(r"\d+\s*[:,;\t]", match[0]) for match in found):
         return ()  # `2 stroke` and `4 stroke` are labels
-    return _indexed(((f"line {number}", match[1], match[2]) for number, match in enumerate(found, 1)), where)
+    return _indexed(
+        ((f"line {number}", match[1], match[2]) for number, match in enumerate(found, 1)), where
+    )
 
 
 def _of_table(lines: Sequence[str], where: str) -> tuple[str, ...]:
     """Return the labels of a CSV table, with or without a header, its columns in any order."""
     delimiter = max("\t;,", key=lines[0].count)
-    reader = csv.reader((f"{line}\n" for line in lines), delimiter=delimiter, skipinitialspace=True, strict=True)
+    reader = csv.reader(
+        (f"{line}\n" for line in lines), delimiter=delimiter, skipinitialspace=True, strict=True
+    )
     with reading(where, "not a CSV table", csv.Error):
         rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
     width = len(rows[0][1])
     for number, row in rows:
         if len(row) != width or not any(row):
-            raise CheckpointError(f"{where}: line {number} has {len(row)} cells, expected {width or 1}")
+            raise CheckpointError(
+                f"{where}: line {number} has {len(row)} cells, expected {width or 1}"
+            )
     names = [cell.lower().replace(" ", "_") for cell in rows[0][1]]
-    is_headed = not any(_is_index(name) for name in names) and not set(names).isdisjoint((*_INDEX_NAMES, *_LABEL_NAMES))
+    is_headed = not any(_is_index(name) for name in names) and not set(names).isdisjoint(
+        (*_INDEX_NAMES, *_LABEL_NAMES)
+    )
     body = rows[1:] if is_headed else rows
     if not body:
         raise CheckpointError(f"{where}: a header without labels")
     if width == 1:
-        return _indexed(((f"line {number}", place, row[0]) for place, (number, row) in enumerate(body)), where)
+        return _indexed(
+            ((f"line {number}", place, row[0]) for place, (number, row) in enumerate(body)), where
+        )
     numeric = [column for column in range(width) if all(_is_index(row[column]) for _, row in body)]
     index = _column(numeric, names if is_headed else [], _INDEX_NAMES)
-    label = _column([column for column in range(width) if column != index], names if is_headed else [], _LABEL_NAMES)
+    label = _column(
+        [column for column in range(width) if column != index],
+        names if is_headed else [],
+        _LABEL_NAMES,
+    )
     if index is None or label is None:
-        raise CheckpointError(f"{where}: its {width} columns do not tell which are index and label; expected {_FORMS}")
+        raise CheckpointError(
+            f"{where}: its {width} columns do not tell which are index and label; expected {_FORMS}"
+        )
     return _indexed(((f"line {number}", row[index], row[label]) for number, row in body), where)
 
 
 def _column(candidates: Sequence[int], names: Sequence[str], known: Sequence[str]) -> int | None:
-    """Return the column with the first of the known names, else the only one, or of two without a header the first."""
+    """Return the column with the first of the known names, else the only one, or of two without a
+    header the first.
+    """
     named = [column for name in known for column in candidates if names and names[column] == name]
     if named:
         return named[0]
@@ -170,7 +219,11 @@ def _of_value(value: Any, where: str) -> tuple[str, ...]:
         return _of_list(value, where)
     if not isinstance(value, dict) or not value:
         raise CheckpointError(f"{where}: holds no labels; expected {_FORMS}")
-    held = {key: value[key] for key in _HOLDERS if isinstance(value.get(key), list | dict) and value[key]}
+    held = {
+        key: value[key]
+        for key in _HOLDERS
+        if isinstance(value.get(key), list | dict) and value[key]
+    }
     if held:
         key, inner = next(iter(held.items()))
         labels = _of_value(inner, f"{where}: {key}")
@@ -178,14 +231,22 @@ def _of_value(value: Any, where: str) -> tuple[str, ...]:
             _require_agreement(labels, held.get("label2id"), where)
         return labels
     if all(map(_is_index, value)) and not all(isinstance(each, int) for each in value.values()):
-        return indexed_labels({key: _described(label) for key, label in value.items()}, len(value), where)
+        return indexed_labels(
+            {key: _described(label) for key, label in value.items()}, len(value), where
+        )
     if all(map(_is_index, value.values())):
-        return _indexed(((repr(label)[:100], index, label) for label, index in value.items()), where)
-    raise CheckpointError(f"{where}: an object, but neither from index to label nor from label to index")
+        return _indexed(
+            ((repr(label)[:100], index, label) for label, index in value.items()), where
+        )
+    raise CheckpointError(
+        f"{where}: an object, but neither from index to label nor from label to index"
+    )
 
 
 def _require_agreement(labels: Sequence[str], indices: Any, where: str) -> None:
-    """Refuse a `label2id` that contradicts `id2label`; the names that transformers makes up are not compared."""
+    """Refuse a `label2id` that contradicts `id2label`; the names that transformers makes up are not
+    compared.
+    """
     stated = {str(index): label for index, label in enumerate(labels)}
     for label, index in indices.items() if isinstance(indices, dict) else ():
         is_made_up = UNNAMED.fullmatch(label) or UNNAMED.fullmatch(stated.get(str(index), ""))
@@ -197,7 +258,9 @@ def _require_agreement(labels: Sequence[str], indices: Any, where: str) -> None:
 
 
 def _of_list(values: Sequence[Any], where: str) -> tuple[str, ...]:
-    """Return the labels of a list: texts, or objects with an index and a label, as COCO's `categories`."""
+    """Return the labels of a list: texts, or objects with an index and a label, as COCO's
+    `categories`.
+    """
     rows: list[Row] = []
     for place, value in enumerate(values):
         fields = value if isinstance(value, dict) else {"label": value}
@@ -219,9 +282,13 @@ def _indexed(rows: Iterable[Row], where: str) -> tuple[str, ...]:
     found: dict[int, str] = {}
     for place, index, label in rows:
         if not isinstance(label, str) or not label.strip():
-            raise CheckpointError(f"{where}: {place}: {label!r:.100}: a label must be text that is not empty")
+            raise CheckpointError(
+                f"{where}: {place}: {label!r:.100}: a label must be text that is not empty"
+            )
         if not _is_index(index):
-            raise CheckpointError(f"{where}: {place}: {index!r:.100}: expected the index of a class")
+            raise CheckpointError(
+                f"{where}: {place}: {index!r:.100}: expected the index of a class"
+            )
         number = int(str(index))
         if number in found:
             raise CheckpointError(
@@ -247,17 +314,25 @@ def indexed_labels(mapping: Mapping[str, Any], classes: int, where: str) -> tupl
     expected = [str(index) for index in range(classes)]
     for key, label in mapping.items():
         if not isinstance(label, str):
-            raise CheckpointError(f"{where}: {key!r:.100}: {label!r:.100}: a label must be text, in quotes")
+            raise CheckpointError(
+                f"{where}: {key!r:.100}: {label!r:.100}: a label must be text, in quotes"
+            )
         if not _is_index(key):
-            raise CheckpointError(f"{where}: {key!r:.100}: {label!r:.100}: expected a class index and its label")
+            raise CheckpointError(
+                f"{where}: {key!r:.100}: {label!r:.100}: expected a class index and its label"
+            )
     if mapping.keys() != set(expected):
-        raise CheckpointError(f"{where}: {len(mapping)} labels, expected one for each of 0...{classes - 1}")
+        raise CheckpointError(
+            f"{where}: {len(mapping)} labels, expected one for each of 0...{classes - 1}"
+        )
     return tuple(mapping[index] for index in expected)
 
 
 def imagenet_labels() -> tuple[str, ...]:
     """Return the 1,000 descriptions of ILSVRC 2012, in the order of their WordNet ids."""
-    text = resources.files("model.checkpoint").joinpath("imagenet_1k.txt").read_text(encoding="utf-8")
+    text = (
+        resources.files("model.checkpoint").joinpath("imagenet_1k.txt").read_text(encoding="utf-8")
+    )
     return tuple(text.splitlines())
 
 
@@ -274,7 +349,9 @@ def _parsed(text: str, where: str, suffix: str) -> Any:
 
 
 def _json(text: str, where: str) -> Any:
-    """Return a JSON value; refuse a key that stands twice, of which the standard library keeps the last."""
+    """Return a JSON value; refuse a key that stands twice, of which the standard library keeps the
+    last.
+    """
     with reading(where, "not JSON", ValueError, RecursionError):
         return json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, where))
 
@@ -283,7 +360,9 @@ def _object(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise CheckpointError(f"{where}: {key!r:.100} is there twice: {result[key]!r:.100} and {value!r:.100}")
+            raise CheckpointError(
+                f"{where}: {key!r:.100} is there twice: {result[key]!r:.100} and {value!r:.100}"
+            )
         result[key] = value
     return result
 
@@ -293,16 +372,22 @@ def _yaml(text: str, where: str) -> Any:
     try:
         import yaml  # noqa: PLC0415  optional: the Hub's client brings it
     except ImportError:
-        raise CheckpointError(f"{where}: YAML needs PyYAML: pip install pyyaml, or write the labels as JSON") from None
+        raise CheckpointError(
+            f"{where}: YAML needs PyYAML: pip install pyyaml, or write the labels as JSON"
+        ) from None
     if len(text) > _MAX_YAML_CHARACTERS:
-        raise CheckpointError(f"{where}: larger than {_MAX_YAML_CHARACTERS} characters of YAML; write it as JSON")
+        raise CheckpointError(
+            f"{where}: larger than {_MAX_YAML_CHARACTERS} characters of YAML; write it as JSON"
+        )
     seen: set[int] = set()
 
     def value_of(node: Any) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return node.value
         if id(node) in seen:  # an alias of a few characters can stand for a value of any size
-            raise CheckpointError(f"{where}: line {node.start_mark.line + 1}: write the values out instead of an alias")
+            raise CheckpointError(
+                f"{where}: line {node.start_mark.line + 1}: write the values out instead of an alias"
+            )
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             return [value_of(item) for item in node.value]

@@ -1,6 +1,8 @@
-"""Layouts of state dicts that are read without a config: whose names they are, and what that code does with them.
+"""Layouts of state dicts that are read without a config: whose names they are, and what that code
+does with them.
 
-Each is exact: a name that its rules do not know stays, and is refused. Names of one's own are mapped by `VIT_KEYS`.
+Each is exact: a name that its rules do not know stays, and is refused. Names of one's own are
+mapped by `VIT_KEYS`.
 """
 
 import re
@@ -63,7 +65,13 @@ LAYOUTS: Final = (
         "transformers",
         r"((vit|deit)\.)?(encoder\.layer|layers)\.0\.layernorm_before\.weight",
         ENCODER,
-        {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-12, "global_pool": "token", "qkv_order": "3hd"},
+        {
+            "norm_order": "pre",
+            "act_layer": "gelu",
+            "norm_eps": 1e-12,
+            "global_pool": "token",
+            "qkv_order": "3hd",
+        },
     ),
     Layout(
         "torchvision",
@@ -73,13 +81,31 @@ LAYOUTS: Final = (
             (r"^encoder\.pos_embedding$", "pos_embed"),
             (r"^conv_proj\.", "patch_embed.proj."),
             (r"^encoder\.layers\.encoder_layer_(\d+)\.ln_([12])\.", r"blocks.\1.norm\2."),
-            (r"^encoder\.layers\.encoder_layer_(\d+)\.self_attention\.in_proj_", r"blocks.\1.attn.qkv."),
-            (r"^encoder\.layers\.encoder_layer_(\d+)\.self_attention\.out_proj\.", r"blocks.\1.attn.proj."),
-            (r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:0|linear_1)\.", r"blocks.\1.mlp.fc1."),
-            (r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:3|linear_2)\.", r"blocks.\1.mlp.fc2."),
+            (
+                r"^encoder\.layers\.encoder_layer_(\d+)\.self_attention\.in_proj_",
+                r"blocks.\1.attn.qkv.",
+            ),
+            (
+                r"^encoder\.layers\.encoder_layer_(\d+)\.self_attention\.out_proj\.",
+                r"blocks.\1.attn.proj.",
+            ),
+            (
+                r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:0|linear_1)\.",
+                r"blocks.\1.mlp.fc1.",
+            ),
+            (
+                r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:3|linear_2)\.",
+                r"blocks.\1.mlp.fc2.",
+            ),
             (r"^encoder\.ln\.", "norm."),
         ),
-        {"norm_order": "pre", "act_layer": "gelu", "norm_eps": 1e-6, "global_pool": "token", "qkv_order": "3hd"},
+        {
+            "norm_order": "pre",
+            "act_layer": "gelu",
+            "norm_eps": 1e-6,
+            "global_pool": "token",
+            "qkv_order": "3hd",
+        },
     ),
     Layout(
         "torch.nn.TransformerEncoder",
@@ -105,7 +131,11 @@ LAYOUTS: Final = (
 )
 
 
-_OF_OPEN_CLIP: Final = ("visual.conv1.weight", "visual.trunk.patch_embed.proj.weight", "visual.class_embedding")
+_OF_OPEN_CLIP: Final = (
+    "visual.conv1.weight",
+    "visual.trunk.patch_embed.proj.weight",
+    "visual.class_embedding",
+)
 
 
 def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[str, Tensor]]:
@@ -114,7 +144,9 @@ def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[s
     Raises:
         CheckpointError: it has none that is known.
     """
-    found = [layout for layout in LAYOUTS if any(re.fullmatch(layout.marker, name) for name in tensors)]
+    found = [
+        layout for layout in LAYOUTS if any(re.fullmatch(layout.marker, name) for name in tensors)
+    ]
     if not found:
         first = {name.partition(".")[0]: name for name in reversed(list(tensors))}
         shown = ", ".join(repr(name)[:80] for name in list(reversed(first.values()))[:4])
@@ -148,7 +180,9 @@ def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[s
 
 
 def _reads_mean(native: Mapping[str, Tensor]) -> bool:
-    """Return whether the head reads twice the width: CLS and the mean of the patches, as DINOv2's classifiers."""
+    """Return whether the head reads twice the width: CLS and the mean of the patches, as DINOv2's
+    classifiers.
+    """
     head = native.get("head.weight")
     norm = native.get("blocks.0.norm1.weight")
     if head is None or norm is None or head.ndim != 2 or norm.ndim != 1:
@@ -175,10 +209,12 @@ def _of_vit_pytorch(native: Mapping[str, Tensor], names: Mapping[str, Tensor]) -
 def _with_registers(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     """Return the tensors of a DINOv2 model with registers as timm has them.
 
-    DINOv2 gives registers no position; timm's model has none for CLS either, so it is added to its token here.
+    DINOv2 gives registers no position; timm's model has none for CLS either, so it is added to its
+    token here.
     """
     registers, positions = (
-        tuple(tensors[name].shape) if name in tensors else () for name in ("register_tokens", "pos_embed")
+        tuple(tensors[name].shape) if name in tensors else ()
+        for name in ("register_tokens", "pos_embed")
     )
     if len(registers) != 3 or len(positions) != 3 or positions[1] < 2:
         raise CheckpointError(

@@ -1,4 +1,6 @@
-"""sentence-transformers' folder: `modules.json` says in which subfolder the model is, and what comes after it."""
+"""sentence-transformers' folder: `modules.json` says in which subfolder the model is, and what
+comes after it.
+"""
 
 from typing import Final
 
@@ -10,16 +12,24 @@ _MODULES_FILE: Final = "modules.json"
 
 
 def of_modules(files: Files) -> Files:
-    """Return the folder of the model that `modules.json` names; the folder itself if that holds a model.
+    """Return the folder of the model that `modules.json` names; the folder itself if that holds a
+    model.
 
     Raises:
         CheckpointError: further modules change what the model gives, or the file cannot be read.
     """
-    if any(files.path(name) is not None for name in MODEL_FILES) or files.path(_MODULES_FILE) is None:
+    if (
+        any(files.path(name) is not None for name in MODEL_FILES)
+        or files.path(_MODULES_FILE) is None
+    ):
         return files
     where = files.where(_MODULES_FILE)
     modules = read_json(files.required(_MODULES_FILE), where)
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules) or not modules:
+    if (
+        not isinstance(modules, list)
+        or not all(isinstance(module, dict) for module in modules)
+        or not modules
+    ):
         raise CheckpointError(f"{where}: expected a list of modules")
     first, *others = (str(module.get("path", "")) for module in modules)
     inner = files.subfolder(first)

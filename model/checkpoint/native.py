@@ -1,7 +1,8 @@
-"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train` and `convert`.
+"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train` and
+`convert`.
 
-`vitserve calibrate` writes `calibration.json` beside them. It names the weights and the preprocessing that it is for: a
-folder whose calibration is another model's is refused.
+`vitserve calibrate` writes `calibration.json` beside them. It names the weights and the
+preprocessing that it is for: a folder whose calibration is another model's is refused.
 """
 
 import hashlib
@@ -39,12 +40,14 @@ class NativeConfig(Frozen):
     labels: tuple[str, ...]
     # `vitserve train` fits 0.05 to 20; far below, scores overflow.
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
-    # A softmax unless `vitserve train` found another to fit better; folders of older versions do not say.
+    # A softmax unless `vitserve train` found another to fit better; folders of older versions do
+    # not say.
     form: Form = SOFTMAX
     multi_label: bool
     # What the files that it was converted from did not say; see `Checkpoint`.
     assumed: tuple[str, ...] = ()
-    # How the checkpoint came about (recipe, accuracy, versions), for people; the service never reads it.
+    # How the checkpoint came about (recipe, accuracy, versions), for people; the service never
+    # reads it.
     training: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -54,7 +57,9 @@ def recognises(files: Files) -> bool:
 
 
 def adapted(files: Files, classes: int) -> None:
-    """Give a base's config the number of classes of an adapter's head, and the scores of a head without a fit."""
+    """Give a base's config the number of classes of an adapter's head, and the scores of a head
+    without a fit.
+    """
     config = files.config
     if isinstance(config.get("architecture"), dict):
         config["architecture"]["num_classes"] = classes
@@ -92,7 +97,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
 def _calibrated(
     checkpoint: Checkpoint, preprocess: PreprocessConfig, files: Files, options: CheckpointOptions
 ) -> Checkpoint:
-    """Return a checkpoint with its folder's calibration, unless the operator changes what the model sees.
+    """Return a checkpoint with its folder's calibration, unless the operator changes what the model
+    sees.
 
     Args:
         preprocess: of the folder.
@@ -111,24 +117,38 @@ def _calibrated(
     if checkpoint.preprocess != preprocess or options.image_size not in (None, preprocess.size):
         note = f"{CALIBRATION_FILE} is not used: it is for the folder's own preprocessing and image size"
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    return replace(checkpoint, temperature=calibration.temperature, form=calibration.form, calibration=calibration)
+    return replace(
+        checkpoint,
+        temperature=calibration.temperature,
+        form=calibration.form,
+        calibration=calibration,
+    )
 
 
 def _digest(calibration: Calibration, files: Files) -> str:
-    """Return the SHA-256 of a calibration and of what it is for: the weights, and how pictures become pixels."""
-    with open_file(files.required(WEIGHTS_FILE), files.where(WEIGHTS_FILE)) as file, reading(files.place):
+    """Return the SHA-256 of a calibration and of what it is for: the weights, and how pictures
+    become pixels.
+    """
+    with (
+        open_file(files.required(WEIGHTS_FILE), files.where(WEIGHTS_FILE)) as file,
+        reading(files.place),
+    ):
         weights = hashlib.file_digest(file, "sha256").hexdigest()
     model = [weights, files.config.get("architecture"), files.config.get("preprocess")]
     # Calibrations of older versions have no form, and what is signed of them neither.
     unsigned = {"digest", "form"} if calibration.form == SOFTMAX else {"digest"}
-    text = json.dumps([calibration.model_dump(mode="json", exclude=unsigned), *model], sort_keys=True)
+    text = json.dumps(
+        [calibration.model_dump(mode="json", exclude=unsigned), *model], sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_calibration(folder: Path, calibration: Calibration) -> None:
-    """Write the calibration of the weights in a native folder, in the place of another; raises `OSError`.
+    """Write the calibration of the weights in a native folder, in the place of another; raises
+    `OSError`.
 
-    Whoever has read the folder keeps what it read; whoever reads it meanwhile sees the old file or the new one.
+    Whoever has read the folder keeps what it read; whoever reads it meanwhile sees the old file or
+    the new one.
     """
     files = Files(folder, str(folder))
     signed = calibration.model_copy(update={"digest": _digest(calibration, files)})
@@ -138,9 +158,14 @@ def write_calibration(folder: Path, calibration: Calibration) -> None:
 
 
 def write(
-    folder: Path, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float32, training: dict[str, Any] | None = None
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype = torch.float32,
+    training: dict[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint as a native folder, made if absent; what is there already is replaced file by file.
+    """Write a checkpoint as a native folder, made if absent; what is there already is replaced file
+    by file.
 
     A calibration goes with its weights, unless these are rounded.
 
@@ -163,7 +188,9 @@ def write(
         training=training or {},
     )
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {n: t.detach().cpu().to(dtype).contiguous() for n, t in checkpoint.tensors.items()}
+    tensors: dict[str, Tensor] = {
+        n: t.detach().cpu().to(dtype).contiguous() for n, t in checkpoint.tensors.items()
+    }
     weights = folder / f"{WEIGHTS_FILE}.part"
     save_file(tensors, weights, metadata={"format": "pt"})
     config = folder / f"{CONFIG_FILE}.part"

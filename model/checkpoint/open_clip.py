@@ -1,7 +1,9 @@
-"""open_clip's folder: `open_clip_config.json` and its weights. The image's tower is read, for embeddings.
+"""open_clip's folder: `open_clip_config.json` and its weights. The image's tower is read, for
+embeddings.
 
-Source of names and defaults: open_clip/model.py (CLIPVisionCfg), transformer.py (VisionTransformer), timm_model.py and
-transform.py. The embedding is that of `encode_image`: the pooled features, projected as the model projects them.
+Source of names and defaults: open_clip/model.py (CLIPVisionCfg), transformer.py
+(VisionTransformer), timm_model.py and transform.py. The embedding is that of `encode_image`: the
+pooled features, projected as the model projects them.
 """
 
 from collections.abc import Mapping
@@ -61,7 +63,9 @@ class _Norm(Frozen):
 
 
 class _Tower(BaseModel):
-    """The fields of a `vision_cfg`; steps that are not read must be off, and fields of training have no effect."""
+    """The fields of a `vision_cfg`; steps that are not read must be off, and fields of training
+    have no effect.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -133,7 +137,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     model = _object(required(config, "model_cfg", where), "model_cfg", where)
     vision = _object(required(model, "vision_cfg", where), "model_cfg.vision_cfg", where)
     if isinstance(vision.get("layers"), list):
-        raise CheckpointError(f"{where}: its image tower is a ResNet; towers that are Vision Transformers are read")
+        raise CheckpointError(
+            f"{where}: its image tower is a ResNet; towers that are Vision Transformers are read"
+        )
     with validating(where, "model_cfg.vision_cfg."):
         tower = _Tower.model_validate(vision)
     stated = _object(config.get("preprocess_cfg") or {}, "preprocess_cfg", where)
@@ -143,7 +149,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     make = _own if tower.timm_model_name is None else _timm
     with validating(where, "model_cfg."):
         network, tensors = make(files, tower, width, is_quick=bool(model.get("quick_gelu")))
-    assumed = ", ".join(name for name in ("mean", "std", "interpolation", "resize_mode") if stated.get(name) is None)
+    assumed = ", ".join(
+        name for name in ("mean", "std", "interpolation", "resize_mode") if stated.get(name) is None
+    )
     return Checkpoint(
         name=files.name,
         source=files.source,
@@ -156,7 +164,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         multi_label=False,
         revision=files.revision,
         notes=(_NOTE,),
-        assumed=(f"preprocessing: {assumed} of open_clip's default (VIT_PREPROCESS)",) if assumed and carried else (),
+        assumed=(f"preprocessing: {assumed} of open_clip's default (VIT_PREPROCESS)",)
+        if assumed and carried
+        else (),
     )
 
 
@@ -167,9 +177,13 @@ def _object(value: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def _preprocess(stated: Mapping[str, Any], tower: _Tower, where: str) -> PreprocessConfig:
-    """Return the preprocessing of a config, at the size of its tower, as `image_transform_v2` computes it."""
+    """Return the preprocessing of a config, at the size of its tower, as `image_transform_v2`
+    computes it.
+    """
     with validating(where, "preprocess_cfg."):
-        read = _Preprocess.model_validate({name: value for name, value in stated.items() if value is not None})
+        read = _Preprocess.model_validate(
+            {name: value for name, value in stated.items() if value is not None}
+        )
     rows, columns = tower.image_size
     if read.resize_mode == "longest" or (read.resize_mode == "shortest" and rows != columns):
         raise CheckpointError(
@@ -190,7 +204,11 @@ def _preprocess(stated: Mapping[str, Any], tower: _Tower, where: str) -> Preproc
 
 def _visual(files: Files) -> dict[str, Tensor]:
     """Return the tensors of the image's tower, under the names within it."""
-    return {name.removeprefix(_VISUAL): t for name, t in files.tensors().items() if name.startswith(_VISUAL)}
+    return {
+        name.removeprefix(_VISUAL): t
+        for name, t in files.tensors().items()
+        if name.startswith(_VISUAL)
+    }
 
 
 def _own(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Read:
@@ -200,7 +218,9 @@ def _own(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Read:
     fields = {
         "image_size": tower.image_size,
         "patch_size": tower.patch_size,
-        "drop_remainder": bool(tower.patch_size and (rows % tower.patch_size or columns % tower.patch_size)),
+        "drop_remainder": bool(
+            tower.patch_size and (rows % tower.patch_size or columns % tower.patch_size)
+        ),
         "width": tower.width,
         "depth": tower.layers,
         "heads": tower.width // tower.head_width,
@@ -229,7 +249,9 @@ def _own(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Read:
 
 
 def _timm(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Read:
-    """Return a Vision Transformer of timm, which has its own activation; raises pydantic.ValidationError."""
+    """Return a Vision Transformer of timm, which has its own activation; raises
+    pydantic.ValidationError.
+    """
     where, name = files.where(OPEN_CLIP_CONFIG), tower.timm_model_name or ""
     if runs_in_library(name, where):
         raise CheckpointError(
@@ -239,7 +261,8 @@ def _timm(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Read:
     arguments = architectures()[name] | {"img_size": tower.image_size, "num_classes": 0}
     own_pool = parse_arguments(arguments).global_pool
     has_linear = tower.timm_proj == "linear"
-    # With a projection of its own, open_clip changes the pooling after the norms have been made for another.
+    # With a projection of its own, open_clip changes the pooling after the norms have been made for
+    # another.
     pools = ("", own_pool) if has_linear else tuple(POOL)
     if tower.timm_pool not in pools:
         known = ", ".join(map(repr, pools))

@@ -1,4 +1,6 @@
-"""The operator's options for a checkpoint: input size, and the preprocessing and labels that some files lack."""
+"""The operator's options for a checkpoint: input size, and the preprocessing and labels that some
+files lack.
+"""
 
 from dataclasses import dataclass
 from importlib import resources
@@ -12,11 +14,12 @@ from model.checkpoint.local_files import read_json, resolved_source, validating
 from model.config import PreprocessConfig, Size
 from model.errors import CheckpointError
 
-# Published evaluation preprocessing of released models, by name.
-#
-# Sources: torchvision/models/vision_transformer.py, `ViT_*_Weights`; google-research/vision_transformer,
+# Published evaluation preprocessing of released models, by name.  Sources:
+# torchvision/models/vision_transformer.py, `ViT_*_Weights`; google-research/vision_transformer,
 # vit_jax/input_pipeline.py; facebookresearch/deit, datasets.py, `build_transform`.
-PREPROCESS_PRESETS: Final[dict[str, PreprocessConfig]] = TypeAdapter(dict[str, PreprocessConfig]).validate_json(
+PREPROCESS_PRESETS: Final[dict[str, PreprocessConfig]] = TypeAdapter(
+    dict[str, PreprocessConfig]
+).validate_json(
     resources.files("model.checkpoint").joinpath("preprocess_presets.json").read_bytes()
 )
 
@@ -27,13 +30,15 @@ class CheckpointOptions:
 
     Attributes:
         image_size: (rows, columns) in pixels to run at instead of the checkpoint's own.
-        preprocess: one of `PREPROCESS_PRESETS` or a JSON file, instead of the checkpoint's own; needed for
-            formats that carry none.
+        preprocess: one of `PREPROCESS_PRESETS` or a JSON file, instead of the checkpoint's own;
+            needed for formats that carry none.
         labels: names, a file or a preset, likewise; see `model.checkpoint.labels`.
-        activation: `softmax` or `sigmoid`, which makes scores of logits, instead of the checkpoint's own.
-        architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`, or `vit` for a network whose
-            sizes are its tensors'.
-        keys: TOML file that maps names of tensors and says which copy of a network is meant; see `key_map`.
+        activation: `softmax` or `sigmoid`, which makes scores of logits, instead of the
+        checkpoint's own.
+        architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`, or `vit` for
+            a network whose sizes are its tensors'.
+        keys: TOML file that maps names of tensors and says which copy of a network is meant; see
+        `key_map`.
     """
 
     image_size: Size | None = None
@@ -63,10 +68,14 @@ class CheckpointOptions:
             return read_preprocess(self.preprocess)
         if default is None:
             presets = ", ".join(PREPROCESS_PRESETS)
-            raise CheckpointError(f"{where}: {missing} set VIT_PREPROCESS to a JSON file or to one of {presets}")
+            raise CheckpointError(
+                f"{where}: {missing} set VIT_PREPROCESS to a JSON file or to one of {presets}"
+            )
         return default
 
-    def labels_or(self, default: tuple[str, ...] | None, classes: int, where: str) -> tuple[str, ...]:
+    def labels_or(
+        self, default: tuple[str, ...] | None, classes: int, where: str
+    ) -> tuple[str, ...]:
         """Return the operator's labels, else `default`; none where there are no classes.
 
         Raises:
@@ -85,7 +94,8 @@ class CheckpointOptions:
 
 
 def read_preprocess(name: str) -> PreprocessConfig:
-    """Return a preset by name, or what JSON or a file of it says with the fields of `model.config.PreprocessConfig`.
+    """Return a preset by name, or what JSON or a file of it says with the fields of
+    `model.config.PreprocessConfig`.
 
     Raises:
         CheckpointError: neither a preset nor a file, or fields that are missing, unknown or wrong.
@@ -97,6 +107,8 @@ def read_preprocess(name: str) -> PreprocessConfig:
             return PreprocessConfig.model_validate_json(name)
     path = Path(name).expanduser()
     if resolved_source(path, str(path)) is None:
-        raise CheckpointError(f"VIT_PREPROCESS {name!r}: neither a file nor one of {', '.join(PREPROCESS_PRESETS)}")
+        raise CheckpointError(
+            f"VIT_PREPROCESS {name!r}: neither a file nor one of {', '.join(PREPROCESS_PRESETS)}"
+        )
     with validating(str(path)):
         return PreprocessConfig.model_validate(read_json(path, str(path)))

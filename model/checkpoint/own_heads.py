@@ -1,7 +1,9 @@
-"""Heads that people put onto a backbone: a linear layer under one of many names, by itself or in a `Sequential`.
+"""Heads that people put onto a backbone: a linear layer under one of many names, by itself or in a
+`Sequential`.
 
-torchvision's `model.heads = nn.Linear(768, 3)`, `classifier = nn.Sequential(nn.Dropout(), nn.Linear(768, 3))` and
-DINOv2's `linear_head` are read. A layer under another name that could be a head is named in the refusal.
+torchvision's `model.heads = nn.Linear(768, 3)`, `classifier = nn.Sequential(nn.Dropout(),
+nn.Linear(768, 3))` and DINOv2's `linear_head` are read. A layer under another name that could be a
+head is named in the refusal.
 """
 
 import re
@@ -19,21 +21,45 @@ _NAMES: Final = (
 _HEAD: Final = re.compile(rf"(?P<part>{_NAMES})(?:\.\w+)*\.weight")
 # First parts of the names of a network's own tensors.
 _OF_NETWORK: Final = frozenset(
-    {"blocks", "patch_embed", "norm", "norm_pre", "fc_norm", "cls_token", "pos_embed", "reg_token", "register_tokens"}
-    | {"dist_token", "head_dist", "attn_pool", "rel_pos_bias", "shared", "rope", "vision_model", "pre_logits", "head"}
+    {
+        "blocks",
+        "patch_embed",
+        "norm",
+        "norm_pre",
+        "fc_norm",
+        "cls_token",
+        "pos_embed",
+        "reg_token",
+        "register_tokens",
+    }
+    | {
+        "dist_token",
+        "head_dist",
+        "attn_pool",
+        "rel_pos_bias",
+        "shared",
+        "rope",
+        "vision_model",
+        "pre_logits",
+        "head",
+    }
 )
 
 
-def with_head(tensors: Mapping[str, Tensor], where: str, folders_name: str = "") -> dict[str, Tensor]:
+def with_head(
+    tensors: Mapping[str, Tensor], where: str, folders_name: str = ""
+) -> dict[str, Tensor]:
     """Return tensors with the only linear layer that can be the head under the head's name.
 
     Args:
         tensors: by the model's names, but for the head.
         where: what messages call the file.
-        folders_name: of the head in a folder, where names are not mapped; empty for a plain state dict.
+        folders_name: of the head in a folder, where names are not mapped; empty for a plain state
+        dict.
 
     Raises:
-        CheckpointError: the head has several layers, or a layer under another name is likely to be the head.
+        CheckpointError: the head has several layers, or a layer under another name is likely to be
+        the head.
     """
     norm = tensors.get("blocks.0.norm1.weight")
     if "head.weight" in tensors or norm is None or norm.ndim != 1:
@@ -83,9 +109,15 @@ def _shown(tensors: Mapping[str, Tensor], name: str) -> str:
 
 
 def _advice(tensors: Mapping[str, Tensor], likely: list[str], folders_name: str) -> str:
-    """Return a refusal that names the layer, with what makes it the head: a key map, or another name."""
+    """Return a refusal that names the layer, with what makes it the head: a key map, or another
+    name.
+    """
     weight = likely[0]
-    others = f" (or {', '.join(_shown(tensors, name) for name in likely[1:3])})" if len(likely) > 1 else ""
+    others = (
+        f" (or {', '.join(_shown(tensors, name) for name in likely[1:3])})"
+        if len(likely) > 1
+        else ""
+    )
     found = f"{_shown(tensors, weight)} is likely the head{others}"
     if folders_name:
         return f"{found}: if so, save the layer as {folders_name!r}, as the class that the config names has it"

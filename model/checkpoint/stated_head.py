@@ -1,4 +1,6 @@
-"""What a config says of a head: its activation and its labels, read alike for transformers' and timm's folders."""
+"""What a config says of a head: its activation and its labels, read alike for transformers' and
+timm's folders.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +12,11 @@ from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 from model.heads import SOFTMAX
 
-_MULTI_LABEL: Final = {None: False, "single_label_classification": False, "multi_label_classification": True}
+_MULTI_LABEL: Final = {
+    None: False,
+    "single_label_classification": False,
+    "multi_label_classification": True,
+}
 _NAME_THEM: Final = "name the labels with --labels FILE (VIT_LABELS)"
 
 
@@ -56,7 +62,9 @@ class StatedHead:
             return Labels(options.labels_or(None, classes, self.where))
         count = self.config.get("num_labels")
         if count not in (None, classes):
-            raise CheckpointError(f"{self.where}: num_labels is {count!r:.100}, but the head has {classes} classes")
+            raise CheckpointError(
+                f"{self.where}: num_labels is {count!r:.100}, but the head has {classes} classes"
+            )
         if self.config.get("label_names"):
             return self._noted(self._label_names(classes))
         if self.config.get("id2label") is None:
@@ -78,21 +86,34 @@ class StatedHead:
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"{self.where}: label_names: expected a list of texts")
         described: Any = self.config.get("label_descriptions") or {}
-        if not isinstance(described, dict) or not all(isinstance(text, str) for text in described.values()):
-            raise CheckpointError(f"{self.where}: label_descriptions: expected an object from name to text")
+        if not isinstance(described, dict) or not all(
+            isinstance(text, str) for text in described.values()
+        ):
+            raise CheckpointError(
+                f"{self.where}: label_descriptions: expected an object from name to text"
+            )
         return tuple(str(described.get(name, name)) for name in names)
 
     def _compared(self, names: tuple[str, ...]) -> Labels:
-        """Return the labels of `id2label`, which `label2id` has to agree with; defaults of either are not compared."""
+        """Return the labels of `id2label`, which `label2id` has to agree with; defaults of either
+        are not compared.
+        """
         indices = self.config.get("label2id")
         if not isinstance(indices, dict) or all(map(UNNAMED.fullmatch, indices)):
             return self._noted(names)
         named = {str(index): label for label, index in indices.items()}
-        if all(map(UNNAMED.fullmatch, names)) and named.keys() == {str(index) for index in range(len(names))}:
+        if all(map(UNNAMED.fullmatch, names)) and named.keys() == {
+            str(index) for index in range(len(names))
+        }:
             inverse = tuple(named[str(index)] for index in range(len(names)))
-            return Labels(inverse, assumed=("labels: those of label2id, because id2label has none (VIT_LABELS)",))
+            return Labels(
+                inverse,
+                assumed=("labels: those of label2id, because id2label has none (VIT_LABELS)",),
+            )
         stated = {str(index): label for index, label in enumerate(names)}
-        odd = next((label for label, index in indices.items() if stated.get(str(index)) != label), None)
+        odd = next(
+            (label for label, index in indices.items() if stated.get(str(index)) != label), None
+        )
         if odd is not None:
             found = stated.get(str(indices[odd]), "no class")
             raise CheckpointError(
@@ -109,7 +130,10 @@ class StatedHead:
     def _noted(self, names: tuple[str, ...]) -> Labels:
         if Labels(names).has_names:
             return Labels(names)
-        return Labels(names, notes=(f"its classes have numbers only, {names[0]} to {names[-1]}: {_NAME_THEM}",))
+        return Labels(
+            names,
+            notes=(f"its classes have numbers only, {names[0]} to {names[-1]}: {_NAME_THEM}",),
+        )
 
 
 def stated_head(config: Mapping[str, Any], where: str, options: CheckpointOptions) -> StatedHead:
@@ -135,7 +159,8 @@ def stated_head(config: Mapping[str, Any], where: str, options: CheckpointOption
 
 
 def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
-    """Return a checkpoint whose scores are those of the operator's activation, `softmax` or `sigmoid`; None: its own.
+    """Return a checkpoint whose scores are those of the operator's activation, `softmax` or
+    `sigmoid`; None: its own.
 
     Raises:
         CheckpointError: the activation would have no effect, or the scores were fitted to another.
@@ -145,20 +170,34 @@ def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
     independent = activation == "sigmoid"
     setting = f"{checkpoint.source}: VIT_ACTIVATION={activation}"
     if checkpoint.zero_shot is not None:
-        raise CheckpointError(f"{setting}: a model with a text tower has its own activation; leave the setting out")
+        raise CheckpointError(
+            f"{setting}: a model with a text tower has its own activation; leave the setting out"
+        )
     classes = checkpoint.config.num_classes
     if not classes:
-        raise CheckpointError(f"{setting}: the model has no head, so it has no effect; leave the setting out")
+        raise CheckpointError(
+            f"{setting}: the model has no head, so it has no effect; leave the setting out"
+        )
     if classes == 1 and not independent:
-        raise CheckpointError(f"{setting}: a softmax of one class is always 1; one class needs sigmoid")
-    is_fitted = checkpoint.temperature != 1 or checkpoint.form != SOFTMAX or checkpoint.calibration is not None
+        raise CheckpointError(
+            f"{setting}: a softmax of one class is always 1; one class needs sigmoid"
+        )
+    is_fitted = (
+        checkpoint.temperature != 1
+        or checkpoint.form != SOFTMAX
+        or checkpoint.calibration is not None
+    )
     if is_fitted and checkpoint.head.independent != independent:
-        raise CheckpointError(f"{setting}: its scores were fitted with the other activation; leave the setting out")
+        raise CheckpointError(
+            f"{setting}: its scores were fitted with the other activation; leave the setting out"
+        )
     return replace(checkpoint, multi_label=independent)
 
 
 def labelled(checkpoint: Checkpoint, labels: str | None) -> Checkpoint:
-    """Return the checkpoint; raises `CheckpointError` if the operator names labels and there are no classes."""
+    """Return the checkpoint; raises `CheckpointError` if the operator names labels and there are no
+    classes.
+    """
     if labels in (None, "numbers") or checkpoint.config.num_classes:
         return checkpoint
     raise CheckpointError(

@@ -1,6 +1,7 @@
 """Files of tensors: safetensors, what `torch.save` wrote, NumPy's `.npz`. No code in them is run.
 
-Each is read whole into memory, so that a file that is overwritten afterwards changes nothing of what was read.
+Each is read whole into memory, so that a file that is overwritten afterwards changes nothing of
+what was read.
 """
 
 import argparse
@@ -46,7 +47,9 @@ _FOREIGN: Final = {
 }
 
 SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz")
-_DAMAGED: Final = ", or damaged, or it holds more than arrays: compare its size and checksum with the original's"
+_DAMAGED: Final = (
+    ", or damaged, or it holds more than arrays: compare its size and checksum with the original's"
+)
 _NOT_TORCHS: Final = (
     "not a file that torch.save wrote, but damaged, or of a program other than torch: compare its size and checksum "
     "with the original's"
@@ -54,32 +57,71 @@ _NOT_TORCHS: Final = (
 _POINTER: Final = b"version https://git-lfs"
 # What torch, safetensors, NumPy and the standard library raise on damaged files.
 _MALFORMED: Final = (
-    *(RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, MemoryError),
-    *(ImportError, ArithmeticError, pickle.PickleError, struct.error, zipfile.BadZipFile, SafetensorError),
+    *(
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        MemoryError,
+    ),
+    *(
+        ImportError,
+        ArithmeticError,
+        pickle.PickleError,
+        struct.error,
+        zipfile.BadZipFile,
+        SafetensorError,
+    ),
 )
 
 _SCALAR: Final = np.float64(0).__reduce__()[0]
 _ARRAY: Final = np.zeros(1).__reduce__()[0]
-# What training scripts save beside tensors: values that hold data alone, by the names of NumPy 1 and 2.
+# What training scripts save beside tensors: values that hold data alone, by the names of NumPy 1
+# and 2.
 _BESIDE: Final[list[Any]] = [
     *(argparse.Namespace, pathlib.PosixPath, np.dtype, np.ndarray),
     *(
         type(np.dtype(kind))
-        for kind in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?", "S1", "U1")
+        for kind in (
+            "f2",
+            "f4",
+            "f8",
+            "i1",
+            "i2",
+            "i4",
+            "i8",
+            "u1",
+            "u2",
+            "u4",
+            "u8",
+            "?",
+            "S1",
+            "U1",
+        )
     ),
-    *(_SCALAR, (_SCALAR, "numpy.core.multiarray.scalar"), _ARRAY, (_ARRAY, "numpy.core.multiarray._reconstruct")),
+    *(
+        _SCALAR,
+        (_SCALAR, "numpy.core.multiarray.scalar"),
+        _ARRAY,
+        (_ARRAY, "numpy.core.multiarray._reconstruct"),
+    ),
 ]
 
 
 def read_tensor_file(path: Path, where: str | None = None) -> Any:
-    """Return the content of a file of tensors, on the CPU, as stored: tensors by name, or what `torch.save` was given.
+    """Return the content of a file of tensors, on the CPU, as stored: tensors by name, or what
+    `torch.save` was given.
 
     Args:
         path: of the file.
         where: what messages call it; its suffix says which format it has.
 
     Raises:
-        CheckpointError: no such file, a format that is not read, damaged, or holding more than data.
+        CheckpointError: no such file, a format that is not read, damaged, or holding more than
+        data.
     """
     where = where or str(path)
     suffix = PurePath(where).suffix.lower()
@@ -89,7 +131,9 @@ def read_tensor_file(path: Path, where: str | None = None) -> Any:
         raise CheckpointError(f"{where}: expected one of {', '.join(SUFFIXES)}")
     with open_file(path, where) as file:
         if file.read(len(_POINTER)) == _POINTER:
-            raise CheckpointError(f"{where}: a pointer of Git LFS and not the file itself: run git lfs pull beside it")
+            raise CheckpointError(
+                f"{where}: a pointer of Git LFS and not the file itself: run git lfs pull beside it"
+            )
         file.seek(0)
         return _parsed(file, suffix, where)
 
@@ -103,7 +147,10 @@ def _parsed(file: BinaryIO, suffix: str, where: str) -> Any:
             reading(where, f"not a valid .npz file{_DAMAGED}", *_MALFORMED),
             np.load(file, allow_pickle=False) as arrays,
         ):
-            return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+            return {
+                name: torch.from_numpy(np.ascontiguousarray(array))
+                for name, array in arrays.items()
+            }
     with (
         reading(where, _NOT_TORCHS, *_MALFORMED),
         torch.serialization.safe_globals(_BESIDE),
@@ -118,7 +165,9 @@ def _parsed(file: BinaryIO, suffix: str, where: str) -> Any:
 
 
 def _advice(error: str, name: str) -> str | None:
-    """Return the object beside plain data that torch refused, and advice; None where the file is damaged."""
+    """Return the object beside plain data that torch refused, and advice; None where the file is
+    damaged.
+    """
     if "TorchScript" in error:
         return _TORCHSCRIPT.format(repr(name))
     found = re.search(r"(?:GLOBAL|function|instantiate class) ([\w.]{1,200})", error)

@@ -1,4 +1,6 @@
-"""From a file's names and layout of tensors to the model's: rules of renaming, joining, and checks against shapes."""
+"""From a file's names and layout of tensors to the model's: rules of renaming, joining, and checks
+against shapes.
+"""
 
 import hashlib
 import re
@@ -10,11 +12,12 @@ from torch import Tensor
 
 from model.errors import CheckpointError
 
-# Patterns of names and their replacements, applied in order; `model.network.vit` has the names that they lead to.
+# Patterns of names and their replacements, applied in order; `model.network.vit` has the names that
+# they lead to.
 Rules = Sequence[tuple[str, str]]
 
-# Parts of names: what the model has joined, and what files may have apart; queries, keys and values, and the gates and
-# values of a SwiGLU.
+# Parts of names: what the model has joined, and what files may have apart; queries, keys and
+# values, and the gates and values of a SwiGLU.
 _APART: Final = (
     (".attn.qkv.", ".attn.q.", ".attn.k.", ".attn.v."),
     ("attn_pool.kv.", "attn_pool.k.", "attn_pool.v."),
@@ -23,11 +26,17 @@ _APART: Final = (
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of tensors: their names, types, shapes and numbers, in whatever order and file they stand."""
+    """Return a hash of tensors: their names, types, shapes and numbers, in whatever order and file
+    they stand.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.layout}\n".encode())
-        if tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized:
+        if (
+            tensor.layout == torch.strided
+            and tensor.device.type == "cpu"
+            and not tensor.is_quantized
+        ):
             digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -44,13 +53,17 @@ def renamed(tensors: Mapping[str, Tensor], rules: Rules, where: str) -> dict[str
         for pattern, replacement in rules:
             new = re.sub(pattern, replacement, new)
         if new in result:
-            raise CheckpointError(f"{where}: {name!r} and another tensor are both the model's {new!r}")
+            raise CheckpointError(
+                f"{where}: {name!r} and another tensor are both the model's {new!r}"
+            )
         result[new] = tensor
     return result
 
 
 def join(tensors: dict[str, Tensor], names: Sequence[str], joined: str) -> None:
-    """Join tensors of equal shape along their first axis, in place, if all are there and the joined one is not."""
+    """Join tensors of equal shape along their first axis, in place, if all are there and the joined
+    one is not.
+    """
     parts = [tensors[name] for name in names if name in tensors]
     is_whole = len(parts) == len(names) and joined not in tensors
     if is_whole and len({part.shape for part in parts}) == 1 and parts[0].ndim:
@@ -89,11 +102,15 @@ def taken(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: 
         raise CheckpointError(f"{where}: {name} has shape {list(found)}, expected {list(shape)}")
     tensor = tensors.pop(name)
     if not tensor.is_floating_point() or tensor.layout != torch.strided:
-        raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected floating point, and dense")
+        raise CheckpointError(
+            f"{where}: {name} is {tensor.dtype}, expected floating point, and dense"
+        )
     return tensor.to(torch.float32).contiguous()
 
 
-def shape_of(tensors: Mapping[str, Tensor], name: str, where: str, *dimensions: int) -> tuple[int, ...]:
+def shape_of(
+    tensors: Mapping[str, Tensor], name: str, where: str, *dimensions: int
+) -> tuple[int, ...]:
     """Return the shape of a tensor.
 
     Raises:
@@ -110,15 +127,22 @@ def shape_of(tensors: Mapping[str, Tensor], name: str, where: str, *dimensions: 
     return shape
 
 
-def checked(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Tensor]:
+def checked(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str
+) -> dict[str, Tensor]:
     """Return tensors as float32 once their names and shapes are exactly these.
 
-    No arithmetic happens before a shape has been checked, so that nothing larger than the network is allocated.
+    No arithmetic happens before a shape has been checked, so that nothing larger than the network
+    is allocated.
 
     Raises:
-        CheckpointError: one is missing, unexpected, of another shape or not floating point; it names the first of each.
+        CheckpointError: one is missing, unexpected, of another shape or not floating point; it
+        names the first of each.
     """
-    for kind, names in (("missing", shapes.keys() - tensors.keys()), ("unexpected", tensors.keys() - shapes.keys())):
+    for kind, names in (
+        ("missing", shapes.keys() - tensors.keys()),
+        ("unexpected", tensors.keys() - shapes.keys()),
+    ):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise CheckpointError(f"{where}: {kind} key {min(names)!r}{more}")

@@ -10,7 +10,12 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from model.checkpoint.checkpoint import Checkpoint, native_tensors, resized_config, resized_positions
+from model.checkpoint.checkpoint import (
+    Checkpoint,
+    native_tensors,
+    resized_config,
+    resized_positions,
+)
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.labels import imagenet_labels
@@ -18,7 +23,12 @@ from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.stated_head import Labels, stated_head
-from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments, runs_in_library
+from model.checkpoint.timm_architectures import (
+    architectures,
+    native_names,
+    parse_arguments,
+    runs_in_library,
+)
 from model.config import CropShare, Interpolation, NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.network import library
@@ -58,7 +68,9 @@ class Pretrained(BaseModel):
     fixed_input_size: bool | None = None
 
     def preprocess(self) -> PreprocessConfig:
-        """Return the preprocessing, as timm's evaluation transforms compute it; raises pydantic.ValidationError."""
+        """Return the preprocessing, as timm's evaluation transforms compute it; raises
+        pydantic.ValidationError.
+        """
         _, rows, columns = self.input_size
         fields = {
             "size": (rows, columns),
@@ -69,7 +81,9 @@ class Pretrained(BaseModel):
 
 
 def recognises(files: Files) -> bool:
-    """Return whether a folder's `config.json` is timm's, or that of transformers' wrapper around its models."""
+    """Return whether a folder's `config.json` is timm's, or that of transformers' wrapper around
+    its models.
+    """
     config = files.config
     is_timms = "pretrained_cfg" in config or config.get("model_type") == _WRAPPER
     return is_timms and isinstance(config.get("architecture"), str)
@@ -87,7 +101,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         )
     with validating(where, "pretrained_cfg."):
         own = {"crop_mode": None} if options.preprocess else {}  # the operator's takes its place
-        pretrained = Pretrained.model_validate({**stated, **own} if isinstance(stated, dict) else stated)
+        pretrained = Pretrained.model_validate(
+            {**stated, **own} if isinstance(stated, dict) else stated
+        )
         carried = None if options.preprocess else pretrained.preprocess()
     if config.get("model_type") == _WRAPPER and not options.preprocess:
         _refuse_processor(files)
@@ -116,7 +132,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
 
 
 def _refuse_processor(files: Files) -> None:
-    """Refuse a processor that transformers would read instead of the `pretrained_cfg` of its wrapper."""
+    """Refuse a processor that transformers would read instead of the `pretrained_cfg` of its
+    wrapper.
+    """
     if files.path(PREPROCESSOR_FILE) is None:
         return
     processor = files.json(PREPROCESSOR_FILE)
@@ -128,10 +146,15 @@ def _refuse_processor(files: Files) -> None:
         )
 
 
-def _own(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> tuple[NetworkConfig, Mapping[str, Tensor]]:
+def _own(
+    files: Files, config: Mapping[str, Any], pretrained: Pretrained
+) -> tuple[NetworkConfig, Mapping[str, Tensor]]:
     """Return the network that is vitserve's own, and its tensors."""
     where, (in_chans, *size) = files.where(CONFIG_FILE), pretrained.input_size
-    arguments = architectures()[config["architecture"]] | {"img_size": tuple(size), "in_chans": in_chans}
+    arguments = architectures()[config["architecture"]] | {
+        "img_size": tuple(size),
+        "in_chans": in_chans,
+    }
     arguments |= _given(where, config, ("num_classes", "global_pool"))
     with validating(where):
         made = parse_arguments(arguments)
@@ -154,16 +177,26 @@ def _library(
     """Return the network that timm's own code runs, and its tensors."""
     where, (channels, *size) = files.where(CONFIG_FILE), pretrained.input_size
     pooled = ("num_classes", "global_pool") if config.get("global_pool") else ("num_classes",)
-    arguments = {key: value for key, value in _given(where, config, pooled).items() if value is not None}
+    arguments = {
+        key: value for key, value in _given(where, config, pooled).items() if value is not None
+    }
     name, classes = config["architecture"], arguments.pop("num_classes")
     if classes == 0:
-        raise CheckpointError(f"{where}: num_classes is 0: timm's {name} is read with a classification head only")
+        raise CheckpointError(
+            f"{where}: num_classes is 0: timm's {name} is read with a classification head only"
+        )
     if arguments.pop("in_chans", channels) != channels:
-        raise CheckpointError(f"{where}: model_args.in_chans is not the {channels} of pretrained_cfg.input_size")
+        raise CheckpointError(
+            f"{where}: model_args.in_chans is not the {channels} of pretrained_cfg.input_size"
+        )
     fixed = pretrained.fixed_input_size
     with validating(where):
-        network = library.library_config(name, arguments, classes, channels, (size[0], size[1]), fixed_size=fixed)
-    return network, native_tensors(library.renamed_by_library(network, _stored(files)), network, files.place)
+        network = library.library_config(
+            name, arguments, classes, channels, (size[0], size[1]), fixed_size=fixed
+        )
+    return network, native_tensors(
+        library.renamed_by_library(network, _stored(files)), network, files.place
+    )
 
 
 def adapted(files: Files, classes: int) -> None:
@@ -180,7 +213,9 @@ def _stored(files: Files) -> dict[str, Tensor]:
 
 
 def _given(where: str, config: Mapping[str, Any], demanded: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arguments of a config's architecture; those that are demanded stand beside `model_args`."""
+    """Return the arguments of a config's architecture; those that are demanded stand beside
+    `model_args`.
+    """
     given = config.get("model_args") or {}
     if not isinstance(given, dict):
         raise CheckpointError(f"{where}: model_args: expected an object")
@@ -196,23 +231,35 @@ def _given(where: str, config: Mapping[str, Any], demanded: tuple[str, ...]) -> 
 
 
 def _described(config: Mapping[str, Any], pretrained: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config that describe its head, which may stand within `pretrained_cfg` instead."""
+    """Return the fields of a config that describe its head, which may stand within `pretrained_cfg`
+    instead.
+    """
     keys = ("problem_type", "label_names", "label_descriptions")
     within = {key: pretrained[key] for key in keys if pretrained.get(key)}
     return within | {key: value for key, value in config.items() if value}
 
 
-def _is_projection(architecture: str, network: NetworkConfig, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether the head is the projection of a tower of CLIP, which timm stores as a head with a bias of zeros.
+def _is_projection(
+    architecture: str, network: NetworkConfig, tensors: Mapping[str, Tensor]
+) -> bool:
+    """Return whether the head is the projection of a tower of CLIP, which timm stores as a head
+    with a bias of zeros.
 
     A classifier that was trained has another bias.
     """
     bias = tensors.get("head.bias")
     is_own = isinstance(network, ViTConfig) and not network.distillation_head
-    return is_own and _CLIP_TOWER.search(architecture) is not None and bias is not None and not bias.any()
+    return (
+        is_own
+        and _CLIP_TOWER.search(architecture) is not None
+        and bias is not None
+        and not bias.any()
+    )
 
 
-def _projecting(network: NetworkConfig, tensors: Mapping[str, Tensor]) -> tuple[NetworkConfig, Mapping[str, Tensor]]:
+def _projecting(
+    network: NetworkConfig, tensors: Mapping[str, Tensor]
+) -> tuple[NetworkConfig, Mapping[str, Tensor]]:
     """Return the network without classes, which gives what its head gave as its embedding."""
     projected = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
     projected["projection.weight"] = tensors["head.weight"]
@@ -220,9 +267,13 @@ def _projecting(network: NetworkConfig, tensors: Mapping[str, Tensor]) -> tuple[
     return network.model_copy(update=fields), projected
 
 
-def _assumed_labels(where: str, pretrained: Pretrained, classes: int, options: CheckpointOptions) -> Labels:
+def _assumed_labels(
+    where: str, pretrained: Pretrained, classes: int, options: CheckpointOptions
+) -> Labels:
     """Return the labels that the tag tells: timm's own ImageNet-1k checkpoints carry none."""
     tag = pretrained.tag or ""
     if classes == 1000 and tag.endswith("in1k"):
-        return Labels(imagenet_labels(), assumed=(f"labels: imagenet-1k, for its tag {tag!r} (VIT_LABELS)",))
+        return Labels(
+            imagenet_labels(), assumed=(f"labels: imagenet-1k, for its tag {tag!r} (VIT_LABELS)",)
+        )
     return Labels(options.labels_or(None, classes, f"{where}: label_names is missing"))

@@ -1,8 +1,10 @@
-"""timm's architectures: the meaning of each name and argument of its models in this project's terms.
+"""timm's architectures: the meaning of each name and argument of its models in this project's
+terms.
 
-Source of names and defaults: timm/models/vision_transformer.py, deit.py, vision_transformer_hybrid.py, beit.py,
-vision_transformer_relpos.py, eva.py. `timm_architectures.json` holds what each architecture's entry point passes to the
-model class, in the words of `VisionTransformer`, so that a name alone says the whole architecture; models built of
+Source of names and defaults: timm/models/vision_transformer.py, deit.py,
+vision_transformer_hybrid.py, beit.py, vision_transformer_relpos.py, eva.py.
+`timm_architectures.json` holds what each architecture's entry point passes to the model class, in
+the words of `VisionTransformer`, so that a name alone says the whole architecture; models built of
 other parts (parallel blocks, differential attention) are refused by name.
 """
 
@@ -33,7 +35,9 @@ POOL: Final[dict[TimmPool, Pool]] = {
     "map": "attention",
     "cls_mean": "cls_mean",
 }
-Pair = Annotated[Size, BeforeValidator(lambda value: (value, value) if type(value) is int else value)]
+Pair = Annotated[
+    Size, BeforeValidator(lambda value: (value, value) if type(value) is int else value)
+]
 
 
 class CommonArguments(Frozen):
@@ -89,9 +93,12 @@ class TimmArguments(CommonArguments):
     """Arguments of timm's `VisionTransformer`, with that class's own defaults.
 
     Attributes:
-        mlp_layer: not timm's own names: what its entry points pass as Python objects; `distilled`, `stem_layers` too.
-        rel_pos: each block has relative position biases, from a table or an MLP, its own or one of all blocks.
-        norm_order: what networks of other code have; `patch_bias`, `patch_norms` and `attn_dim`, too.
+        mlp_layer: not timm's own names: what its entry points pass as Python objects; `distilled`,
+        `stem_layers` too.
+        rel_pos: each block has relative position biases, from a table or an MLP, its own or one of
+        all blocks.
+        norm_order: what networks of other code have; `patch_bias`, `patch_norms` and `attn_dim`,
+        too.
     """
 
     qk_norm: bool = False
@@ -129,7 +136,8 @@ class TimmArguments(CommonArguments):
         """Return the same architecture in this project's terms.
 
         Raises:
-            pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's limits.
+            pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's
+            limits.
         """
         pool = POOL[self.global_pool]
         fc_norm = pool in ("mean", "max", "mean_max") if self.fc_norm is None else self.fc_norm
@@ -163,10 +171,12 @@ class TimmArguments(CommonArguments):
 
 
 class EvaArguments(CommonArguments):
-    """Arguments of timm's `Eva` (EVA, EVA-02, DINOv3, RoPE-ViT, Perception Encoder), with that class's own defaults.
+    """Arguments of timm's `Eva` (EVA, EVA-02, DINOv3, RoPE-ViT, Perception Encoder), with that
+    class's own defaults.
 
-    Its rotations are laid out in several ways. Here there is one, rows before columns and the halves of a head
-    together: the features of queries and keys are put into that order while a file is read, which changes no score.
+    Its rotations are laid out in several ways. Here there is one, rows before columns and the
+    halves of a head together: the features of queries and keys are put into that order while a file
+    is read, which changes no score.
 
     Attributes:
         family: not timm's own name.
@@ -205,7 +215,9 @@ class EvaArguments(CommonArguments):
         if self.rope_type == "dinov3" and self.rope_grid_offset:
             raise ValueError("rope_grid_offset with rope_type='dinov3' is not read by this version")
         if self._norm_after and self._norm_before:
-            raise ValueError("use_post_transformer_norm with use_fc_norm is not read by this version")
+            raise ValueError(
+                "use_post_transformer_norm with use_fc_norm is not read by this version"
+            )
         return self
 
     @property
@@ -214,13 +226,18 @@ class EvaArguments(CommonArguments):
 
     @property
     def _norm_before(self) -> bool:
-        return not self._norm_after if self.use_post_transformer_norm is None else self.use_post_transformer_norm
+        return (
+            not self._norm_after
+            if self.use_post_transformer_norm is None
+            else self.use_post_transformer_norm
+        )
 
     def vit_config(self) -> ViTConfig:
         """Return the same architecture in this project's terms.
 
         Raises:
-            pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's limits.
+            pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's
+            limits.
         """
         hidden = int(self.embed_dim * self.mlp_ratio)
         if self.swiglu_mlp and self.swiglu_align_to:
@@ -231,7 +248,9 @@ class EvaArguments(CommonArguments):
             "mixed": RotaryPositions(learned=True),
             "dinov3": RotaryPositions(temperature=temperature, centred=True),
             "cat": RotaryPositions(
-                temperature=temperature, offset=self.rope_grid_offset, reference_grid=self.ref_feat_shape
+                temperature=temperature,
+                offset=self.rope_grid_offset,
+                reference_grid=self.ref_feat_shape,
             ),
         }
         return ViTConfig(
@@ -250,57 +269,86 @@ class EvaArguments(CommonArguments):
             layer_scale=self.init_values is not None and not self.use_post_norm,
             pool_prefix=is_pooling,
             pool_heads=self.attn_pool_num_heads if is_pooling else None,
-            pool_mlp_width=int(self.embed_dim * (self.attn_pool_mlp_ratio or self.mlp_ratio)) if is_pooling else None,
+            pool_mlp_width=int(self.embed_dim * (self.attn_pool_mlp_ratio or self.mlp_ratio))
+            if is_pooling
+            else None,
             final_norm=self._norm_after or self._norm_before,
             norm_after_pool=self._norm_after,
         )
 
     def renamed(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Return tensors under the names and in the layout of timm's other classes, and frequencies a block.
+        """Return tensors under the names and in the layout of timm's other classes, and frequencies
+        a block.
 
-        Tensors that are missing or of another shape than their names say are left as they are, for the checks after.
+        Tensors that are missing or of another shape than their names say are left as they are, for
+        the checks after.
         """
         # What is not learned is computed, as by timm.
-        kept = {name: t for name, t in tensors.items() if name == "rope.freqs" or not name.startswith("rope.")}
+        kept = {
+            name: t
+            for name, t in tensors.items()
+            if name == "rope.freqs" or not name.startswith("rope.")
+        }
         result = renamed(kept, ((r"\.attn\.([qkv])_proj\.", r".attn.\1."),), where)
         join_parts(result, key_bias=self.attn_type == "rope" or not self.qkv_bias)
-        for name in [name for name in result if ".attn.qkv." in name] if self.use_rot_pos_emb else ():
+        for name in (
+            [name for name in result if ".attn.qkv." in name] if self.use_rot_pos_emb else ()
+        ):
             if result[name].shape[:1] == (3 * self.embed_dim,):
                 result[name] = self._in_order(result[name])
         frequencies = result.get("rope.freqs")
         shape = 2, self.depth, self.num_heads, self.embed_dim // self.num_heads // 2
-        if self.rope_type == "mixed" and frequencies is not None and tuple(frequencies.shape) == shape:
+        if (
+            self.rope_type == "mixed"
+            and frequencies is not None
+            and tuple(frequencies.shape) == shape
+        ):
             del result["rope.freqs"]
             axes = frequencies.flip(0) if self.rope_grid_indexing == "xy" else frequencies
-            result |= {f"blocks.{i}.attn.rotary.frequencies": part for i, part in enumerate(axes.unbind(1))}
+            result |= {
+                f"blocks.{i}.attn.rotary.frequencies": part for i, part in enumerate(axes.unbind(1))
+            }
         return result
 
     def _in_order(self, tensor: Tensor) -> Tensor:
-        """Return a fused projection, or its bias, with the features of queries and keys in this project's order."""
+        """Return a fused projection, or its bias, with the features of queries and keys in this
+        project's order.
+        """
         size = self.embed_dim // self.num_heads
         pairs = torch.arange(size // 2)
         if self.rope_grid_indexing == "xy" and self.rope_type != "mixed":
             pairs = pairs.roll(size // 4)
-        first, second = (pairs, pairs + size // 2) if self.rope_rotate_half else (2 * pairs, 2 * pairs + 1)
+        first, second = (
+            (pairs, pairs + size // 2) if self.rope_rotate_half else (2 * pairs, 2 * pairs + 1)
+        )
         parts = tensor.reshape(3, self.num_heads, size, -1)
-        return torch.cat((parts[:2].index_select(2, torch.cat((first, second))), parts[2:])).reshape(tensor.shape)
+        return torch.cat(
+            (parts[:2].index_select(2, torch.cat((first, second))), parts[2:])
+        ).reshape(tensor.shape)
 
 
 def parse_arguments(arguments: Mapping[str, Any]) -> TimmArguments | EvaArguments:
-    """Return the arguments as those of the class that the architecture is of; raises pydantic.ValidationError."""
+    """Return the arguments as those of the class that the architecture is of; raises
+    pydantic.ValidationError.
+    """
     kind = EvaArguments if arguments.get("family") == "eva" else TimmArguments
     return kind.model_validate(arguments)
 
 
 @cache
 def architectures() -> Mapping[str, dict[str, Any]]:
-    """Return the arguments that each of timm's entry points passes to its model class, by architecture."""
-    table: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "timm_architectures.json").read_bytes())
+    """Return the arguments that each of timm's entry points passes to its model class, by
+    architecture.
+    """
+    table: dict[str, dict[str, Any]] = json.loads(
+        (Path(__file__).parent / "timm_architectures.json").read_bytes()
+    )
     return table
 
 
 def runs_in_library(name: str, where: str) -> bool:
-    """Return whether timm's own code runs an architecture, which is none of those that vitserve's network reads.
+    """Return whether timm's own code runs an architecture, which is none of those that vitserve's
+    network reads.
 
     Raises:
         CheckpointError: no architecture of this name, or timm is not installed.
@@ -312,7 +360,11 @@ def runs_in_library(name: str, where: str) -> bool:
     near = difflib.get_close_matches(name[:100], architectures(), n=3, cutoff=0.6)
     raise CheckpointError(
         f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that this version "
-        + (f"reads; near it are {', '.join(near)}" if near else "reads, such as vit_base_patch16_224")
+        + (
+            f"reads; near it are {', '.join(near)}"
+            if near
+            else "reads, such as vit_base_patch16_224"
+        )
         + (
             ", and none of timm's others"
             if library.is_installed()
@@ -326,19 +378,30 @@ _RULES: Final[Rules] = (
     (r"^(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),  # DINOv2's own code
     (r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
     (r"\.rel_pos\.relative_", ".relative_"),
-    (r"^patch_embed\.backbone\.(conv|norm)\.", r"patch_embed.backbone.stem.\1."),  # a root without stages is all of it
+    (
+        r"^patch_embed\.backbone\.(conv|norm)\.",
+        r"patch_embed.backbone.stem.\1.",
+    ),  # a root without stages is all of it
 )
 _MLP: Final = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
 
 def native_names(
-    tensors: Mapping[str, Tensor], arguments: TimmArguments | EvaArguments, config: ViTConfig, where: str
+    tensors: Mapping[str, Tensor],
+    arguments: TimmArguments | EvaArguments,
+    config: ViTConfig,
+    where: str,
 ) -> dict[str, Tensor]:
-    """Return tensors without the few names and layouts in which timm's models differ from this project's one model.
+    """Return tensors without the few names and layouts in which timm's models differ from this
+    project's one model.
 
     What is not of the expected shape stays under its name, which is then refused.
     """
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("relative_position_index")}
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("relative_position_index")
+    }
     result = renamed(kept, _RULES, where)
     for name in [name for name in result if name.endswith(".attn.q_bias")]:  # keys have none then
         parts = [name.replace("q_bias", f"{part}_bias") for part in "qkv"]
@@ -347,10 +410,24 @@ def native_names(
     if isinstance(arguments, EvaArguments):
         return arguments.renamed(result, where)
     join_parts(result)
-    blocks = [f"blocks.{index}.attn" for index in range(config.depth if config.relative_position_bias else 0)]
-    for source, targets in (("shared_rel_pos", blocks), *((f"{block}.rel_pos", [block]) for block in blocks)):
-        layers = {name: result[name] for name in (f"{source}.mlp.{part}" for part in _MLP) if name in result}
-        table = _table_of_mlp(list(layers.values()), config) if targets and len(layers) == len(_MLP) else None
+    blocks = [
+        f"blocks.{index}.attn"
+        for index in range(config.depth if config.relative_position_bias else 0)
+    ]
+    for source, targets in (
+        ("shared_rel_pos", blocks),
+        *((f"{block}.rel_pos", [block]) for block in blocks),
+    ):
+        layers = {
+            name: result[name]
+            for name in (f"{source}.mlp.{part}" for part in _MLP)
+            if name in result
+        }
+        table = (
+            _table_of_mlp(list(layers.values()), config)
+            if targets and len(layers) == len(_MLP)
+            else None
+        )
         if table is not None:
             result = {name: t for name, t in result.items() if name not in layers}
             result |= {f"{target}.relative_position_bias_table": table for target in targets}
@@ -358,20 +435,30 @@ def native_names(
 
 
 def _table_of_mlp(layers: list[Tensor], config: ViTConfig) -> Tensor | None:
-    """Return the table that an MLP makes of logarithmic offsets (Liu et al. 2022, Swin V2), as timm's kind "cr".
+    """Return the table that an MLP makes of logarithmic offsets (Liu et al. 2022, Swin V2), as
+    timm's kind "cr".
 
-    [offsets, heads] float32; the CLS token's entries, where there is one, are zero. None if a shape is another, or a
-    tensor is not dense floating point.
+    [offsets, heads] float32; the CLS token's entries, where there is one, are zero. None if a shape
+    is another, or a tensor is not dense floating point.
     """
     width = layers[1].numel()
-    if [tuple(t.shape) for t in layers] != [(width, 2), (width,), (config.heads, width), (config.heads,)]:
+    if [tuple(t.shape) for t in layers] != [
+        (width, 2),
+        (width,),
+        (config.heads, width),
+        (config.heads,),
+    ]:
         return None
     if not all(t.is_floating_point() and t.layout == torch.strided for t in layers):
         return None
-    rows, columns = (torch.arange(1 - n, n, device=layers[0].device, dtype=torch.float32) for n in config.grid)
+    rows, columns = (
+        torch.arange(1 - n, n, device=layers[0].device, dtype=torch.float32) for n in config.grid
+    )
     offsets = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).reshape(-1, 2)
     logarithmic = torch.sign(offsets) * torch.log(1.0 + offsets.abs())
     first, first_bias, second, second_bias = (t.float() for t in layers)
     table = F.linear(F.relu(F.linear(logarithmic, first, first_bias)), second, second_bias)
-    table = table + sum(0 * t.sum() for t in layers)  # what is not finite does not vanish in the ReLU
+    table = table + sum(
+        0 * t.sum() for t in layers
+    )  # what is not finite does not vanish in the ReLU
     return F.pad(table, (0, 0, 0, 3 * config.class_token))

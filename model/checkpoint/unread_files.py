@@ -1,9 +1,17 @@
-"""Files and fields of a folder that its reader does not read: refused where they change the answer, else named."""
+"""Files and fields of a folder that its reader does not read: refused where they change the answer,
+else named.
+"""
 
 from typing import Final
 
 from model.calibration import CALIBRATION_FILE
-from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, OPEN_CLIP_CONFIG, Files
+from model.checkpoint.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG_FILE,
+    OPEN_CLIP_CONFIG,
+    Files,
+)
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE
 from model.errors import CheckpointError
 
@@ -26,7 +34,8 @@ def refuse_unread(files: Files, *, reads_calibration: bool) -> None:
         reads_calibration: whether its format has calibrations.
 
     Raises:
-        CheckpointError: quantised weights, pruned heads, an adapter without a config, or a calibration.
+        CheckpointError: quantised weights, pruned heads, an adapter without a config, or a
+        calibration.
     """
     where = files.where(CONFIG_FILE)
     quantisation = files.config.get("quantization_config") or files.config.get("compression_config")
@@ -37,7 +46,9 @@ def refuse_unread(files: Files, *, reads_calibration: bool) -> None:
             "model.dequantize().save_pretrained(FOLDER), or give the model that was quantised"
         )
     if files.config.get("pruned_heads"):
-        raise CheckpointError(f"{where}: pruned_heads: is not read: give the model with all heads of its attention")
+        raise CheckpointError(
+            f"{where}: pruned_heads: is not read: give the model with all heads of its attention"
+        )
     adapter = next((name for name in (*ADAPTER_WEIGHTS, *_LORA) if files.is_on_disk(name)), None)
     if adapter is not None and not files.is_on_disk(ADAPTER_CONFIG):
         raise CheckpointError(
@@ -53,8 +64,14 @@ def refuse_unread(files: Files, *, reads_calibration: bool) -> None:
 
 
 def unread_files(files: Files) -> tuple[str, ...]:
-    """Return a note of the files on this machine that could have been read instead of those that were."""
-    names = [name for name in _ALTERNATIVES if name not in files.read_names and files.is_on_disk(name)]
+    """Return a note of the files on this machine that could have been read instead of those that
+    were.
+    """
+    names = [
+        name for name in _ALTERNATIVES if name not in files.read_names and files.is_on_disk(name)
+    ]
     if not names:
         return ()
-    return (f"not read: {', '.join(names)}; read instead: {', '.join(sorted(files.read_names)):.300}",)
+    return (
+        f"not read: {', '.join(names)}; read instead: {', '.join(sorted(files.read_names)):.300}",
+    )

@@ -1,1 +1,3 @@
-"""Labelled pictures that are shared by training and evaluation: CIFAR-10, folders of pictures, splits."""
+"""Labelled pictures that are shared by training and evaluation: CIFAR-10, folders of pictures,
+splits.
+"""

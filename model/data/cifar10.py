@@ -41,11 +41,15 @@ def read(folder: Path, names: tuple[str, ...]) -> Images:
             expected = "expected the binary version of CIFAR-10"
             raise DatasetError(f"{path}: cannot be read: {error.strerror} ({expected})") from error
         if data.size == 0 or data.size % _RECORD_BYTES:
-            raise DatasetError(f"{path}: {data.size} bytes are not a whole number of {_RECORD_BYTES}-byte records")
+            raise DatasetError(
+                f"{path}: {data.size} bytes are not a whole number of {_RECORD_BYTES}-byte records"
+            )
         parts.append(data.reshape(-1, _RECORD_BYTES))
         record = int(parts[-1][:, 0].argmax())
         if (label := parts[-1][record, 0]) >= CLASSES:
-            raise DatasetError(f"{path}: record {record} has label {label}, expected 0...{CLASSES - 1}")
+            raise DatasetError(
+                f"{path}: record {record} has label {label}, expected 0...{CLASSES - 1}"
+            )
     records = np.concatenate(parts)
     return Images(records[:, 1:].reshape(-1, CHANNELS, *IMAGE_SIZE), records[:, 0].astype(np.int64))
 
@@ -56,7 +60,9 @@ def read_files(folder: Path, names: tuple[str, ...]) -> PictureFiles:
 
     def encode(number: int) -> bytes:
         buffer = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(images.pixels[number].transpose(1, 2, 0))).save(buffer, "BMP")
+        Image.fromarray(np.ascontiguousarray(images.pixels[number].transpose(1, 2, 0))).save(
+            buffer, "BMP"
+        )
         return buffer.getvalue()
 
     kind = "test" if names == TEST_FILES else "training"

@@ -1,4 +1,6 @@
-"""Data to train on and to measure on: CIFAR-10's binary files and folders of pictures (`model.data.folders`)."""
+"""Data to train on and to measure on: CIFAR-10's binary files and folders of pictures
+(`model.data.folders`).
+"""
 
 import logging
 import unicodedata
@@ -46,11 +48,15 @@ class Dataset:
 
     def split(self) -> dict[str, list[str]]:
         """Return the names of the pictures of each set."""
-        return {name: [files.name(number) for number in range(len(files))] for name, files in self.sets().items()}
+        return {
+            name: [files.name(number) for number in range(len(files))]
+            for name, files in self.sets().items()
+        }
 
 
 def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
-    """Open a folder of either kind, log what is used, and split its training pictures unless it has a validation set.
+    """Open a folder of either kind, log what is used, and split its training pictures unless it has
+    a validation set.
 
     Args:
         validation: size of the validation set, as a number or as a share of the training pictures.
@@ -82,7 +88,9 @@ def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
 def _uses(folder: PictureFolder) -> str:
     """Return one line on what each split is used for in training."""
     names = folder.folders
-    validated = f"{names[VALIDATION]}/ validates" if VALIDATION in names else "a part of it validates"
+    validated = (
+        f"{names[VALIDATION]}/ validates" if VALIDATION in names else "a part of it validates"
+    )
     measured = f", {names[TEST]}/ is measured at the end" if TEST in names else ""
     return f"{folder.root}: {names[TRAIN]}/ is trained on, {validated}{measured}"
 
@@ -90,7 +98,8 @@ def _uses(folder: PictureFolder) -> str:
 def stratify(
     files: PictureFiles, names: Sequence[str], validation: int | float, seed: int
 ) -> tuple[PictureFiles, PictureFiles]:
-    """Split pictures into (training, validation) with about the same share of each class; each class is on both sides.
+    """Split pictures into (training, validation) with about the same share of each class; each
+    class is on both sides.
 
     Args:
         names: of the classes.
@@ -98,12 +107,15 @@ def stratify(
         seed: decides which pictures.
 
     Raises:
-        DatasetError: a class with less than two pictures, or a number that leaves no picture on one side.
+        DatasetError: a class with less than two pictures, or a number that leaves no picture on one
+        side.
     """
     counts = np.bincount(files.labels, minlength=len(names))
     if counts.min() < 2:
         name, pictures = names[int(counts.argmin())], "1 picture" if counts.min() else "no pictures"
-        raise DatasetError(f"class {name!r} has {pictures}: it needs one to train on and one to validate on")
+        raise DatasetError(
+            f"class {name!r} has {pictures}: it needs one to train on and one to validate on"
+        )
     share = validation / len(files) if isinstance(validation, int) else validation
     if not 0 < share < 1:
         raise DatasetError(f"cannot set {validation} of {len(files)} pictures aside for validation")
@@ -149,13 +161,16 @@ class EvaluationSet:
                 f"{self.source}: classes that are not those of the model {model}, by name: "
                 f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}"
             )
-        return np.array([known.index(name) for name in self.names], dtype=np.int64)[self.files.labels]
+        return np.array([known.index(name) for name in self.names], dtype=np.int64)[
+            self.files.labels
+        ]
 
 
 def open_evaluation_set(
     root: Path, wanted: Sequence[str] = (TEST, VALIDATION), purpose: str = "measure"
 ) -> EvaluationSet:
-    """Open CIFAR-10's test set, or one split of a folder of classes, or all of a folder without splits.
+    """Open CIFAR-10's test set, or one split of a folder of classes, or all of a folder without
+    splits.
 
     Args:
         root: the folder.

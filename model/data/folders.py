@@ -1,16 +1,19 @@
 """Folders of pictures: their classes and their splits; no file is opened.
 
-A folder of pictures has a folder for each class. Either all in one place, or in splits, which each have all classes:
+A folder of pictures has a folder for each class. Either all in one place, or in splits, which each
+have all classes:
 
     root/cat/1.jpg      root/train/cat/1.jpg     root/seg_train/seg_train/cat/1.jpg     root/cat/train/1.jpg
     root/dog/2.png      root/val/cat/7.jpg       root/seg_test/seg_test/cat/7.jpg       root/cat/test/7.jpg
                         root/test/cat/9.jpg
 
-Splits are recognised by their structure (folders without pictures of their own that hold the same folders), and told
-apart by their names. Where it is not clear which split is which, the folder is refused.
+Splits are recognised by their structure (folders without pictures of their own that hold the same
+folders), and told apart by their names. Where it is not clear which split is which, the folder is
+refused.
 
-Classes are the sorted names of the folders. Pictures may lie deeper. Names of `model.data.junk` are skipped. Every
-other file in a class is a picture; what lies beside the classes is left out, and `PictureFolder.notes` names it.
+Classes are the sorted names of the folders. Pictures may lie deeper. Names of `model.data.junk` are
+skipped. Every other file in a class is a picture; what lies beside the classes is left out, and
+`PictureFolder.notes` names it.
 """
 
 import os
@@ -33,7 +36,21 @@ VALIDATION: Final = "validation"
 TEST: Final = "test"
 
 PICTURE_SUFFIXES: Final = frozenset(
-    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"}
+    {
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".mpo",
+        ".png",
+        ".apng",
+        ".webp",
+        ".gif",
+        ".bmp",
+        ".dib",
+        ".tif",
+        ".tiff",
+    }
     | {".avif", ".heic", ".heif"}
 )
 
@@ -55,9 +72,13 @@ _WORDS: Final = {
     VALIDATION: frozenset(_VALIDATION_WORDS.split()),
     TEST: frozenset(_TEST_WORDS.split()),
 }
-_ENDINGS: Final = re.compile(r"(?<=..)(set|data|dataset|split|images|imgs|pictures|集|daten|satz|bilder)$")
+_ENDINGS: Final = re.compile(
+    r"(?<=..)(set|data|dataset|split|images|imgs|pictures|集|daten|satz|bilder)$"
+)
 # Of folders that have pictures without classes beside splits.
-_UNLABELLED: Final = frozenset({"pred", "predict", "prediction", "unlabeled", "unlabelled", "inference", "unknown"})
+_UNLABELLED: Final = frozenset(
+    {"pred", "predict", "prediction", "unlabeled", "unlabelled", "inference", "unknown"}
+)
 _LISTED: Final = 5
 
 
@@ -68,8 +89,8 @@ class PictureFolder:
     Attributes:
         root: the folder as its user wrote it.
         labels: names of the classes, in index order.
-        sets: the pictures of `train`, `validation` and `test`, as far as there are such splits; without splits all are
-            `train`.
+        sets: the pictures of `train`, `validation` and `test`, as far as there are such splits;
+            without splits all are `train`.
         folders: the folder of each set, below `root`; empty without splits.
         notes: a line each on what is left out, and on what is read in a way that may surprise.
     """
@@ -80,8 +101,11 @@ class PictureFolder:
     folders: dict[str, str]
     notes: tuple[str, ...]
 
-    def choose(self, wanted: Sequence[str], purpose: str, pick: str = "--data") -> tuple[str, tuple[str, ...]]:
-        """Return the first wanted set that is there, and notes that say so; of a folder without splits all pictures.
+    def choose(
+        self, wanted: Sequence[str], purpose: str, pick: str = "--data"
+    ) -> tuple[str, tuple[str, ...]]:
+        """Return the first wanted set that is there, and notes that say so; of a folder without
+        splits all pictures.
 
         Raises:
             DatasetError: there are only other splits.
@@ -98,7 +122,10 @@ class PictureFolder:
             )
         others = [f"{folder}/" for name, folder in self.folders.items() if name != chosen]
         unused = f"; {_listed(others)} not used" if others else ""
-        return chosen, (f"{self.root}: {self.folders[chosen]}/ is used to {purpose}{unused}", *self.notes)
+        return chosen, (
+            f"{self.root}: {self.folders[chosen]}/ is used to {purpose}{unused}",
+            *self.notes,
+        )
 
 
 @dataclass
@@ -123,7 +150,9 @@ class _Remarks:
         lines = [f"{self.root}: left out: {'; '.join(left_out)}"] if left_out else []
         if self.nested:
             places = self._names(sorted(self.nested))
-            lines.append(f"{self.root}: pictures in folders below a class folder count for the class: {places}")
+            lines.append(
+                f"{self.root}: pictures in folders below a class folder count for the class: {places}"
+            )
         return tuple(lines)
 
     def _names(self, paths: Iterable[Path]) -> str:
@@ -173,8 +202,9 @@ def find_pictures(root: Path, *, least_classes: int = 2, pick: str = "--data") -
         pick: how a command is told the folder to read, for messages.
 
     Raises:
-        DatasetError: no such folder, nothing in it, too few classes, an empty class, classes that differ by case only,
-            pictures that belong to two classes by a link, splits whose classes differ, or splits of unclear names.
+        DatasetError: no such folder, nothing in it, too few classes, an empty class, classes that
+            differ by case only, pictures that belong to two classes by a link, splits whose classes
+            differ, or splits of unclear names.
     """
     remarks = _Remarks(root)
     listing = _list(root)
@@ -188,7 +218,9 @@ def find_pictures(root: Path, *, least_classes: int = 2, pick: str = "--data") -
         plain = _Split(".", TRAIN, listing.folders, _labels(listing.folders))
         _check_classes(root, plain, listing, least_classes, pick)
         _check_links(root, [plain])
-        return PictureFolder(root, plain.labels, {TRAIN: _read(plain, remarks)}, {}, remarks.lines())
+        return PictureFolder(
+            root, plain.labels, {TRAIN: _read(plain, remarks)}, {}, remarks.lines()
+        )
     _check_roles(root, splits, pick)
     for split in splits:
         _check_classes(root / split.name, split, None, least_classes, pick)
@@ -247,7 +279,9 @@ def _wraps_itself(listing: _Listing) -> bool:
 
 
 def _unwrapped(listing: _Listing) -> _Listing:
-    """Return the only folder in a folder if it has its name (`seg_train/seg_train`) or the class folders."""
+    """Return the only folder in a folder if it has its name (`seg_train/seg_train`) or the class
+    folders.
+    """
     if len(listing.folders) != 1 or listing.pictures:
         return listing
     inner = _list(listing.folders[0])
@@ -256,13 +290,23 @@ def _unwrapped(listing: _Listing) -> _Listing:
     return listing
 
 
-def _find_splits(listing: _Listing, remarks: _Remarks, pick: str, *, wrapped: bool = False) -> list[_Split] | None:
-    """Return the splits of a folder, or of the only folder in it; None if its folders are the classes."""
+def _find_splits(
+    listing: _Listing, remarks: _Remarks, pick: str, *, wrapped: bool = False
+) -> list[_Split] | None:
+    """Return the splits of a folder, or of the only folder in it; None if its folders are the
+    classes.
+    """
     children = [_list(folder) for folder in listing.folders]
     splits = None
-    if len(children) == 1 and not wrapped and (children[0].holds_splits or role_of(children[0].path.name) is None):
+    if (
+        len(children) == 1
+        and not wrapped
+        and (children[0].holds_splits or role_of(children[0].path.name) is None)
+    ):
         splits = _find_splits(children[0], remarks, pick, wrapped=True)
-    if splits is None and any(child.holds_splits for child in children if role_of(child.path.name) is None):
+    if splits is None and any(
+        child.holds_splits for child in children if role_of(child.path.name) is None
+    ):
         splits = _splits_below_classes(children, remarks)
     if splits is None:
         splits = _splits_above_classes([_unwrapped(child) for child in children], remarks, pick)
@@ -271,7 +315,9 @@ def _find_splits(listing: _Listing, remarks: _Remarks, pick: str, *, wrapped: bo
     return splits
 
 
-def _splits_above_classes(children: Sequence[_Listing], remarks: _Remarks, pick: str) -> list[_Split] | None:
+def _splits_above_classes(
+    children: Sequence[_Listing], remarks: _Remarks, pick: str
+) -> list[_Split] | None:
     """Return the splits where each has a folder with all classes (`train/cat`), or None."""
     candidates = [child for child in children if child.holds_folders_only]
     if not any(role_of(child.path.name) for child in candidates) and not _share_classes(candidates):
@@ -295,7 +341,8 @@ def _splits_above_classes(children: Sequence[_Listing], remarks: _Remarks, pick:
 
 
 def _splits_below_classes(classes: Sequence[_Listing], remarks: _Remarks) -> list[_Split] | None:
-    """Return the splits where each class has a folder for each (`cat/train`), or None if they have classes below.
+    """Return the splits where each class has a folder for each (`cat/train`), or None if they have
+    classes below.
 
     Raises:
         DatasetError: a class has other folders, pictures of its own, or two folders for one split.
@@ -315,7 +362,10 @@ def _splits_below_classes(classes: Sequence[_Listing], remarks: _Remarks) -> lis
         for role, inner in zip(roles, each.folders, strict=True):
             by_role.setdefault(str(role), []).append((each.path.name, inner))
         remarks.beside += each.files
-    return [_split_below(like.path.parent.relative_to(remarks.root), role, found) for role, found in by_role.items()]
+    return [
+        _split_below(like.path.parent.relative_to(remarks.root), role, found)
+        for role, found in by_role.items()
+    ]
 
 
 def _split_below(place: Path, role: str, found: Sequence[tuple[str, Path]]) -> _Split:
@@ -341,7 +391,8 @@ def _labels(folders: Iterable[Path]) -> tuple[str, ...]:
 def _refuse_flat_splits(listing: _Listing) -> None:
     roles = [role_of(folder.name) for folder in listing.folders]
     if len(set(roles)) > 1 and all(
-        role or _is_unlabelled(folder.name) for role, folder in zip(roles, listing.folders, strict=True)
+        role or _is_unlabelled(folder.name)
+        for role, folder in zip(roles, listing.folders, strict=True)
     ):
         names = _listed(f"{folder.name}/" for folder in listing.folders)
         raise DatasetError(
@@ -369,17 +420,31 @@ def _check_roles(root: Path, splits: Sequence[_Split], pick: str) -> None:
             )
 
 
-def _check_classes(root: Path, split: _Split, listing: _Listing | None, least: int, pick: str) -> None:
-    """Raise `DatasetError` unless there are enough classes, of names that differ and can be printed."""
+def _check_classes(
+    root: Path, split: _Split, listing: _Listing | None, least: int, pick: str
+) -> None:
+    """Raise `DatasetError` unless there are enough classes, of names that differ and can be
+    printed.
+    """
     expected = "expected one folder of them for each class"
     if not split.folders:
-        count = 0 if listing is None else sum(file.suffix.lower() in PICTURE_SUFFIXES for file in listing.files)
+        count = (
+            0
+            if listing is None
+            else sum(file.suffix.lower() in PICTURE_SUFFIXES for file in listing.files)
+        )
         found = f"{count} pictures, but no class folders" if count else "no pictures"
         raise DatasetError(f"{root}: {found}: {expected}")
     if len(split.folders) < least:
         [only] = split.folders
-        hint = f"; if its folders are the classes: {pick} {only}" if _list(only).holds_folders_only else ""
-        raise DatasetError(f"{root}: one class ({only.name!r}): at least two classes are required{hint}")
+        hint = (
+            f"; if its folders are the classes: {pick} {only}"
+            if _list(only).holds_folders_only
+            else ""
+        )
+        raise DatasetError(
+            f"{root}: one class ({only.name!r}): at least two classes are required{hint}"
+        )
     seen: dict[str, str] = {}
     for label in split.labels:
         if not label.isprintable():  # it becomes a label, in answers, tables and pictures
@@ -388,7 +453,9 @@ def _check_classes(root: Path, split: _Split, listing: _Listing | None, least: i
         if other != label:
             raise DatasetError(f"{root}: the classes {other!r} and {label!r} differ by case alone")
     if len(seen) < len(split.labels):
-        raise DatasetError(f"{root}: two folders have the same name in different Unicode forms; merge them")
+        raise DatasetError(
+            f"{root}: two folders have the same name in different Unicode forms; merge them"
+        )
 
 
 def _check_same_classes(root: Path, splits: Sequence[_Split]) -> None:
@@ -406,7 +473,9 @@ def _check_same_classes(root: Path, splits: Sequence[_Split]) -> None:
 
 
 def _check_links(root: Path, splits: Sequence[_Split]) -> None:
-    """Raise `DatasetError` where links make one folder part of two classes, or a class of the folder around it."""
+    """Raise `DatasetError` where links make one folder part of two classes, or a class of the
+    folder around it.
+    """
     here = root.resolve()
     targets: dict[Path, Path] = {}
     for folder in (folder for split in splits for folder in split.folders):
@@ -414,12 +483,16 @@ def _check_links(root: Path, splits: Sequence[_Split]) -> None:
         if here.is_relative_to(target):
             raise DatasetError(f"{folder}: links to a folder around itself; remove the link")
         if target in targets:
-            raise DatasetError(f"{folder}: is the same folder as {targets[target]}; remove one of the links")
+            raise DatasetError(
+                f"{folder}: is the same folder as {targets[target]}; remove one of the links"
+            )
         targets[target] = folder
     for target, folder in targets.items():
         around = next((targets[parent] for parent in target.parents if parent in targets), None)
         if around is not None:
-            raise DatasetError(f"{folder}: lies in {around}, so its pictures have two classes; remove the link")
+            raise DatasetError(
+                f"{folder}: lies in {around}, so its pictures have two classes; remove the link"
+            )
 
 
 def _read(split: _Split, remarks: _Remarks) -> PictureFiles:
@@ -433,21 +506,27 @@ def _read(split: _Split, remarks: _Remarks) -> PictureFiles:
     for folder in split.folders:
         files = _files(folder, remarks)
         if not files:
-            raise DatasetError(f"{folder}: the class has no pictures; add some, or remove the folder")
+            raise DatasetError(
+                f"{folder}: the class has no pictures; add some, or remove the folder"
+            )
         paths += files
         counts.append(len(files))
     return PictureFiles.of(paths, np.repeat(np.arange(len(counts), dtype=np.int64), counts))
 
 
 def _files(folder: Path, remarks: _Remarks) -> list[Path]:
-    """List every file of a class, at any depth, sorted; a link to a folder or to nothing is a file that is bad."""
+    """List every file of a class, at any depth, sorted; a link to a folder or to nothing is a file
+    that is bad.
+    """
     files = []
     for place, folders, names in os.walk(folder, onerror=_cannot_be_read):
         here = Path(place)
         folders[:] = [name for name in folders if not is_junk(name)]
         found = [here / name for name in (*folders, *names) if not is_junk(name)]
         pictures = [path for path in found if path.is_file() or path.is_symlink()]
-        remarks.irregular += [path for path in found if path not in set(pictures) and not path.is_dir()]
+        remarks.irregular += [
+            path for path in found if path not in set(pictures) and not path.is_dir()
+        ]
         if pictures and here != folder:
             remarks.nested.add(here)
         files += pictures

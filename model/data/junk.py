@@ -1,4 +1,6 @@
-"""Names of files and folders that programs leave everywhere, and that nobody means by a folder of data or of models."""
+"""Names of files and folders that programs leave everywhere, and that nobody means by a folder of
+data or of models.
+"""
 
 from typing import Final
 
@@ -19,5 +21,7 @@ _NAMES: Final = frozenset(
 
 
 def is_junk(name: str) -> bool:
-    """Return whether a name is hidden (`.ipynb_checkpoints`), a backup (`x~`), or one of those (`__MACOSX`)."""
+    """Return whether a name is hidden (`.ipynb_checkpoints`), a backup (`x~`), or one of those
+    (`__MACOSX`).
+    """
     return name.startswith(".") or name.endswith("~") or name.lower() in _NAMES

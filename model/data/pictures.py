@@ -1,4 +1,6 @@
-"""Labelled pictures: as files that are not yet open, and decoded into arrays by the code that decodes uploads."""
+"""Labelled pictures: as files that are not yet open, and decoded into arrays by the code that
+decodes uploads.
+"""
 
 import logging
 import math
@@ -34,7 +36,8 @@ class PictureFiles:
 
     Attributes:
         labels: int64 [N].
-        read: takes a picture's number, 0...N-1; returns its file's bytes, or raises OSError. Thread-safe.
+        read: takes a picture's number, 0...N-1; returns its file's bytes, or raises OSError.
+        Thread-safe.
         name: takes a picture's number; returns what a message calls it.
     """
 
@@ -102,7 +105,9 @@ def allocate(shape: tuple[int, ...], folder: Path) -> NDArray[np.uint8]:
         return np.memmap(file, np.uint8, "w+", shape=shape)
 
 
-def decode(files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave_out: bool = False) -> Images:
+def decode(
+    files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave_out: bool = False
+) -> Images:
     """Decode pictures, on all cores, as a model with this preprocessing sees them.
 
     Args:
@@ -110,7 +115,8 @@ def decode(files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave
         leave_out: warn of files that are no pictures, and leave them out.
 
     Raises:
-        DatasetError: files that are no pictures, the first of which it names with what is wrong; or no room.
+        DatasetError: files that are no pictures, the first of which it names with what is wrong; or
+        no room.
     """
     pixels = allocate((len(files), len(config.mean), *config.size), folder)
 
@@ -126,7 +132,9 @@ def decode(files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         futures = [pool.submit(work, number) for number in range(len(files))]
-        for _ in tqdm(as_completed(futures), total=len(files), desc="read", unit="img", disable=None):
+        for _ in tqdm(
+            as_completed(futures), total=len(files), desc="read", unit="img", disable=None
+        ):
             pass
     finally:
         pool.shutdown(cancel_futures=True)  # an interruption does not wait for a million files
@@ -145,12 +153,20 @@ def decode(files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave
 
 
 def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel of uint8 [N, C, H, W], scaled to 0...1, to four decimals."""
+    """Return mean and standard deviation of each channel of uint8 [N, C, H, W], scaled to 0...1, to
+    four decimals.
+    """
     # From the histogram of the 256 values: exact, and without a float copy of every pixel.
-    counts = [sum(np.bincount(image[channel].ravel(), minlength=256) for image in pixels) for channel in range(3)]
+    counts = [
+        sum(np.bincount(image[channel].ravel(), minlength=256) for image in pixels)
+        for channel in range(3)
+    ]
     values = np.arange(256) / 255
     means = [float(np.average(values, weights=row)) for row in counts]
     deviations = [
-        float(np.average((values - mean) ** 2, weights=row)) ** 0.5 for row, mean in zip(counts, means, strict=True)
+        float(np.average((values - mean) ** 2, weights=row)) ** 0.5
+        for row, mean in zip(counts, means, strict=True)
     ]
-    return tuple(round(mean, 4) for mean in means), tuple(round(deviation, 4) for deviation in deviations)
+    return tuple(round(mean, 4) for mean in means), tuple(
+        round(deviation, 4) for deviation in deviations
+    )

@@ -2,8 +2,9 @@
 
     {"train": {NAME: DIGEST}, "validation": {…}, "test": {…}, "before": {…}}
 
-`before` are pictures that the checkpoint was trained on from which the run started. A picture is known again under any
-name and in any folder, as long as its file is the same; a copy that was encoded anew is another picture.
+`before` are pictures that the checkpoint was trained on from which the run started. A picture is
+known again under any name and in any folder, as long as its file is the same; a copy that was
+encoded anew is another picture.
 """
 
 import hashlib
@@ -31,7 +32,9 @@ _DIGEST_BYTES: Final = 16
 
 @dataclass(frozen=True)
 class SplitRecord:
-    """The pictures of a run, by set: names with digests of their files; an unreadable file has an empty one."""
+    """The pictures of a run, by set: names with digests of their files; an unreadable file has an
+    empty one.
+    """
 
     sets: Mapping[str, Mapping[str, str]]
 
@@ -50,7 +53,8 @@ class SplitRecord:
 
     @classmethod
     def read(cls, checkpoint: str | None) -> Self | None:
-        """Read the record in the folder of a checkpoint; None if there is none, or one of a version without digests.
+        """Read the record in the folder of a checkpoint; None if there is none, or one of a version
+        without digests.
 
         Raises:
             DatasetError: it is damaged.
@@ -63,7 +67,9 @@ class SplitRecord:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            raise DatasetError(f"{path}: cannot be read: {error}; remove it to go on without") from error
+            raise DatasetError(
+                f"{path}: cannot be read: {error}; remove it to go on without"
+            ) from error
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -86,7 +92,9 @@ class SplitRecord:
         return json.dumps(self.sets, indent=0)
 
     def has_same_split(self, text: str) -> bool:
-        """Return whether the text of another record has the same pictures in each set; an older one has names alone."""
+        """Return whether the text of another record has the same pictures in each set; an older one
+        has names alone.
+        """
         try:
             other = json.loads(text)
             with_digests = self.parse(text) is not None
@@ -105,11 +113,15 @@ class SplitRecord:
         return bool(self.sets.get(VALIDATION))
 
     def trained_on(self, digests: Iterable[str]) -> NDArray[np.bool_]:
-        """Return for each digest whether its picture was trained on, by the run or before it: bool [N]."""
+        """Return for each digest whether its picture was trained on, by the run or before it: bool
+        [N].
+        """
         return self._members(digests, (TRAIN, _BEFORE))
 
     def held_out(self, digests: Iterable[str]) -> NDArray[np.bool_]:
-        """Return for each digest whether its picture validated or tested the run, and was not trained on: bool [N]."""
+        """Return for each digest whether its picture validated or tested the run, and was not
+        trained on: bool [N].
+        """
         every = list(digests)
         return self._members(every, (VALIDATION, TEST)) & ~self.trained_on(every)
 
@@ -137,7 +149,9 @@ def digests_of(files: PictureFiles) -> list[str]:
 
 
 def copy_record(checkpoint: str, out: Path) -> None:
-    """Copy the record of a checkpoint's folder, if it has one, beside a copy of its weights; raises `OSError`."""
+    """Copy the record of a checkpoint's folder, if it has one, beside a copy of its weights; raises
+    `OSError`.
+    """
     path = Path(checkpoint).expanduser() / SPLIT_FILE
     if checkpoint != "bundled" and path.is_file():
         shutil.copyfile(path, out / SPLIT_FILE)

@@ -28,7 +28,8 @@ class Evaluation:
         per_class: the same for the images of each class, by its label.
         loss: mean negative log-likelihood of the right class, in nats.
         calibration_error: expected calibration error of the top-1 score; see `calibration_error`.
-        confusion: [K][K] images of the class of the row that were answered with the class of the column.
+        confusion: [K][K] images of the class of the row that were answered with the class of the
+        column.
     """
 
     count: int
@@ -39,11 +40,15 @@ class Evaluation:
     confusion: tuple[tuple[int, ...], ...]
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON types, without the confusion matrix, which grows with the square of the classes."""
+        """Return it as JSON types, without the confusion matrix, which grows with the square of the
+        classes.
+        """
         return {name: value for name, value in asdict(self).items() if name != "confusion"}
 
 
-def measure(scores: NDArray[np.float32], labels: NDArray[np.int64], names: tuple[str, ...]) -> Evaluation:
+def measure(
+    scores: NDArray[np.float32], labels: NDArray[np.int64], names: tuple[str, ...]
+) -> Evaluation:
     """Evaluate scores against the right labels.
 
     Args:
@@ -65,7 +70,9 @@ def measure(scores: NDArray[np.float32], labels: NDArray[np.int64], names: tuple
     return Evaluation(
         count=count,
         accuracy=float((answers == labels).mean()),
-        per_class={name: float(confusion[i, i] / images[i]) for i, name in enumerate(names) if images[i]},
+        per_class={
+            name: float(confusion[i, i] / images[i]) for i, name in enumerate(names) if images[i]
+        },
         # A score that underflowed to 0 costs as much as the smallest number above it, not infinity.
         loss=float(-np.log(right_class.clip(np.finfo(np.float32).tiny)).mean()),
         calibration_error=calibration_error(scores.max(axis=1), answers == labels),
@@ -79,7 +86,8 @@ def outputs_of(
     """Yield the outputs of pictures in order.
 
     Args:
-        pictures: files, which go through the service's own preprocessing; or uint8 [N, C, H, W] of the model's size.
+        pictures: files, which go through the service's own preprocessing; or uint8 [N, C, H, W] of
+        the model's size.
 
     Raises:
         DatasetError: a file that cannot be read or does not decode.
@@ -106,8 +114,13 @@ def outputs_of(
 def scores_and_members(
     outputs: Iterable[Outputs], count: int, classes: int
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the score of each class, and whether it is in the set of labels: float32 and bool [count, classes]."""
-    scores, members = np.empty((count, classes), dtype=np.float32), np.zeros((count, classes), dtype=np.bool_)
+    """Return the score of each class, and whether it is in the set of labels: float32 and bool
+    [count, classes].
+    """
+    scores, members = (
+        np.empty((count, classes), dtype=np.float32),
+        np.zeros((count, classes), dtype=np.bool_),
+    )
     for row, each in enumerate(outputs):
         scores[row, each.indices] = each.scores
         if each.label_set is not None:
@@ -115,7 +128,9 @@ def scores_and_members(
     return scores, members
 
 
-def predict_logits(predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8]) -> NDArray[np.float32]:
+def predict_logits(
+    predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8]
+) -> NDArray[np.float32]:
     """Return the logits, float32 [N, K] in class order, of pictures as `outputs_of` takes them."""
     outputs = outputs_of(predictor, pictures, RequestedOutputs(1, logits=True))
     return np.stack([each.logits for each in outputs if each.logits is not None])
@@ -128,7 +143,9 @@ def predict_embeddings(predictor: Predictor, pixels: NDArray[np.uint8]) -> NDArr
         DatasetError: of an image it is not finite.
     """
     outputs = outputs_of(predictor, pixels, RequestedOutputs(1, embedding=EmbeddingRequest()))
-    features: NDArray[np.float32] = np.stack([each.embedding for each in outputs if each.embedding is not None])
+    features: NDArray[np.float32] = np.stack(
+        [each.embedding for each in outputs if each.embedding is not None]
+    )
     if not np.isfinite(features).all():
         raise DatasetError(f"{predictor.checkpoint.source}: gives features that are not finite")
     return features

@@ -1,8 +1,9 @@
-"""A forward pass in steps whose attention weights are tensors, so that gradients with respect to them can be taken.
+"""A forward pass in steps whose attention weights are tensors, so that gradients with respect to
+them can be taken.
 
-The network itself computes attention in one fused kernel, which never holds the weights. Here only one block's weights
-are alive at a time: the pass through the network keeps each block's input alone, and a block is computed again from it
-when its weights are needed.
+The network itself computes attention in one fused kernel, which never holds the weights. Here only
+one block's weights are alive at a time: the pass through the network keeps each block's input
+alone, and a block is computed again from it when its weights are needed.
 """
 
 from typing import NamedTuple, cast
@@ -50,7 +51,8 @@ def block_inputs(model: VisionTransformer, pixels: Tensor, *, output: bool = Fal
 
 
 def weigh(block: Block, x: Tensor, queries: int | None = None) -> Weighed:
-    """Return the attention weights of a block for its first `queries` tokens (None: all), and the values.
+    """Return the attention weights of a block for its first `queries` tokens (None: all), and the
+    values.
 
     Args:
         x: the block's input, [B, N, D].
@@ -70,7 +72,8 @@ def finish(block: Block, x: Tensor, weighed: Weighed) -> Tensor:
 
 
 def weigh_pool(pool: AttentionPool, x: Tensor) -> Weighed:
-    """Return the pooling query's attention weights of what it looks at, [B, heads, 1, seen], and the values.
+    """Return the pooling query's attention weights of what it looks at, [B, heads, 1, seen], and
+    the values.
 
     Args:
         x: the tokens after the final norm, [B, N, D].
@@ -109,8 +112,8 @@ def mix(weighed: Weighed) -> Tensor:
 def readout(config: ViTConfig, x: Tensor) -> Tensor:
     """Return the share of each token in the pooled vector: float32 [B, N], each row summing to 1.
 
-    It is the CLS token, or half of it and half of the distillation token where that has a head; with mean and max
-    pooling the mean over the pooled tokens; with `cls_mean` half of each.
+    It is the CLS token, or half of it and half of the distillation token where that has a head;
+    with mean and max pooling the mean over the pooled tokens; with `cls_mean` half of each.
 
     Args:
         x: tokens [B, N, D], for their number and device.

@@ -1,7 +1,9 @@
-"""Products of weights that relevance needs, computed once for a model whose weights no longer change.
+"""Products of weights that relevance needs, computed once for a model whose weights no longer
+change.
 
-Going back through a block's attention takes its output projection, the scale after it, its values' projection and the
-norm before. Each is linear, and some are as cheap to compute as a few small products; together they are one matrix.
+Going back through a block's attention takes its output projection, the scale after it, its values'
+projection and the norm before. Each is linear, and some are as cheap to compute as a few small
+products; together they are one matrix.
 """
 
 from typing import Final, NamedTuple
@@ -22,17 +24,21 @@ _SIGMA: Final = 0.64
 
 
 class FoldedWeights(NamedTuple):
-    """What `fold` makes of a model, in its dtype and on its device; of projections as weights of linear layers.
+    """What `fold` makes of a model, in its dtype and on its device; of projections as weights of
+    linear layers.
 
     Attributes:
-        margin: the factors of the logits of a class and of its rivals in the class's margin, float32 [1 + rivals, 1].
-            They are divided by the heads' largest weight: the scale of relevance does not matter, and float16 holds it.
-        last: from the last block's gradient to each head's, [D, D]; of the pooling where that attends. None where the
-            head reads all tokens otherwise.
-        values: from each head's gradient through its values to what enters the last block, but for its norm's scale,
-            [heads, head_dim, D]; None unless the head reads few tokens.
-        hops: as `last`, of each block that relevance is moved through, from the last on: [hops D, D].
-        smoothing: what the relevance of all tokens is multiplied by, float32 [N, N]; None unless the grid is coarse.
+        margin: the factors of the logits of a class and of its rivals in the class's margin,
+            float32 [1 + rivals, 1]. They are divided by the heads' largest weight: the scale of
+            relevance does not matter, and float16 holds it.
+        last: from the last block's gradient to each head's, [D, D]; of the pooling where that
+            attends. None where the head reads all tokens otherwise.
+        values: from each head's gradient through its values to what enters the last block, but for
+            its norm's scale, [heads, head_dim, D]; None unless the head reads few tokens.
+        hops: as `last`, of each block that relevance is moved through, from the last on: [hops D,
+        D].
+        smoothing: what the relevance of all tokens is multiplied by, float32 [N, N]; None unless
+        the grid is coarse.
     """
 
     margin: Tensor
@@ -66,7 +72,9 @@ def fold_at_tokens(model: VisionTransformer, blocks: list[Block]) -> FoldedWeigh
 
 
 def fold_at_block(model: VisionTransformer, blocks: list[Block]) -> FoldedWeights:
-    """Return the weights where relevance begins at the first tokens of the last of these blocks' output."""
+    """Return the weights where relevance begins at the first tokens of the last of these blocks'
+    output.
+    """
     last = blocks[-1]
     weight = last.attn.qkv.weight
     values = through_norm_unscaled(last.norm1, weight[2 * model.config.inner_width :].float())
@@ -80,7 +88,9 @@ def hops_of(config: ViTConfig) -> int:
 
 
 def _smoothing(config: ViTConfig, device: torch.device) -> Tensor:
-    """Return the matrix [N, N] that smooths patches by a Gaussian of `_SIGMA`, and leaves prefix tokens as they are."""
+    """Return the matrix [N, N] that smooths patches by a Gaussian of `_SIGMA`, and leaves prefix
+    tokens as they are.
+    """
     down, across = (torch.from_numpy(gaussian(size, _SIGMA)) for size in config.grid)
     matrix = torch.eye(config.tokens, device=device)
     matrix[config.prefix_tokens :, config.prefix_tokens :] = torch.kron(down, across).T

@@ -19,12 +19,17 @@ _COARSE: Final = 8
 
 
 def is_coarse(config: ViTConfig) -> bool:
-    """Return whether the grid is so small that relevance goes further back: see `model.explanation.relevance`."""
+    """Return whether the grid is so small that relevance goes further back: see
+    `model.explanation.relevance`.
+    """
     return min(config.grid) <= _COARSE
 
 
 def attention_maps(
-    attention: Floats, layers: Sequence[int], requests: Sequence[MapRequest | None], config: ViTConfig
+    attention: Floats,
+    layers: Sequence[int],
+    requests: Sequence[MapRequest | None],
+    config: ViTConfig,
 ) -> dict[int, AttentionMap]:
     """Return the maps of the requests that are of a row of attention, by their places.
 
@@ -40,13 +45,19 @@ def attention_maps(
     placed: dict[int, AttentionMap] = {}
     for (layer, head), members in groups.items():
         rows = attention[list(members), layers.index(layer)]
-        maps, kept_mass = cls_map(rows, head=head, prefix_tokens=config.prefix_tokens, grid=config.grid)
-        for (member, request), values, kept in zip(members.items(), maps, kept_mass.tolist(), strict=True):
+        maps, kept_mass = cls_map(
+            rows, head=head, prefix_tokens=config.prefix_tokens, grid=config.grid
+        )
+        for (member, request), values, kept in zip(
+            members.items(), maps, kept_mass.tolist(), strict=True
+        ):
             placed[member] = AttentionMap(request, values, kept)
     return placed
 
 
-def cls_map(rows: Floats, *, head: Head, prefix_tokens: int, grid: tuple[int, int]) -> tuple[Floats, Floats]:
+def cls_map(
+    rows: Floats, *, head: Head, prefix_tokens: int, grid: tuple[int, int]
+) -> tuple[Floats, Floats]:
     """Combine the heads, drop the prefix tokens, and divide the rest by its sum.
 
     Args:
@@ -55,7 +66,8 @@ def cls_map(rows: Floats, *, head: Head, prefix_tokens: int, grid: tuple[int, in
         grid: (rows, columns) of patches; need not be square.
 
     Returns:
-        float32 [B, rows, columns], each map summing to 1; float32 [B], the sum of each before the division.
+        float32 [B, rows, columns], each map summing to 1; float32 [B], the sum of each before the
+        division.
     """
     if head == "mean":
         row = rows.mean(axis=1)
@@ -79,8 +91,8 @@ def token_maps(tokens: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
         tokens: [B, N], not negative.
 
     Returns:
-        [B, rows, columns], each map summing to 1, or even where there is nothing to divide; and [B], the share that
-        fell on patches.
+        [B, rows, columns], each map summing to 1, or even where there is nothing to divide; and
+        [B], the share that fell on patches.
     """
     exact = tokens.astype(np.float64)  # gradients may be tiny, and their scale does not matter
     patches = exact[:, config.prefix_tokens :]
@@ -90,9 +102,10 @@ def token_maps(tokens: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
 def sharpened_maps(relevance: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
     """Return what `token_maps` does, of relevance that may be negative.
 
-    Unless the grid is coarse, patches are smoothed by a Gaussian of a 32nd of its shorter side, less than half a patch
-    of 14. Of the result the positive part is squared, which lets the many patches that brought a little fade against
-    those that brought much, and does not change their order or the share of all patches.
+    Unless the grid is coarse, patches are smoothed by a Gaussian of a 32nd of its shorter side,
+    less than half a patch of 14. Of the result the positive part is squared, which lets the many
+    patches that brought a little fade against those that brought much, and does not change their
+    order or the share of all patches.
 
     Args:
         relevance: [B, N].
@@ -101,7 +114,9 @@ def sharpened_maps(relevance: Floats, config: ViTConfig) -> tuple[Floats, Floats
     smooth = exact[:, prefix:].reshape(-1, *config.grid)
     if not is_coarse(config):
         down, across = (gaussian(size, min(config.grid) / 32) for size in config.grid)
-        with np.errstate(invalid="ignore"):  # of numbers that are not finite, whose images have an error and no map
+        with np.errstate(
+            invalid="ignore"
+        ):  # of numbers that are not finite, whose images have an error and no map
             smooth = down @ smooth @ across.T
     patches = np.maximum(smooth, 0).reshape(-1, config.grid[0] * config.grid[1])
     kept = patches.sum(axis=1)
@@ -110,9 +125,14 @@ def sharpened_maps(relevance: Floats, config: ViTConfig) -> tuple[Floats, Floats
 
 
 def _divided(
-    shown: NDArray[np.float64], kept: NDArray[np.float64], total: NDArray[np.float64], config: ViTConfig
+    shown: NDArray[np.float64],
+    kept: NDArray[np.float64],
+    total: NDArray[np.float64],
+    config: ViTConfig,
 ) -> tuple[Floats, Floats]:
-    """Return maps of what is shown, [B, patches], and the share that the patches kept of the total, [B]."""
+    """Return maps of what is shown, [B, patches], and the share that the patches kept of the total,
+    [B].
+    """
     whole = shown.sum(axis=1, keepdims=True)
     maps = np.where(whole > 0, shown / np.maximum(whole, _TINY), 1 / shown.shape[1])
     share = kept / np.maximum(total, _TINY)

@@ -1,17 +1,19 @@
-"""Relevance: what each patch brought to a class's margin over its rivals, at little more than a forward pass's cost.
+"""Relevance: what each patch brought to a class's margin over its rivals, at little more than a
+forward pass's cost.
 
-Gradients are taken with the scales held constant (see `model.explanation.frozen_gradients`), in two steps.
+Gradients are taken with the scales held constant (see `model.explanation.frozen_gradients`), in two
+steps.
 
 1. The head reads few tokens, in most models the CLS token alone. A token's relevance is the last block's attention to
-   it times the gradient with respect to that attention. It needs no pass through the network. Where the head reads all
-   tokens, it is gradient x input of these.
+   it times the gradient with respect to that attention. It needs no pass through the network. Where
+   the head reads all tokens, it is gradient x input of these.
 2. A token's features come in part from others, by the attention of the blocks before. What the strongest tokens have
-   from there is moved to where it was taken, attention times gradient again: two blocks back, along the residual
-   connections, past the MLPs.
+   from there is moved to where it was taken, attention times gradient again: two blocks back, along
+   the residual connections, past the MLPs.
 
-On a coarse grid a token has seen more than its patch. There it is three blocks, and the relevance is smoothed and
-counts by the root of how much of a token arrives at what the head reads: its square, which a map shows, then counts by
-that.
+On a coarse grid a token has seen more than its patch. There it is three blocks, and the relevance
+is smoothed and counts by the root of how much of a token arrives at what the head reads: its
+square, which a map shows, then counts by that.
 """
 
 import math
@@ -63,16 +65,21 @@ def kept_blocks(config: ViTConfig) -> int:
 
 
 def token_relevance(
-    model: VisionTransformer, output: ViTOutput, weights: FoldedWeights, targets: Tensor | None = None
+    model: VisionTransformer,
+    output: ViTOutput,
+    weights: FoldedWeights,
+    targets: Tensor | None = None,
 ) -> Tensor:
-    """Return what each token contributed to the class's margin, negative where it spoke against: float32 [B, N].
+    """Return what each token contributed to the class's margin, negative where it spoke against:
+    float32 [B, N].
 
     The scale of an image's relevance does not matter.
 
     Args:
         output: of a forward pass that keeps `kept_blocks`.
-        targets: classes, int64 [B]; None is the best of each image. Or directions, floats [B, `embedding_width`]: what
-            takes the place of a class's row of the one head less the mean of its rivals'.
+        targets: classes, int64 [B]; None is the best of each image. Or directions, floats [B,
+            `embedding_width`]: what takes the place of a class's row of the one head less the mean
+            of its rivals'.
         weights: `fold` of the model.
     """
     assert output.kept is not None
@@ -99,10 +106,13 @@ def _of_tokens(
     weights: FoldedWeights,
     margins: Tensor,
 ) -> Tensor:
-    """Return the relevance of each token by the blocks that were kept, [B, N]; for `margins` see `_margins`."""
+    """Return the relevance of each token by the blocks that were kept, [B, N]; for `margins` see
+    `_margins`.
+    """
     if model.config.pool == "cls":
         read, gradient = margins.shape[1], margins
-        # One token's scale does not matter, as all relevance goes through it; of two it decides between them.
+        # One token's scale does not matter, as all relevance goes through it; of two it decides
+        # between them.
         if read > 1 and isinstance(model.norm, nn.LayerNorm):
             gradient = gradient * inverse_deviation(model.norm, tokens[:, :read])
         start = start_at_block(weights, blocks[-1], kept[-1], gradient)
@@ -119,11 +129,15 @@ def _of_tokens(
 def with_moved(
     config: ViTConfig, weights: FoldedWeights, blocks: list[Block], kept: list[Kept], start: Start
 ) -> Tensor:
-    """Return the relevance of each token once it is moved through the last of these blocks, float32 [B, N]."""
+    """Return the relevance of each token once it is moved through the last of these blocks, float32
+    [B, N].
+    """
     hops = list(zip(blocks, kept, strict=True))[: -hops_of(config) - 1 : -1]
     if not hops:
         return start.relevance
-    moved = _moved(weights.hops, [block.attn for block, _ in hops], [of_block for _, of_block in hops], start)
+    moved = _moved(
+        weights.hops, [block.attn for block, _ in hops], [of_block for _, of_block in hops], start
+    )
     return (start.relevance + moved.sum(dim=1)).scatter_add(1, start.strongest, -moved.sum(dim=2))
 
 
@@ -137,13 +151,16 @@ def arriving(row: Tensor, blocks: list[Block], kept: list[Kept]) -> Tensor:
     """
     for block, of_block in zip(reversed(blocks), reversed(kept), strict=True):
         bias, queries = block.attn.bias(), of_block.q.shape[2]
-        attention = _softmax(block.attn, of_block.q, of_block.k, None if bias is None else bias[:, :, :queries])
+        attention = _softmax(
+            block.attn, of_block.q, of_block.k, None if bias is None else bias[:, :, :queries]
+        )
         row = (row + (row[:, :queries].unsqueeze(1) @ attention.float().mean(dim=1)).squeeze(1)) / 2
     return row
 
 
 def start_at_block(weights: FoldedWeights, block: Block, kept: Kept, gradient: Tensor) -> Start:
-    """Go back from the first tokens of a block's output through the block, whose input has the relevance.
+    """Go back from the first tokens of a block's output through the block, whose input has the
+    relevance.
 
     Args:
         weights: `last` and `values` are of this block.
@@ -156,18 +173,26 @@ def start_at_block(weights: FoldedWeights, block: Block, kept: Kept, gradient: T
     hidden = block.mlp.fc1(block.norm2(attended)) if hidden is None else hidden[:, :read]
     to_mlp = through_mlp(block.mlp, hidden, through_scale(block.ls2, gradient))
     gradient = gradient + through_norm(block.norm2, attended, to_mlp)
-    rows = _softmax(attention, kept.q[:, :, :read], kept.k, None if bias is None else bias[:, :, :read])
+    rows = _softmax(
+        attention, kept.q[:, :, :read], kept.k, None if bias is None else bias[:, :, :read]
+    )
     to_heads = nn.functional.linear(gradient.to(weights.last.dtype), weights.last)
     to_heads = _through_norm_of_heads(attention, to_heads, rows, kept.v)
     given = rows * (to_heads @ kept.v.transpose(-2, -1))  # [B, heads, read, N]
     own = _dot(gradient, kept.x[:, :read].float())
-    of_tokens = given.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(own, (0, int(kept.x.shape[1]) - read))
+    of_tokens = given.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(
+        own, (0, int(kept.x.shape[1]) - read)
+    )
     strongest, places = _strongest(of_tokens)
     shares = _at(rows.flatten(1, 2).transpose(1, 2), places)  # [B, S, heads read]
     if isinstance(block.norm1, nn.LayerNorm):
         shares = shares * inverse_deviation(block.norm1, _at(kept.x, places)).to(shares.dtype)
     to_values = to_heads.transpose(0, 1).flatten(1, 2) @ weights.values  # [heads, B read, D]
-    to_values = to_values.reshape(attention.heads, -1, read, to_values.shape[2]).transpose(0, 1).flatten(1, 2)
+    to_values = (
+        to_values.reshape(attention.heads, -1, read, to_values.shape[2])
+        .transpose(0, 1)
+        .flatten(1, 2)
+    )
     is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)
     shares = torch.cat((shares, is_read.to(shares.dtype)), dim=2)
     onward = shares @ torch.cat((to_values, gradient.to(to_values.dtype)), dim=1)
@@ -177,9 +202,9 @@ def start_at_block(weights: FoldedWeights, block: Block, kept: Kept, gradient: T
 def _direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tensor:
     """Return what a class's margin in a head rises with, float32 [B, D].
 
-    The margin is the logit of the class less the mean of its rivals'. The logit alone also rises with what all likely
-    classes have in common, an animal or a vehicle of any kind; against the mean of the strongest rivals this cancels
-    out.
+    The margin is the logit of the class less the mean of its rivals'. The logit alone also rises
+    with what all likely classes have in common, an animal or a vehicle of any kind; against the
+    mean of the strongest rivals this cancels out.
 
     Args:
         ranked: see `with_rivals`.
@@ -188,7 +213,8 @@ def _direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tenso
 
 
 def _margins(model: VisionTransformer, directions: list[Tensor]) -> Tensor:
-    """Return the gradient of a class's margin with respect to what each head reads, [B, heads of the model, D or 2 D].
+    """Return the gradient of a class's margin with respect to what each head reads, [B, heads of
+    the model, D or 2 D].
 
     What a head reads is what enters the norm before it, but for the scale of each token.
 
@@ -196,21 +222,29 @@ def _margins(model: VisionTransformer, directions: list[Tensor]) -> Tensor:
         directions: of the margin in each head, [B, D].
     """
     joined = torch.stack(directions, dim=1) if len(directions) > 1 else directions[0].unsqueeze(1)
-    if isinstance(model.projection, nn.Linear):  # of an L2 norm before the head the scale does not matter
+    if isinstance(
+        model.projection, nn.Linear
+    ):  # of an L2 norm before the head the scale does not matter
         joined = through_linear(model.projection, joined)
     joined = through_norm_unscaled(model.fc_norm, joined)
     return through_norm_unscaled(model.norm, joined) if model.config.pool == "cls" else joined
 
 
-def _start_at_pool(model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, margins: Tensor) -> Start:
+def _start_at_pool(
+    model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, margins: Tensor
+) -> Start:
     """Go back from the pooling query's vector to the tokens that it looked at."""
     weighed = weigh_pool(pool, model.norm(x))
     pooled = pool.proj(mix(weighed))
     to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), margins)
     gradient = margins + through_norm(pool.norm, pooled, to_mlp)
-    to_heads = _by_head(nn.functional.linear(gradient.to(folded.dtype), folded).float(), pool.head_dim)
+    to_heads = _by_head(
+        nn.functional.linear(gradient.to(folded.dtype), folded).float(), pool.head_dim
+    )
     to_values = through_linear(
-        pool.kv, (weighed.weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2), slice(x.shape[2], None)
+        pool.kv,
+        (weighed.weights.transpose(-2, -1) @ to_heads).transpose(1, 2).flatten(2),
+        slice(x.shape[2], None),
     )
     to_tokens = over_all_tokens(to_values.transpose(1, 2), model.config).transpose(1, 2)
     return start_at_tokens(x, through_norm(model.norm, x, to_tokens))
@@ -224,7 +258,8 @@ def start_at_tokens(x: Tensor, gradient: Tensor) -> Start:
 
 
 def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start: Start) -> Tensor:
-    """Return what blocks' attention moves from the strongest tokens to those that they took it from, [B, S, N].
+    """Return what blocks' attention moves from the strongest tokens to those that they took it
+    from, [B, S, N].
 
     Args:
         weight: `FoldedWeights.hops`.
@@ -247,10 +282,14 @@ def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start:
     return moved.sum(dim=1, dtype=torch.float32)
 
 
-def _through_norm_of_heads(attention: Attention, gradient: Tensor, weights: Tensor, v: Tensor) -> Tensor:
-    """Return the gradient with respect to each head's values, [B, heads, Q, head_dim], from a folded projection's.
+def _through_norm_of_heads(
+    attention: Attention, gradient: Tensor, weights: Tensor, v: Tensor
+) -> Tensor:
+    """Return the gradient with respect to each head's values, [B, heads, Q, head_dim], from a
+    folded projection's.
 
-    What the projection leaves to do, if a norm is before it, is to divide by each token's deviation.
+    What the projection leaves to do, if a norm is before it, is to divide by each token's
+    deviation.
 
     Args:
         gradient: [B, Q, heads head_dim].
@@ -270,13 +309,15 @@ def _by_head(x: Tensor, head_dim: int) -> Tensor:
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the product [B, N] of each two vectors, [B, N, D]."""
     if is_traced():
-        # OpenVINO computes in float32 what reaches an output without a matrix product: here, all tokens of all blocks.
+        # OpenVINO computes in float32 what reaches an output without a matrix product: here, all
+        # tokens of all blocks.
         return (a.unsqueeze(2) @ b.unsqueeze(3)).flatten(1)
     return (a * b).sum(dim=2)
 
 
 def _strongest(of_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `strongest` and `rows` (see `Start`) of the tokens with the highest relevance for or against.
+    """Return `strongest` and `rows` (see `Start`) of the tokens with the highest relevance for or
+    against.
 
     They are an eighth of all, and at most 16.
     """

@@ -1,7 +1,8 @@
 """Relevance for a class of a head that reads transfer features: see `model.network.transfer`.
 
-Such a head reads tokens after several blocks. Relevance begins at each of them as it does at what the checkpoint's own
-head reads (see `model.explanation.relevance`), and what the parts give a token adds up.
+Such a head reads tokens after several blocks. Relevance begins at each of them as it does at what
+the checkpoint's own head reads (see `model.explanation.relevance`), and what the parts give a token
+adds up.
 """
 
 from typing import NamedTuple
@@ -55,7 +56,8 @@ def kept_for_transfer(config: ViTConfig) -> int:
 def transfer_relevance(model: VisionTransformer, output: ViTOutput, directions: Tensor) -> Tensor:
     """Return what each token contributed along directions of the transfer features, float32 [B, N].
 
-    The scale of an image's relevance does not matter. Weights are folded for this call: it takes a fraction of a pass.
+    The scale of an image's relevance does not matter. Weights are folded for this call: it takes a
+    fraction of a pass.
 
     Args:
         output: of a forward pass that keeps `kept_for_transfer` blocks and all tokens.
@@ -67,7 +69,9 @@ def transfer_relevance(model: VisionTransformer, output: ViTOutput, directions: 
     blocks = blocks_of(model)[first:]
     outputs = [*(of_block.x for of_block in kept[1:]), tokens]
     relevance = torch.zeros(tokens.shape[:2], device=tokens.device)
-    for seed, direction in zip(seeds_of(config), torch.split(directions.float(), config.width, dim=1), strict=True):
+    for seed, direction in zip(
+        seeds_of(config), torch.split(directions.float(), config.width, dim=1), strict=True
+    ):
         count = seed.block - first + 1
         gradient = _gradient(model, seed, outputs[count - 1], direction)
         through, of_blocks = blocks[:count], kept[:count]
@@ -82,13 +86,17 @@ def transfer_relevance(model: VisionTransformer, output: ViTOutput, directions: 
         if weights.smoothing is not None:
             last = slice(-hops_of(config) - 1, None)
             share = seed.share(tokens, config)
-            found = (found @ weights.smoothing) * arriving(share, through[last], of_blocks[last]).sqrt()
+            found = (found @ weights.smoothing) * arriving(
+                share, through[last], of_blocks[last]
+            ).sqrt()
         relevance += found
     return relevance
 
 
 def _gradient(model: VisionTransformer, seed: Seed, x: Tensor, direction: Tensor) -> Tensor:
-    """Return the gradient along a direction [B, D] of a part with respect to the tokens x that it is read from."""
+    """Return the gradient along a direction [B, D] of a part with respect to the tokens x that it
+    is read from.
+    """
     share = seed.share(x, model.config).unsqueeze(2)
     pooled = (model.norm(x).float() * share).sum(dim=1)
     to_pooled = through_norm(model.fc_norm, pooled, direction).unsqueeze(1)

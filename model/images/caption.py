@@ -15,7 +15,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from model.outputs import LITTLE, MUCH, AttentionMap
 
-# Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for words.
+# Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for
+# words.
 _MIN_CAPTIONED: Final = 160
 
 # Characters of a text that are looked at: none of these pictures has room for more.
@@ -26,7 +27,9 @@ Colours = NDArray[np.uint8]
 
 
 def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str]:
-    """Return the two lines that say what a map is: its class with the score, and its method with the evidence."""
+    """Return the two lines that say what a map is: its class with the score, and its method with
+    the evidence.
+    """
     request = attention.request
     if request.method == "cls":
         return "attention of one layer", f"cls, layer {request.layer}, head {request.head}"
@@ -51,7 +54,8 @@ def _amount(evidence: float) -> str:
 
 
 def drawable(text: str) -> str:
-    """Return a text in one line of characters that the font has: without accents, and with a ? for what is not ASCII.
+    """Return a text in one line of characters that the font has: without accents, and with a ? for
+    what is not ASCII.
 
     A text is cut after 500 characters.
     """
@@ -60,8 +64,12 @@ def drawable(text: str) -> str:
     return re.sub(r"[^ -~]+", "?", without_accents)[:_MAX_TEXT]
 
 
-def fit_text(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, end: str = "") -> str:
-    """Return a text that can be drawn, cut before its `end` so that it is no wider than so many pixels."""
+def fit_text(
+    text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, end: str = ""
+) -> str:
+    """Return a text that can be drawn, cut before its `end` so that it is no wider than so many
+    pixels.
+    """
     text = drawable(text)
     if font.getlength(text + end) <= width:
         return text + end
@@ -75,7 +83,9 @@ def _text_size(longer: int) -> int:
 
 
 def caption_height(longer: int) -> int:
-    """Return how many pixels a caption takes below a drawing whose longer side, with it, is `longer`."""
+    """Return how many pixels a caption takes below a drawing whose longer side, with it, is
+    `longer`.
+    """
     line = round(1.3 * _text_size(longer))
     return 0 if longer < _MIN_CAPTIONED else 3 * line + line // 2
 
@@ -86,14 +96,17 @@ def with_caption(
     """Return a drawing with a caption on white below it: two lines, and the colours in words.
 
     Args:
-        lines: at most two, cut to the drawing's width before the last colon; a narrow drawing is made wider.
+        lines: at most two, cut to the drawing's width before the last colon; a narrow drawing is
+        made wider.
         peak: how many times the even share the highest patch has; None: the colours are left out.
         longer: see `caption_height`.
     """
     text = _text_size(longer)
     font, line, margin = ImageFont.load_default(text), round(1.3 * text), text // 3
     canvas = Image.new(
-        "RGB", (max(drawing.width, min(longer, 12 * text)), drawing.height + caption_height(longer)), "white"
+        "RGB",
+        (max(drawing.width, min(longer, 12 * text)), drawing.height + caption_height(longer)),
+        "white",
     )
     canvas.paste(drawing, (0, 0))
     pen, room, top = ImageDraw.Draw(canvas), canvas.width - 2 * margin, drawing.height + text // 4
@@ -104,12 +117,16 @@ def with_caption(
         top += line
     if peak is None:
         return canvas
-    says = f"peak: {peak:.0f} x an even share" if peak >= 9.95 else f"peak: {peak:.1f} x an even share"
+    says = (
+        f"peak: {peak:.0f} x an even share" if peak >= 9.95 else f"peak: {peak:.1f} x an even share"
+    )
     left, more = round(margin + font.getlength("less ")), font.getlength(" more")
     bar = math.floor(margin + room - left - more - font.getlength(says) - text)
     if bar >= 2 * text:
         pen.text((margin, top), "less", "black", font)
-        canvas.paste(Image.fromarray(colours[np.newaxis]).resize((bar, text)), (left, top + line - text - 1))
+        canvas.paste(
+            Image.fromarray(colours[np.newaxis]).resize((bar, text)), (left, top + line - text - 1)
+        )
         pen.text((left + bar, top), " more", "black", font)
     pen.text((margin + room, top), fit_text(says, font, room), "black", font, anchor="ra")
     return canvas

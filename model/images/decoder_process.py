@@ -1,4 +1,5 @@
-"""A process that decodes what may take long or break a decoder: each file costs nobody but its sender.
+"""A process that decodes what may take long or break a decoder: each file costs nobody but its
+sender.
 
     service --job--> decoder --answer--> service
 
@@ -9,8 +10,8 @@ A decoder has
 * no network, no files, no other programs and no signals to others, where libseccomp's Python binding is installed
   (`seccomp` of the system, or `pyseccomp`).
 
-A job is a header in JSON and the file; an answer is a status, JSON and pixels. Neither side unpickles anything, as the
-other may be in the hands of whoever wrote the picture.
+A job is a header in JSON and the file; an answer is a status, JSON and pixels. Neither side
+unpickles anything, as the other may be in the hands of whoever wrote the picture.
 """
 
 import errno
@@ -31,7 +32,13 @@ from numpy.typing import NDArray
 from PIL import AvifImagePlugin, Image, ImageCms, ImageColor, ImageFilter, ImageOps, ImagePalette
 
 from model.config import PreprocessConfig
-from model.errors import ImageError, ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
+from model.errors import (
+    ImageError,
+    ImageTooCostly,
+    ImageTooLarge,
+    InvalidImage,
+    UnsupportedImageFormat,
+)
 from model.images.preprocess import Region, model_input, upright_photo
 
 if sys.platform != "win32":  # where the service imports this module and starts no process
@@ -54,12 +61,51 @@ ERRORS: Final = (UnsupportedImageFormat, ImageTooLarge, ImageTooCostly, InvalidI
 # Modules that Pillow imports when a picture needs them, which a decoder no longer can.
 _IMPORTED_LATE: Final = (ImageCms, ImageColor, ImageFilter, ImageOps, ImagePalette)
 
-# System calls that decoding needs, beside those that begin a thread, as libde265 does; any other fails with EPERM.
+# System calls that decoding needs, beside those that begin a thread, as libde265 does; any other
+# fails with EPERM.
 _ALLOWED_CALLS: Final = (
-    *("read", "write", "recvfrom", "recvmsg", "sendto", "sendmsg", "poll", "ppoll", "close", "lseek", "fstat"),
-    *("mmap", "munmap", "mremap", "mprotect", "madvise", "brk", "futex", "membarrier", "rseq", "set_robust_list"),
-    *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "restart_syscall", "setitimer"),
-    *("clock_gettime", "clock_nanosleep", "gettimeofday", "getrandom", "getpid", "gettid", "sched_yield"),
+    *(
+        "read",
+        "write",
+        "recvfrom",
+        "recvmsg",
+        "sendto",
+        "sendmsg",
+        "poll",
+        "ppoll",
+        "close",
+        "lseek",
+        "fstat",
+    ),
+    *(
+        "mmap",
+        "munmap",
+        "mremap",
+        "mprotect",
+        "madvise",
+        "brk",
+        "futex",
+        "membarrier",
+        "rseq",
+        "set_robust_list",
+    ),
+    *(
+        "rt_sigaction",
+        "rt_sigprocmask",
+        "rt_sigreturn",
+        "sigaltstack",
+        "restart_syscall",
+        "setitimer",
+    ),
+    *(
+        "clock_gettime",
+        "clock_nanosleep",
+        "gettimeofday",
+        "getrandom",
+        "getpid",
+        "gettid",
+        "sched_yield",
+    ),
     *("exit", "exit_group"),
 )
 
@@ -68,10 +114,11 @@ _CLONE_THREAD: Final = 0x10000
 
 
 def main() -> None:
-    """Run a decoder on the socket that is file descriptor 0: answer jobs in turn, until it is closed.
+    """Run a decoder on the socket that is file descriptor 0: answer jobs in turn, until it is
+    closed.
 
-    The one argument is the bounds in JSON: `max_pixels`, `scaled_decode`, `seconds` of processor time for a job and
-    `max_bytes` of address space beside that of the empty process.
+    The one argument is the bounds in JSON: `max_pixels`, `scaled_decode`, `seconds` of processor
+    time for a job and `max_bytes` of address space beside that of the empty process.
     """
     bounds: dict[str, Any] = json.loads(sys.argv[1])
     service = socket.socket(fileno=0)
@@ -88,14 +135,18 @@ def main() -> None:
         header_bytes, file_bytes = JOB.unpack(head)
         job: dict[str, Any] = json.loads(_receive(service, header_bytes))
         data = _receive(service, file_bytes)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # it ends the process, wherever that is in a codec
+        signal.setitimer(
+            signal.ITIMER_PROF, seconds
+        )  # it ends the process, wherever that is in a codec
         status, text, pixels = _answer(job, data, bounds)
         signal.setitimer(signal.ITIMER_PROF, 0)
         service.sendall(ANSWER.pack(status, len(text), pixels.nbytes) + text)
         service.sendall(pixels.data.cast("B") if pixels.nbytes else b"")
 
 
-def _answer(job: dict[str, Any], data: bytearray, bounds: dict[str, Any]) -> tuple[int, bytes, NDArray[np.uint8]]:
+def _answer(
+    job: dict[str, Any], data: bytearray, bounds: dict[str, Any]
+) -> tuple[int, bytes, NDArray[np.uint8]]:
     """Return the status, JSON and pixels of the answer to a job."""
     started, nothing = time.perf_counter(), np.empty(0, np.uint8)
     try:
@@ -107,7 +158,11 @@ def _answer(job: dict[str, Any], data: bytearray, bounds: dict[str, Any]) -> tup
     except ImageError as error:
         return 1 + ERRORS.index(type(error)), str(error).encode(errors="replace")[:1000], nothing
     except MemoryError:
-        return 1 + ERRORS.index(ImageTooCostly), b"the picture takes more memory than is allowed", nothing
+        return (
+            1 + ERRORS.index(ImageTooCostly),
+            b"the picture takes more memory than is allowed",
+            nothing,
+        )
     facts = {"shape": pixels.shape, "region": region, "seconds": time.perf_counter() - started}
     return DONE, json.dumps(facts).encode(), np.ascontiguousarray(pixels)
 
@@ -139,10 +194,20 @@ def _confine() -> bool:
             calls = seccomp.SyscallFilter(seccomp.ERRNO(1))  # EPERM
             for call in _ALLOWED_CALLS:
                 calls.add_rule(seccomp.ALLOW, call)
-            calls.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD))
-            calls.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; libc then takes clone
+            calls.add_rule(
+                seccomp.ALLOW,
+                "clone",
+                seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD),
+            )
+            calls.add_rule(
+                seccomp.ERRNO(errno.ENOSYS), "clone3"
+            )  # its flags lie in memory; libc then takes clone
             calls.load()
-        except (OSError, RuntimeError, ValueError):  # a kernel without filters, or a library without a name
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ):  # a kernel without filters, or a library without a name
             return False
         return True
     return False

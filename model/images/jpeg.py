@@ -1,6 +1,8 @@
-"""JPEG (ITU-T T.81, annex B): the header, the file without what a decoder need not see, the orientation from Exif.
+"""JPEG (ITU-T T.81, annex B): the header, the file without what a decoder need not see, the
+orientation from Exif.
 
-A multi-picture MPO begins with a whole JPEG and is read as JPEG. `model.images.decode` chooses the scale of decoding.
+A multi-picture MPO begins with a whole JPEG and is read as JPEG. `model.images.decode` chooses the
+scale of decoding.
 """
 
 import re
@@ -19,7 +21,8 @@ _FORMATS = {1: "B", 3: "H", 4: "L"}
 MAX_PARTS = 16_384
 
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
-# Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the reserved JPGn.
+# Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the
+# reserved JPGn.
 _STANDALONE = {0x01, *range(0xD0, 0xDA), 0xC8, *range(0xF0, 0xFE)}
 
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
@@ -37,15 +40,17 @@ _MAX_BOUNDED_FILE = 16_777_216
 # A photo of 24 megapixels; 0.1 to 0.3 s.
 _MAX_BOUNDED_PIXELS = 26_000_000
 
-# Bytes between two segments of a bounded file: fill bytes, of which honest files have at most a few.
+# Bytes between two segments of a bounded file: fill bytes, of which honest files have at most a
+# few.
 _MAX_GAP = 16
 
 
 def is_bounded(data: bytes | bytearray) -> bool:
-    """Return whether the header bounds the work of decoding: one scan with Huffman codes, of moderate size.
+    """Return whether the header bounds the work of decoding: one scan with Huffman codes, of
+    moderate size.
 
-    A file of several scans, such as a progressive one, may have any number of them, and each goes over the whole
-    picture.
+    A file of several scans, such as a progressive one, may have any number of them, and each goes
+    over the whole picture.
     """
     frame = b""
     for marker, _, start, end in islice(_segments(data, _MAX_GAP), _MAX_BOUNDED_SEGMENTS):
@@ -65,12 +70,14 @@ def is_bounded(data: bytes | bytearray) -> bool:
 
 
 def strip(data: bytes | bytearray) -> tuple[bytes, int]:
-    """Return the file without application segments and comments, and the orientation that stands in them.
+    """Return the file without application segments and comments, and the orientation that stands in
+    them.
 
     Raises:
-        InvalidImage: it is made of absurdly many segments, or its frame is none of cosine transforms, which could not
-            be scaled.
-        UnsupportedImageFormat: arithmetic coding, whose decoder reads zeros past the end of the data for ever.
+        InvalidImage: it is made of absurdly many segments, or its frame is none of cosine
+            transforms, which could not be scaled.
+        UnsupportedImageFormat: arithmetic coding, whose decoder reads zeros past the end of the
+        data for ever.
     """
     view = memoryview(data)
     kept = [view[:2]]
@@ -80,7 +87,9 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
             kept.append(view[begin:])
             break
         if marker in _ARITHMETIC:
-            raise UnsupportedImageFormat("JPEG pictures with arithmetic coding are not read: no browser shows them")
+            raise UnsupportedImageFormat(
+                "JPEG pictures with arithmetic coding are not read: no browser shows them"
+            )
         if marker in _FRAMES - _SEQUENTIAL - _PROGRESSIVE:
             raise InvalidImage("the JPEG picture does not decode: it is lossless or hierarchical")
         if marker not in _METADATA or data.startswith(_COLOUR_SEGMENTS, start + 2):
@@ -91,7 +100,8 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
 
 
 def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (marker, where it begins, where its payload begins, where that ends) of each segment up to a large gap.
+    """Yield (marker, where it begins, where its payload begins, where that ends) of each segment up
+    to a large gap.
 
     Fill bytes and rubbish before a marker are legal. Pillow goes through them one by one.
     """
@@ -115,8 +125,8 @@ def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int,
 def read_orientation(exif: bytes | None) -> int:
     """Return the Exif orientation 1...8 (CIPA DC-008, tag 274); 1, upright, where none can be read.
 
-    Nothing else of Exif is read. A general reader builds a table of every tag, and a few kilobytes of overlapping tags
-    can make such a table take hundreds of megabytes.
+    Nothing else of Exif is read. A general reader builds a table of every tag, and a few kilobytes
+    of overlapping tags can make such a table take hundreds of megabytes.
 
     Args:
         exif: with or without its prefix, which some writers state twice.

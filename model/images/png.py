@@ -1,4 +1,6 @@
-"""PNG (W3C PNG, third edition, section 5): the header, and the file without what a decoder need not see."""
+"""PNG (W3C PNG, third edition, section 5): the header, and the file without what a decoder need not
+see.
+"""
 
 import zlib
 
@@ -20,7 +22,9 @@ def is_bounded(data: bytes | bytearray) -> bool:
     bits, colour_type = data[24:25], int.from_bytes(data[25:26], "big")
     pixel_bytes = max(1.0, int.from_bytes(bits, "big") * _CHANNELS.get(colour_type, 4) / 8)
     return (
-        data[12:16] == b"IHDR" and len(data) <= _MAX_BOUNDED_FILE and width * height * pixel_bytes <= _MAX_BOUNDED_BYTES
+        data[12:16] == b"IHDR"
+        and len(data) <= _MAX_BOUNDED_FILE
+        and width * height * pixel_bytes <= _MAX_BOUNDED_BYTES
     )
 
 
@@ -40,11 +44,17 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
         body, kind = position + 8, bytes(view[position + 4 : position + 8])
         end = body + 4 + int.from_bytes(view[position : position + 4], "big")
         pixels_ended = pixels_ended or (previous == b"IDAT" and kind != b"IDAT")
-        if kind == b"IHDR" and position > 8:  # Pillow takes the last header, whatever the first declares.
+        if (
+            kind == b"IHDR" and position > 8
+        ):  # Pillow takes the last header, whatever the first declares.
             raise InvalidImage("the PNG picture does not decode: its header is not its first chunk")
         is_whole = kind == b"IDAT" and end <= len(data)
-        if is_whole and zlib.crc32(view[body - 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
-            raise InvalidImage("the PNG picture does not decode: the checksum of its pixels is wrong")
+        if is_whole and zlib.crc32(view[body - 4 : end - 4]) != int.from_bytes(
+            view[end - 4 : end], "big"
+        ):
+            raise InvalidImage(
+                "the PNG picture does not decode: the checksum of its pixels is wrong"
+            )
         if (kind in _PICTURE_CHUNKS or len(kind) < 4) and not (kind == b"IDAT" and pixels_ended):
             kept.append(view[position:end])
         elif kind == b"eXIf":

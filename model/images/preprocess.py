@@ -1,10 +1,12 @@
-"""The bytes of an upload become the uint8 picture that a model sees, or the photo that is drawn on, without torch.
+"""The bytes of an upload become the uint8 picture that a model sees, or the photo that is drawn on,
+without torch.
 
-    bytes -> decoded -> the part that survives the centre crop: RGB, resized -> turned upright -> uint8 array
+    bytes -> decoded -> the part that survives the centre crop: RGB, resized -> turned upright ->
+    uint8 array
 
-The pixels are those of torchvision's `Resize` and `CenterCrop` on the upright RGB picture, which timm's and
-transformers' PIL transforms use too. Only the order of the work differs: what the crop throws away is never
-resized, and the picture is turned when it is small.
+The pixels are those of torchvision's `Resize` and `CenterCrop` on the upright RGB picture, which
+timm's and transformers' PIL transforms use too. Only the order of the work differs: what the crop
+throws away is never resized, and the picture is turned when it is small.
 """
 
 import math
@@ -17,11 +19,19 @@ from PIL import Image
 
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
-from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, Converter, DecodedImage, MinSize, converter, decode
+from model.images.decode import (
+    DECODE_ERRORS,
+    DEFAULT_MAX_PIXELS,
+    Converter,
+    DecodedImage,
+    MinSize,
+    converter,
+    decode,
+)
 from model.images.resample import Axis, passes_rows_first, resample_part
 
-# Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit floats, which may move a
-# value by one level in each pass.
+# Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit
+# floats, which may move a value by one level in each pass.
 _MAX_WHOLE_SIDE = 4096
 
 # Pixels that the widest filter (Lanczos) reads beside an enlarged pixel, rounded up.
@@ -33,7 +43,8 @@ _MIN_DECODED_FACTOR = 2
 # Longer side of a photo in pixels, at most, where no size is given.
 _MAX_PHOTO_SIZE = 1024
 
-# Transpositions that turn a picture of each Exif orientation upright (as `PIL.ImageOps.exif_transpose`).
+# Transpositions that turn a picture of each Exif orientation upright (as
+# `PIL.ImageOps.exif_transpose`).
 TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -52,7 +63,8 @@ _MIRRORED_ROWS = (3, 4, 6, 7)
 class Region(NamedTuple):
     """The rectangle of the upright original that the model's input, and so every map, covers.
 
-    In pixels of the original, with fractions; (`x`, `y`) is its upper left corner. It lies within the photo.
+    In pixels of the original, with fractions; (`x`, `y`) is its upper left corner. It lies within
+    the photo.
     """
 
     x: float
@@ -92,21 +104,25 @@ def model_input(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
 ) -> ModelInput:
-    """Return the picture in an uploaded file as the model sees it, and which part of the photo that is.
+    """Return the picture in an uploaded file as the model sees it, and which part of the photo that
+    is.
 
     It is thread-safe; Pillow releases the interpreter's lock while it decodes and resizes.
 
     Args:
-        data: a whole file: JPEG (also MPO), PNG, WebP, GIF, BMP, TIFF, AVIF, and HEIC where pillow-heif is
-            installed. Of several pictures the first counts. Alpha and ICC profiles are ignored.
+        data: a whole file: JPEG (also MPO), PNG, WebP, GIF, BMP, TIFF, AVIF, and HEIC where
+            pillow-heif is installed. Of several pictures the first counts. Alpha and ICC profiles
+            are ignored.
         config: the checkpoint's preprocessing; one `mean` makes a greyscale picture.
         max_pixels: how many pixels the picture may have as stored.
-        scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that leaves at least twice the pixels,
-            along both axes, of the size that the picture is resized to, before the crop. What follows then still
-            shrinks it by 2 or more, so that the pixels are close to, but not those of, a full decode.
+        scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that leaves at least
+            twice the pixels, along both axes, of the size that the picture is resized to, before
+            the crop. What follows then still shrinks it by 2 or more, so that the pixels are close
+            to, but not those of, a full decode.
 
     Returns:
-        Pixels of `config.size`, C-contiguous and writable, with `len(config.mean)` channels, 3 or 1; and their region.
+        Pixels of `config.size`, C-contiguous and writable, with `len(config.mean)` channels, 3 or
+        1; and their region.
 
     Raises:
         ImageError: see `model.images.decode.decode`; or its pixels cannot be converted.
@@ -136,7 +152,8 @@ def upright_photo(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
 ) -> tuple[NDArray[np.uint8], Region]:
-    """Return the photo in an uploaded file, shrunk where it is larger than `size` and turned upright.
+    """Return the photo in an uploaded file, shrunk where it is larger than `size` and turned
+    upright.
 
     It needs the memory that `model_input` needs, and that of the result.
 
@@ -144,7 +161,8 @@ def upright_photo(
         region: in pixels of the upright original.
         size: the longer side in pixels, at most; None: 1024.
         max_pixels: see `model_input`.
-        scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that is not below the result's size.
+        scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that is not below the
+        result's size.
 
     Returns:
         uint8 [H, W, 3] RGB, and where in it the region lies.
@@ -172,11 +190,15 @@ def upright_photo(
     if decoded.orientation in TRANSPOSE:
         small = small.transpose(TRANSPOSE[decoded.orientation])
     across, down = small.width / width, small.height / height
-    return np.asarray(small), Region(region.x * across, region.y * down, region.width * across, region.height * down)
+    return np.asarray(small), Region(
+        region.x * across, region.y * down, region.width * across, region.height * down
+    )
 
 
 def min_decoded_size(config: PreprocessConfig) -> MinSize:
-    """Return the function from an upright size to the smallest that `preprocess` lets a JPEG be decoded at."""
+    """Return the function from an upright size to the smallest that `preprocess` lets a JPEG be
+    decoded at.
+    """
 
     def min_size(width: int, height: int) -> tuple[int, int]:
         new_width, new_height = resized_size(width, height, config)
@@ -186,9 +208,11 @@ def min_decoded_size(config: PreprocessConfig) -> MinSize:
 
 
 def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int, int]:
-    """Return (width, height) of an upright picture after the resize and before the centre crop, in pixels.
+    """Return (width, height) of an upright picture after the resize and before the centre crop, in
+    pixels.
 
-    A square `shortest_edge` rounds as torchvision's `Resize(int)`, any other as timm's `ResizeKeepRatio`.
+    A square `shortest_edge` rounds as torchvision's `Resize(int)`, any other as timm's
+    `ResizeKeepRatio`.
     """
     rows, columns = config.resize_size
     if config.resize == "squash":
@@ -201,19 +225,24 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
     return round(width / ratio), round(height / ratio)
 
 
-def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[NDArray[np.uint8], Region]:
+def _resize_and_crop(
+    decoded: DecodedImage, config: PreprocessConfig
+) -> tuple[NDArray[np.uint8], Region]:
     """Return the centre of the upright picture, resized; and the region that is."""
     swapped = decoded.orientation >= 5
     stored = (decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
     mirrored = decoded.orientation in _MIRRORED_COLUMNS, decoded.orientation in _MIRRORED_ROWS
-    size, decoded_size = (each[::-1] if swapped else each for each in (decoded.size, decoded.image.size))
+    size, decoded_size = (
+        each[::-1] if swapped else each for each in (decoded.size, decoded.image.size)
+    )
     resized = resized_size(*size, config)
 
     def upright_axis(axis: int, count: int) -> Axis:
         place = 1 - axis if swapped else axis
         low = decoded_size[axis] - stored[place] if mirrored[place] else 0.0
         margin = resized[axis] - count
-        # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in transformers'.
+        # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in
+        # transformers'.
         first = margin // 2 if config.crop_rounding == "down" else round(margin / 2.0)
         return Axis(low, low + stored[place], resized[axis], first, count, mirrored[place])
 
@@ -237,7 +266,9 @@ def _resize_and_crop(decoded: DecodedImage, config: PreprocessConfig) -> tuple[N
         down.length * size[1] / resized[1],
     )
     # A grey picture gets the model's channels.
-    pixels = small if small.shape[2] == len(config.mean) else np.repeat(small, len(config.mean), axis=2)
+    pixels = (
+        small if small.shape[2] == len(config.mean) else np.repeat(small, len(config.mean), axis=2)
+    )
     return np.require(pixels, requirements=["C", "W"]), region
 
 
@@ -250,11 +281,13 @@ def _resample_by_pillow(
     *,
     rows_first: bool,
 ) -> NDArray[np.uint8]:
-    """Return a part of the picture that Pillow turns, converts and resizes, uint8 [rows, columns, 1 or 3].
+    """Return a part of the picture that Pillow turns, converts and resizes, uint8 [rows, columns, 1
+    or 3].
 
     Args:
         across, down: along the width and the height of the upright picture.
-        rows_first: the order of the passes that Pillow makes for the whole: what they cut off depends on it.
+        rows_first: the order of the passes that Pillow makes for the whole: what they cut off
+        depends on it.
     """
     upright = decoded.image if convert is None else convert(decoded.image)
     if decoded.orientation in TRANSPOSE:
@@ -262,7 +295,9 @@ def _resample_by_pillow(
     if max(across.size, down.size) <= _MAX_WHOLE_SIDE:
         box = (across.low, down.low, across.high, down.high)
         ends = (across.first + across.length, down.first + down.length)
-        part = upright.resize((across.size, down.size), resample, box).crop((across.first, down.first, *ends))
+        part = upright.resize((across.size, down.size), resample, box).crop(
+            (across.first, down.first, *ends)
+        )
     else:
         (left, right), (top, bottom) = (
             _read_part(axis, upright.size[place]) for place, axis in enumerate((across, down))
@@ -281,13 +316,17 @@ def _part_of(axis: Axis) -> tuple[float, float]:
 
 
 def _read_part(axis: Axis, size: int) -> tuple[int, int]:
-    """Return the first of `size` pixels that the part of an axis is made from, and the one behind the last."""
+    """Return the first of `size` pixels that the part of an axis is made from, and the one behind
+    the last.
+    """
     low, high = _part_of(axis)
     reach = _REACH * max(1.0, (axis.high - axis.low) / axis.size)
     return max(0, math.floor(low - reach)), min(size, math.ceil(high + reach))
 
 
-def _resized_along(image: Image.Image, place: int, axis: Axis, start: int, resample: Image.Resampling) -> Image.Image:
+def _resized_along(
+    image: Image.Image, place: int, axis: Axis, start: int, resample: Image.Resampling
+) -> Image.Image:
     """Return the part of an axis, resized along it alone; `image` begins at pixel `start` of it.
 
     Args:

@@ -1,9 +1,9 @@
 """Pillow's resampling in a compiled kernel: the same levels, several times as fast.
 
-Pillow weighs pixels with integers of 22 binary places, sums in 32-bit integers, and rounds to uint8 after each of two
-passes (its libImaging/Resample.c). So does the kernel (`resample.c`), eight sums at once; its weights are made here.
-It runs on x86-64 with AVX2, if there was a C compiler when the package was installed. Elsewhere, and for what
-`resample_part` returns None for, Pillow resizes.
+Pillow weighs pixels with integers of 22 binary places, sums in 32-bit integers, and rounds to uint8
+after each of two passes (its libImaging/Resample.c). So does the kernel (`resample.c`), eight sums
+at once; its weights are made here. It runs on x86-64 with AVX2, if there was a C compiler when the
+package was installed. Elsewhere, and for what `resample_part` returns None for, Pillow resizes.
 """
 
 import ctypes
@@ -26,7 +26,8 @@ _STRIP_PIXELS = 4_000_000
 # Beyond this many pixels between the two passes, the order that leaves fewer is taken.
 _MAX_INTERMEDIATE_PIXELS = 16_000_000
 
-# Weights of a pass, at most: those of a bicubic resize of 24,000 pixels. Pillow makes larger passes.
+# Weights of a pass, at most: those of a bicubic resize of 24,000 pixels. Pillow makes larger
+# passes.
 _MAX_WEIGHTS = 98_304
 
 Floats = NDArray[np.float64]
@@ -36,7 +37,8 @@ class Axis(NamedTuple):
     """What is asked along one axis of a picture.
 
     Attributes:
-        low, high: the part of the picture that is resized, in pixels, counted along the upright picture.
+        low, high: the part of the picture that is resized, in pixels, counted along the upright
+        picture.
         size: pixels that the part becomes.
         first, length: the pixels of those that are computed.
         mirrored: the upright picture runs the other way than the stored one.
@@ -51,7 +53,9 @@ class Axis(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """For each pixel of the result the first that it is made from, int32 [N], and the weights, int32 [N, taps]."""
+    """For each pixel of the result the first that it is made from, int32 [N], and the weights,
+    int32 [N, taps].
+    """
 
     first: NDArray[np.int32]
     weights: NDArray[np.int32]
@@ -63,7 +67,9 @@ class _Pass(NamedTuple):
 
 
 class _Pixels(NamedTuple):
-    """uint8 pixels of 1, 3 or 4 bytes, in rows that begin `stride` bytes apart; `owner` keeps them alive."""
+    """uint8 pixels of 1, 3 or 4 bytes, in rows that begin `stride` bytes apart; `owner` keeps them
+    alive.
+    """
 
     address: int
     stride: int
@@ -72,10 +78,11 @@ class _Pixels(NamedTuple):
 
 
 def passes_rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
-    """Return whether Pillow (13) resizes `source` (width, height) to `target` vertically first, then horizontally.
+    """Return whether Pillow (13) resizes `source` (width, height) to `target` vertically first,
+    then horizontally.
 
-    Each pass rounds to uint8 and cuts off what overshoots, so that the order shows: by a few levels where
-    neighbouring pixels differ most.
+    Each pass rounds to uint8 and cuts off what overshoots, so that the order shows: by a few levels
+    where neighbouring pixels differ most.
     """
     (width, height), (new_width, new_height) = source, target
     return new_height < height and height - new_height > 2 * (width - new_width)
@@ -95,20 +102,27 @@ def resample_part(
     rows_first: bool,
     convert: Converter | None = None,
 ) -> NDArray[np.uint8] | None:
-    """Return a part of what Pillow makes of a picture that is turned, converted and resized whole; None: not supported.
+    """Return a part of what Pillow makes of a picture that is turned, converted and resized whole;
+    None: not supported.
 
-    Only what the part needs is computed, in bounded memory. It is thread-safe and releases the interpreter's lock.
+    Only what the part needs is computed, in bounded memory. It is thread-safe and releases the
+    interpreter's lock.
 
     Args:
         image: loaded.
         columns, rows: along the width and the height of `image` as it is stored.
-        rows_first: resize vertically first. Overruled where the picture between the passes would be huge.
+        rows_first: resize vertically first. Overruled where the picture between the passes would be
+        huge.
         convert: makes L or RGB of any piece of `image`; None: it is one of the two.
 
     Returns:
-        uint8 [rows.length, columns.length, 1 or 3], C-contiguous; along a mirrored axis in the upright picture's order.
+        uint8 [rows.length, columns.length, 1 or 3], C-contiguous; along a mirrored axis in the
+        upright picture's order.
     """
-    across, down = (_pass(source, axis, resample) for source, axis in zip(image.size, (columns, rows), strict=True))
+    across, down = (
+        _pass(source, axis, resample)
+        for source, axis in zip(image.size, (columns, rows), strict=True)
+    )
     if _KERNEL is None or across is None or down is None:
         return None
     (left, right), (top, bottom) = across.span, down.span
@@ -121,7 +135,9 @@ def resample_part(
     middle: NDArray[np.uint8] | None = None
     for start, size, piece in _strips(image, (left, top, right, bottom), convert, rows_first):
         if middle is None:  # a pass along the width keeps three of four bytes a pixel
-            middle = np.empty((*shape, piece.bands if rows_first else min(piece.bands, 3)), np.uint8)
+            middle = np.empty(
+                (*shape, piece.bands if rows_first else min(piece.bands, 3)), np.uint8
+            )
         if rows_first:
             _apply(piece, size * piece.bands, down, middle[:, start:], vertical=True)
         else:
@@ -139,10 +155,12 @@ def resample_part(
 def _strips(
     image: Image.Image, part: tuple[int, int, int, int], convert: Converter | None, upright: bool
 ) -> Iterator[tuple[int, int, _Pixels]]:
-    """Yield a part of a picture in converted strips: where each begins in the part, its thickness and its pixels.
+    """Yield a part of a picture in converted strips: where each begins in the part, its thickness
+    and its pixels.
 
-    The first pass takes every row (or, `upright`, every column) by itself, so that strips of them can go through it in
-    turn. A picture that needs no conversion and is in one piece of memory is one strip, not copied.
+    The first pass takes every row (or, `upright`, every column) by itself, so that strips of them
+    can go through it in turn. A picture that needs no conversion and is in one piece of memory is
+    one strip, not copied.
     """
     left, top, right, bottom = part
     if convert is None:
@@ -167,7 +185,10 @@ class _ArrowArray(ctypes.Structure):
 
 
 _ArrowArray._fields_ = [
-    *((name, ctypes.c_int64) for name in ("length", "null_count", "offset", "n_buffers", "n_children")),
+    *(
+        (name, ctypes.c_int64)
+        for name in ("length", "null_count", "offset", "n_buffers", "n_children")
+    ),
     ("buffers", ctypes.POINTER(ctypes.c_void_p)),
     ("children", ctypes.POINTER(ctypes.POINTER(_ArrowArray))),
     *((name, ctypes.c_void_p) for name in ("dictionary", "release", "private_data")),
@@ -192,7 +213,9 @@ def _pixels(image: Image.Image) -> _Pixels:
     return _Pixels(array.buffers[1], image.width * bands, bands, capsule)
 
 
-def _apply(source: _Pixels, extent: int, made: _Pass, result: NDArray[np.uint8], *, vertical: bool) -> None:
+def _apply(
+    source: _Pixels, extent: int, made: _Pass, result: NDArray[np.uint8], *, vertical: bool
+) -> None:
     """Make a pass along the height of rows of `extent` bytes, or along the width of `extent` rows."""
     assert _KERNEL is not None
     places = (source.address, source.stride, result.ctypes.data, result.strides[0], extent)
@@ -209,7 +232,8 @@ def _bicubic(x: Floats) -> Floats:
     return np.where(x < 1.0, inner, np.where(x < 2.0, (((x - 5) * x + 8) * x - 4) * -0.5, 0.0))
 
 
-# Radius of each filter, in output pixels when it shrinks, and its function (Pillow's libImaging/Resample.c).
+# Radius of each filter, in output pixels when it shrinks, and its function (Pillow's
+# libImaging/Resample.c).
 _FILTERS: dict[Image.Resampling, tuple[float, Callable[[Floats], Floats]]] = {
     Image.Resampling.BILINEAR: (1.0, lambda x: np.maximum(1.0 - np.abs(x), 0.0)),
     Image.Resampling.BICUBIC: (2.0, _bicubic),
@@ -218,7 +242,8 @@ _FILTERS: dict[Image.Resampling, tuple[float, Callable[[Floats], Floats]]] = {
 
 @lru_cache(maxsize=32)
 def _pass(source: int, axis: Axis, resample: Image.Resampling) -> _Pass | None:
-    """Return the pass along an axis of `source` pixels, as Pillow's `precompute_coeffs` makes it; None: not supported.
+    """Return the pass along an axis of `source` pixels, as Pillow's `precompute_coeffs` makes it;
+    None: not supported.
 
     The order of operations is Pillow's, as the last bit counts.
     """
@@ -257,22 +282,47 @@ def _load() -> ctypes.CDLL | None:
             kernel = None
         if kernel is not None and kernel.resample_supported():
             number, pointer, step = ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64
-            kernel.resample_columns.argtypes = [pointer, step, pointer, step, *[number] * 4, pointer, pointer]
-            kernel.resample_rows.argtypes = [pointer, step, pointer, step, step, number, number, pointer, pointer]
+            kernel.resample_columns.argtypes = [
+                pointer,
+                step,
+                pointer,
+                step,
+                *[number] * 4,
+                pointer,
+                pointer,
+            ]
+            kernel.resample_rows.argtypes = [
+                pointer,
+                step,
+                pointer,
+                step,
+                step,
+                number,
+                number,
+                pointer,
+                pointer,
+            ]
             kernel.resample_columns.restype = kernel.resample_rows.restype = None
             return kernel
     return None
 
 
 def _agrees() -> bool:
-    """Return whether this Pillow, which may be another than 13, gives the kernel's levels for a small picture."""
-    picture = Image.frombytes("RGB", (23, 17), bytes(pixel * pixel % 251 for pixel in range(23 * 17 * 3)))
+    """Return whether this Pillow, which may be another than 13, gives the kernel's levels for a
+    small picture.
+    """
+    picture = Image.frombytes(
+        "RGB", (23, 17), bytes(pixel * pixel % 251 for pixel in range(23 * 17 * 3))
+    )
     for filter_ in _FILTERS:
         for width, height in ((9, 13), (40, 5)):
             columns, rows = Axis(0, 23, width, 0, width), Axis(0, 17, height, 0, height)
             rows_first = passes_rows_first(picture.size, (width, height))
             levels = resample_part(picture, columns, rows, filter_, rows_first=rows_first)
-            if levels is None or levels.tobytes() != picture.resize((width, height), filter_).tobytes():
+            if (
+                levels is None
+                or levels.tobytes() != picture.resize((width, height), filter_).tobytes()
+            ):
                 return False
     return True
 

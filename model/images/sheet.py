@@ -1,4 +1,6 @@
-"""Several drawings in one picture: maps in a row, or a contact sheet with captions. PIL, never torch."""
+"""Several drawings in one picture: maps in a row, or a contact sheet with captions. PIL, never
+torch.
+"""
 
 import math
 from collections.abc import Sequence
@@ -44,7 +46,8 @@ def draw_maps(
         picture, region: see `draw_heatmap`.
         overlay: whether the maps are drawn over the picture.
         name: of the picture, which then stands without a map before the others.
-        max_width: pixels of the row at most: each drawing that has more than its share of them is made smaller.
+        max_width: pixels of the row at most: each drawing that has more than its share of them is
+        made smaller.
         look: the attributes of `Look`.
     """
     chosen = Look(**look)
@@ -53,8 +56,12 @@ def draw_maps(
         (each, chosen, caption_of(each, labels) if labels else (), overlay) for each in maps
     ]
     if name is not None:
-        panels.insert(0, (maps[0], Look(alpha=0.0, size=chosen.size), (name,) if labels else (), True))
-    share = MAX_SIZE if max_width is None else (max_width - _ROW_GAP * (len(panels) - 1)) // len(panels)
+        panels.insert(
+            0, (maps[0], Look(alpha=0.0, size=chosen.size), (name,) if labels else (), True)
+        )
+    share = (
+        MAX_SIZE if max_width is None else (max_width - _ROW_GAP * (len(panels) - 1)) // len(panels)
+    )
     drawings = []
     for each, its_look, caption, over in panels:
         drawing = draw_heatmap(
@@ -99,20 +106,29 @@ class ContactSheet:
         self._columns = min(count, max(1, round(math.sqrt(count * height / width))))
         rows = math.ceil(count / self._columns)
         # A quarter of the height at most is the caption.
-        room = (_MAX_SHEET / self._columns - _GAP) / width, (_MAX_SHEET / rows - _GAP) / height / 1.25
+        room = (
+            (_MAX_SHEET / self._columns - _GAP) / width,
+            (_MAX_SHEET / rows - _GAP) / height / 1.25,
+        )
         scale = min(_MAX_CELL / height, *room)
         self._cell = max(1, int(width * scale)), max(1, int(height * scale))
         text = min(13, max(1, self._cell[1] // 10))
         self._font, self._line = ImageFont.load_default(text), round(text * 1.25)
         self._step = self._cell[0] + _GAP, self._cell[1] + 2 * self._line + _GAP
         self._filled = 0
-        self.image = Image.new("RGB", (self._columns * self._step[0] + _GAP, rows * self._step[1] + _GAP), "white")
+        self.image = Image.new(
+            "RGB", (self._columns * self._step[0] + _GAP, rows * self._step[1] + _GAP), "white"
+        )
 
     def add(self, picture: Image.Image, *lines: str) -> None:
-        """Add a picture in the next cell, with at most two lines below it, each cut to the cell's width."""
+        """Add a picture in the next cell, with at most two lines below it, each cut to the cell's
+        width.
+        """
         row, column = divmod(self._filled, self._columns)
         left, top = _GAP + column * self._step[0], _GAP + row * self._step[1]
-        self.image.paste(ImageOps.pad(picture.convert("RGB"), self._cell, color="white"), (left, top))
+        self.image.paste(
+            ImageOps.pad(picture.convert("RGB"), self._cell, color="white"), (left, top)
+        )
         pen = ImageDraw.Draw(self.image)
         for number, line in enumerate(lines[:2]):
             place = left, top + self._cell[1] + number * self._line

@@ -15,8 +15,12 @@ _QUALITIES: Final = (75, 50, 25, 5)
 
 
 def jpeg_thumbnail(pixels: NDArray[np.uint8]) -> bytes:
-    """Return a JPEG, at most 64 pixels wide and high and `MAX_BYTES` large, of pixels uint8 [H, W, C]."""
-    picture = Image.fromarray(pixels if pixels.shape[2] == 3 else np.repeat(pixels[:, :, :1], 3, axis=2))
+    """Return a JPEG, at most 64 pixels wide and high and `MAX_BYTES` large, of pixels uint8 [H, W,
+    C].
+    """
+    picture = Image.fromarray(
+        pixels if pixels.shape[2] == 3 else np.repeat(pixels[:, :, :1], 3, axis=2)
+    )
     picture.thumbnail((_SIDE, _SIDE))
     content = b""
     for quality in _QUALITIES:

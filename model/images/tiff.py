@@ -1,17 +1,18 @@
 """What the first directory of a TIFF says of its picture (TIFF 6.0; BigTIFF; DNG 1.7, chapter 4).
 
-Raw photos of cameras are TIFFs whose first picture is a thumbnail or a preview, often of a hundred pixels. Pillow reads
-that one and says nothing.
+Raw photos of cameras are TIFFs whose first picture is a thumbnail or a preview, often of a hundred
+pixels. Pillow reads that one and says nothing.
 """
 
 import re
 import struct
 from typing import Final
 
-# Begins of files from cameras that are not TIFFs, though some look alike: Olympus, Panasonic, Fujifilm, Sigma, Minolta,
-# Canon's CR3; and Canon's CR2, which is one.
+# Begins of files from cameras that are not TIFFs, though some look alike: Olympus, Panasonic,
+# Fujifilm, Sigma, Minolta, Canon's CR3; and Canon's CR2, which is one.
 _RAW: Final = re.compile(
-    rb"IIR[OS]\x08\0|MMOR\0|IIU\0|FUJIFILMCCD-RAW|FOVb|\0MRM|.{4}ftypcrx |II\*\0.{4}CR[\x02-\x09]", re.DOTALL
+    rb"IIR[OS]\x08\0|MMOR\0|IIU\0|FUJIFILMCCD-RAW|FOVb|\0MRM|.{4}ftypcrx |II\*\0.{4}CR[\x02-\x09]",
+    re.DOTALL,
 )
 
 _NEW_SUBFILE_TYPE: Final = 254
@@ -34,7 +35,8 @@ def is_raw(data: bytes | bytearray) -> bool:
 
 
 def is_thumbnail(data: bytes | bytearray) -> bool:
-    """Return whether the first picture of a TIFF is a reduced copy of another one, or the file a raw photo.
+    """Return whether the first picture of a TIFF is a reduced copy of another one, or the file a
+    raw photo.
 
     A damaged directory is for the decoder to refuse.
     """
@@ -44,11 +46,15 @@ def is_thumbnail(data: bytes | bytearray) -> bool:
         return False
     if _DNG_VERSION in tags or _CFA_PATTERN in tags or tags.get(_PHOTOMETRIC) in _SENSOR:
         return True
-    return bool(tags.get(_NEW_SUBFILE_TYPE, 0) & _REDUCED) or tags.get(_SUBFILE_TYPE) == _OLD_REDUCED
+    return (
+        bool(tags.get(_NEW_SUBFILE_TYPE, 0) & _REDUCED) or tags.get(_SUBFILE_TYPE) == _OLD_REDUCED
+    )
 
 
 def _first_directory(data: bytes | bytearray) -> dict[int, int]:
-    """Return the first value of each tag in the first directory, for tags of integers that lie in their entry."""
+    """Return the first value of each tag in the first directory, for tags of integers that lie in
+    their entry.
+    """
     order = "<" if data[:2] == b"II" else ">"
     is_big = 43 in struct.unpack_from("<H", data, 2) + struct.unpack_from(">H", data, 2)
     offset, count_format, entry = (8, "Q", "HHQ8s") if is_big else (4, "H", "HHL4s")

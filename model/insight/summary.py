@@ -17,7 +17,8 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
     parameters = count_parameters(meta_network(config))
     rows = {
         "name": checkpoint.name,
-        "source": checkpoint.source + (f" (commit {checkpoint.revision})" if checkpoint.revision else ""),
+        "source": checkpoint.source
+        + (f" (commit {checkpoint.revision})" if checkpoint.revision else ""),
         "content": checkpoint.content,
         "format": checkpoint.format,
         "family": checkpoint.architecture,
@@ -30,7 +31,8 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "labels": f"{len(checkpoint.labels):,}: {json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]}"
         + (", …" if len(checkpoint.labels) > 3 else "")
         if checkpoint.labels
-        else "none" + (": set VIT_LABELS, or send labels= with a request" if checkpoint.zero_shot else ""),
+        else "none"
+        + (": set VIT_LABELS, or send labels= with a request" if checkpoint.zero_shot else ""),
         "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
         f"{' of scaled cosines' if isinstance(config, ViTConfig) and config.normalized_head else ''}, "
         f"temperature {checkpoint.temperature:g}"
@@ -47,9 +49,13 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
         "memory": f"{_mebibytes(4 * parameters)} in float32, {_mebibytes(2 * parameters)} in bfloat16 or float16",
     }
     if checkpoint.zero_shot is not None:
-        rows["text tower"] = f"labels stand in {json.dumps(checkpoint.zero_shot.templates[0], ensure_ascii=False)}"
+        rows["text tower"] = (
+            f"labels stand in {json.dumps(checkpoint.zero_shot.templates[0], ensure_ascii=False)}"
+        )
     if checkpoint.calibration is not None:
-        rows["calibrated"] = f"on {len(checkpoint.calibration.scores):,} pictures of {checkpoint.calibration.data}"
+        rows["calibrated"] = (
+            f"on {len(checkpoint.calibration.scores):,} pictures of {checkpoint.calibration.data}"
+        )
     if checkpoint.assumed:
         rows["assumed"] = "; ".join(checkpoint.assumed)
     if checkpoint.notes:
@@ -58,13 +64,23 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _transformer(config: ViTConfig) -> dict[str, str]:
-    """Return what the tokens are, and each field of the architecture that is not as in the ViT paper."""
-    settings = config.model_dump(exclude_defaults=True, exclude={"image_size", "in_channels", "num_classes"})
-    prefix = ("CLS", config.class_token), ("distillation", config.distillation_token), ("registers", config.registers)
+    """Return what the tokens are, and each field of the architecture that is not as in the ViT
+    paper.
+    """
+    settings = config.model_dump(
+        exclude_defaults=True, exclude={"image_size", "in_channels", "num_classes"}
+    )
+    prefix = (
+        ("CLS", config.class_token),
+        ("distillation", config.distillation_token),
+        ("registers", config.registers),
+    )
     names = [name for name, present in prefix if present]
     return {
         "tokens": f"{config.tokens}: {' + '.join([*names, f'{math.prod(config.grid)} patches'])}",
-        "architecture": ", ".join(f"{name}={json.dumps(value)}" for name, value in settings.items()),
+        "architecture": ", ".join(
+            f"{name}={json.dumps(value)}" for name, value in settings.items()
+        ),
         "pooling": config.pool,
         "attention maps": {
             "cls": "the CLS token's row",
@@ -78,7 +94,8 @@ def _library(config: NetworkConfig) -> dict[str, str]:
     assert isinstance(config, LibraryConfig)
     arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in config.arguments.items())
     return {
-        "runtime": f"{config.library} {version(config.library)}" + (f", with {arguments}" if arguments else ""),
+        "runtime": f"{config.library} {version(config.library)}"
+        + (f", with {arguments}" if arguments else ""),
         "head": f"reads {config.width} numbers",
         "attention maps": "none",
     }

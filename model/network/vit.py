@@ -1,8 +1,8 @@
 """The Vision Transformer: pixels in, logits and the CLS row of attention out.
 
 Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929. Parameter names and shapes are timm's
-(`timm/models/vision_transformer.py`), so that its checkpoints load key for key; what families add to
-the paper's model is chosen by `ViTConfig` and built from `model.network.layers`.
+(`timm/models/vision_transformer.py`), so that its checkpoints load key for key; what families add
+to the paper's model is chosen by `ViTConfig` and built from `model.network.layers`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,8 +42,9 @@ class ViTOutput(NamedTuple):
         attention: [B, len(layers), heads, N] float32, or None without layers. Each row
             is a softmax over all N tokens, prefix tokens first.
         kept: what an explanation needs of the pass, or None when nothing was to be kept.
-        embeddings: [B, `embedding_width`], in the model's dtype. That of the CLS token is missing where there is none,
-            the mean of the patches where the last block did not compute them, and `transfer` unless it is asked for.
+        embeddings: [B, `embedding_width`], in the model's dtype. That of the CLS token is missing
+            where there is none, the mean of the patches where the last block did not compute them,
+            and `transfer` unless it is asked for.
     """
 
     logits: Tensor
@@ -68,7 +69,10 @@ def pool_tokens(x: Tensor, config: ViTConfig) -> Tensor:
 
 
 class AttentionPool(nn.Module):
-    """A learned query attends to the tokens, then an MLP (Zhai et al. 2022; big_vision's MAP head)."""
+    """A learned query attends to the tokens, then an MLP (Zhai et al.
+
+    2022; big_vision's MAP head).
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -81,7 +85,9 @@ class AttentionPool(nn.Module):
         self.kv = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
-        self.mlp = Mlp(config.model_copy(update={"mlp_width": config.pool_mlp_width or config.mlp_width}))
+        self.mlp = Mlp(
+            config.model_copy(update={"mlp_width": config.pool_mlp_width or config.mlp_width})
+        )
 
     def forward(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
         """Map [B, N, D] to ([B, D], [B, heads, N] float32 or None).
@@ -94,10 +100,17 @@ class AttentionPool(nn.Module):
         return pooled + self.mlp(self.norm(pooled)), row
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query [B, heads, 1, head_dim], and keys and values of what it looks at, of [B, N, D]."""
+        """Return the query [B, heads, 1, head_dim], and keys and values of what it looks at, of [B,
+        N, D].
+        """
         by_head = (self.heads, self.head_dim)
         q = self.q(self.latent).unflatten(2, by_head).transpose(1, 2).expand(x.shape[0], -1, -1, -1)
-        k, v = self.kv(x[:, self.skipped :]).unflatten(2, (2, *by_head)).permute(2, 0, 3, 1, 4).unbind(0)
+        k, v = (
+            self.kv(x[:, self.skipped :])
+            .unflatten(2, (2, *by_head))
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         return q, k, v
 
     def weights(self, q: Tensor, k: Tensor) -> Tensor:
@@ -117,8 +130,8 @@ class VisionTransformer(nn.Module):
         config: the architecture.
 
     Attributes:
-        patch_dropout: share of the patches that training leaves out, drawn anew for each image and pass;
-            may be changed between passes.
+        patch_dropout: share of the patches that training leaves out, drawn anew for each image and
+            pass; may be changed between passes.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -134,12 +147,18 @@ class VisionTransformer(nn.Module):
         self.pos_embed: nn.Parameter | None = None
         if config.position_embedding != "none":
             learned = config.position_embedding == "learned"
-            self.pos_embed = nn.Parameter(torch.zeros(1, config.position_tokens, width), requires_grad=learned)
+            self.pos_embed = nn.Parameter(
+                torch.zeros(1, config.position_tokens, width), requires_grad=learned
+            )
         self.norm_pre = norm_or_none(width, eps, present=config.norm_before_blocks)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = norm_or_none(width, eps, present=config.final_norm and not config.norm_after_pool)
+        self.norm = norm_or_none(
+            width, eps, present=config.final_norm and not config.norm_after_pool
+        )
         self.attn_pool = AttentionPool(config) if config.pool == "attention" else None
-        self.fc_norm = norm_or_none(width, eps, present=config.final_norm and config.norm_after_pool)
+        self.fc_norm = norm_or_none(
+            width, eps, present=config.final_norm and config.norm_after_pool
+        )
         pooled = 2 * width if config.pool == "cls_mean" else width
         self.projection: nn.Module = nn.Identity()
         if config.projection_width is not None:
@@ -149,7 +168,9 @@ class VisionTransformer(nn.Module):
         self.head_dist = nn.Linear(width, config.logits) if config.distillation_head else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Initialise for training from scratch: truncated normal (std 0.02) as timm and the JAX code do."""
+        """Initialise for training from scratch: truncated normal (std 0.02) as timm and the JAX
+        code do.
+        """
         for name, parameter in self.named_parameters():
             if name == "pos_embed" and self.config.position_embedding == "sincos2d":
                 with torch.no_grad():
@@ -158,24 +179,34 @@ class VisionTransformer(nn.Module):
                 nn.init.constant_(parameter, 1e-5)  # of a layer scale
             elif parameter.ndim == 1:
                 # Norm weights start at one, every bias at zero.
-                nn.init.constant_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                nn.init.constant_(
+                    parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                )
             elif name in ("head.weight", "head_dist.weight"):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
 
     def fixed_position_embedding(self) -> Tensor:
-        """Return the sincos2d embedding of this configuration: [1, position_tokens, D] float32 on the CPU."""
+        """Return the sincos2d embedding of this configuration: [1, position_tokens, D] float32 on
+        the CPU.
+        """
         config = self.config
         prefix = config.prefix_tokens if config.position_prefix else 0
         return sincos2d_position_embedding(config.grid, config.width, prefix_tokens=prefix)
 
     def embed(self, pixels: Tensor) -> Tensor:
-        """Map normalised pixels [B, C, H, W] to tokens [B, N, D], prefix tokens first, with positions added."""
+        """Map normalised pixels [B, C, H, W] to tokens [B, N, D], prefix tokens first, with
+        positions added.
+        """
         x: Tensor = self.patch_embed(pixels)
         if self.pos_embed is not None and not self.config.position_prefix:
             x = x + self.pos_embed
-        prefix = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
+        prefix = [
+            token
+            for token in (self.cls_token, self.dist_token, self.reg_token)
+            if token is not None
+        ]
         if prefix:
             x = torch.cat((*(token.expand(x.shape[0], -1, -1) for token in prefix), x), dim=1)
         if self.pos_embed is not None and self.config.position_prefix:
@@ -197,8 +228,9 @@ class VisionTransformer(nn.Module):
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row to return, in this order.
             keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
-            all_tokens: whether the last block computes the tokens, too, that the head does not read. Without them 10/12
-                of its arithmetic are saved where that is the CLS token alone.
+            all_tokens: whether the last block computes the tokens, too, that the head does not
+                read. Without them 10/12 of its arithmetic are saved where that is the CLS token
+                alone.
             transfer: whether to return the embedding `transfer`, which takes all tokens.
 
         Returns:
@@ -216,7 +248,9 @@ class VisionTransformer(nn.Module):
         read = 1 + self.config.distillation_token if spared else None
         for index, block in enumerate(self.blocks):
             with_row = index in attention_layers and not (index == last and of_query)
-            x, row, of_block = block(x, with_row, read if index == last else None, index > last - keep)
+            x, row, of_block = block(
+                x, with_row, read if index == last else None, index > last - keep
+            )
             if row is not None:
                 rows[index] = row
             if of_block is not None:
@@ -227,19 +261,32 @@ class VisionTransformer(nn.Module):
         pooled, row = self._pool(normed, of_query and last in attention_layers)
         if row is not None:
             rows[last] = row
-        attention = torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
+        attention = (
+            torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
+        )
         embeddings = self._embeddings(normed, pooled, with_patches=not spared)
         if transfer:
-            embeddings["transfer"] = transfer_features(outputs, self.config, self.norm, self.fc_norm)
-        return ViTOutput(self._classify(normed, pooled), attention, KeptPass(kept, x) if keep else None, embeddings)
+            embeddings["transfer"] = transfer_features(
+                outputs, self.config, self.norm, self.fc_norm
+            )
+        return ViTOutput(
+            self._classify(normed, pooled),
+            attention,
+            KeptPass(kept, x) if keep else None,
+            embeddings,
+        )
 
     def read(self, x: Tensor) -> Tensor:
-        """Map the last block's output, [B, N, D] or only the tokens that the head reads, to logits [B, num_classes]."""
+        """Map the last block's output, [B, N, D] or only the tokens that the head reads, to logits
+        [B, num_classes].
+        """
         x = self.norm(x)
         return self._classify(x, self._pool(x, False)[0])
 
     def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
-        """Map [B, N, D] to (what the head reads [B, `embedding_width`], the pooling query's [B, heads, N] or None)."""
+        """Map [B, N, D] to (what the head reads [B, `embedding_width`], the pooling query's [B,
+        heads, N] or None).
+        """
         if self.attn_pool is None:
             return self.projected(pool_tokens(x, self.config)), None
         pooled, row = self.attn_pool(x, return_attention)
@@ -253,7 +300,8 @@ class VisionTransformer(nn.Module):
     def classify(self, embedding: Tensor) -> Tensor:
         """Map what the head reads, [B, `embedding_width`], to its logits [B, num_classes]."""
         if self.config.normalized_head:
-            # Scores are exponentials of a hundred cosines: bfloat16 would round these to steps of an eighth.
+            # Scores are exponentials of a hundred cosines: bfloat16 would round these to steps of
+            # an eighth.
             bias = self.head.bias.float()
             return F.linear(F.normalize(embedding.float(), dim=-1), self.head.weight.float(), bias)
         logits: Tensor = self.head(embedding)
@@ -266,11 +314,15 @@ class VisionTransformer(nn.Module):
             logits = (logits + self.head_dist(x[:, 1])) / 2
         return logits
 
-    def _embeddings(self, x: Tensor, pooled: Tensor, *, with_patches: bool) -> dict[Pooling, Tensor]:
+    def _embeddings(
+        self, x: Tensor, pooled: Tensor, *, with_patches: bool
+    ) -> dict[Pooling, Tensor]:
         """Return `ViTOutput.embeddings` of the normed tokens, of which the patches may be missing."""
         config = self.config
         # Two heads read two tokens: their mean, as in timm.
-        embeddings: dict[Pooling, Tensor] = {"head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled}
+        embeddings: dict[Pooling, Tensor] = {
+            "head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled
+        }
         if config.class_token:
             embeddings["cls"] = self.fc_norm(x[:, 0])
         if with_patches:
@@ -289,7 +341,9 @@ def meta_model(config: ViTConfig) -> VisionTransformer:
 
 
 def placeholder_heads(config: ViTConfig) -> dict[str, Tensor]:
-    """Return tensors for the heads of a model that has no classes, by name: every runtime computes a logit."""
+    """Return tensors for the heads of a model that has no classes, by name: every runtime computes
+    a logit.
+    """
     shapes = {} if config.num_classes else meta_model(config).state_dict()
     return {
         name: torch.linspace(-1, 1, tensor.numel()).reshape(tensor.shape)

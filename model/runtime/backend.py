@@ -1,4 +1,7 @@
-"""The interface between the predictor and the backends, which run the network. No torch is needed."""
+"""The interface between the predictor and the backends, which run the network.
+
+No torch is needed.
+"""
 
 import enum
 import threading
@@ -23,8 +26,8 @@ class Aim(NamedTuple):
     Attributes:
         place: of the image in its batch.
         features: what the head reads.
-        direction: makes of these features of the image, [D], what the relevance begins with, float32 [D]; see
-            `Head.target`.
+        direction: makes of these features of the image, [D], what the relevance begins with,
+            float32 [D]; see `Head.target`.
     """
 
     place: int
@@ -32,7 +35,8 @@ class Aim(NamedTuple):
     direction: Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
-# The graphs that OpenVINO computes, each a network of its own: a picture pays only for what is asked of its batch.
+# The graphs that OpenVINO computes, each a network of its own: a picture pays only for what is
+# asked of its batch.
 GraphKind = Literal["plain", "relevance", "transfer"]
 
 # A batch: uint8 [B, H, W, C], or B of uint8 [H, W, C] that lie anywhere.
@@ -88,13 +92,19 @@ class BatchRequest:
     @classmethod
     def of_graph(cls, kind: "GraphKind", config: NetworkConfig) -> Self:
         """Return what a graph of OpenVINO computes for a model."""
-        # A mean over the patch queries takes all scores of a block: torch computes it where it is asked for.
+        # A mean over the patch queries takes all scores of a block: torch computes it where it is
+        # asked for.
         layers: tuple[int, ...] = ()
         if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":
             layers = (config.depth - 1,)
         is_transfer = kind == "transfer"
         all_tokens = is_transfer and isinstance(config, ViTConfig) and config.pool == "cls"
-        return cls(layers=layers, relevance=kind == "relevance", all_tokens=all_tokens, transfer=is_transfer)
+        return cls(
+            layers=layers,
+            relevance=kind == "relevance",
+            all_tokens=all_tokens,
+            transfer=is_transfer,
+        )
 
     @property
     def graph_kind(self) -> "GraphKind":
@@ -105,7 +115,9 @@ class BatchRequest:
 
     @property
     def computed(self) -> Self:
-        """Return it without what every pass gives and comes to the host on request: what a CUDA graph is made for."""
+        """Return it without what every pass gives and comes to the host on request: what a CUDA
+        graph is made for.
+        """
         return replace(self, logits=False, embeddings=())
 
     @property
@@ -124,15 +136,18 @@ class BatchRequest:
 
 
 class BatchOutputs(NamedTuple, Generic[T]):
-    """What a batch gives: values whose first axis is that of its images; None is what was not computed.
+    """What a batch gives: values whose first axis is that of its images; None is what was not
+    computed.
 
     They are tensors of torch on a device, and arrays of NumPy on the host.
 
     Attributes:
         logits: [B, num_classes], before the temperature.
-        attention: rows of the layers that were asked for, or of more, float32 [B, layers, heads, N].
+        attention: rows of the layers that were asked for, or of more, float32 [B, layers, heads,
+        N].
         relevance: `token_relevance` of the best class, float32 [B, N].
-        head, cls, mean, transfer: embeddings of these names, [B, `embedding_width`]; see `ViTOutput.embeddings`.
+        head, cls, mean, transfer: embeddings of these names, [B, `embedding_width`]; see
+        `ViTOutput.embeddings`.
         scores, indices, finite: see `model.heads.Best`.
         aimed: `token_relevance` of each aim, float32 [aims, N].
     """
@@ -156,7 +171,9 @@ class BatchOutputs(NamedTuple, Generic[T]):
 
     def tensors(self) -> dict[str, T]:
         """Return those that were computed, by name."""
-        return {name: value for name, value in zip(self._fields, self, strict=True) if value is not None}
+        return {
+            name: value for name, value in zip(self._fields, self, strict=True) if value is not None
+        }
 
 
 # What a batch gives, in host memory; floats are float32.
@@ -183,7 +200,9 @@ def pieces(images: NDArray[np.uint8], sizes: Sequence[int] = SIZES) -> list[NDAr
 
 
 def compute_in_pieces(
-    images: NDArray[np.uint8], compute: Callable[[NDArray[np.uint8]], HostOutputs], sizes: Sequence[int] = SIZES
+    images: NDArray[np.uint8],
+    compute: Callable[[NDArray[np.uint8]], HostOutputs],
+    sizes: Sequence[int] = SIZES,
 ) -> HostOutputs:
     """Compute the pieces of a batch [B, H, W, C], and return their outputs as one."""
     return joined([compute(piece) for piece in pieces(images, sizes)])
@@ -194,19 +213,24 @@ def joined(parts: Sequence[HostOutputs]) -> HostOutputs:
     if len(parts) == 1:
         return parts[0]
     arrays = [part.tensors() for part in parts]
-    return BatchOutputs.of({name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]})
+    return BatchOutputs.of(
+        {name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]}
+    )
 
 
 def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:
-    """Return the smallest of the ascending sizes that holds `count` images; `count` itself when sizes are None."""
+    """Return the smallest of the ascending sizes that holds `count` images; `count` itself when
+    sizes are None.
+    """
     return count if sizes is None else next(size for size in sizes if size >= count)
 
 
 def captured_sizes(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes that become CUDA graphs: powers of two up to 16, then four to an octave, and the largest.
+    """Return the batch sizes that become CUDA graphs: powers of two up to 16, then four to an
+    octave, and the largest.
 
-    Padding is at most a quarter beyond 32 images; the fewer they are, the less the device's time depends on them.
-    A single image is launched as two: compiled code is for two and more.
+    Padding is at most a quarter beyond 32 images; the fewer they are, the less the device's time
+    depends on them. A single image is launched as two: compiled code is for two and more.
     """
     sizes = [2, 4, 8, 16]
     while sizes[-1] < largest:
@@ -218,10 +242,11 @@ def captured_sizes(largest: int) -> tuple[int, ...]:
 class ThreadPolicy:
     """Gives a batch all threads when it is alone, and one when others compute beside it.
 
-    A batch on a single thread needs no barrier between operators, at which threads wait for each other longest when
-    the machine is busy; a lone batch is done sooner with all `count` of them. It is a context manager around the
-    computation, and enters with whether it is alone. Explanations count as a batch, though they always take one thread.
-    So do the batches of other models of this process, which has the cores once.
+    A batch on a single thread needs no barrier between operators, at which threads wait for each
+    other longest when the machine is busy; a lone batch is done sooner with all `count` of them. It
+    is a context manager around the computation, and enters with whether it is alone. Explanations
+    count as a batch, though they always take one thread. So do the batches of other models of this
+    process, which has the cores once.
     """
 
     _lock = threading.Lock()
@@ -242,12 +267,14 @@ class ThreadPolicy:
 
 CompileMode = Literal["auto", "on", "off"]
 
-# In place of a `CompileMode`: what a process whose capture broke off asks its successor for. It is no setting.
+# In place of a `CompileMode`: what a process whose capture broke off asks its successor for. It is
+# no setting.
 WITHOUT_GRAPHS: Final = "no-graphs"
 
-# Largest norm of the difference between two ways of computing an output of one image, relative to the output's own
-# norm: in float32, and in dtypes of fewer bits. A way that lost something is off by its own norm. ViT-Ti/16 in bfloat16
-# is off by 0.01, and by 0.1 in relevance, which is a difference of large numbers: by 0.26 in one of 128 of noise.
+# Largest norm of the difference between two ways of computing an output of one image, relative to
+# the output's own norm: in float32, and in dtypes of fewer bits. A way that lost something is off
+# by its own norm. ViT-Ti/16 in bfloat16 is off by 0.01, and by 0.1 in relevance, which is a
+# difference of large numbers: by 0.26 in one of 128 of noise.
 _TOLERANCES: Final = {
     "logits": (1e-3, 0.1),
     "attention": (0.01, 0.3),
@@ -280,7 +307,10 @@ class Compilation:
     graphs: str = ""
 
     def __str__(self) -> str:
-        texts = {CompilationState.SKIPPED: self.reason, CompilationState.FAILED: f"failed: {self.reason}"}
+        texts = {
+            CompilationState.SKIPPED: self.reason,
+            CompilationState.FAILED: f"failed: {self.reason}",
+        }
         text = texts.get(self.state, self.state.value)
         return f"{text}; {self.graphs}" if self.graphs else text
 
@@ -291,10 +321,14 @@ class Backend(Protocol):
     Attributes:
         name: the library that runs the network, with its version.
         compilation: whether the network is compiled, or why it is not.
-        batch_sizes: the only sizes launched, smaller batches being padded up; None when any size is.
-        usual: requests whose part of the network is tried, compiled and captured before the first batch.
-        largest_tried: images in the largest batch that is tried before the first one; None: the largest of all.
-        compiles_beside: whether `compile` may run on a thread of its own while batches are computed.
+        batch_sizes: the only sizes launched, smaller batches being padded up; None when any size
+        is.
+        usual: requests whose part of the network is tried, compiled and captured before the first
+        batch.
+        largest_tried: images in the largest batch that is tried before the first one; None: the
+        largest of all.
+        compiles_beside: whether `compile` may run on a thread of its own while batches are
+        computed.
     """
 
     name: str
@@ -314,7 +348,9 @@ class Backend(Protocol):
         """
 
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
-        """Return what `predict` does, and from the same pass the relevance of aims; always torch's, as `explain`."""
+        """Return what `predict` does, and from the same pass the relevance of aims; always torch's,
+        as `explain`.
+        """
 
     def explain(
         self,
@@ -332,11 +368,15 @@ class Backend(Protocol):
         """
 
     def covers(self, request: BatchRequest) -> bool:
-        """Return whether a graph computes all that is asked for; True where there is none for parts of it either."""
+        """Return whether a graph computes all that is asked for; True where there is none for parts
+        of it either.
+        """
         return True
 
     def defers(self, request: BatchRequest) -> bool:
-        """Return whether `predict` would first load what takes a second or two; soon after it has, it never does."""
+        """Return whether `predict` would first load what takes a second or two; soon after it has,
+        it never does.
+        """
         return False
 
     def compile(self) -> None:
@@ -360,12 +400,13 @@ class Parts:
 def require_close(outputs: HostOutputs, expected: HostOutputs, *, exact: bool, source: str) -> None:
     """Check the network's outputs for each image of a batch against torch's own.
 
-    It finds a network that computes something else: a layer that was lost, a wrong weight, a graph that does nothing,
-    images in another order. It does not bound rounding: kernels of other launch sizes round otherwise, and in bfloat16
-    that moves relevance, a difference of large numbers, far more than logits.
+    It finds a network that computes something else: a layer that was lost, a wrong weight, a graph
+    that does nothing, images in another order. It does not bound rounding: kernels of other launch
+    sizes round otherwise, and in bfloat16 that moves relevance, a difference of large numbers, far
+    more than logits.
 
-    Relevance is of the best class's margin over its rivals. Where rounding makes another class one of these, it is of
-    something else, and not compared.
+    Relevance is of the best class's margin over its rivals. Where rounding makes another class one
+    of these, it is of something else, and not compared.
 
     Args:
         outputs: on the host, computed by `source`.
@@ -384,21 +425,29 @@ def require_close(outputs: HostOutputs, expected: HostOutputs, *, exact: bool, s
         norms = np.linalg.norm(reference, axis=1)
         # A head that is all zeros gives zeros in both.
         relative = away / np.maximum(norms, 1e-6)
-        worst = float(relative[same_margin].max(initial=0.0) if name == "relevance" else relative.max())
+        worst = float(
+            relative[same_margin].max(initial=0.0) if name == "relevance" else relative.max()
+        )
         if not worst <= _TOLERANCES[name][not exact]:
-            raise DeviceError(f"{source}'s {name} of an image are {worst:.2g} of their norm away from torch's")
+            raise DeviceError(
+                f"{source}'s {name} of an image are {worst:.2g} of their norm away from torch's"
+            )
 
 
 def _in_margin(logits: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the best class of logits [B, C] and the rivals that its relevance sets it against, these in any order."""
+    """Return the best class of logits [B, C] and the rivals that its relevance sets it against,
+    these in any order.
+    """
     ranked = np.argsort(-logits, axis=1, kind="stable")[:, : RIVALS + 1]
     return np.concatenate((ranked[:, :1], np.sort(ranked[:, 1:], axis=1)), axis=1)
 
 
 def noise_images(count: int, shape: Sequence[int], seed: int = 0) -> NDArray[np.uint8]:
-    """Return images of noise, uint8 [count, H, W, C], the same for each seed: outputs are compared on them.
+    """Return images of noise, uint8 [count, H, W, C], the same for each seed: outputs are compared
+    on them.
 
-    On black and white alone the outputs of bfloat16 are eight times as far from float32's as on noise and pictures.
+    On black and white alone the outputs of bfloat16 are eight times as far from float32's as on
+    noise and pictures.
 
     Args:
         shape: (H, W, C).
@@ -407,9 +456,11 @@ def noise_images(count: int, shape: Sequence[int], seed: int = 0) -> NDArray[np.
 
 
 def trial_images(config: NetworkConfig, count: int, turn: int = 0) -> NDArray[np.uint8]:
-    """Return images [count, H, W, C] that are noise, black and white in turn, beginning with a turn's.
+    """Return images [count, H, W, C] that are noise, black and white in turn, beginning with a
+    turn's.
 
-    None does for the others: where black normalises to 0, a model answers it whatever its weights are.
+    None does for the others: where black normalises to 0, a model answers it whatever its weights
+    are.
     """
     images = noise_images(count, (*config.image_size, config.in_channels))
     images[(turn + 1) % 3 :: 3] = 0
@@ -418,8 +469,12 @@ def trial_images(config: NetworkConfig, count: int, turn: int = 0) -> NDArray[np
 
 
 def batch_too_large(device: str, batch: int) -> DeviceError:
-    """Return the error of a largest batch that the device's memory does not hold: half of it may be."""
+    """Return the error of a largest batch that the device's memory does not hold: half of it may
+    be.
+    """
     message = f"{device}: not enough memory for batches of {batch}"
     if batch == 1:
         return DeviceError(message)
-    return NewProcessNeeded(f"{message}: a smaller largest batch needs less", "max_batch", batch // 2)
+    return NewProcessNeeded(
+        f"{message}: a smaller largest batch needs less", "max_batch", batch // 2
+    )

@@ -13,7 +13,14 @@ from model.cores import compute_threads
 from model.errors import DeviceError
 from model.network.library import largest_layer
 from model.network.vit import count_parameters
-from model.runtime.backend import Backend, CompileMode, GraphKind, Parts, ThreadPolicy, captured_sizes
+from model.runtime.backend import (
+    Backend,
+    CompileMode,
+    GraphKind,
+    Parts,
+    ThreadPolicy,
+    captured_sizes,
+)
 from model.runtime.cpu import default_batch, default_streams
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
@@ -51,7 +58,8 @@ class PredictorOptions(TypedDict, total=False):
 
 
 def may_overflow(checkpoint: Checkpoint, parts: Parts, options: PredictorOptions) -> bool:
-    """Return whether the dtype was chosen here, and the network may have scores in it that are not finite.
+    """Return whether the dtype was chosen here, and the network may have scores in it that are not
+    finite.
 
     A library's network may do without a dtype, a Vision Transformer overflow in float16.
     """
@@ -70,13 +78,21 @@ def build(checkpoint: Checkpoint, options: PredictorOptions) -> Parts:
     dtype = choose_dtype(options.get("dtype", "auto"), device)
     on_cpu = device.type == "cpu"
     default = default_batch(largest_layer(checkpoint.config)) if on_cpu else _GPU_BATCH
-    sizes = tuple(sorted(options.get("launch_sizes") or captured_sizes(options.get("max_batch") or default)))
+    sizes = tuple(
+        sorted(options.get("launch_sizes") or captured_sizes(options.get("max_batch") or default))
+    )
     threads = ThreadPolicy(options.get("threads") or (compute_threads() if on_cpu else 1))
     torch.set_num_threads(threads.count)
     streams = options.get("streams") or (default_streams(threads.count) if on_cpu else _GPU_STREAMS)
-    model, mode, graphs = checkpoint.network(), options.get("compile_mode", "auto"), options.get("graphs", True)
+    model, mode, graphs = (
+        checkpoint.network(),
+        options.get("compile_mode", "auto"),
+        options.get("graphs", True),
+    )
     parameters = count_parameters(model)
-    run = TorchOptions(model, checkpoint, device, dtype, mode, sizes, graphs, options.get("transfer", False))
+    run = TorchOptions(
+        model, checkpoint, device, dtype, mode, sizes, graphs, options.get("transfer", False)
+    )
     if ops is None and not on_cpu:
         ops = CudaOps(device)
     backend: Backend
@@ -88,15 +104,23 @@ def build(checkpoint: Checkpoint, options: PredictorOptions) -> Parts:
         backend, reason = TorchCpu(run, threads), f"OpenVINO is not possible: {unsupported}"
     else:
         try:
-            backend, reason = _openvino(run, threads, streams, parameters, options.get("keep")), REASON
+            backend, reason = (
+                _openvino(run, threads, streams, parameters, options.get("keep")),
+                REASON,
+            )
         except DeviceError as error:
             logger.warning("torch runs the network: %s", error)
             backend, reason = TorchCpu(run, threads), str(error)
-    name, gpu = options.get("device_name") or str(device), None if on_cpu else gpu_identifier(device)
+    name, gpu = (
+        options.get("device_name") or str(device),
+        None if on_cpu else gpu_identifier(device),
+    )
     return Parts(name, run.dtype_name, gpu, parameters, sizes[-1], streams, backend, reason)
 
 
-def _openvino(run: TorchOptions, threads: ThreadPolicy, streams: int, parameters: int, keep: Keep | None) -> OpenVino:
+def _openvino(
+    run: TorchOptions, threads: ThreadPolicy, streams: int, parameters: int, keep: Keep | None
+) -> OpenVino:
     """Return the backend; raises DeviceError where OpenVINO does not compute what torch does."""
 
     def network(model: TorchOptions, kind: GraphKind) -> OpenVinoNetwork:
@@ -104,12 +128,17 @@ def _openvino(run: TorchOptions, threads: ThreadPolicy, streams: int, parameters
 
     def further(kind: GraphKind) -> OpenVinoNetwork:
         torch.set_num_threads(1)  # of the calling thread
-        # Of the checkpoint's own tensors, which are the constants of the first network's graphs already.
+        # Of the checkpoint's own tensors, which are the constants of the first network's graphs
+        # already.
         return network(replace(run, model=run.checkpoint.build()), kind)
 
     plain = network(run, "plain")
     made = OpenVino(
-        plain, run.checkpoint.head, threads, lambda: TorchCpu(replace(run, compile_mode="off"), threads), further
+        plain,
+        run.checkpoint.head,
+        threads,
+        lambda: TorchCpu(replace(run, compile_mode="off"), threads),
+        further,
     )
     made.load_torch()
     return made

@@ -32,12 +32,16 @@ def choose_device(name: str) -> torch.device:
         raise DeviceError(f"device {name!r}: no CUDA device can be used: {unusable_reason()}")
     index = device.index or 0
     if index >= torch.cuda.device_count():
-        raise DeviceError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+        raise DeviceError(
+            f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA device(s)"
+        )
     return torch.device("cuda", index)
 
 
 def unusable_reason() -> str:
-    """Return why CUDA cannot be used, in torch's own words: no GPU, a driver that is too old, a torch without CUDA."""
+    """Return why CUDA cannot be used, in torch's own words: no GPU, a driver that is too old, a
+    torch without CUDA.
+    """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
@@ -46,7 +50,9 @@ def unusable_reason() -> str:
 
 
 def gpu_identifier(device: torch.device) -> str:
-    """Return the identifier of the GPU behind a CUDA device, whatever its number, or of its instance of MIG."""
+    """Return the identifier of the GPU behind a CUDA device, whatever its number, or of its
+    instance of MIG.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible.startswith("MIG-") and "," not in visible:
         return visible  # CUDA may tell the identifier of the whole GPU
@@ -56,8 +62,8 @@ def gpu_identifier(device: torch.device) -> str:
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of this name; `auto` is the fastest dtype native to the device.
 
-    On CUDA that is bfloat16 (compute capability 8.0 and later), else float16. On a CPU it is bfloat16
-    where its instructions exist (emulated it is slower than float32), else float32.
+    On CUDA that is bfloat16 (compute capability 8.0 and later), else float16. On a CPU it is
+    bfloat16 where its instructions exist (emulated it is slower than float32), else float32.
 
     Raises:
         DeviceError: not a dtype's name, or bfloat16 on a GPU that only emulates it.
@@ -65,7 +71,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if name == "bfloat16" and capability is not None and capability[0] < 8:
         version = ".".join(map(str, capability))
-        raise DeviceError(f"dtype 'bfloat16': {device} (compute capability {version}) has none: float16 is its own")
+        raise DeviceError(
+            f"dtype 'bfloat16': {device} (compute capability {version}) has none: float16 is its own"
+        )
     if name == "auto":
         if capability is not None:
             return torch.bfloat16 if capability[0] >= 8 else torch.float16

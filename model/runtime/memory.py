@@ -13,10 +13,11 @@ class Meter:
         self._before = _allocated()
 
     def size(self, parameters: int, dtype: str) -> int:
-        """Return the bytes that torch allocated on GPUs since, but at least those of the parameters.
+        """Return the bytes that torch allocated on GPUs since, but at least those of the
+        parameters.
 
-        The resident memory of the process says nothing about one model: of equal networks it grew by 9.8 to 97 MB,
-        because a heap keeps and reuses what others freed.
+        The resident memory of the process says nothing about one model: of equal networks it grew
+        by 9.8 to 97 MB, because a heap keeps and reuses what others freed.
         """
         return max(_allocated() - self._before, parameters * _ITEM_BYTES.get(dtype, 2))
 

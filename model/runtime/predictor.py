@@ -60,19 +60,21 @@ class Predictor:
         checkpoint: what to serve.
         device: see `model.runtime.device.choose_device`.
         device_name: what the device is called, where it has another number in this process.
-        dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model overflows in it, the
-            model runs in float32.
-        compile_mode: `auto` is OpenVINO on a CPU where it is installed, has the dtype and agrees with torch, and
-            compiles on CUDA; `on` compiles on a CPU, too; `off` is plain torch. If the compiler is missing or fails,
-            that is logged and shown by `compiled`, and the model runs uncompiled. Unless `off`, on CUDA each
-            launch size becomes a CUDA graph.
+        dtype: see `model.runtime.device.choose_dtype`. Where `auto` gives float16, and the model
+            overflows in it, the model runs in float32.
+        compile_mode: `auto` is OpenVINO on a CPU where it is installed, has the dtype and agrees
+            with torch, and compiles on CUDA; `on` compiles on a CPU, too; `off` is plain torch. If
+            the compiler is missing or fails, that is logged and shown by `compiled`, and the model
+            runs uncompiled. Unless `off`, on CUDA each launch size becomes a CUDA graph.
         max_batch: largest batch ever launched; None for the device's default.
-        threads: threads that compute on the CPU; None: as `compute_threads` says, and one beside a GPU.
+        threads: threads that compute on the CPU; None: as `compute_threads` says, and one beside a
+        GPU.
         streams: batches under way at the same time; None for the device's default.
         graphs: whether launch sizes become CUDA graphs, where they do.
-        transfer: whether transfer features have graphs too; without them they are computed uncompiled on CUDA.
-        launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on CUDA; the largest is
-            `max_batch`.
+        transfer: whether transfer features have graphs too; without them they are computed
+        uncompiled on CUDA.
+        launch_sizes: the batch sizes to compile for, instead of powers of two, or finer ones on
+            CUDA; the largest is `max_batch`.
         ops: a device that batches are launched on in CUDA's place; for tests.
         keep: keeps the graphs of OpenVINO for a later start; None keeps none.
         parts: what it is made of, instead of what the options say.
@@ -82,10 +84,13 @@ class Predictor:
         device: name of the device: `cpu` or `cuda:N`.
         dtype: what it computes in.
         gpu_uuid: identifier of the GPU, whatever its number; None on the CPU.
-        backend: what runs the network, with its version; attention of other layers than the last is always torch's.
-        size: bytes of its tensors; on a GPU those allocated from its making to the end of its warm-up, if more.
+        backend: what runs the network, with its version; attention of other layers than the last is
+        always torch's.
+        size: bytes of its tensors; on a GPU those allocated from its making to the end of its
+        warm-up, if more.
         own: the head whose logits the network's pass gives.
-        heads: all heads of the backbone by the names that requests have; without a name a request is to the own one.
+        heads: all heads of the backbone by the names that requests have; without a name a request
+        is to the own one.
 
     Raises:
         DeviceError: the device or dtype is not available here.
@@ -93,7 +98,10 @@ class Predictor:
     """
 
     def __init__(
-        self, checkpoint: Description, parts: Parts | None = None, **options: "Unpack[PredictorOptions]"
+        self,
+        checkpoint: Description,
+        parts: Parts | None = None,
+        **options: "Unpack[PredictorOptions]",
     ) -> None:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.own = checkpoint.head
@@ -120,19 +128,27 @@ class Predictor:
     def _take(self, parts: Parts) -> None:
         self._parts, self._backend = parts, parts.backend
         self.device, self.dtype, self.gpu_uuid = parts.device, parts.dtype, parts.gpu_uuid
-        self.parameters, self.max_batch, self.streams = parts.parameters, parts.max_batch, parts.streams
+        self.parameters, self.max_batch, self.streams = (
+            parts.parameters,
+            parts.max_batch,
+            parts.streams,
+        )
         self.backend, self.backend_reason = parts.backend.name, parts.reason
 
     coverage: float | None = None
 
     def set_coverage(self, coverage: float) -> None:
-        """Give images that ask for them sets of labels of this coverage; raises `CheckpointError` where it cannot."""
+        """Give images that ask for them sets of labels of this coverage; raises `CheckpointError`
+        where it cannot.
+        """
         sets = label_sets_of(self.checkpoint.calibration, coverage, self.checkpoint.source)
         self.own, self.coverage = replace(self.own, label_sets=sets), coverage
 
     @property
     def calibrated_on(self) -> int | None:
-        """Return how many pictures sets of labels are made by, or None where the checkpoint was not calibrated."""
+        """Return how many pictures sets of labels are made by, or None where the checkpoint was not
+        calibrated.
+        """
         calibration = self.checkpoint.calibration
         return None if calibration is None else len(calibration.scores)
 
@@ -148,11 +164,15 @@ class Predictor:
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:
-        """Return the sizes launched when compiled (smaller batches are padded up); None: any up to `max_batch`."""
+        """Return the sizes launched when compiled (smaller batches are padded up); None: any up to
+        `max_batch`.
+        """
         return self._backend.batch_sizes
 
     def defers(self, requested: RequestedOutputs) -> bool:
-        """Return whether an image's outputs take torch's own pass, or what is loaded only then, for a second or two."""
+        """Return whether an image's outputs take torch's own pass, or what is loaded only then, for
+        a second or two.
+        """
         if any(each.map is not None and self._aim(each) is not None for each in requested.each):
             return True
         if all(each.map is None and each.embedding is None for each in requested.each):
@@ -164,15 +184,18 @@ class Predictor:
         return launch_size(count, self._backend.batch_sizes)
 
     def warm_up(self, *, compile_later: bool = False) -> None:
-        """Run the model at its smallest and largest batch, so that no request pays for allocations, and compile it.
+        """Run the model at its smallest and largest batch, so that no request pays for allocations,
+        and compile it.
 
-        A text tower computes a text: where the graph was kept, torch and the tower are loaded only now.
+        A text tower computes a text: where the graph was kept, torch and the tower are loaded only
+        now.
 
-        On CUDA the model is captured for every launch size, too, and compared with the uncompiled one. OpenVINO
-        compiles for the sizes beyond 1 on a thread of its own.
+        On CUDA the model is captured for every launch size, too, and compared with the uncompiled
+        one. OpenVINO compiles for the sizes beyond 1 on a thread of its own.
 
         Args:
-            compile_later: whether `finish_warm_up` is called beside the batches, and compiles then where it can.
+            compile_later: whether `finish_warm_up` is called beside the batches, and compiles then
+            where it can.
 
         Raises:
             DeviceError: the model gives scores that are not finite, or does not run at all.
@@ -188,7 +211,9 @@ class Predictor:
         self.size = self.meter.size(self.parameters, self.dtype)
 
     def finish_warm_up(self) -> None:
-        """Compile what `warm_up` has left, on a thread beside those that call `predict`; raises as `warm_up`."""
+        """Compile what `warm_up` has left, on a thread beside those that call `predict`; raises as
+        `warm_up`.
+        """
         if not self._compiles_later:
             return
         self._compiles_later = False
@@ -211,14 +236,20 @@ class Predictor:
             self._exercise((1,))
 
     def _exercise(self, sizes: Iterable[int]) -> None:
-        """Raise NotFinite unless noise, black and white have finite scores, as requests get them: a temperature may
-        be too small for logits that are finite.
+        """Raise NotFinite unless noise, black and white have finite scores, as requests get them: a
+        temperature may be too small for logits that are finite.
         """
         for size in sizes:
             for turn in range(3):
                 request = self._backend.usual[turn % len(self._backend.usual)]
-                if not self._backend.predict(trial_images(self.config, size, turn), request).tensors()["finite"].all():
-                    raise NotFinite(f"{self.device}: warm-up gave scores that are not finite in {self.dtype}")
+                if (
+                    not self._backend.predict(trial_images(self.config, size, turn), request)
+                    .tensors()["finite"]
+                    .all()
+                ):
+                    raise NotFinite(
+                        f"{self.device}: warm-up gave scores that are not finite in {self.dtype}"
+                    )
 
     @contextmanager
     def _device_errors(self) -> Iterator[None]:
@@ -228,14 +259,18 @@ class Predictor:
         except RuntimeError as error:
             if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
                 raise batch_too_large(self.device, self.max_batch) from error
-            raise DeviceError(f"{self.device}: the model does not run: {first_line(error)}") from error
+            raise DeviceError(
+                f"{self.device}: the model does not run: {first_line(error)}"
+            ) from error
 
-    def predict(self, images: Images, requests: RequestedOutputs | Sequence[RequestedOutputs]) -> list[Outputs]:
+    def predict(
+        self, images: Images, requests: RequestedOutputs | Sequence[RequestedOutputs]
+    ) -> list[Outputs]:
         """Return what is asked of each image of a batch.
 
         Args:
-            images: uint8 [B, H, W, C] with H, W, C the model's input, or B images in a list, which are copied once
-                less; 1 <= B <= max_batch.
+            images: uint8 [B, H, W, C] with H, W, C the model's input, or B images in a list, which
+                are copied once less; 1 <= B <= max_batch.
             requests: one for each image, or the same for all.
 
         Raises:
@@ -249,12 +284,18 @@ class Predictor:
         has_others = self._has_others(requests)
         request = self._batch_request(requests, has_others)
         flat = [(place, each) for place, asked in enumerate(requests) for each in asked.each]
-        aims = {number: (place, *aim) for number, (place, each) in enumerate(flat) if (aim := self._aim(each))}
+        aims = {
+            number: (place, *aim)
+            for number, (place, each) in enumerate(flat)
+            if (aim := self._aim(each))
+        }
         kinds = self._kinds(request, requests, {place for place, *_ in aims.values()})
         if len(kinds) > 1:
             found: dict[int, Outputs] = {}
             for places in kinds:
-                of_kind = self.predict([images[place] for place in places], [requests[place] for place in places])
+                of_kind = self.predict(
+                    [images[place] for place in places], [requests[place] for place in places]
+                )
                 found.update(zip(places, of_kind, strict=True))
             return [found[place] for place in range(len(images))]
         arrays, aimed = self._compute(images, request, aims)
@@ -265,7 +306,10 @@ class Predictor:
             by_head.setdefault(each.head, []).append(number)
         outputs: dict[int, Outputs] = {}
         for name, numbers in by_head.items():
-            places, asked = [flat[number][0] for number in numbers], [flat[number][1] for number in numbers]
+            places, asked = (
+                [flat[number][0] for number in numbers],
+                [flat[number][1] for number in numbers],
+            )
             of_head = {key: values[places] for key, values in arrays.items()}
             head = self._head(name)
             if head is not self.own:
@@ -274,12 +318,20 @@ class Predictor:
                 of_head |= {"logits": logits, **best._asdict()}
             of_head_images = [images[place] for place in places]
             maps = {at: aimed[number] for at, number in enumerate(numbers) if number in aimed}
-            outputs |= zip(numbers, self._outputs(of_head_images, request, asked, of_head, head, maps), strict=True)
+            outputs |= zip(
+                numbers,
+                self._outputs(of_head_images, request, asked, of_head, head, maps),
+                strict=True,
+            )
         ordered = iter(outputs[number] for number in range(len(flat)))
-        return [replace(next(ordered), more=tuple(islice(ordered, len(each.more)))) for each in requests]
+        return [
+            replace(next(ordered), more=tuple(islice(ordered, len(each.more)))) for each in requests
+        ]
 
     def _plain(self, images: Images, requests: Sequence[RequestedOutputs]) -> list[Outputs]:
-        """Return the own head's best classes of each image: of most batches this is all that is asked for."""
+        """Return the own head's best classes of each image: of most batches this is all that is
+        asked for.
+        """
         request = BatchRequest(max(each.top_k for each in requests))
         arrays = self._backend.predict(images, request).tensors()
         scores, indices, finite = arrays["scores"], arrays["indices"], arrays["finite"].tolist()
@@ -288,21 +340,30 @@ class Predictor:
         for place, each in enumerate(requests):
             best = indices[place, : each.top_k]
             least = None if thresholds is None else thresholds[best]
-            outputs.append(Outputs(scores[place, : each.top_k], best, finite=finite[place], least=least))
+            outputs.append(
+                Outputs(scores[place, : each.top_k], best, finite=finite[place], least=least)
+            )
         return outputs
 
     def _compute(
         self, images: Images, request: BatchRequest, aims: Mapping[int, tuple[int, Head, _Target]]
     ) -> tuple[dict[str, NDArray[Any]], dict[int, AttentionMap]]:
-        """Return what a pass gives of a batch, and the maps of aims by their numbers, without score and evidence."""
+        """Return what a pass gives of a batch, and the maps of aims by their numbers, without score
+        and evidence.
+        """
         if not aims or not isinstance(self.config, ViTConfig):
             return self._backend.predict(images, request).tensors(), {}
-        directed = [Aim(place, head.features, partial(_direction, target)) for place, head, target in aims.values()]
+        directed = [
+            Aim(place, head.features, partial(_direction, target))
+            for place, head, target in aims.values()
+        ]
         arrays = self._backend.aim(images, request, directed).tensors()
         values, kept_mass = sharpened_maps(arrays.pop("aimed"), self.config)
         labels = (target(arrays[head.features][place])[0] for place, head, target in aims.values())
         requests = (MapRequest("relevance", label) for label in labels)
-        return arrays, dict(zip(aims, map(AttentionMap, requests, values, kept_mass.tolist()), strict=True))
+        return arrays, dict(
+            zip(aims, map(AttentionMap, requests, values, kept_mass.tolist()), strict=True)
+        )
 
     def _scorer(self, asked: RequestedOutputs) -> Head:
         """Return the head of a request's map, which a caller may have brought; raises as `_head`."""
@@ -310,35 +371,53 @@ class Predictor:
         if by is None:
             return self._head(asked.head)
         return Head(
-            (), independent=False, weight=by.weight, bias=by.bias, normalized=by.normalized, features=by.features
+            (),
+            independent=False,
+            weight=by.weight,
+            bias=by.bias,
+            normalized=by.normalized,
+            features=by.features,
         )
 
     def _aim(self, asked: RequestedOutputs) -> tuple[Head, _Target] | None:
-        """Return the head of a map of relevance, and what gives its class and direction by the features of an image.
+        """Return the head of a map of relevance, and what gives its class and direction by the
+        features of an image.
 
         None where no such map is asked for, or the own head's.
         """
-        if asked.map is None or asked.map.method != "relevance" or (head := self._scorer(asked)) is self.own:
+        if (
+            asked.map is None
+            or asked.map.method != "relevance"
+            or (head := self._scorer(asked)) is self.own
+        ):
             return None
         return head, partial(head.target, method="relevance", label=asked.map.class_index)
 
     def _head(self, name: str) -> Head:
-        """Return the head of a name; ValueError where there is none: no other one answers in its place."""
+        """Return the head of a name; ValueError where there is none: no other one answers in its
+        place.
+        """
         head = self.heads.get(name) if name else self.own
         if head is None:
             raise ValueError(f"the backbone has no head {name!r}")
         return head
 
     def _has_others(self, requests: Sequence[RequestedOutputs]) -> bool:
-        """Return whether another head than the own one is to score an image of a batch, or several are."""
+        """Return whether another head than the own one is to score an image of a batch, or several
+        are.
+        """
         return any(each.more or self._head(each.head) is not self.own for each in requests)
 
-    def _batch_request(self, requests: Sequence[RequestedOutputs], has_others: bool) -> BatchRequest:
+    def _batch_request(
+        self, requests: Sequence[RequestedOutputs], has_others: bool
+    ) -> BatchRequest:
         """Return what the backbone's pass computes for a batch: for further heads, what they read."""
         if has_others:
             flat = [each for asked in requests for each in asked.each]
             requests = [RequestedOutputs(1, embedding=EmbeddingRequest())]
-            requests += [each if self._head(each.head) is self.own else _of_backbone(each) for each in flat]
+            requests += [
+                each if self._head(each.head) is self.own else _of_backbone(each) for each in flat
+            ]
         return BatchRequest.of(requests, self.config)
 
     def _outputs(
@@ -372,21 +451,28 @@ class Predictor:
                 indices=indices[place, : each.top_k],
                 map=maps.get(place),
                 logits=logits[place] if logits is not None and each.logits else None,
-                embedding=None if each.embedding is None else self._embedding(arrays, each.embedding, place),
+                embedding=None
+                if each.embedding is None
+                else self._embedding(arrays, each.embedding, place),
                 finite=bool(finite[place]),
                 label_set=sets.get(place),
-                least=None if head.thresholds is None else head.thresholds[indices[place, : each.top_k]],
+                least=None
+                if head.thresholds is None
+                else head.thresholds[indices[place, : each.top_k]],
             )
             for place, each in enumerate(requests)
         ]
 
     def _kinds(
-        self, request: BatchRequest, requests: Sequence[RequestedOutputs], aimed_places: Collection[int]
+        self,
+        request: BatchRequest,
+        requests: Sequence[RequestedOutputs],
+        aimed_places: Collection[int],
     ) -> list[list[int]]:
         """Return the places of the images of each kind, which is launched by itself.
 
-        Those with aims are torch's, a few at a time; where no graph computes all that a batch asks for, others are
-        launched with a graph where they have one.
+        Those with aims are torch's, a few at a time; where no graph computes all that a batch asks
+        for, others are launched with a graph where they have one.
         """
         has_graph = self._backend.covers(request)
         kinds: dict[object, list[int]] = {}
@@ -397,7 +483,9 @@ class Predictor:
             of_network = None
             if not has_graph and not is_aimed:
                 of_network = self._batch_request([each], self._has_others([each])).of_network
-            kinds.setdefault(-(-aimed // SIZES[-1]) if is_aimed else (of_network,), []).append(place)
+            kinds.setdefault(-(-aimed // SIZES[-1]) if is_aimed else (of_network,), []).append(
+                place
+            )
         return list(kinds.values())
 
     def _check_batch(self, images: Images, requests: int) -> None:
@@ -406,7 +494,9 @@ class Predictor:
         are_right = all(image.shape == expected and image.dtype == np.uint8 for image in images)
         if not are_right or not 1 <= count <= self.max_batch:
             kinds = sorted({(str(image.dtype), image.shape) for image in images})
-            raise ValueError(f"{count} images {kinds}: expected uint8 [1...{self.max_batch}, *{expected}]")
+            raise ValueError(
+                f"{count} images {kinds}: expected uint8 [1...{self.max_batch}, *{expected}]"
+            )
         if requests != count:
             raise ValueError(f"{requests} requests for {count} images")
 
@@ -427,17 +517,29 @@ class Predictor:
         requests: Sequence[RequestedOutputs],
         head: Head,
     ) -> dict[int, AttentionMap]:
-        """Return the maps that come out of the classification's pass, by the places of their images."""
+        """Return the maps that come out of the classification's pass, by the places of their
+        images.
+        """
         maps: dict[int, AttentionMap] = {}
         if not isinstance(self.config, ViTConfig):
             return maps
         if request.layers:
-            maps = attention_maps(arrays["attention"], request.layers, [each.map for each in requests], self.config)
-        places = [place for place, each in enumerate(requests) if each.map is not None and each.map.of_best_class]
+            maps = attention_maps(
+                arrays["attention"], request.layers, [each.map for each in requests], self.config
+            )
+        places = [
+            place
+            for place, each in enumerate(requests)
+            if each.map is not None and each.map.of_best_class
+        ]
         if places and head is self.own:
             values, kept_mass = sharpened_maps(arrays["relevance"][places], self.config)
-            of_classes = (MapRequest("relevance", label) for label in arrays["indices"][places, 0].tolist())
-            maps |= zip(places, map(AttentionMap, of_classes, values, kept_mass.tolist()), strict=True)
+            of_classes = (
+                MapRequest("relevance", label) for label in arrays["indices"][places, 0].tolist()
+            )
+            maps |= zip(
+                places, map(AttentionMap, of_classes, values, kept_mass.tolist()), strict=True
+            )
         return maps
 
     def _maps_of_own_pass(
@@ -447,7 +549,8 @@ class Predictor:
         arrays: Mapping[str, NDArray[Any]],
         aimed: Collection[int],
     ) -> dict[int, AttentionMap]:
-        """Return the maps that need passes of their own, each of its request's class or of the best one.
+        """Return the maps that need passes of their own, each of its request's class or of the best
+        one.
 
         Args:
             aimed: places of the images whose maps came out of the batch's pass.
@@ -465,16 +568,23 @@ class Predictor:
                 features_read = scorer.features
                 features, label = arrays[scorer.features][place], each.map.class_index
                 classes[place], targets[place] = scorer.target(features, each.map.method, label)
-            passes.setdefault((replace(each.map, class_index=None, by=None), features_read), []).append(place)
+            passes.setdefault(
+                (replace(each.map, class_index=None, by=None), features_read), []
+            ).append(place)
         maps: dict[int, AttentionMap] = {}
         for (request, features_read), places in passes.items():
             pixels, labels = np.stack([images[place] for place in places]), classes[places]
             of_places: NDArray[Any] = labels
             if features_read is not None:
                 of_places = np.stack([targets[place] for place in places])
-            values, kept_mass = self._backend.explain(pixels, of_places, request, features_read or "head")
+            values, kept_mass = self._backend.explain(
+                pixels, of_places, request, features_read or "head"
+            )
             is_of_class = request.method in CLASS_SPECIFIC
-            made = (replace(request, class_index=label if is_of_class else None) for label in labels.tolist())
+            made = (
+                replace(request, class_index=label if is_of_class else None)
+                for label in labels.tolist()
+            )
             maps |= zip(places, map(AttentionMap, made, values, kept_mass.tolist()), strict=True)
         return maps
 
@@ -492,8 +602,12 @@ class Predictor:
             return self.checkpoint.embed_texts(texts)
 
     def logits(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and calibration."""
-        logits: Floats = self._backend.predict(images, BatchRequest(logits=True)).tensors()["logits"]
+        """Return raw logits, before the temperature: float32 [B, num_classes]; for parity tests and
+        calibration.
+        """
+        logits: Floats = self._backend.predict(images, BatchRequest(logits=True)).tensors()[
+            "logits"
+        ]
         return logits
 
 
@@ -508,9 +622,14 @@ def _of_backbone(asked: RequestedOutputs) -> RequestedOutputs:
 
 
 def _with_evidence(
-    maps: Mapping[int, AttentionMap], requests: Sequence[RequestedOutputs], logits: Floats | None, head: Head
+    maps: Mapping[int, AttentionMap],
+    requests: Sequence[RequestedOutputs],
+    logits: Floats | None,
+    head: Head,
 ) -> dict[int, AttentionMap]:
-    """Return the maps of a head's classes with their evidence; of a class of the caller's own the caller knows it."""
+    """Return the maps of a head's classes with their evidence; of a class of the caller's own the
+    caller knows it.
+    """
     classes: dict[int, int] = {}
     for place, found in maps.items():
         asked = requests[place].map

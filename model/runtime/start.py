@@ -1,4 +1,6 @@
-"""A predictor made of graphs that were kept, without torch, and how torch is loaded once something needs it."""
+"""A predictor made of graphs that were kept, without torch, and how torch is loaded once something
+needs it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ class _Torch:
     """What torch makes of a kept graph's checkpoint, when it is needed."""
 
     def __init__(
-        self, entry: Entry, manifest: Manifest, read: Callable[[], Checkpoint], threads: ThreadPolicy, streams: int
+        self,
+        entry: Entry,
+        manifest: Manifest,
+        read: Callable[[], Checkpoint],
+        threads: ThreadPolicy,
+        streams: int,
     ) -> None:
         self._entry, self._manifest, self._read = entry, manifest, read
         self._threads, self._streams = threads, streams
@@ -45,10 +52,15 @@ class _Torch:
         except (VitError, ImportError) as error:
             raise RuntimeError(f"what torch is to compute cannot be loaded: {error}") from error
         if changed := self._manifest.changed_file(but=CALIBRATION_FILE):
-            raise CheckpointChanged(f"{changed} changed since the start: what torch is to compute needs a reload")
-        # A calibration that was written since does not change the weights: it is for the next start.
+            raise CheckpointChanged(
+                f"{changed} changed since the start: what torch is to compute needs a reload"
+            )
+        # A calibration that was written since does not change the weights: it is for the next
+        # start.
         kept = self._manifest.checkpoint
-        return replace(checkpoint, temperature=kept.temperature, form=kept.form, calibration=kept.calibration)
+        return replace(
+            checkpoint, temperature=kept.temperature, form=kept.form, calibration=kept.calibration
+        )
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts; see `Checkpoint.embed_texts`. One thread calls it."""
@@ -76,18 +88,25 @@ class _Torch:
         return TorchCpu(options, self._threads)
 
     def network(self, kind: GraphKind) -> OpenVinoNetwork:
-        """Return another network than the plain one: of a graph that was kept, or made now and kept then."""
+        """Return another network than the plain one: of a graph that was kept, or made now and kept
+        then.
+        """
         manifest, kept = self._manifest, self._entry.load(kind=kind)
-        # Another process may have kept a graph of other weights, which took the place of these on disk.
+        # Another process may have kept a graph of other weights, which took the place of these on
+        # disk.
         if kept is not None and kept[0].files == manifest.files:
-            return OpenVinoNetwork(kept[1], manifest.dtype, threads=self._threads.count, streams=self._streams)
+            return OpenVinoNetwork(
+                kept[1], manifest.dtype, threads=self._threads.count, streams=self._streams
+            )
         from model.checkpoint.local_files import recording  # noqa: PLC0415
         from model.runtime.openvino.tracing import traced_network  # noqa: PLC0415
 
         with recording() as files:
             options = self.options()
         keep, threads = Keep(self._entry, files), self._threads.count
-        return traced_network(options, manifest.parameters, keep, kind, threads=threads, streams=self._streams)
+        return traced_network(
+            options, manifest.parameters, keep, kind, threads=threads, streams=self._streams
+        )
 
 
 def kept_predictor(
@@ -99,12 +118,14 @@ def kept_predictor(
     max_batch: int | None = None,
     threads: int | None = None,
 ) -> Predictor | None:
-    """Return a predictor of graphs that were kept, or None where there are none, or they no longer compile.
+    """Return a predictor of graphs that were kept, or None where there are none, or they no longer
+    compile.
 
     Args:
         entry: where they are kept.
         read: reads the checkpoint, with torch.
-        on_read: called when a graph was found and read, before it is compiled; what it raises is raised.
+        on_read: called when a graph was found and read, before it is compiled; what it raises is
+        raised.
         manifest: of the entry, if it was looked at already.
         max_batch, threads: see `Predictor`.
     """
@@ -125,7 +146,9 @@ def kept_predictor(
         checkpoint = replace(checkpoint, embed_texts=torch.embed_texts)
     backend = OpenVino(network, checkpoint.head, policy, torch.backend, torch.network)
     largest = max_batch or default_batch(manifest.largest_layer)
-    parts = Parts("cpu", manifest.dtype, None, manifest.parameters, largest, streams, backend, REASON)
+    parts = Parts(
+        "cpu", manifest.dtype, None, manifest.parameters, largest, streams, backend, REASON
+    )
     predictor = Predictor(checkpoint, parts)
     predictor.meter = meter
     return predictor

@@ -52,7 +52,8 @@ from model.runtime.torch_pass import (
 
 logger = logging.getLogger(__name__)
 
-# How often a function may be compiled in a process: dynamo's own limit over all of a function's callers.
+# How often a function may be compiled in a process: dynamo's own limit over all of a function's
+# callers.
 _RECOMPILE_LIMIT: Final = 256
 
 
@@ -64,7 +65,8 @@ class TorchOptions:
         model: float32, on the CPU; moved to the device.
         sizes: batch sizes to launch on CUDA, ascending.
         graphs: whether they become CUDA graphs.
-        transfer: whether transfer features are compiled and captured too, for a service that is taught.
+        transfer: whether transfer features are compiled and captured too, for a service that is
+        taught.
     """
 
     model: Classifier
@@ -83,7 +85,9 @@ class TorchOptions:
 
 
 def choose_kernels(model: Classifier, device: torch.device) -> None:
-    """Replace the kernels that are slow on the device by equivalent ones, for weights that change no more."""
+    """Replace the kernels that are slow on the device by equivalent ones, for weights that change
+    no more.
+    """
     for module in model.modules():
         if isinstance(module, Rotary):
             module.fix()
@@ -105,9 +109,16 @@ class TorchBackend(Backend):
         self.config: NetworkConfig = options.model.config
         self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
         if isinstance(self.config, ViTConfig):
-            self.usual += BatchRequest(layers=(self.config.depth - 1,)), BatchRequest(relevance=True)
+            self.usual += (
+                BatchRequest(layers=(self.config.depth - 1,)),
+                BatchRequest(relevance=True),
+            )
             if options.transfer:
-                self.usual += (BatchRequest.of([RequestedOutputs(1, embedding=TRANSFER)], self.config).of_network,)
+                self.usual += (
+                    BatchRequest.of(
+                        [RequestedOutputs(1, embedding=TRANSFER)], self.config
+                    ).of_network,
+                )
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
         self._device, self._head = options.device, options.checkpoint.head
@@ -145,9 +156,13 @@ class TorchBackend(Backend):
         features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`."""
-        assert isinstance(self._plain, VisionTransformer), "of others no map is asked for: see `parse_maps`"
+        assert isinstance(self._plain, VisionTransformer), (
+            "of others no map is asked for: see `parse_maps`"
+        )
         pixels = self._normalise(self.upload(images))
-        maps, kept_mass = explain(self._plain, pixels, self.upload(targets), request, self._folded, features)
+        maps, kept_mass = explain(
+            self._plain, pixels, self.upload(targets), request, self._folded, features
+        )
         return maps.numpy(), kept_mass.numpy()
 
     def compile(self) -> None:
@@ -155,22 +170,27 @@ class TorchBackend(Backend):
         self.compilation = self.compile_network()
 
     def compile_network(self) -> Compilation:
-        """Compile a network that shares the weights, and return how that went; see `_take_compiled`."""
+        """Compile a network that shares the weights, and return how that went; see
+        `_take_compiled`.
+        """
         if self.compilation.state is not CompilationState.COMPILING:
             return self.compilation
         logger.info("compiling, for minutes at the first start")
         started = time.monotonic()
         try:
-            # By default torch compiles a function eight times, and from then on runs it uncompiled in silence. Several
-            # models, kinds of block and batch sizes need more.
+            # By default torch compiles a function eight times, and from then on runs it uncompiled
+            # in silence. Several models, kinds of block and batch sizes need more.
             with (
-                torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True),
+                torch._dynamo.config.patch(
+                    recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True
+                ),
                 torch.inference_mode(),
             ):
                 self._take_compiled()
         except torch.OutOfMemoryError:
             raise
-        # Compilers, their processes and the kernels' own launcher raise what they like, often plain exceptions.
+        # Compilers, their processes and the kernels' own launcher raise what they like, often plain
+        # exceptions.
         except Exception as error:  # noqa: BLE001
             logger.warning("compilation failed, running uncompiled: %s", first_line(error))
             return Compilation(CompilationState.FAILED, first_line(error))
@@ -222,7 +242,9 @@ class TorchCpu(TorchBackend):
         request: MapRequest,
         features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are classified."""
+        """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are
+        classified.
+        """
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
             return super().explain(images, targets, request, features)

@@ -31,7 +31,9 @@ from model.runtime.backend import (
 
 
 class Normalise(nn.Module):
-    """Computes (x/255 - mean) / std in float32, as one multiplication and addition, and gives it in `dtype`."""
+    """Computes (x/255 - mean) / std in float32, as one multiplication and addition, and gives it in
+    `dtype`.
+    """
 
     scale: Tensor
     shift: Tensor
@@ -74,13 +76,20 @@ def run_network(
     with one_thread():
         relevance = token_relevance(model, output, folded) if request.relevance else None
         aimed = _aimed(model, output, folded, aims) if aims else None
-    return BatchOutputs(output.logits, output.attention, relevance, aimed=aimed, **output.embeddings)
+    return BatchOutputs(
+        output.logits, output.attention, relevance, aimed=aimed, **output.embeddings
+    )
 
 
-def _aimed(model: VisionTransformer, output: ViTOutput, folded: FoldedWeights, aims: Sequence[Aim]) -> Tensor:
+def _aimed(
+    model: VisionTransformer, output: ViTOutput, folded: FoldedWeights, aims: Sequence[Aim]
+) -> Tensor:
     """Return the relevance of aims at the images of a pass, [aims, N]."""
     assert output.kept is not None
-    features = {pool: output.embeddings[pool].float().cpu().numpy() for pool in {aim.features for aim in aims}}
+    features = {
+        pool: output.embeddings[pool].float().cpu().numpy()
+        for pool in {aim.features for aim in aims}
+    }
     found = torch.empty((len(aims), model.config.tokens), device=output.logits.device)
     for pool in features:
         numbers = [number for number, aim in enumerate(aims) if aim.features == pool]
@@ -92,7 +101,9 @@ def _aimed(model: VisionTransformer, output: ViTOutput, folded: FoldedWeights, a
             found[numbers] = transfer_relevance(model, part, on_device)
         else:
             last = kept_blocks(model.config)
-            part = part._replace(kept=part.kept and part.kept._replace(blocks=part.kept.blocks[-last:]))
+            part = part._replace(
+                kept=part.kept and part.kept._replace(blocks=part.kept.blocks[-last:])
+            )
             found[numbers] = token_relevance(model, part, folded, on_device)
     return found
 
@@ -101,7 +112,10 @@ def _at_places(output: ViTOutput, places: Sequence[int], pool: Pooling) -> ViTOu
     """Return what a pass gave of some of its images."""
     assert output.kept is not None
     rows = torch.tensor(places, device=output.logits.device)
-    blocks = [Kept._make(None if each is None else each[rows] for each in of_block) for of_block in output.kept.blocks]
+    blocks = [
+        Kept._make(None if each is None else each[rows] for each in of_block)
+        for of_block in output.kept.blocks
+    ]
     kept = KeptPass(blocks, output.kept.tokens[rows])
     return output._replace(kept=kept, embeddings={pool: output.embeddings[pool][rows]})
 
@@ -110,8 +124,8 @@ def _at_places(output: ViTOutput, places: Sequence[int], pool: Pooling) -> ViTOu
 def one_thread() -> Iterator[None]:
     """Let the calling thread compute by itself in this context, where it computes on a CPU.
 
-    Threads wait for each other at the end of each operation: longer than a small one takes, and longest where another
-    process has the core of one of them.
+    Threads wait for each other at the end of each operation: longer than a small one takes, and
+    longest where another process has the core of one of them.
     """
     count = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -123,7 +137,10 @@ def one_thread() -> Iterator[None]:
 
 def on_host(outputs: BatchOutputs[Tensor]) -> HostOutputs:
     """Return outputs as arrays, floats as float32."""
-    floats = {name: each.float() if each.is_floating_point() else each for name, each in outputs.tensors().items()}
+    floats = {
+        name: each.float() if each.is_floating_point() else each
+        for name, each in outputs.tensors().items()
+    }
     return BatchOutputs.of({name: each.cpu().numpy() for name, each in floats.items()})
 
 
@@ -155,9 +172,10 @@ def compiled_network(
 ) -> Network:
     """Return the network for uint8 pixels, compiled at its first runs.
 
-    The embedding and each kind of block are a graph: a whole pass for each request would take a multiple of the time
-    to compile. Where code is for any batch size and no map is asked for, the whole pass is one graph, in which
-    normalisation fuses with the patch embedding, and the end of a block with the norm that follows.
+    The embedding and each kind of block are a graph: a whole pass for each request would take a
+    multiple of the time to compile. Where code is for any batch size and no map is asked for, the
+    whole pass is one graph, in which normalisation fuses with the patch embedding, and the end of a
+    block with the norm that follows.
 
     Args:
         folded: see `model.explanation.relevance.token_relevance`.
@@ -168,7 +186,9 @@ def compiled_network(
     whole = compiled(lambda pixels: run_network(model, normalise(pixels), BatchRequest()))
     if not isinstance(model, VisionTransformer):
         return lambda pixels, request: whole(pixels)
-    tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    tensors: dict[int, Any] = {
+        id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
+    }
     twin = copy.deepcopy(model, tensors)  # its modules are its own, its tensors the model's
     embed = model.embed
     twin.embed = compiled(lambda pixels: embed(normalise(pixels)))  # type: ignore[method-assign]
@@ -184,7 +204,8 @@ def compiled_network(
 
 
 def _compiled(function: Callable[P, T], *, any_batch: bool, backend: str) -> Callable[P, T]:
-    """Return a function that compiles itself, once for all sizes of its tensors' first dimension or for each.
+    """Return a function that compiles itself, once for all sizes of its tensors' first dimension or
+    for each.
 
     Where it is for any size, a single row is computed uncompiled: it would be compiled once more.
     """

@@ -1,1 +1,3 @@
-"""Training and fine-tuning by a recipe, from labelled pictures to a checkpoint that the service loads."""
+"""Training and fine-tuning by a recipe, from labelled pictures to a checkpoint that the service
+loads.
+"""

@@ -31,25 +31,35 @@ from model.network.library import library_config, linear_head
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.training.recipe import Recipe
-from model.training.run_folder import describe_device, installed_versions, prepare_folder, write_confusion, write_text
+from model.training.run_folder import (
+    describe_device,
+    installed_versions,
+    prepare_folder,
+    write_confusion,
+    write_text,
+)
 from model.training.train import STORED_DTYPE, read_start, rounded
 
 logger = logging.getLogger(__name__)
 
 _ROUNDING: Final = 0.1
-"""How far logits may lie from those of the embedding, relative to their norm: in bfloat16 some percent."""
+"""How far logits may lie from those of the embedding, relative to their norm: in bfloat16 some
+percent.
+"""
 
 
 def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evaluation:
-    """Fit a head to a folder of pictures, leave a servable folder, and return what was measured on held-out pictures.
+    """Fit a head to a folder of pictures, leave a servable folder, and return what was measured on
+    held-out pictures.
 
     Args:
         data, out, device: see `model.training.train.run`.
-        recipe: names the model, the checkpoint with its size and preprocessing, and the precision of its features; the
-            seed decides the folds. Fields on training are not used.
+        recipe: names the model, the checkpoint with its size and preprocessing, and the precision
+            of its features; the seed decides the folds. Fields on training are not used.
 
     Raises:
-        DatasetError: the data cannot be read, or a class has less than two pictures that can; others are left out.
+        DatasetError: the data cannot be read, or a class has less than two pictures that can;
+        others are left out.
         CheckpointError: the checkpoint cannot be read, or its head cannot be replaced.
         DeviceError: the device is not available here.
         TrainingError: `out` holds something already.
@@ -62,11 +72,20 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     start = rounded(read_start(recipe, recipe.checkpoint))
     heads = head_names(start.config)
     dtype, threads = recipe.precision, recipe.threads or None
-    predictor = Predictor(start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1)
-    parts = [decode(files, start.preprocess, out, leave_out=True) for files in (dataset.train, dataset.validation)]
-    counts = np.bincount(np.concatenate([part.labels for part in parts]), minlength=len(dataset.labels))
+    predictor = Predictor(
+        start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1
+    )
+    parts = [
+        decode(files, start.preprocess, out, leave_out=True)
+        for files in (dataset.train, dataset.validation)
+    ]
+    counts = np.bincount(
+        np.concatenate([part.labels for part in parts]), minlength=len(dataset.labels)
+    )
     if counts.min() < 2:
-        raise DatasetError(f"class {dataset.labels[counts.argmin()]!r}: less than two of its pictures can be read")
+        raise DatasetError(
+            f"class {dataset.labels[counts.argmin()]!r}: less than two of its pictures can be read"
+        )
     if isinstance(start.config, LibraryConfig):
         _require_linear(predictor, start.tensors, heads[0], parts[0])
     features = np.concatenate([predict_embeddings(predictor, part.pixels) for part in parts])
@@ -74,9 +93,16 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     sizes = len(dataset.labels), len(truth), features.shape[1], start.name, time.monotonic() - began
     logger.info("%s: %d classes, %d pictures; %d features of %s after %.0f s", data, *sizes)
 
-    folds = np.repeat(np.array([-1, 0]), [len(part) for part in parts]) if dataset.own_validation else None
+    folds = (
+        np.repeat(np.array([-1, 0]), [len(part) for part in parts])
+        if dataset.own_validation
+        else None
+    )
     fitted, choice = fit_head(features, truth, dataset.labels, folds, seed=recipe.seed)
-    weight, bias = (torch.from_numpy(part).to(STORED_DTYPE).float().numpy() for part in (fitted.weight, fitted.bias))
+    weight, bias = (
+        torch.from_numpy(part).to(STORED_DTYPE).float().numpy()
+        for part in (fitted.weight, fitted.bias)
+    )
     head = replace(fitted, weight=weight, bias=bias)
     split, logits, labels = "held-out", choice.logits, truth[choice.rows]
     if dataset.test is not None:
@@ -84,11 +110,15 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
         scored = head.logits(predict_embeddings(predictor, test.pixels))
         split, logits, labels = "test", scored, test.labels
     fit, _ = choose_fit(choice.logits, truth[choice.rows], Fit(choice.temperature))
-    measured = measure(scores_and_energies(logits, *fit)[0].astype(np.float32), labels, dataset.labels)
+    measured = measure(
+        scores_and_energies(logits, *fit)[0].astype(np.float32), labels, dataset.labels
+    )
     logger.info("%s", _in_words(measured, split))
 
     served = with_head(start, heads, head)
-    served = replace(served, name=recipe.name, source=str(out), temperature=fit.temperature, form=fit.form)
+    served = replace(
+        served, name=recipe.name, source=str(out), temperature=fit.temperature, form=fit.form
+    )
     served.network()  # names, shapes and values of the weights are checked here
     write_confusion(out, measured, dataset.labels)
     record = {
@@ -104,7 +134,9 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     }
     _write_split(out, dataset, recipe.checkpoint)
     native.write(out, served, dtype=STORED_DTYPE, training=record)
-    logger.info("%s: done after %.0f s; the confusion matrix is in %s", data, time.monotonic() - began, out)
+    logger.info(
+        "%s: done after %.0f s; the confusion matrix is in %s", data, time.monotonic() - began, out
+    )
     return measured
 
 
@@ -117,9 +149,11 @@ def _write_split(out: Path, dataset: Dataset, start: str) -> None:
 
 
 def head_names(config: NetworkConfig) -> tuple[str, ...]:
-    """Return the names of the layers that a head is written to; a distilled model's two get the same one.
+    """Return the names of the layers that a head is written to; a distilled model's two get the
+    same one.
 
-    The mean of their logits is then the head's logits of the mean of their tokens, which is the embedding.
+    The mean of their logits is then the head's logits of the mean of their tokens, which is the
+    embedding.
 
     Raises:
         CheckpointError: a library's network does not end in one linear layer.
@@ -127,9 +161,15 @@ def head_names(config: NetworkConfig) -> tuple[str, ...]:
     if isinstance(config, LibraryConfig):
         head = linear_head(config)
         if head is None:
-            raise CheckpointError(f"{config.kind}: does not end in one linear layer, which another could take")
+            raise CheckpointError(
+                f"{config.kind}: does not end in one linear layer, which another could take"
+            )
         return (head,)
-    return ("head", "head_dist") if isinstance(config, ViTConfig) and config.distillation_head else ("head",)
+    return (
+        ("head", "head_dist")
+        if isinstance(config, ViTConfig) and config.distillation_head
+        else ("head",)
+    )
 
 
 def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Checkpoint:
@@ -143,7 +183,9 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Check
     else:
         config = old.model_copy(update={"num_classes": len(labels), "normalized_head": False})
     for name in names:
-        tensors |= {f"{name}.{kind}": torch.from_numpy(getattr(head, kind)) for kind in ("weight", "bias")}
+        tensors |= {
+            f"{name}.{kind}": torch.from_numpy(getattr(head, kind)) for kind in ("weight", "bias")
+        }
     return replace(
         checkpoint,
         format=native.FORMAT,
@@ -156,14 +198,20 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Check
     )
 
 
-def _require_linear(predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images) -> None:
-    """Raise CheckpointError unless this layer of a library's network maps the embedding to the logits."""
+def _require_linear(
+    predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images
+) -> None:
+    """Raise CheckpointError unless this layer of a library's network maps the embedding to the
+    logits.
+    """
     weight, bias = (tensors[f"{name}.{kind}"].numpy() for kind in ("weight", "bias"))
     few = images.pixels[:2]
     expected = predict_embeddings(predictor, few) @ weight.T + bias
     logits = predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1)))
     if np.linalg.norm(logits - expected) > _ROUNDING * np.linalg.norm(expected):
-        raise CheckpointError(f"{predictor.checkpoint.source}: {predictor.config.kind} reads more than its embedding")
+        raise CheckpointError(
+            f"{predictor.checkpoint.source}: {predictor.config.kind} reads more than its embedding"
+        )
 
 
 def _in_words(measured: Evaluation, split: str) -> str:

@@ -28,7 +28,9 @@ class Position(NamedTuple):
 
 
 def position(step: int, steps: int, restart: float) -> Position:
-    """Return where a schedule of `steps` is at `step`, if a second cycle begins after a share `restart` (0: none)."""
+    """Return where a schedule of `steps` is at `step`, if a second cycle begins after a share
+    `restart` (0: none).
+    """
     first = min(round(restart * steps), steps - 1)
     if step < first:
         return Position(step / first, restarted=False)
@@ -36,9 +38,11 @@ def position(step: int, steps: int, restart: float) -> Position:
 
 
 def rate_factor(progress: float, warmup: float) -> float:
-    """Return the share of the peak learning rate: a linear warm-up from almost zero, then a cosine to zero.
+    """Return the share of the peak learning rate: a linear warm-up from almost zero, then a cosine
+    to zero.
 
-    Both arguments are shares of the schedule, 0...1: the part that is done, and the part that the warm-up takes.
+    Both arguments are shares of the schedule, 0...1: the part that is done, and the part that the
+    warm-up takes.
     """
     if progress < warmup:
         return max(progress / warmup, 1e-3)
@@ -46,7 +50,8 @@ def rate_factor(progress: float, warmup: float) -> float:
 
 
 def layer_of(name: str, depth: int) -> int:
-    """Return a parameter's layer: 0 for the embeddings, i + 1 for block i, `depth` + 1 for all that follows the blocks.
+    """Return a parameter's layer: 0 for the embeddings, i + 1 for block i, `depth` + 1 for all that
+    follows the blocks.
 
     BEiT's numbering (Bao et al. 2021, https://arxiv.org/abs/2106.08254), also timm's.
     """
@@ -65,19 +70,25 @@ def muon(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer
 
 
 def set_rates(optimisers: Iterable[torch.optim.Optimizer], factor: float) -> None:
-    """Set all learning rates to this share of their peaks, which become `initial_lr` of their groups."""
+    """Set all learning rates to this share of their peaks, which become `initial_lr` of their
+    groups.
+    """
     for optimiser in optimisers:
         for group in optimiser.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
 
 def as_matrices(filters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Return matrices, which Muon asks for, whose rows are the filters of convolutions: the same numbers in memory."""
+    """Return matrices, which Muon asks for, whose rows are the filters of convolutions: the same
+    numbers in memory.
+    """
     return {each: each.detach().flatten(1) for each in filters}
 
 
 def step_all(optimisers: Iterable[torch.optim.Optimizer], filters: Mapping[Tensor, Tensor]) -> None:
-    """Update the weights by their gradients, which are cleared; those of filters go to their matrices."""
+    """Update the weights by their gradients, which are cleared; those of filters go to their
+    matrices.
+    """
     for parameter, matrix in filters.items():
         matrix.grad = None if parameter.grad is None else parameter.grad.flatten(1)
         parameter.grad = None
@@ -89,7 +100,8 @@ def step_all(optimisers: Iterable[torch.optim.Optimizer], filters: Mapping[Tenso
 class ModelOptimiser:
     """AdamW and, where the recipe asks for it, Muon on the weights of a model.
 
-    With layer-wise decay each layer has its own rate. Muon takes matrices: a stem's filters are the rows of one.
+    With layer-wise decay each layer has its own rate. Muon takes matrices: a stem's filters are the
+    rows of one.
 
     Attributes:
         all: both, or AdamW alone.
@@ -98,20 +110,32 @@ class ModelOptimiser:
     def __init__(self, model: VisionTransformer, settings: Optimiser) -> None:
         self._model, self._settings = model, settings
         parameters = dict(model.named_parameters())
-        self._filters = as_matrices(p for name, p in parameters.items() if name.startswith(_STEM) and p.ndim == 4)
+        self._filters = as_matrices(
+            p for name, p in parameters.items() if name.startswith(_STEM) and p.ndim == 4
+        )
         adamw: list[dict[str, Any]] = []
         matrices: list[dict[str, Any]] = []
         for name, parameter in parameters.items():
-            scale = settings.layer_decay ** (model.config.depth + 1 - layer_of(name, model.config.depth))
+            scale = settings.layer_decay ** (
+                model.config.depth + 1 - layer_of(name, model.config.depth)
+            )
             weight = self._filters.get(parameter, parameter)
             if settings.name == "muon" and weight.ndim == 2 and name.startswith(("blocks.", _STEM)):
                 matrices.append({"params": [weight], "lr": settings.muon_learning_rate * scale})
             else:
                 decay = settings.weight_decay if weight.ndim > 1 else 0.0
-                adamw.append({"params": [weight], "lr": settings.learning_rate * scale, "weight_decay": decay})
+                adamw.append(
+                    {
+                        "params": [weight],
+                        "lr": settings.learning_rate * scale,
+                        "weight_decay": decay,
+                    }
+                )
         self.all: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, betas=settings.betas)]
         if matrices:
-            self.all.append(muon(matrices, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"))
+            self.all.append(
+                muon(matrices, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
 
     def set_rate(self, where: Position) -> float:
         """Set all learning rates for this point of the schedule, and return AdamW's for the head."""

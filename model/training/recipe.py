@@ -1,4 +1,6 @@
-"""A training recipe: every choice that a run depends on, frozen, read from TOML or JSON, and recorded as JSON."""
+"""A training recipe: every choice that a run depends on, frozen, read from TOML or JSON, and
+recorded as JSON.
+"""
 
 import json
 import tomllib
@@ -24,7 +26,8 @@ class Architecture(Frozen):
     """The part of a `ViTConfig` that the data do not decide.
 
     Attributes:
-        conv_stem: convolutions before the patch embedding. With a teacher they start as its first layers.
+        conv_stem: convolutions before the patch embedding. With a teacher they start as its first
+        layers.
     """
 
     patch_size: Annotated[int, Field(ge=1)]
@@ -43,19 +46,24 @@ class Architecture(Frozen):
 
 
 class Optimiser(Frozen):
-    """`adamw` for all parameters, or `muon` for the matrices of blocks and stem, and AdamW for the rest.
+    """`adamw` for all parameters, or `muon` for the matrices of blocks and stem, and AdamW for the
+    rest.
 
     Attributes:
         learning_rate: the peak rate of AdamW.
-        muon_learning_rate: the peak rate of Muon, scaled to match AdamW's step sizes (Liu et al. 2025).
+        muon_learning_rate: the peak rate of Muon, scaled to match AdamW's step sizes (Liu et al.
+        2025).
         weight_decay: the decay is decoupled; biases and LayerNorm weights are spared.
-        warmup: share of all steps over which the rate rises linearly; then it falls to zero along a cosine.
-        restart: share of the schedule after which a second cycle begins, whose rates are `restart_rate` of the first's
-            (warm restarts, Loshchilov & Hutter 2016). 0: there is one cycle. Shares of the schedule are then shares of
-            each cycle.
-        layer_decay: both learning rates are multiplied by this once for each layer between a parameter and the head
-            (Clark et al. 2020; for fine-tuning, 0.65...0.9). 1: all layers learn at the same rate.
-        clip_norm: gradients of all parameters together are scaled down to this 2-norm where they exceed it; 0: never.
+        warmup: share of all steps over which the rate rises linearly; then it falls to zero along a
+        cosine.
+        restart: share of the schedule after which a second cycle begins, whose rates are
+            `restart_rate` of the first's (warm restarts, Loshchilov & Hutter 2016). 0: there is one
+            cycle. Shares of the schedule are then shares of each cycle.
+        layer_decay: both learning rates are multiplied by this once for each layer between a
+            parameter and the head (Clark et al. 2020; for fine-tuning, 0.65...0.9). 1: all layers
+            learn at the same rate.
+        clip_norm: gradients of all parameters together are scaled down to this 2-norm where they
+        exceed it; 0: never.
     """
 
     name: Literal["adamw", "muon"] = "muon"
@@ -71,15 +79,18 @@ class Optimiser(Frozen):
 
 
 class Augmentation(Frozen):
-    """Random changes to each image by itself, drawn anew in every epoch and made in the order of the fields.
+    """Random changes to each image by itself, drawn anew in every epoch and made in the order of
+    the fields.
 
     Attributes:
-        crop_padding: pixels of black around an image before a random part of the model's input size is cut out of it;
-            not used with `resized_crop`.
-        resized_crop: a random part of the image is resized to the input: at least this share of its area, sides 3:4 to
-            4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`). 0: parts are cut out, not resized.
+        crop_padding: pixels of black around an image before a random part of the model's input size
+            is cut out of it; not used with `resized_crop`.
+        resized_crop: a random part of the image is resized to the input: at least this share of its
+            area, sides 3:4 to 4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`). 0:
+            parts are cut out, not resized.
         flip: half of the images are mirrored left to right.
-        resample: share of the images that are enlarged and shrunk again, which blurs them as pictures from users are.
+        resample: share of the images that are enlarged and shrunk again, which blurs them as
+        pictures from users are.
         trivial_augment: share of the images that one random operation changes (TrivialAugment).
     """
 
@@ -96,13 +107,13 @@ class Mixing(Frozen):
     Where both alphas are given, each batch takes one of the two with equal probability.
 
     Attributes:
-        mixup: alpha of the Beta(alpha, alpha) that the share of the first image is drawn from, all pixels being blended
-            (Zhang et al. 2017); 0: off.
-        cutmix: alpha for the share of the area that stays, a rectangle coming from the other image (Yun et al. 2019);
-            0: off.
+        mixup: alpha of the Beta(alpha, alpha) that the share of the first image is drawn from, all
+            pixels being blended (Zhang et al. 2017); 0: off.
+        cutmix: alpha for the share of the area that stays, a rectangle coming from the other image
+            (Yun et al. 2019); 0: off.
         probability: share of the batches that are mixed.
-        until: share of the schedule after which nothing is mixed, from the next epoch on, so that the model ends on
-            pictures as they are: mixed ones make it say less than it knows.
+        until: share of the schedule after which nothing is mixed, from the next epoch on, so that
+            the model ends on pictures as they are: mixed ones make it say less than it knows.
     """
 
     mixup: NotNegative = 0.0
@@ -116,7 +127,8 @@ class PatchDropout(Frozen):
 
     Attributes:
         rate: share of the patches left out.
-        until: share of the schedule after which all patches are used, so that the model ends on whole images.
+        until: share of the schedule after which all patches are used, so that the model ends on
+        whole images.
     """
 
     rate: Share = 0.0
@@ -124,24 +136,30 @@ class PatchDropout(Frozen):
 
 
 class Teacher(Frozen):
-    """A small convolutional network, trained first on the same pictures, whose answers the model then learns.
+    """A small convolutional network, trained first on the same pictures, whose answers the model
+    then learns.
 
-    It answers the very views that the model is shown (Hinton et al. 2015). See `model.training.teacher`.
+    It answers the very views that the model is shown (Hinton et al. 2015). See
+    `model.training.teacher`.
 
     Attributes:
         widths: channels of its three groups of convolutions.
-        learning_rate: the peak rate of Muon for the convolutions: an update's share of the filters' norm; it falls
-            linearly to zero.
+        learning_rate: the peak rate of Muon for the convolutions: an update's share of the filters'
+            norm; it falls linearly to zero.
         resample: as in `Augmentation`, over the whole schedule.
-        weight: share of the model's loss that is the divergence from the teacher's scores; the rest is that of the
-            labels.
-        temperature: both logits are divided by it before the softmax; the divergence is multiplied by its square.
-        frozen_stem: share of the schedule, or of its first cycle, over which the model's stem stays as it started.
+        weight: share of the model's loss that is the divergence from the teacher's scores; the rest
+            is that of the labels.
+        temperature: both logits are divided by it before the softmax; the divergence is multiplied
+        by its square.
+        frozen_stem: share of the schedule, or of its first cycle, over which the model's stem stays
+        as it started.
     """
 
     epochs: Annotated[int, Field(ge=1, le=1_000_000)]
     batch_size: Annotated[int, Field(ge=2)] = 1000
-    widths: tuple[Annotated[int, Field(ge=24)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = (
+    widths: tuple[
+        Annotated[int, Field(ge=24)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]
+    ] = (
         64,
         256,
         256,
@@ -157,14 +175,18 @@ class Recipe(Frozen):
     """All choices that determine a run's result; written into its checkpoint.
 
     Attributes:
-        validation: size of the validation set, as a number or as a share of the training images: no gradient sees it;
-            it is for choices and for the temperature. Not used where the data bring a validation split of their own.
-        label_smoothing: share of each target that is spread evenly over all classes (Szegedy et al. 2015).
-        precision: dtype of activations and gradients; weights and optimiser state are float32 whatever it is.
+        validation: size of the validation set, as a number or as a share of the training images: no
+            gradient sees it; it is for choices and for the temperature. Not used where the data
+            bring a validation split of their own.
+        label_smoothing: share of each target that is spread evenly over all classes (Szegedy et al.
+        2015).
+        precision: dtype of activations and gradients; weights and optimiser state are float32
+        whatever it is.
         threads: threads of one operator on the CPU; 0: torch's own choice.
-        checkpoint: the checkpoint to fine-tune (a folder or a hub id), instead of an `architecture` from
-            scratch.
-        image_size: (rows, columns) of the model's input in pixels; absent: the checkpoint's, or that of the data.
+        checkpoint: the checkpoint to fine-tune (a folder or a hub id), instead of an `architecture`
+            from scratch.
+        image_size: (rows, columns) of the model's input in pixels; absent: the checkpoint's, or
+        that of the data.
         architecture: the architecture to train from scratch; not used for fine-tuning.
         teacher: absent: the model learns from the labels alone.
 
@@ -191,15 +213,20 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _teacher_has_a_stem(self) -> Self:
-        if self.teacher is not None and (self.architecture is None or self.architecture.conv_stem is None):
-            raise ValueError("a teacher needs an architecture.conv_stem, which starts as its first layers")
+        if self.teacher is not None and (
+            self.architecture is None or self.architecture.conv_stem is None
+        ):
+            raise ValueError(
+                "a teacher needs an architecture.conv_stem, which starts as its first layers"
+            )
         return self
 
     def override(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> "Recipe":
         """Return the recipe with some fields replaced and all checked again.
 
         Args:
-            values: by name; a field of a table is named with a dot, as in `optimiser.learning_rate`.
+            values: by name; a field of a table is named with a dot, as in
+            `optimiser.learning_rate`.
             fields: the same for names without a dot. A whole table is replaced by a mapping.
 
         Raises:

@@ -1,4 +1,5 @@
-"""The folder of a run: checks before the run, and the files that the run writes; its model card by a template.
+"""The folder of a run: checks before the run, and the files that the run writes; its model card by
+a template.
 
 Each file is whole or absent, whenever the process ends. The state to resume from never holds code.
 """
@@ -54,10 +55,13 @@ def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
     """Make the folder of a run, and check that a run may begin or resume in it.
 
     Raises:
-        TrainingError: it lies in the data, holds something already, or nothing that could be resumed.
+        TrainingError: it lies in the data, holds something already, or nothing that could be
+        resumed.
     """
     if out.resolve().is_relative_to(data.resolve()):
-        raise TrainingError(f"{out}: lies in the data, where it would be taken for a class; choose another folder")
+        raise TrainingError(
+            f"{out}: lies in the data, where it would be taken for a class; choose another folder"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
         there = {path.name for path in out.iterdir()}
@@ -72,16 +76,24 @@ def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
 
 
 def record_start(out: Path, recipe: Recipe, split: SplitRecord) -> None:
-    """Write recipe and split down or, where a run is resumed, check that the split is still the same.
+    """Write recipe and split down or, where a run is resumed, check that the split is still the
+    same.
 
     Raises:
-        TrainingError: the pictures or their split are not those that the run began with; or nothing can be written.
+        TrainingError: the pictures or their split are not those that the run began with; or nothing
+        can be written.
     """
     path = out / SPLIT_FILE
     try:
-        begun = path.read_text(encoding="utf-8") if (out / STATE_FILE).exists() and path.exists() else None
+        begun = (
+            path.read_text(encoding="utf-8")
+            if (out / STATE_FILE).exists() and path.exists()
+            else None
+        )
         if begun is not None and not split.has_same_split(begun):
-            raise TrainingError(f"{path}: the data now hold other files, or split them otherwise; start afresh")
+            raise TrainingError(
+                f"{path}: the data now hold other files, or split them otherwise; start afresh"
+            )
         if begun is None or SplitRecord.parse(begun) is None:
             write_text(path, split.text())
         write_text(out / RECIPE_FILE, recipe.model_dump_json(indent=2))
@@ -97,7 +109,10 @@ def write_text(path: Path, text: str) -> None:
 
 def write_metrics(folder: Path, history: Sequence[EpochMetrics]) -> None:
     """Write `metrics.csv`."""
-    with _replaced(folder / METRICS_FILE) as part, part.open("w", newline="", encoding="utf-8") as file:
+    with (
+        _replaced(folder / METRICS_FILE) as part,
+        part.open("w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.DictWriter(file, history[0] if history else ())
         writer.writeheader()
         writer.writerows(history)
@@ -127,15 +142,21 @@ def read_state(folder: Path, recipe: Recipe, device: torch.device) -> dict[str, 
         raise TrainingError(f"{path}: nothing to resume: {error.strerror}") from error
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         # Torch's own message advises to load it without the protection against code.
-        raise TrainingError(f"{path}: not a training state, or damaged; start afresh in another folder") from error
+        raise TrainingError(
+            f"{path}: not a training state, or damaged; start afresh in another folder"
+        ) from error
     if not isinstance(state, dict) or state.get("recipe") != recipe.model_dump_json():
-        raise TrainingError(f"{path}: made with another recipe; resume with that recipe or start in another folder")
+        raise TrainingError(
+            f"{path}: made with another recipe; resume with that recipe or start in another folder"
+        )
     return state
 
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """Yield where to write; what is written there then takes the place of the file at `path`, at once."""
+    """Yield where to write; what is written there then takes the place of the file at `path`, at
+    once.
+    """
     part = path.with_name(f"{path.name}.part")
     yield part
     part.replace(path)
@@ -178,7 +199,9 @@ def write_confusion(out: Path, measured: Evaluation, labels: Sequence[str]) -> N
     with (out / "confusion_matrix.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["truth", *labels])
-        writer.writerows([label, *row] for label, row in zip(labels, measured.confusion, strict=True))
+        writer.writerows(
+            [label, *row] for label, row in zip(labels, measured.confusion, strict=True)
+        )
 
 
 def describe_device(device: torch.device) -> str:

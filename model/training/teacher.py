@@ -1,11 +1,13 @@
-"""The teacher: a small convolutional network that a recipe trains before the model, which then learns its answers.
+"""The teacher: a small convolutional network that a recipe trains before the model, which then
+learns its answers.
 
-Convolutions learn from few pictures in few epochs, which a Vision Transformer does not; its answers on the augmented
-pictures hand that on (Touvron et al. 2020, https://arxiv.org/abs/2012.12877, section 5.4). The network and its training
-follow Jordan 2024, https://arxiv.org/abs/2404.00498, and its variant with Muon
-(https://github.com/KellerJordan/cifar10-airbench): whitening filters as a fixed first layer, convolutions that start at
-the identity and keep their norm, batch norms without scale, and mirroring that alternates from epoch to epoch.
-The teacher is a part of the recipe: its weights are not served.
+Convolutions learn from few pictures in few epochs, which a Vision Transformer does not; its answers
+on the augmented pictures hand that on (Touvron et al. 2020, https://arxiv.org/abs/2012.12877,
+section 5.4). The network and its training follow Jordan 2024, https://arxiv.org/abs/2404.00498, and
+its variant with Muon (https://github.com/KellerJordan/cifar10-airbench): whitening filters as a
+fixed first layer, convolutions that start at the identity and keep their norm, batch norms without
+scale, and mirroring that alternates from epoch to epoch. The teacher is a part of the recipe: its
+weights are not served.
 """
 
 import logging
@@ -32,7 +34,8 @@ _WHITENING_EDGE: Final = 2
 _WHITENING_IMAGES: Final = 5000
 # Added to the patches' variances, so that directions without content are not blown up.
 _WHITENING_FLOOR: Final = 1e-2
-# Share of the schedule over which the first layer's biases are learned; from then on nothing reaches back to it.
+# Share of the schedule over which the first layer's biases are learned; from then on nothing
+# reaches back to it.
 _LEARN_WHITENING_BIAS: Final = 0.2
 _HEAD_RATE: Final = 0.67
 _BIAS_RATE: Final = 0.053
@@ -43,7 +46,8 @@ _SMALLEST: Final = 9
 
 
 class TeacherNet(nn.Module):
-    """Whitening filters, three groups of two convolutions that halve the resolution, the maximum over what is left.
+    """Whitening filters, three groups of two convolutions that halve the resolution, the maximum
+    over what is left.
 
     Args:
         widths: channels of the groups.
@@ -61,15 +65,21 @@ class TeacherNet(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, pixels: Tensor, generator: torch.Generator) -> None:
-        """Initialise with the whitening filters of these training pictures, float32 [N, 3, H, W], normalised."""
+        """Initialise with the whitening filters of these training pictures, float32 [N, 3, H, W],
+        normalised.
+        """
         filters = whitening_filters(pixels, _WHITENING_EDGE)
         self.whitening.weight.copy_(torch.cat([filters, -filters]))
         nn.init.zeros_(self.whitening_bias)
         for convolution in self.convolutions():
             bound = 1 / math.sqrt(convolution.weight[0].numel())
             nn.init.uniform_(convolution.weight, -bound, bound, generator=generator)
-            nn.init.dirac_(convolution.weight[: convolution.in_channels])  # the first filters pass their input on
-        nn.init.uniform_(self.head.weight, -math.sqrt(3), math.sqrt(3), generator=generator)  # of deviation 1
+            nn.init.dirac_(
+                convolution.weight[: convolution.in_channels]
+            )  # the first filters pass their input on
+        nn.init.uniform_(
+            self.head.weight, -math.sqrt(3), math.sqrt(3), generator=generator
+        )  # of deviation 1
 
     def forward(self, pixels: Tensor, learn_whitening_bias: bool = False) -> Tensor:
         """Map normalised pixels [B, 3, H, W] to logits [B, num_classes]."""
@@ -108,11 +118,15 @@ def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 class _Group(nn.Module):
-    """Two convolutions, each with a batch norm and GELU; the maximum over 2 x 2 pixels comes after the first."""
+    """Two convolutions, each with a batch norm and GELU; the maximum over 2 x 2 pixels comes after
+    the first.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(n, outputs, 3, padding=1, bias=False) for n in (inputs, outputs))
+        self.conv1, self.conv2 = (
+            nn.Conv2d(n, outputs, 3, padding=1, bias=False) for n in (inputs, outputs)
+        )
         self.norm1, self.norm2 = (nn.BatchNorm2d(outputs, momentum=0.4) for _ in range(2))
         for norm in (self.norm1, self.norm2):
             norm.weight.requires_grad_(False)
@@ -133,9 +147,11 @@ def _folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tenso
 
 
 def stem_weights(net: TeacherNet, stem: ConvolutionalStem) -> dict[str, Tensor]:
-    """Return the whitening filters and the first groups as a model's stem, batch norms folded into the filters.
+    """Return the whitening filters and the first groups as a model's stem, batch norms folded into
+    the filters.
 
-    The whitening's 2 x 2 filters become the lower right of 3 x 3 ones, so that pictures lose no row or column.
+    The whitening's 2 x 2 filters become the lower right of 3 x 3 ones, so that pictures lose no row
+    or column.
 
     Returns:
         float32 by the names of the stem's parameters.
@@ -156,16 +172,21 @@ def stem_weights(net: TeacherNet, stem: ConvolutionalStem) -> dict[str, Tensor]:
         activation="gelu",
     )
     if stem != usable:
-        raise TrainingError(f"recipe: teacher: architecture.conv_stem is {stem}; the teacher has {usable}")
+        raise TrainingError(
+            f"recipe: teacher: architecture.conv_stem is {stem}; the teacher has {usable}"
+        )
     parts = [(f"{i}.weight", weight) for i, (weight, _) in enumerate(layers[:count])]
     return dict(parts + [(f"{i}.bias", bias) for i, (_, bias) in enumerate(layers[:count])])
 
 
-def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arithmetic) -> dict[str, float]:
+def train_teacher(
+    net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arithmetic
+) -> dict[str, float]:
     """Train a network by a recipe that has a `teacher`; afterwards it answers, and learns no more.
 
     Returns:
-        Its `validation_accuracy`, 0...1, the `seconds` of its training, and the number of its `parameters`.
+        Its `validation_accuracy`, 0...1, the `seconds` of its training, and the number of its
+        `parameters`.
 
     Raises:
         TrainingError: the pictures are too small or too few; or training diverged.
@@ -173,9 +194,13 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
     teacher = recipe.teacher
     assert teacher is not None
     if min(data.size) < _SMALLEST:
-        raise TrainingError(f"recipe: teacher: pictures of {data.size} pixels are too small, at least 9x9")
+        raise TrainingError(
+            f"recipe: teacher: pictures of {data.size} pixels are too small, at least 9x9"
+        )
     if len(data.train) < teacher.batch_size:
-        raise TrainingError(f"recipe: teacher.batch_size: there are only {len(data.train)} training images")
+        raise TrainingError(
+            f"recipe: teacher.batch_size: there are only {len(data.train)} training images"
+        )
     began = time.monotonic()
     sample = data.normalise(torch.from_numpy(data.train.pixels[:_WHITENING_IMAGES]))
     net.reset_parameters(sample, torch.Generator().manual_seed(recipe.seed))
@@ -188,23 +213,36 @@ def train_teacher(net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arit
     for epoch in range(teacher.epochs):
         net.train()
         loss_sum = torch.zeros((), device=run.device)
-        batches = data.epoch(teacher.batch_size, settings, np.random.default_rng((recipe.seed, epoch)))
+        batches = data.epoch(
+            teacher.batch_size, settings, np.random.default_rng((recipe.seed, epoch))
+        )
         for step, (indices, pixels, labels) in enumerate(batches):
             mirrored = torch.from_numpy(mirrored_first[indices] ^ (epoch % 2 == 1))
             pixels[mirrored] = pixels[mirrored].flip(-1)
             normalised = data.normalise(pixels.to(run.device))
             progress = (epoch + step / steps) / teacher.epochs
-            loss_sum += _step(net, optimisers, filters, run, normalised, labels.to(run.device), progress)
+            loss_sum += _step(
+                net, optimisers, filters, run, normalised, labels.to(run.device), progress
+            )
         loss = loss_sum.item() / (steps * teacher.batch_size)
         if not math.isfinite(loss):
-            raise TrainingError(f"teacher: epoch {epoch + 1}: the loss is not finite; lower its learning rate")
+            raise TrainingError(
+                f"teacher: epoch {epoch + 1}: the loss is not finite; lower its learning rate"
+            )
         net.eval()
-        found = [answers(net, data.normalise(each.to(run.device)), run).argmax(1) for each in data.validation_batches()]
+        found = [
+            answers(net, data.normalise(each.to(run.device)), run).argmax(1)
+            for each in data.validation_batches()
+        ]
         accuracy = float((torch.cat(found).cpu().numpy() == data.validation.labels).mean())
         text = "teacher: epoch %d of %d: loss %.3f, validation accuracy %.2f%%, %.0f s"
         logger.info(text, epoch + 1, teacher.epochs, loss, 100 * accuracy, time.monotonic() - began)
     seconds = time.monotonic() - began
-    return {"validation_accuracy": accuracy, "seconds": seconds, "parameters": count_parameters(net)}
+    return {
+        "validation_accuracy": accuracy,
+        "seconds": seconds,
+        "parameters": count_parameters(net),
+    }
 
 
 def _step(
@@ -224,7 +262,9 @@ def _step(
     loss = F.cross_entropy(logits.float(), labels, label_smoothing=_SMOOTHING, reduction="sum")
     loss.backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        for convolution in net.convolutions():  # a batch norm follows: the norm sets no more than the pace
+        for (
+            convolution
+        ) in net.convolutions():  # a batch norm follows: the norm sets no more than the pace
             convolution.weight.mul_(len(convolution.weight) ** 0.5 / convolution.weight.norm())
     step_all(optimisers, filters)
     return loss.detach()
@@ -238,8 +278,12 @@ def answers(net: TeacherNet, pixels: Tensor, run: Arithmetic) -> Tensor:
     return logits.float()
 
 
-def _optimisers(net: TeacherNet, recipe: Teacher, filters: Mapping[Tensor, Tensor]) -> list[torch.optim.Optimizer]:
-    """Return SGD for biases and head, and Muon for the convolutions; the loss is a sum over the batch."""
+def _optimisers(
+    net: TeacherNet, recipe: Teacher, filters: Mapping[Tensor, Tensor]
+) -> list[torch.optim.Optimizer]:
+    """Return SGD for biases and head, and Muon for the convolutions; the loss is a sum over the
+    batch.
+    """
     biases = [p for p in net.parameters() if p.requires_grad and p.ndim == 1]
     groups = [
         {"params": biases, "lr": _BIAS_RATE, "weight_decay": _DECAY / _BIAS_RATE},

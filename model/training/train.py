@@ -2,7 +2,8 @@
 
     data -> train -> half precision -> temperature -> test set, once -> config, weights, model card
 
-The test set is measured after the last choice is made: weights, temperature and recipe are fixed by then.
+The test set is measured after the last choice is made: weights, temperature and recipe are fixed by
+then.
 """
 
 import logging
@@ -66,17 +67,22 @@ def default_recipe(data: Path, checkpoint: str | None) -> Path:
     if checkpoint is not None:
         return RECIPES / "finetune.toml"
     if not is_cifar10(data):
-        raise TrainingError("--from CHECKPOINT: needed for a folder of pictures, unless a --recipe has an architecture")
+        raise TrainingError(
+            "--from CHECKPOINT: needed for a folder of pictures, unless a --recipe has an architecture"
+        )
     return RECIPES / "cifar10.toml"
 
 
-def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: str = "auto") -> dict[str, Any]:
+def run(
+    data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: str = "auto"
+) -> dict[str, Any]:
     """Train by a recipe and leave a servable folder: weights, config, model card, metrics.
 
     Recipe, data, checkpoint and folder are checked before the first step.
 
     Args:
-        data: folder with the binary version of CIFAR-10, or with a folder of pictures for each class.
+        data: folder with the binary version of CIFAR-10, or with a folder of pictures for each
+        class.
         out: folder for the results; made if absent.
         resume: continue the run that `out` holds; a complete run is only measured and written anew.
         device: see `model.runtime.device.choose_device`.
@@ -88,15 +94,17 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
         DatasetError: the data cannot be read or trained on.
         CheckpointError: the checkpoint to start from cannot be read.
         DeviceError: the device is not available here.
-        TrainingError: `out` holds something already and `resume` is false, or nothing that this recipe could
-            continue; the recipe does not fit the data; or training diverged.
+        TrainingError: `out` holds something already and `resume` is false, or nothing that this
+            recipe could continue; the recipe does not fit the data; or training diverged.
     """
     training_device = choose_device(device)
     dataset = open_dataset(data, recipe.validation, recipe.seed)
     run_folder.prepare_folder(out, data, resume=resume)
     start = start_from(recipe, len(dataset.labels), dataset.image_size)
     if (count := len(dataset.train)) < recipe.batch_size:
-        raise TrainingError(f"recipe: batch_size {recipe.batch_size}: there are only {count} training images")
+        raise TrainingError(
+            f"recipe: batch_size {recipe.batch_size}: there are only {count} training images"
+        )
     sizes = (len(dataset.labels), len(dataset.train), len(dataset.validation))
     logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
     _record_start(out, recipe, dataset)
@@ -105,7 +113,9 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     test = None if dataset.test is None else decode(dataset.test, start.preprocess, out)
     if start.weights is None:
         mean, std = channel_statistics(train.pixels)
-        start = replace(start, preprocess=start.preprocess.model_copy(update={"mean": mean, "std": std}))
+        start = replace(
+            start, preprocess=start.preprocess.model_copy(update={"mean": mean, "std": std})
+        )
     training = TrainingData(train, validation, start.preprocess.mean, start.preprocess.std)
     trainer = Trainer(recipe, start.config, training, out, training_device, start.weights)
     if resume and (out / run_folder.STATE_FILE).exists():
@@ -128,7 +138,10 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     logits = predict_logits(predictor, validation.pixels)
     checkpoint = calibrated(checkpoint, logits, validation.labels)
     reported = measured = _measure(logits, validation, checkpoint)
-    record = _record(trainer, start, dataset, checkpoint) | {"validation": measured.record(), "test": None}
+    record = _record(trainer, start, dataset, checkpoint) | {
+        "validation": measured.record(),
+        "test": None,
+    }
     if test is not None:
         reported = _measure(predict_logits(predictor, test.pixels), test, checkpoint)
         record["test"] = reported.record()
@@ -136,7 +149,9 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
     run_folder.write_confusion(out, reported, checkpoint.labels)
     run_folder.write_text(out / run_folder.CARD_FILE, run_folder.model_card(record, checkpoint))
     native.write(out, checkpoint, dtype=STORED_DTYPE, training=record)
-    if checkpoint.calibration is not None:  # of the rounded weights, so it holds for them in any dtype
+    if (
+        checkpoint.calibration is not None
+    ):  # of the rounded weights, so it holds for them in any dtype
         native.write_calibration(out, checkpoint.calibration)
     text = "%s: accuracy %.2f%% of %d images that were not trained on, after %.0f s of training"
     logger.info(text, data, 100 * reported.accuracy, reported.count, record["seconds"])
@@ -144,7 +159,9 @@ def run(data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: 
 
 
 def _record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Write recipe and split down, and warn of pictures to measure on that the start was trained on."""
+    """Write recipe and split down, and warn of pictures to measure on that the start was trained
+    on.
+    """
     split = SplitRecord.of(dataset.sets(), SplitRecord.read(recipe.checkpoint))
     run_folder.record_start(out, recipe, split)
     for name, files in dataset.sets().items():
@@ -168,13 +185,22 @@ def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
     if recipe.checkpoint is not None:
         return _from_checkpoint(recipe, recipe.checkpoint, classes)
     if recipe.architecture is None:
-        raise TrainingError("recipe: neither an architecture to train from scratch nor a checkpoint to fine-tune")
+        raise TrainingError(
+            "recipe: neither an architecture to train from scratch nor a checkpoint to fine-tune"
+        )
     size = recipe.image_size or image_size
     if size is None:
-        raise TrainingError("recipe: image_size: needed to train from scratch on pictures of any size")
+        raise TrainingError(
+            "recipe: image_size: needed to train from scratch on pictures of any size"
+        )
     half = (0.5, 0.5, 0.5)
     preprocess = PreprocessConfig(
-        size=size, resize="shortest_edge", resize_size=size, interpolation="bicubic", mean=half, std=half
+        size=size,
+        resize="shortest_edge",
+        resize_size=size,
+        interpolation="bicubic",
+        mean=half,
+        std=half,
     )
     return Start(recipe.architecture.config(size, classes), preprocess)
 
@@ -192,7 +218,9 @@ def read_start(recipe: Recipe, source: str) -> Checkpoint:
 def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
     checkpoint = read_start(recipe, source)
     if checkpoint.vit.in_channels != 3:
-        raise TrainingError(f"{source}: takes greyscale pictures; only models of RGB pictures can be fine-tuned")
+        raise TrainingError(
+            f"{source}: takes greyscale pictures; only models of RGB pictures can be fine-tuned"
+        )
     config = checkpoint.vit.model_copy(update={"num_classes": classes})
     weights = dict(checkpoint.build().state_dict())  # built, so that all of them are checked
     for name in [name for name in weights if name.startswith(("head.", "head_dist."))]:
@@ -201,13 +229,21 @@ def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
 
 
 def rounded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the very numbers that are stored and served, float32, and without its temperature."""
-    tensors = {name: tensor.detach().cpu().to(STORED_DTYPE).float() for name, tensor in checkpoint.tensors.items()}
+    """Return a checkpoint with the very numbers that are stored and served, float32, and without
+    its temperature.
+    """
+    tensors = {
+        name: tensor.detach().cpu().to(STORED_DTYPE).float()
+        for name, tensor in checkpoint.tensors.items()
+    }
     return replace(checkpoint, tensors=tensors, temperature=1.0)
 
 
-def calibrated(checkpoint: Checkpoint, logits: NDArray[np.float32], truth: NDArray[np.int64]) -> Checkpoint:
-    """Return a checkpoint with fitted scores and, if there are enough images, what makes sets of labels.
+def calibrated(
+    checkpoint: Checkpoint, logits: NDArray[np.float32], truth: NDArray[np.int64]
+) -> Checkpoint:
+    """Return a checkpoint with fitted scores and, if there are enough images, what makes sets of
+    labels.
 
     Args:
         logits: [N, K], of validation images at temperature 1.
@@ -221,9 +257,11 @@ def calibrated(checkpoint: Checkpoint, logits: NDArray[np.float32], truth: NDArr
 
 
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
-    """Return the size of stored training pictures: the model's input size, or larger where random parts are resized.
+    """Return the size of stored training pictures: the model's input size, or larger where random
+    parts are resized.
 
-    Like the model's own picture a larger picture is a centre crop, but of all that the crop leaves of the shorter side.
+    Like the model's own picture a larger picture is a centre crop, but of all that the crop leaves
+    of the shorter side.
     """
     preprocess = start.preprocess
     if not recipe.augmentation.resized_crop:
@@ -239,7 +277,9 @@ def _measure(logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint
     return measure(scores.astype(np.float32), images.labels, checkpoint.labels)
 
 
-def _record(trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkpoint) -> dict[str, Any]:
+def _record(
+    trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkpoint
+) -> dict[str, Any]:
     """Return what a run did and cost, teacher included, as JSON types."""
     teacher = trainer.teacher
     assert trainer.best is not None

@@ -1,7 +1,8 @@
-"""The pictures of a run, an epoch's batches of them, and random changes: of each by itself, by Pillow, and of pairs.
+"""The pictures of a run, an epoch's batches of them, and random changes: of each by itself, by
+Pillow, and of pairs.
 
-TrivialAugment: Müller and Hutter 2021, https://arxiv.org/abs/2103.10158, table 1 (the "RA" space that they use beside
-the wide one). What comes into view is black.
+TrivialAugment: Müller and Hutter 2021, https://arxiv.org/abs/2103.10158, table 1 (the "RA" space
+that they use beside the wide one). What comes into view is black.
 """
 
 import math
@@ -26,13 +27,19 @@ _VALIDATION_PIXELS = 500 * 32 * 32
 
 
 class Arithmetic:
-    """The device that a run computes on, and its dtype of activations and gradients; weights are float32."""
+    """The device that a run computes on, and its dtype of activations and gradients; weights are
+    float32.
+    """
 
     def __init__(self, precision: str, device: torch.device) -> None:
         self.device, self.dtype = device, choose_dtype(precision, device)
-        if self.dtype == torch.float16:  # would need loss scaling; only devices older than 2020 get here
+        if (
+            self.dtype == torch.float16
+        ):  # would need loss scaling; only devices older than 2020 get here
             self.dtype = torch.float32
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        self.autocast = torch.autocast(
+            device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
+        )
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,12 @@ class TrainingData:
     def epoch(
         self, batch_size: int, settings: Augmentation, generator: np.random.Generator
     ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
-        """Yield an epoch's batches, each augmented while the one before it is used; a last, smaller one is left out.
+        """Yield an epoch's batches, each augmented while the one before it is used; a last, smaller
+        one is left out.
 
         Yields:
-            Indices of training images, int64 [B]; their pixels, uint8 [B, C, rows, columns]; their labels, int64 [B].
+            Indices of training images, int64 [B]; their pixels, uint8 [B, C, rows, columns]; their
+            labels, int64 [B].
         """
         order = generator.permutation(len(self.train))
         batches = order[: len(order) - len(order) % batch_size].reshape(-1, batch_size)
@@ -116,7 +125,8 @@ def augment(
 
     Args:
         pixels: uint8 [B, 3, H, W].
-        size: (rows, columns) of the result; not above H, W with their padding unless crops are resized.
+        size: (rows, columns) of the result; not above H, W with their padding unless crops are
+        resized.
 
     Returns:
         uint8 [B, 3, rows, columns].
@@ -128,7 +138,9 @@ def augment(
     return np.stack([np.asarray(image) for image in changed]).transpose(0, 3, 1, 2)
 
 
-def _augment_one(image: Image.Image, size: Size, settings: Augmentation, generator: np.random.Generator) -> Image.Image:
+def _augment_one(
+    image: Image.Image, size: Size, settings: Augmentation, generator: np.random.Generator
+) -> Image.Image:
     if settings.resized_crop:
         image = random_resized_crop(image, size, settings.resized_crop, generator)
     else:
@@ -136,7 +148,9 @@ def _augment_one(image: Image.Image, size: Size, settings: Augmentation, generat
     if settings.flip and generator.random() < 0.5:
         image = ImageOps.mirror(image)
     if generator.random() < settings.resample:
-        large = image.resize((_ENLARGED * image.width, _ENLARGED * image.height), Image.Resampling.BICUBIC)
+        large = image.resize(
+            (_ENLARGED * image.width, _ENLARGED * image.height), Image.Resampling.BICUBIC
+        )
         image = large.resize(image.size, Image.Resampling.BICUBIC)
     if generator.random() < settings.trivial_augment:
         operation = OPERATIONS[generator.integers(len(OPERATIONS))]
@@ -144,8 +158,13 @@ def _augment_one(image: Image.Image, size: Size, settings: Augmentation, generat
     return image
 
 
-def random_crop(image: Image.Image, size: Size, padding: int, generator: np.random.Generator) -> Image.Image:
-    """Cut a random part of `size` out, after `padding` pixels of black were put around (He et al. 2015, 4.2)."""
+def random_crop(
+    image: Image.Image, size: Size, padding: int, generator: np.random.Generator
+) -> Image.Image:
+    """Cut a random part of `size` out, after `padding` pixels of black were put around (He et al.
+
+    2015, 4.2).
+    """
     top = int(generator.integers(image.height + 2 * padding - size[0] + 1)) - padding
     left = int(generator.integers(image.width + 2 * padding - size[1] + 1)) - padding
     return image.crop((left, top, left + size[1], top + size[0]))  # outside it is black
@@ -156,8 +175,9 @@ def random_resized_crop(
 ) -> Image.Image:
     """Resize a random part of a picture to `size`.
 
-    Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6; torchvision's `RandomResizedCrop`. Where no part
-    of an allowed shape was drawn (very long pictures), it is the largest part of allowed shape in the middle.
+    Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6; torchvision's
+    `RandomResizedCrop`. Where no part of an allowed shape was drawn (very long pictures), it is the
+    largest part of allowed shape in the middle.
 
     Args:
         least_share: of the picture's area that the part covers, above 0 and up to 1.
@@ -171,21 +191,38 @@ def random_resized_crop(
         wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < wide <= image.width and 0 < high <= image.height:
             width, height = wide, high
-            left, top = (int(generator.integers(room + 1)) for room in (image.width - wide, image.height - high))
+            left, top = (
+                int(generator.integers(room + 1))
+                for room in (image.width - wide, image.height - high)
+            )
             break
     box = (left, top, left + width, top + height)
     return image.resize((size[1], size[0]), Image.Resampling.BILINEAR, box=box)
 
 
 def _enhance(
-    kind: type[ImageEnhance.Color | ImageEnhance.Contrast | ImageEnhance.Brightness | ImageEnhance.Sharpness],
+    kind: type[
+        ImageEnhance.Color
+        | ImageEnhance.Contrast
+        | ImageEnhance.Brightness
+        | ImageEnhance.Sharpness
+    ],
 ) -> Operation:
     return lambda image, strength: kind(image).enhance(1 + _MAX_ENHANCEMENT * strength)
 
 
-def _shift(image: Image.Image, across: tuple[float, float], down: tuple[float, float]) -> Image.Image:
+def _shift(
+    image: Image.Image, across: tuple[float, float], down: tuple[float, float]
+) -> Image.Image:
     """Move a picture by (constant, factor of the distance from the middle) pixels across and down."""
-    matrix = (1, across[1], across[0] - across[1] * image.height / 2, down[1], 1, down[0] - down[1] * image.width / 2)
+    matrix = (
+        1,
+        across[1],
+        across[0] - across[1] * image.height / 2,
+        down[1],
+        1,
+        down[0] - down[1] * image.width / 2,
+    )
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
 
 
@@ -208,11 +245,14 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
 )
 
 
-def mix(pixels: Tensor, targets: Tensor, mixing: Mixing, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
+def mix(
+    pixels: Tensor, targets: Tensor, mixing: Mixing, generator: np.random.Generator
+) -> tuple[Tensor, Tensor]:
     """Mix the images of a batch in pairs, the first with the last and so on, or leave it as it is.
 
-    Mixup (Zhang et al. 2017, https://arxiv.org/abs/1710.09412) blends all pixels; CutMix (Yun et al. 2019,
-    https://arxiv.org/abs/1905.04899) replaces a rectangle. As in timm, the proportion is one for a whole batch.
+    Mixup (Zhang et al. 2017, https://arxiv.org/abs/1710.09412) blends all pixels; CutMix (Yun et
+    al. 2019, https://arxiv.org/abs/1905.04899) replaces a rectangle. As in timm, the proportion is
+    one for a whole batch.
 
     Args:
         pixels: float32 [B, C, H, W].

@@ -1,4 +1,5 @@
-"""Answers about image files, by a model of this process or by a server: one interface for the subcommands.
+"""Answers about image files, by a model of this process or by a server: one interface for the
+subcommands.
 
 A file's answer is a value, or a text that says why there is none.
 """
@@ -55,7 +56,8 @@ _MOST_MAPS: Final = 8
 # Between two looks whether a server has fitted a head.
 _LOOK_SECONDS: Final = 0.25
 _FIT_SECONDS: Final = 120.0
-# No other picture would be taken either: forbidden, nothing is taught, the name is taken, or the head is full.
+# No other picture would be taken either: forbidden, nothing is taught, the name is taken, or the
+# head is full.
 _OF_THE_HEAD: Final = (403, 404, 409)
 
 _Answer = TypeVar("_Answer")
@@ -64,7 +66,9 @@ Embedding = NDArray[np.float32]
 
 
 class SeenMaps(NamedTuple):
-    """The maps of a picture, one for each class that was asked for, and the picture as the model saw it."""
+    """The maps of a picture, one for each class that was asked for, and the picture as the model
+    saw it.
+    """
 
     seen: ModelInput
     maps: list[AttentionMap]
@@ -73,24 +77,33 @@ class SeenMaps(NamedTuple):
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, which a command without it does without, `--model` and `--api-key`."""
     parser.add_argument("--url", help="ask this server instead of loading the model here")
-    parser.add_argument("--model", help="which of the server's models answers. Default: the server's default")
+    parser.add_argument(
+        "--model", help="which of the server's models answers. Default: the server's default"
+    )
     parser.add_argument("--api-key", help="key of the server, without its name [VIT_API_KEY]")
-    parser.add_argument("--shrink", action="store_true", help="with --url: send large pictures smaller")
+    parser.add_argument(
+        "--shrink", action="store_true", help="with --url: send large pictures smaller"
+    )
 
 
 @contextmanager
-def answers_from(arguments: argparse.Namespace, of_server: Collection[str] = ()) -> "Iterator[Answers]":
+def answers_from(
+    arguments: argparse.Namespace, of_server: Collection[str] = ()
+) -> "Iterator[Answers]":
     """Give what the flags name: the server at `--url`, or a model that is loaded here.
 
-    Both classify and embed files, and yield each with its answer or a text that says why there is none. `teach` yields
-    each file with its number among the examples of a head, and `taught` what the head then knows of itself.
+    Both classify and embed files, and yield each with its answer or a text that says why there is
+    none. `teach` yields each file with its number among the examples of a head, and `taught` what
+    the head then knows of itself.
 
     Args:
-        of_server: settings among the flags that this command sends to a server; others need a model that is loaded.
+        of_server: settings among the flags that this command sends to a server; others need a model
+        that is loaded.
 
     Raises:
         InputError: the server cannot be asked; one line that says what to do.
-        SettingsError, CheckpointError, DeviceError: one line that says why the model cannot be loaded.
+        SettingsError, CheckpointError, DeviceError: one line that says why the model cannot be
+        loaded.
     """
     url: str | None = arguments.url
     if url is None:
@@ -146,44 +159,64 @@ class LocalAnswers:
         self.labels = self._info.labels
         self._examples: dict[Path, Embedding] = {}
 
-    def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
-        """Yield each file with its `predictions`, and the fields of its set of labels if the model has a coverage."""
+    def classify(
+        self, files: Sequence[Path], top_k: int
+    ) -> Iterator[tuple[Path, dict[str, Any] | str]]:
+        """Yield each file with its `predictions`, and the fields of its set of labels if the model
+        has a coverage.
+        """
         info = self._info
         labels_of_request(None, info.zero_shot, info.config)
-        requested = RequestedOutputs(min(top_k, info.config.num_classes), label_set=info.coverage is not None)
+        requested = RequestedOutputs(
+            min(top_k, info.config.num_classes), label_set=info.coverage is not None
+        )
 
         def answer(_: ModelInput, outputs: list[Outputs]) -> dict[str, Any]:
             [each] = outputs
             kept = each.predicted()
-            predictions = ranked(info.labels, each.indices[kept].tolist(), each.scores[kept].tolist())
+            predictions = ranked(
+                info.labels, each.indices[kept].tolist(), each.scores[kept].tolist()
+            )
             label_set = None if each.label_set is None else each.label_set.tolist()
-            answered = {"predictions": predictions, "abstained": each.abstains, **set_fields(info.labels, label_set)}
+            answered = {
+                "predictions": predictions,
+                "abstained": each.abstains,
+                **set_fields(info.labels, label_set),
+            }
             if each.abstains:
                 answered["abstained_by"] = each.abstained_by()
             return answered
 
         return self._answers(files, [requested], answer)
 
-    def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
+    def embed(
+        self, files: Sequence[Path], pool: Pooling, normalize: bool
+    ) -> Iterator[tuple[Path, Embedding | str]]:
         """Yield each file with its embedding."""
 
         def answer(_: ModelInput, outputs: list[Outputs]) -> Embedding:
             assert outputs[0].embedding is not None, "it was requested"
             return outputs[0].embedding
 
-        requested = RequestedOutputs(1, embedding=parse_embedding(self._info.config, pool, normalize))
+        requested = RequestedOutputs(
+            1, embedding=parse_embedding(self._info.config, pool, normalize)
+        )
         return self._answers(files, [requested], answer)
 
     def maps(
         self, files: Sequence[Path], classes: Sequence[str], method: str | None
     ) -> Iterator[tuple[Path, SeenMaps | str]]:
         """Yield each file with its maps, by default of its best class."""
-        wanted = parse_maps(self._info.config, self.labels, classes=",".join(classes) or None, method=method)
+        wanted = parse_maps(
+            self._info.config, self.labels, classes=",".join(classes) or None, method=method
+        )
 
         def answer(seen: ModelInput, outputs: list[Outputs]) -> SeenMaps:
             return SeenMaps(seen, [each.map for each in outputs if each.map is not None])
 
-        return self._answers(files, [RequestedOutputs(1, each) for each in wanted], answer, most=_MOST_MAPS)
+        return self._answers(
+            files, [RequestedOutputs(1, each) for each in wanted], answer, most=_MOST_MAPS
+        )
 
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
         """Yield each file with its number once it is an example of its label."""
@@ -219,16 +252,28 @@ class LocalAnswers:
         answer: Callable[[ModelInput, list[Outputs]], _Answer],
         most: int | None = None,
     ) -> Iterator[tuple[Path, _Answer | str]]:
-        """Yield each file with what `answer` makes of its picture and its outputs, one for each request.
+        """Yield each file with what `answer` makes of its picture and its outputs, one for each
+        request.
 
         Files are decoded on all cores, and computed in the largest batches, of `most` at most.
         """
-        remaining, size = iter(files), min(most or self._predictor.max_batch, self._predictor.max_batch)
+        remaining, size = (
+            iter(files),
+            min(most or self._predictor.max_batch, self._predictor.max_batch),
+        )
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             while batch := list(islice(remaining, size)):
-                pictures = list(pool.map(lambda file: read_input(file, self._info.preprocess, self._settings), batch))
+                pictures = list(
+                    pool.map(
+                        lambda file: read_input(file, self._info.preprocess, self._settings), batch
+                    )
+                )
                 pixels = [picture.pixels for picture in pictures if not isinstance(picture, str)]
-                passes = [self._predictor.predict(np.stack(pixels), request) for request in requests if pixels]
+                passes = [
+                    self._predictor.predict(np.stack(pixels), request)
+                    for request in requests
+                    if pixels
+                ]
                 outputs = map(list, zip(*passes, strict=True))
                 for file, picture in zip(batch, pictures, strict=True):
                     if isinstance(picture, str):
@@ -236,7 +281,12 @@ class LocalAnswers:
                         continue
                     own = next(outputs)
                     finite = all(each.finite for each in own)
-                    yield file, answer(picture, own) if finite else "the model gives no finite score for this picture"
+                    yield (
+                        file,
+                        answer(picture, own)
+                        if finite
+                        else "the model gives no finite score for this picture",
+                    )
 
 
 class _ServerAnswers:
@@ -245,7 +295,9 @@ class _ServerAnswers:
     def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
         self._client, self._arguments, self._model = client, arguments, arguments.model
 
-    def classify(self, files: Sequence[Path], top_k: int) -> Iterator[tuple[Path, dict[str, Any] | str]]:
+    def classify(
+        self, files: Sequence[Path], top_k: int
+    ) -> Iterator[tuple[Path, dict[str, Any] | str]]:
         labels = self._labels()
         top_k = min(top_k, len(labels) if labels else self._client.model(self._model).classes)
 
@@ -263,7 +315,9 @@ class _ServerAnswers:
 
         return read_labels(text, None)
 
-    def embed(self, files: Sequence[Path], pool: Pooling, normalize: bool) -> Iterator[tuple[Path, Embedding | str]]:
+    def embed(
+        self, files: Sequence[Path], pool: Pooling, normalize: bool
+    ) -> Iterator[tuple[Path, Embedding | str]]:
         self._client.model(self._model)  # one error for all files where there is no service
         own = {"pool": pool, "normalize": normalize, "model": self._model}
         return self._stream(files, lambda file: self._client.embed(file, **own))
@@ -293,15 +347,20 @@ class _ServerAnswers:
         """Yield each file with its answer, or with why it has none, as long as the server answers.
 
         Raises:
-            ClientError: `_LOST_IN_A_ROW` consecutive files got no answer; the others would only wait.
+            ClientError: `_LOST_IN_A_ROW` consecutive files got no answer; the others would only
+            wait.
         """
         lost = 0
-        for number, (file, answer) in enumerate(self._client.stream(files, ask, concurrency=concurrency), start=1):
+        for number, (file, answer) in enumerate(
+            self._client.stream(files, ask, concurrency=concurrency), start=1
+        ):
             lost = lost + 1 if isinstance(answer, Unreachable) else 0
             yield file, str(answer) if isinstance(answer, ClientError | OSError) else answer
             if lost == _LOST_IN_A_ROW and number < len(files):
                 left = len(files) - number
-                raise ClientError(f"no answer any more, {left} of {len(files)} files were not asked about")
+                raise ClientError(
+                    f"no answer any more, {left} of {len(files)} files were not asked about"
+                )
 
 
 Answers = LocalAnswers | _ServerAnswers

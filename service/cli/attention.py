@@ -25,9 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve attention`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
     parser.add_argument(
-        "-o", "--output", "--out", type=Path, metavar="OUT", help="a folder; for one picture also a file, OUT.png"
+        "-o",
+        "--output",
+        "--out",
+        type=Path,
+        metavar="OUT",
+        help="a folder; for one picture also a file, OUT.png",
     )
-    parser.add_argument("--sheet", type=Path, metavar="FILE", help="all of them small, with labels, in one PNG")
+    parser.add_argument(
+        "--sheet", type=Path, metavar="FILE", help="all of them small, with labels, in one PNG"
+    )
     parser.add_argument("--method", help=f"one of {', '.join(METHODS)} (default: {METHODS[0]})")
     parser.add_argument(
         "--class",
@@ -42,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the maps of everything that is named, and return 1 if any file has none; the others have theirs."""
+    """Write the maps of everything that is named, and return 1 if any file has none; the others
+    have theirs.
+    """
     files = find_images(arguments.paths)
     targets, settings = _targets(arguments, files), settings_from(arguments)
     source = LocalAnswers(arguments)
@@ -59,7 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
             sheet.add(drawing, file.name, description)
         tqdm.write(f"{target or file}: {description}", file=sys.stdout)
 
-    code = handle_answers(source.maps(files, arguments.classes, arguments.method), len(files), write, "map")
+    code = handle_answers(
+        source.maps(files, arguments.classes, arguments.method), len(files), write, "map"
+    )
     if sheet is not None:
         _save(sheet.image, arguments.sheet)
     return code
@@ -81,8 +92,8 @@ def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path,
         folder.mkdir(exist_ok=True)
     pictures: dict[Path, Path] = {}
     for picture in files:
-        # `.heat` keeps a map from taking its picture's place where both are in one folder; -2, -3, ... follow the names
-        # of pictures that are called alike, in several folders.
+        # `.heat` keeps a map from taking its picture's place where both are in one folder; -2, -3,
+        # ... follow the names of pictures that are called alike, in several folders.
         numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
         names = (folder / f"{picture.stem}{number}.heat.png" for number in numbers)
         pictures[next(name for name in names if name not in pictures)] = picture
@@ -90,12 +101,19 @@ def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path,
 
 
 def _draw(
-    arguments: argparse.Namespace, settings: Settings, labels: Sequence[str], file: Path, found: SeenMaps
+    arguments: argparse.Namespace,
+    settings: Settings,
+    labels: Sequence[str],
+    file: Path,
+    found: SeenMaps,
 ) -> Image.Image:
     """Return the maps of a file side by side; raises ImageError when its photo cannot be read."""
     picture, region = found.seen.pixels, None
     if default_view(picture.shape[:2]) == "photo":
-        bounds: dict[str, Any] = {"max_pixels": settings.max_image_pixels, "scaled_decode": settings.scaled_decode}
+        bounds: dict[str, Any] = {
+            "max_pixels": settings.max_image_pixels,
+            "scaled_decode": settings.scaled_decode,
+        }
         picture, region = upright_photo(file.read_bytes(), found.seen.region, **bounds)
     name = file.name if arguments.side_by_side else None
     return draw_maps(found.maps, labels, picture=picture, region=region, name=name)
@@ -111,9 +129,14 @@ def _described(found: AttentionMap, labels: Sequence[str]) -> str:
 
 def _require_place(file: Path) -> None:
     if file.is_dir() or not file.parent.is_dir():
-        raise InputError("output", f"{file}: not a file in a folder that exists: make the folder, or name a file in it")
+        raise InputError(
+            "output",
+            f"{file}: not a file in a folder that exists: make the folder, or name a file in it",
+        )
     if file.suffix.lower() != ".png":
-        raise InputError("output", f"{file}: expected a name that ends in .png, which is what is written")
+        raise InputError(
+            "output", f"{file}: expected a name that ends in .png, which is what is written"
+        )
 
 
 def _save(drawing: Image.Image, target: Path) -> None:

@@ -1,4 +1,6 @@
-"""`vitserve calibrate CHECKPOINT`: its temperature, and what sets of labels are made by, from labelled pictures."""
+"""`vitserve calibrate CHECKPOINT`: its temperature, and what sets of labels are made by, from
+labelled pictures.
+"""
 
 import argparse
 from dataclasses import replace
@@ -76,14 +78,19 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint = predictor.checkpoint
     require_classes(checkpoint.config)
     if checkpoint.multi_label or checkpoint.config.num_classes == 1:
-        raise InputError("checkpoint", f"{checkpoint.name}: its scores are independent: no set holds one right label")
+        raise InputError(
+            "checkpoint",
+            f"{checkpoint.name}: its scores are independent: no set holds one right label",
+        )
     truth = pictures.truth(info.labels, info.name)
     predictor.warm_up()
 
     drawn = np.random.default_rng(0).permutation(len(truth))[:_MOST_PICTURES]
     logits = predict_logits(predictor, pictures.files.take(drawn))
     if not np.isfinite(logits).all():
-        raise InputError("data", f"{info.name}: gives scores that are not finite for these pictures")
+        raise InputError(
+            "data", f"{info.name}: gives scores that are not finite for these pictures"
+        )
     coverages = (coverage, *(each for each in (0.8, 0.9, 0.95, 0.99) if each != coverage))
     before = Fit(checkpoint.temperature, checkpoint.form)
     found = calibrate(logits, truth[drawn], before, arguments.data.name, coverages)
@@ -96,17 +103,21 @@ def run(arguments: argparse.Namespace) -> int:
             # Read again: a predictor of a kept graph has no tensors.
             whole = checkpoint_from(settings)
             calibrated = replace(
-                whole, temperature=calibration.temperature, form=calibration.form, calibration=calibration
+                whole,
+                temperature=calibration.temperature,
+                form=calibration.form,
+                calibration=calibration,
             )
             native.write(folder, calibrated)
             copy_record(settings.checkpoint, folder)
     _print(info.name, found, left)
-    print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")  # noqa: T201
+    print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")
     return 0
 
 
 def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
-    """Open labelled pictures; of those that the checkpoint was trained with, the ones that it was not trained on.
+    """Open labelled pictures; of those that the checkpoint was trained with, the ones that it was
+    not trained on.
 
     Raises:
         DatasetError: the data cannot be read.
@@ -127,7 +138,8 @@ def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
         if record.holds_out:
             remedy += ", or all that `train` was given: those that it held out are then used"
         raise InputError(
-            "data", f"{data}: {count} of {len(trained)} pictures were trained on by {checkpoint}: {remedy}"
+            "data",
+            f"{data}: {count} of {len(trained)} pictures were trained on by {checkpoint}: {remedy}",
         )
     left = np.flatnonzero(~trained)
     note = f"{data}: {len(left)} pictures that {checkpoint} was not trained on are used, {count} others are not"
@@ -135,17 +147,23 @@ def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
 
 
 def _print(name: str, found: Calibrated, left: int) -> None:
-    """Print how scores do on the pictures that they were not fitted to, and the sets of each coverage."""
+    """Print how scores do on the pictures that they were not fitted to, and the sets of each
+    coverage.
+    """
     why = ": nothing fits better" if found.fitted else ": too few, or all right"
     how = f"by {found.form}, fitted to {found.fitted}" if found.form else f"as they were{why}"
     (loss, error), (now, remaining) = found.before, found.after
-    print(f"{name}: {left + found.fitted} pictures; scores {how}")  # noqa: T201
-    print(f"  on the other {left}: log loss {loss:.4f} -> {now:.4f}, calibration error {error:.2%} -> {remaining:.2%}")  # noqa: T201
+    print(f"{name}: {left + found.fitted} pictures; scores {how}")
+    print(
+        f"  on the other {left}: log loss {loss:.4f} -> {now:.4f}, calibration error {error:.2%} -> {remaining:.2%}"
+    )
     if found.sets:
-        print(f"sets of labels, measured on halves of {left} pictures while the other halves calibrate:")  # noqa: T201
-        print("  coverage  holds the right label  labels in a set  abstained")  # noqa: T201
+        print(
+            f"sets of labels, measured on halves of {left} pictures while the other halves calibrate:"
+        )
+        print("  coverage  holds the right label  labels in a set  abstained")
     for coverage, sets in found.sets.items():
-        print(f"  {coverage:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")  # noqa: T201
+        print(f"  {coverage:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")
 
 
 def _require_own_folder(settings: Settings) -> None:
@@ -155,11 +173,15 @@ def _require_own_folder(settings: Settings) -> None:
 
     changed = [name for name in ("image_size", "preprocess") if getattr(settings, name) is not None]
     folder = Path(settings.checkpoint).expanduser()
-    of_hub = any(part.startswith("models--") for part in folder.absolute().parts)  # the cache, which is not ours
+    of_hub = any(
+        part.startswith("models--") for part in folder.absolute().parts
+    )  # the cache, which is not ours
     if changed:
         why = f"--{changed[0].replace('_', '-')} makes another model of it"
     elif settings.checkpoint == "bundled" or of_hub or not recognises(Files(folder, str(folder))):
         why = "is no folder of your own"
     else:
         return
-    raise InputError("out", f"{settings.checkpoint}: {why}: give --out DIR, which gets a calibrated copy")
+    raise InputError(
+        "out", f"{settings.checkpoint}: {why}: give --out DIR, which gets a calibrated copy"
+    )

@@ -23,10 +23,14 @@ Answer = dict[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve classify`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
-    parser.add_argument("--top-k", type=int, metavar="N", help=f"classes of each picture (default: {DEFAULT_TOP_K})")
+    parser.add_argument(
+        "--top-k", type=int, metavar="N", help=f"classes of each picture (default: {DEFAULT_TOP_K})"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--csv", action="store_true", help=f"print CSV: file, rank, label, index, score, error, {', '.join(SET)}"
+        "--csv",
+        action="store_true",
+        help=f"print CSV: file, rank, label, index, score, error, {', '.join(SET)}",
     )
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
     add_server_flags(parser)
@@ -34,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Classify everything that is named, and return 1 if any file has no answer; the others have theirs."""
+    """Classify everything that is named, and return 1 if any file has no answer; the others have
+    theirs.
+    """
     if arguments.top_k is not None and arguments.top_k < 1:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
@@ -42,7 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         answers = source.classify(files, arguments.top_k or DEFAULT_TOP_K)
         write = _writer(arguments)
         return handle_answers(
-            answers, len(files), write, "answer", failure=lambda file, reason: write(file, {"error": reason})
+            answers,
+            len(files),
+            write,
+            "answer",
+            failure=lambda file, reason: write(file, {"error": reason}),
         )
 
 
@@ -59,7 +69,9 @@ def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
 
 
 def _json(answer: Answer) -> str:
-    """Return an answer as JSON; characters that standard output lacks are escaped, so that none is lost."""
+    """Return an answer as JSON; characters that standard output lacks are escaped, so that none is
+    lost.
+    """
     text = json.dumps(answer, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding)
@@ -73,7 +85,9 @@ def _rows(file: Path, answer: Answer) -> Iterator[dict[str, Any]]:
         yield {"file": file, **answer}
         return
     fields: Answer = {
-        name: "; ".join(answer[name]) if name == "set" else answer[name] for name in SET if name in answer
+        name: "; ".join(answer[name]) if name == "set" else answer[name]
+        for name in SET
+        if name in answer
     }
     for rank, prediction in enumerate(answer["predictions"], start=1):
         yield {"file": file, "rank": rank, **prediction, **fields}
@@ -89,7 +103,10 @@ _WHY: Final = {
 def _text(file: Path, answer: Answer) -> str:
     if "error" in answer:
         return f"{file}\n  error: {answer['error']}"
-    lines = [str(file), *(f"{each['score']:8.2%}  {each['label']}" for each in answer["predictions"])]
+    lines = [
+        str(file),
+        *(f"{each['score']:8.2%}  {each['label']}" for each in answer["predictions"]),
+    ]
     if answer.get("abstained"):
         lines.append(f"  abstained: {_WHY[answer.get('abstained_by', 'coverage')]}")
     elif "set" in answer:

@@ -19,7 +19,9 @@ from service.engine.loading import checkpoint_from
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve convert`."""
     add_checkpoint(parser)
-    parser.add_argument("-o", "--output", "--out", type=Path, required=True, metavar="DIR", help="made if absent")
+    parser.add_argument(
+        "-o", "--output", "--out", type=Path, required=True, metavar="DIR", help="made if absent"
+    )
     add_setting_flags(parser, CHECKPOINT_FLAGS)
 
 
@@ -35,5 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     with writing(arguments.output):
         native.write(arguments.output, checkpoint)
         copy_record(settings.checkpoint, arguments.output)
-    print(f"{arguments.output}: {checkpoint.name}; serve it with: {serve_command(arguments.output)}")  # noqa: T201
+    print(
+        f"{arguments.output}: {checkpoint.name}; serve it with: {serve_command(arguments.output)}"
+    )
     return 0

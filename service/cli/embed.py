@@ -1,4 +1,7 @@
-"""`vitserve embed FILE|FOLDER... -o features.npy`: the embeddings of files, in-process or through a server."""
+"""`vitserve embed FILE|FOLDER...
+
+-o features.npy`: the embeddings of files, in-process or through a server.
+"""
 
 import argparse
 import csv
@@ -31,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=POOLINGS[0],
         help="what the head reads (default), the CLS token, or the mean of the patches",
     )
-    parser.add_argument("--normalize", action="store_true", help="divide each embedding by its L2 norm")
+    parser.add_argument(
+        "--normalize", action="store_true", help="divide each embedding by its L2 norm"
+    )
     add_server_flags(parser)
     add_setting_flags(parser)
 
@@ -40,18 +45,28 @@ def run(arguments: argparse.Namespace) -> int:
     """Write what is asked for, and return 1 if any file has no embedding; the others have theirs."""
     output: Path = arguments.output
     if output.suffix != ".npy":
-        raise InputError("output", f"{output}: expected a name that ends in .npy, such as {output.with_suffix('.npy')}")
+        raise InputError(
+            "output",
+            f"{output}: expected a name that ends in .npy, such as {output.with_suffix('.npy')}",
+        )
     if not output.parent.is_dir():
-        raise InputError("output", f"{output}: the folder {output.parent} does not exist: make it first")
+        raise InputError(
+            "output", f"{output}: the folder {output.parent} does not exist: make it first"
+        )
     files = find_images(arguments.paths)
     rows: list[tuple[Path, Embedding]] = []
     with answers_from(arguments) as source:
         answers = source.embed(files, arguments.pool, arguments.normalize)
-        code = handle_answers(answers, len(files), lambda file, row: rows.append((file, row)), "embedding")
+        code = handle_answers(
+            answers, len(files), lambda file, row: rows.append((file, row)), "embedding"
+        )
     if rows:
         table = output.with_suffix(".csv")
         with writing(output):
             np.save(output, np.stack([row for _, row in rows]), allow_pickle=False)
-        with writing(table), table.open("w", newline="", encoding="utf-8", errors="surrogateescape") as names:
+        with (
+            writing(table),
+            table.open("w", newline="", encoding="utf-8", errors="surrogateescape") as names,
+        ):
             csv.writer(names).writerows([("row", "file"), *enumerate(file for file, _ in rows)])
     return code

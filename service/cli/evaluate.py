@@ -1,4 +1,6 @@
-"""`vitserve evaluate`: accuracy and calibration error on labelled pictures; of pictures of no class, how sure it is."""
+"""`vitserve evaluate`: accuracy and calibration error on labelled pictures; of pictures of no
+class, how sure it is.
+"""
 
 import argparse
 from pathlib import Path
@@ -13,7 +15,12 @@ from model.data.split_record import SplitRecord, digests_of
 from model.errors import InputError
 from model.outputs import RequestedOutputs, require_classes
 from service.cli.image_files import find_images, print_notes
-from service.cli.setting_flags import CHECKPOINT_FLAGS, add_checkpoint, add_setting_flags, predictor_from
+from service.cli.setting_flags import (
+    CHECKPOINT_FLAGS,
+    add_checkpoint,
+    add_setting_flags,
+    predictor_from,
+)
 
 CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
@@ -53,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     known = None if arguments.data is None else open_evaluation_set(arguments.data)
     print_notes([] if known is None else known.notes)
     unknown = [] if arguments.unknown is None else find_images(arguments.unknown)
-    files = PictureFiles.of(unknown, np.zeros(len(unknown), np.int64)) if known is None else known.files
+    files = (
+        PictureFiles.of(unknown, np.zeros(len(unknown), np.int64)) if known is None else known.files
+    )
     from model.evaluation.evaluate import measure, outputs_of, scores_and_members  # noqa: PLC0415  torch is slow
 
     predictor, info, settings = predictor_from(arguments)
@@ -64,23 +73,25 @@ def run(arguments: argparse.Namespace) -> int:
     scores, members = scores_and_members(outputs, len(files), len(info.labels))
     if known is None or truth is None:
         best = scores.max(axis=1)
-        abstained = "" if info.coverage is None else f"; {(~members.any(axis=1)).mean():.1%} abstained"
-        print(  # noqa: T201
+        abstained = (
+            "" if info.coverage is None else f"; {(~members.any(axis=1)).mean():.1%} abstained"
+        )
+        print(
             f"{len(files)} pictures of none of its classes: the best score is {best.mean():.1%} on average, and above "
             f"{_SURE:.0%} for {(best > _SURE).mean():.1%}{abstained}"
         )
         return 0
     found = measure(scores, truth, info.labels)
     images = f"{found.count} {known.split} images".replace("  ", " ")
-    print(f"{info.name} on {info.device} in {info.dtype}: {found.accuracy:.2%} of {images} right")  # noqa: T201
-    print(f"loss {found.loss:.4f} nats, expected calibration error {found.calibration_error:.2%}")  # noqa: T201
+    print(f"{info.name} on {info.device} in {info.dtype}: {found.accuracy:.2%} of {images} right")
+    print(f"loss {found.loss:.4f} nats, expected calibration error {found.calibration_error:.2%}")
     _print_trained_on(known.files, settings.checkpoint)
     width = max(12, *(len(label) for label in found.per_class))
     for label, accuracy in found.per_class.items():
-        print(f"  {label:{width}} {accuracy:.1%}")  # noqa: T201
+        print(f"  {label:{width}} {accuracy:.1%}")
     if info.coverage is not None:
         sets = MeasuredSets.of(members, truth)
-        print(  # noqa: T201
+        print(
             f"sets for a coverage of {info.coverage:g}: {sets.covered:.2%} hold the right label, "
             f"{sets.labels:.2f} labels on average, {sets.abstained:.2%} abstained"
         )
@@ -94,4 +105,6 @@ def _print_trained_on(files: PictureFiles, checkpoint: str) -> None:
         return
     count = int(record.trained_on(digests_of(files)).sum())
     if count:
-        print(f"{count} of these {len(files)} pictures were trained on: new pictures are answered worse")  # noqa: T201
+        print(
+            f"{count} of these {len(files)} pictures were trained on: new pictures are answered worse"
+        )

@@ -19,7 +19,8 @@ _Answer = TypeVar("_Answer")
 
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
-    """Return the files as they are named, and the images below each folder, sorted, but for junk (`__MACOSX`).
+    """Return the files as they are named, and the images below each folder, sorted, but for junk
+    (`__MACOSX`).
 
     Raises:
         InputError: a path does not exist, or a folder holds no images.
@@ -50,8 +51,12 @@ def _hint(path: Path) -> str:
 
 
 def _is_image(file: Path, folder: Path) -> bool:
-    """Return whether a file below a folder is named like a picture, and nothing on the way to it like junk."""
-    if file.suffix.lower() not in PICTURE_SUFFIXES or any(map(is_junk, file.relative_to(folder).parts)):
+    """Return whether a file below a folder is named like a picture, and nothing on the way to it
+    like junk.
+    """
+    if file.suffix.lower() not in PICTURE_SUFFIXES or any(
+        map(is_junk, file.relative_to(folder).parts)
+    ):
         return False
     return file.is_file()
 
@@ -59,11 +64,13 @@ def _is_image(file: Path, folder: Path) -> bool:
 def print_notes(notes: Iterable[str]) -> None:
     """Print a line each on stderr on what of a folder is used, and on what is left out."""
     for note in notes:
-        print(f"vitserve: {note}", file=sys.stderr)  # noqa: T201
+        print(f"vitserve: {note}", file=sys.stderr)
 
 
 def read_input(file: Path, config: PreprocessConfig, settings: Settings) -> ModelInput | str:
-    """Return a file as a picture of the model's input size, within the settings' limits, or why it cannot be read."""
+    """Return a file as a picture of the model's input size, within the settings' limits, or why it
+    cannot be read.
+    """
     pixels, scaled = settings.max_image_pixels, settings.scaled_decode
     try:
         return model_input(file.read_bytes(), config, max_pixels=pixels, scaled_decode=scaled)
@@ -79,13 +86,15 @@ def handle_answers(
     *,
     failure: Callable[[Path, str], object] | None = None,
 ) -> int:
-    """Call `handle` with each file and its answer, and show progress; return 1 if any file has none.
+    """Call `handle` with each file and its answer, and show progress; return 1 if any file has
+    none.
 
     Args:
         handle: may raise `ImageError`: the file has no answer then.
         count: of all files.
         name: what an answer is called in the line that says how many files have none.
-        failure: called with each file without an answer, and why it has none; None: a line on stderr says so.
+        failure: called with each file without an answer, and why it has none; None: a line on
+        stderr says so.
     """
     failed = 0
     for file, answer in tqdm(answers, total=count, unit="image", disable=count < 2 or None):
@@ -100,7 +109,7 @@ def handle_answers(
             else:
                 failure(file, str(error))
     if failed:
-        print(f"vitserve: {failed} of {count} files have no {name}", file=sys.stderr)  # noqa: T201
+        print(f"vitserve: {failed} of {count} files have no {name}", file=sys.stderr)
     return int(failed > 0)
 
 
@@ -116,4 +125,6 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError("output", f"{path}: cannot be written: {error.strerror or error}") from None
+        raise InputError(
+            "output", f"{path}: cannot be written: {error.strerror or error}"
+        ) from None

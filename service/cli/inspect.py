@@ -2,7 +2,12 @@
 
 import argparse
 
-from service.cli.setting_flags import CHECKPOINT_FLAGS, add_checkpoint, add_setting_flags, settings_from
+from service.cli.setting_flags import (
+    CHECKPOINT_FLAGS,
+    add_checkpoint,
+    add_setting_flags,
+    settings_from,
+)
 from service.engine.loading import checkpoint_from
 
 
@@ -21,5 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
     rows = summarise(checkpoint)
     width = max(map(len, rows))
     for name, value in rows.items():
-        print(f"{name:{width}}  {value}")  # noqa: T201
+        print(f"{name:{width}}  {value}")
     return 0

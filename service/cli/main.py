@@ -1,7 +1,8 @@
 """`vitserve`: the command line.
 
 Each subcommand is a module of `service.cli` with `add_arguments` and `run`. Only the module of the
-chosen one is imported, so that `vitserve --help` is quick and `vitserve classify --url` needs no torch.
+chosen one is imported, so that `vitserve --help` is quick and `vitserve classify --url` needs no
+torch.
 """
 
 import argparse
@@ -63,13 +64,18 @@ _COMMANDS_MEANT: Final = {
     **dict.fromkeys(("embeddings", "features", "encode"), "embed"),
 }
 _OPTIONS_MEANT: Final = {
-    **dict.fromkeys(("--model", "--weights", "--checkpoint", "--pretrained", "--ckpt"), ("--checkpoint", "--from")),
+    **dict.fromkeys(
+        ("--model", "--weights", "--checkpoint", "--pretrained", "--ckpt"),
+        ("--checkpoint", "--from"),
+    ),
     **dict.fromkeys(("--gpu", "--cuda", "--cpu"), ("--device",)),
     **dict.fromkeys(("--lr", "--learning-rate", "--weight-decay", "--optimizer"), ("--set",)),
     **dict.fromkeys(("--bind", "--listen", "--address", "--ip"), ("--host",)),
     **dict.fromkeys(("--key", "--token", "--auth"), ("--api-key", "--api-keys")),
     **dict.fromkeys(("--server", "--endpoint", "--host"), ("--url",)),
-    **dict.fromkeys(("--dataset", "--images", "--input", "--path", "--dir", "--folder", "--train"), ("--data",)),
+    **dict.fromkeys(
+        ("--dataset", "--images", "--input", "--path", "--dir", "--folder", "--train"), ("--data",)
+    ),
     **dict.fromkeys(("--classes", "--names", "--class-names"), ("--labels",)),
     **dict.fromkeys(("--batch", "--batch-size"), ("--max-batch", "--batch-size")),
     **dict.fromkeys(("--img-size", "--imgsz", "--size", "--resolution"), ("--image-size",)),
@@ -89,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in _OF_ALL):
         arguments.insert(0, "serve")
     if arguments[0] == "serve" and platform.machine() == "x86_64":
-        # NumPy's threads spin after each product, and take the cores from the networks. Elsewhere they may be torch's.
+        # NumPy's threads spin after each product, and take the cores from the networks. Elsewhere
+        # they may be torch's.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     parser, chosen = _parser(arguments[0])
     if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
@@ -99,16 +106,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen.error(_unknown_argument(arguments[0], unknown[0], chosen))
     import logging  # noqa: PLC0415  `--help` is quicker without
 
-    # Pillow describes each file that it reads; what is wrong with one is in the answer to its sender.
+    # Pillow describes each file that it reads; what is wrong with one is in the answer to its
+    # sender.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     try:
         code: int = _command(arguments[0]).run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:  # such as `vitserve classify pictures/ | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes what is left
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # where Python writes what is left
         return 1
     except (VitError, ServiceError) as error:
-        print(f"vitserve: {error}", file=sys.stderr)  # noqa: T201
+        print(f"vitserve: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -118,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def open_standard_streams() -> None:
     """Let a standard stream that is closed lead nowhere.
 
-    Else the next socket would get its number: libraries would write to it, and libuv aborts when it is closed.
+    Else the next socket would get its number: libraries would write to it, and libuv aborts when it
+    is closed.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
         os.set_inheritable(descriptor, True)
@@ -153,8 +164,12 @@ def _unknown_command(word: str) -> str:
     """Return a message on a first argument that is not a subcommand, with what it may have meant."""
     if os.path.exists(word) or "/" in word or word == "bundled":  # noqa: PTH110  any text
         served = f"`vitserve serve {word}` serves a checkpoint"
-        return f"{word!r} is not a command: {served}, `vitserve classify {word}` classifies pictures"
-    near = _COMMANDS_MEANT.get(word.lower()) or "".join(get_close_matches(word.lower(), COMMANDS, 1))
+        return (
+            f"{word!r} is not a command: {served}, `vitserve classify {word}` classifies pictures"
+        )
+    near = _COMMANDS_MEANT.get(word.lower()) or "".join(
+        get_close_matches(word.lower(), COMMANDS, 1)
+    )
     if near:
         return f"unknown command {word!r}: did you mean `vitserve {near}`?"
     return f"unknown command {word!r}; available: {', '.join(COMMANDS)}"
@@ -183,13 +198,16 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Return a parser that knows the name of every subcommand, and that of the flags of the chosen one."""
+    """Return a parser that knows the name of every subcommand, and that of the flags of the chosen
+    one.
+    """
     parser = _Parser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
     parser.add_argument("-V", "--version", action="version", version=f"vitserve {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     of_chosen: argparse.ArgumentParser = parser
     for name, summary in COMMANDS.items():
-        # An abbreviation would mean another option, or none, as soon as an option with the same beginning is added.
+        # An abbreviation would mean another option, or none, as soon as an option with the same
+        # beginning is added.
         subparser = subparsers.add_parser(name, help=summary, allow_abbrev=False)
         if name == chosen:
             of_chosen = subparser

@@ -39,7 +39,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     for line in variable_warnings():
         logger.warning("%s", line)
     if not settings.api_keys and not settings.is_local:
-        logger.warning("VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it", settings.host)
+        logger.warning(
+            "VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it",
+            settings.host,
+        )
     exports_spans()  # a wrong variable ends the start
     _check_address(settings)
     entries = configured_models(settings, log=logging.DEBUG)  # a wrong folder ends the start
@@ -61,7 +64,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 def _check_address(settings: Settings) -> None:
     """End with one line if an address cannot be had, before a model is loaded for nothing."""
     hosts = settings.hosts
-    for name, port, own in (("port", settings.port, hosts), ("grpc_port", settings.grpc_port, tcp_hosts(hosts))):
+    for name, port, own in (
+        ("port", settings.port, hosts),
+        ("grpc_port", settings.grpc_port, tcp_hosts(hosts)),
+    ):
         if port is None:
             continue
         try:
@@ -71,7 +77,9 @@ def _check_address(settings: Settings) -> None:
             flag = f"--{setting.replace('_', '-')} (VIT_{setting.upper()})"
             is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EEXIST)
             other = f"; {flag} chooses another" if is_taken else ""
-            sys.exit(f"vitserve: cannot listen on {error.filename}: {error.strerror or error}{other}")
+            sys.exit(
+                f"vitserve: cannot listen on {error.filename}: {error.strerror or error}{other}"
+            )
         SocketFiles(probes).remove()
         for probe in probes:
             probe.close()
@@ -79,10 +87,11 @@ def _check_address(settings: Settings) -> None:
 
 @contextmanager
 def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
-    """Return the settings with the port of gRPC, if it is served, and keep the port for this service's workers.
+    """Return the settings with the port of gRPC, if it is served, and keep the port for this
+    service's workers.
 
-    grpcio opens its listeners itself, in each worker. So a socket that takes no callers holds the port before and
-    between them (SO_REUSEPORT). Raises `OSError` if the port is not available.
+    grpcio opens its listeners itself, in each worker. So a socket that takes no callers holds the
+    port before and between them (SO_REUSEPORT). Raises `OSError` if the port is not available.
     """
     port = settings.grpc_port
     if port is None:

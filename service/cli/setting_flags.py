@@ -18,12 +18,22 @@ from service.settings import ENV_PREFIX, Settings, described, load_settings
 if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
 
-CHECKPOINT_FLAGS = ("image_size", "preprocess", "labels", "activation", "architecture", "base", "keys")
+CHECKPOINT_FLAGS = (
+    "image_size",
+    "preprocess",
+    "labels",
+    "activation",
+    "architecture",
+    "base",
+    "keys",
+)
 MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype")
 
 
 class _Checkpoint(argparse.Action):
-    """Stores the checkpoint, which may be given as the argument or as `--checkpoint`, but not as both."""
+    """Stores the checkpoint, which may be given as the argument or as `--checkpoint`, but not as
+    both.
+    """
 
     def __call__(
         self,
@@ -39,7 +49,9 @@ class _Checkpoint(argparse.Action):
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add the checkpoint as an argument, which `--checkpoint` names as well; neither: VIT_CHECKPOINT counts."""
+    """Add the checkpoint as an argument, which `--checkpoint` names as well; neither:
+    VIT_CHECKPOINT counts.
+    """
     parser.add_argument(
         "checkpoint",
         nargs="?",
@@ -55,7 +67,8 @@ def require_checkpoint(arguments: argparse.Namespace, command: str) -> None:
     """Raise `InputError` if neither the arguments nor the environment name a checkpoint."""
     if not hasattr(arguments, "checkpoint") and f"{ENV_PREFIX}CHECKPOINT" not in os.environ:
         raise InputError(
-            "checkpoint", f"no checkpoint is given: vitserve {command} CHECKPOINT, as in {command} bundled"
+            "checkpoint",
+            f"no checkpoint is given: vitserve {command} CHECKPOINT, as in {command} bundled",
         )
 
 
@@ -75,19 +88,26 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MO
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Build settings from the given flags and the environment; raises `SettingsError` when a value is not allowed."""
-    return load_settings({name: value for name, value in vars(arguments).items() if name in Settings.model_fields})
+    """Build settings from the given flags and the environment; raises `SettingsError` when a value
+    is not allowed.
+    """
+    return load_settings(
+        {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
+    )
 
 
 def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo, Settings]:
-    """Return a predictor that computes, the facts of its model, and the settings that it was made from.
+    """Return a predictor that computes, the facts of its model, and the settings that it was made
+    from.
 
     Raises:
         SettingsError, CheckpointError, DeviceError: one line that says why not.
     """
     settings = settings_from(arguments)
     predictor, info = load_predictor(settings)
-    if settings.compile == "auto" and predictor.device == "cpu":  # what few pictures do not need is not compiled
+    if (
+        settings.compile == "auto" and predictor.device == "cpu"
+    ):  # what few pictures do not need is not compiled
         predictor.check()
     else:
         predictor.warm_up()

@@ -1,4 +1,6 @@
-"""`vitserve train`: train or fine-tune on CIFAR-10 or any folder of pictures; the result is served at once."""
+"""`vitserve train`: train or fine-tune on CIFAR-10 or any folder of pictures; the result is served
+at once.
+"""
 
 import argparse
 import logging
@@ -17,7 +19,10 @@ logger = logging.getLogger("vitserve")
 
 # Each flag (a field of the recipe, with dashes): the name of its value, and its help.
 OVERRIDES = {
-    "name": ("NAME", "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)"),
+    "name": (
+        "NAME",
+        "what the service calls the model (default: the name of --out; of CIFAR-10, the recipe's)",
+    ),
     "epochs": ("N", "times that every picture is seen"),
     "batch-size": ("N", "pictures a step"),
     "validation": ("N", "size of the validation set (100 or 0.1), where --data has none"),
@@ -62,14 +67,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="TOML, or a bundled one's name (docs/training.md lists them); default: by --data and --from",
     )
-    parser.add_argument("--probe", action="store_true", help="with --from: fit a new head alone, in seconds")
-    parser.add_argument("--resume", action="store_true", help="go on from the last finished epoch in --out")
-    parser.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--probe", action="store_true", help="with --from: fit a new head alone, in seconds"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last finished epoch in --out"
+    )
+    parser.add_argument(
+        "--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or cuda:N"
+    )
     recipe = parser.add_argument_group("instead of the recipe's")
     for name, (metavar, text) in OVERRIDES.items():
         recipe.add_argument(f"--{name}", metavar=metavar, help=text)
     recipe.add_argument(
-        "--image-size", type=parse_size, metavar="N|RxC", help="pixels of the model's input; positions are interpolated"
+        "--image-size",
+        type=parse_size,
+        metavar="N|RxC",
+        help="pixels of the model's input; positions are interpolated",
     )
     recipe.add_argument(
         "--set",
@@ -89,7 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise TrainingError(f"--probe: --{given[0]} does not apply")
     if not arguments.data.is_dir():
         what = "not a folder" if arguments.data.exists() else "no such folder"
-        raise TrainingError(f"--data {arguments.data}: {what}: expected one folder of pictures a class")
+        raise TrainingError(
+            f"--data {arguments.data}: {what}: expected one folder of pictures a class"
+        )
     from model.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
     from model.training.recipe import read_recipe  # noqa: PLC0415
 
@@ -101,11 +117,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device)
     if not (arguments.out / CALIBRATION_FILE).exists():
-        text = (
-            "%s: without %s, so without --coverage: `vitserve calibrate` makes it, of pictures that were not trained on"
-        )
+        text = "%s: without %s, so without --coverage: `vitserve calibrate` makes it, of pictures that were not trained on"
         logger.info(text, arguments.out, CALIBRATION_FILE)
-    print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")  # noqa: T201
+    print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")
     return 0
 
 
@@ -120,7 +134,9 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
             return bundled
         if not Path(arguments.recipe).exists():
             names = ", ".join(sorted(each.stem for each in RECIPES.glob("*.toml")))
-            raise TrainingError(f"--recipe {arguments.recipe}: no such file, and not one of {names}")
+            raise TrainingError(
+                f"--recipe {arguments.recipe}: no such file, and not one of {names}"
+            )
         return Path(arguments.recipe)
     if arguments.resume:  # any other recipe would be a guess
         begun: Path = arguments.out / RECIPE_FILE
@@ -147,7 +163,9 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Parse a TOML value; text that is none is taken as it stands, so that a string needs no quotes."""
+    """Parse a TOML value; text that is none is taken as it stands, so that a string needs no
+    quotes.
+    """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -7,12 +7,14 @@
       future  <-- Answer or Failed, ---------------  answers of a batch leave together,
                   one wake-up a batch                so a worker wakes up once
 
-The workers' requests meet in one queue, and batches mix them. A worker that dies takes its own requests along and no
-others; an engine that dies is an `EngineUnavailable` for every request that it had. The worker then connects to its
-successor, at the same address: a socket in a folder that only this user may enter.
+The workers' requests meet in one queue, and batches mix them. A worker that dies takes its own
+requests along and no others; an engine that dies is an `EngineUnavailable` for every request that
+it had. The worker then connects to its successor, at the same address: a socket in a folder that
+only this user may enter.
 
-A worker holds each generation that it was told of until it has released it, so `LocalModel` closes the old one when
-no worker has a request of it left. Only here, and in a service of one process, torch is imported.
+A worker holds each generation that it was told of until it has released it, so `LocalModel` closes
+the old one when no worker has a request of it left. Only here, and in a service of one process,
+torch is imported.
 """
 
 import asyncio
@@ -42,8 +44,8 @@ from service.web.image_stores import MemoryImageStore
 
 logger = logging.getLogger("vitserve")
 
-# Ends an engine process in order. An engine outlives its workers, and SIGTERM, SIGINT and SIGHUP may go to all at
-# once.
+# Ends an engine process in order. An engine outlives its workers, and SIGTERM, SIGINT and SIGHUP
+# may go to all at once.
 STOP: Final = signal.SIGUSR1
 
 _FINISH_SECONDS: Final = 1.0
@@ -57,9 +59,10 @@ class EngineServer:
 
     Args:
         restarts: how often the process was started again.
-        on_change: called when the state of a model has changed, or another generation has taken over.
-        refresh_seconds: between two signs of life, and looks at changes of the status that no one reports, such as the
-            queue's depth.
+        on_change: called when the state of a model has changed, or another generation has taken
+        over.
+        refresh_seconds: between two signs of life, and looks at changes of the status that no one
+            reports, such as the queue's depth.
     """
 
     def __init__(
@@ -85,7 +88,10 @@ class EngineServer:
         """Load the models, and accept connections at a socket of this path."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
-            lambda: frames.Connection(lambda connection: self._serving.begin(self._serve(connection))), str(path)
+            lambda: frames.Connection(
+                lambda connection: self._serving.begin(self._serve(connection))
+            ),
+            str(path),
         )
         self.models.start(self._changed)
         self._refresher = keep_running("engine-status", self._refresh)
@@ -104,15 +110,23 @@ class EngineServer:
         """Return the status as it is published."""
         models = self.models
         depth = sum(status.queue_depth for status in models.statuses())
-        status = replace(models.default.current.engine.status, restarts=self._restarts, queue_depth=depth)
+        status = replace(
+            models.default.current.engine.status, restarts=self._restarts, queue_depth=depth
+        )
         listed = {key: models.status_of(key) for key in models.served}
         refused = frozenset(models.refused)
-        return frames.StatusChanged(status, self.images.usage(), listed, dict(models.results), refused)
+        return frames.StatusChanged(
+            status, self.images.usage(), listed, dict(models.results), refused
+        )
 
     async def adopted(self, name: str) -> None:
-        """Return when all workers give new requests to the current generation of a model, or it is deleted."""
+        """Return when all workers give new requests to the current generation of a model, or it is
+        deleted.
+        """
         number = self.models.versions[name].number
-        while name in self.models.served and any(worker.adopted.get(name, 0) < number for worker in self.workers):
+        while name in self.models.served and any(
+            worker.adopted.get(name, 0) < number for worker in self.workers
+        ):
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self, connection: frames.Connection) -> None:
@@ -168,8 +182,13 @@ class _Worker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def announce(self) -> None:
-        """Tell the worker of each current generation once it is ready, and hold it for the worker; and of the gone."""
-        served = {(name, model.current.number): model.current for name, model in self._server.models.served.items()}
+        """Tell the worker of each current generation once it is ready, and hold it for the worker;
+        and of the gone.
+        """
+        served = {
+            (name, model.current.number): model.current
+            for name, model in self._server.models.served.items()
+        }
         for key, generation in served.items():
             held, _ = self._generations.get(key, (None, None))
             info = generation.engine.info
@@ -178,13 +197,21 @@ class _Worker:
                 self.send(frames.Serving(*key, info))
         for key, (generation, _) in self._generations.items():
             # Of one that another generation follows the worker learns by that.
-            is_gone = served[key] is not generation if key in served else key[0] not in self._server.models.served
+            is_gone = (
+                served[key] is not generation
+                if key in served
+                else key[0] not in self._server.models.served
+            )
             if is_gone and key not in self._withdrawn:
                 self._withdrawn.add(key)
                 self.send(frames.Withdrawn(*key))
 
-    def _hold(self, key: tuple[str, int], generation: Generation[ModelEngine], *, busy: bool) -> None:
-        """Keep a generation for the worker, perhaps for its requests, in place of an unloaded one of its version."""
+    def _hold(
+        self, key: tuple[str, int], generation: Generation[ModelEngine], *, busy: bool
+    ) -> None:
+        """Keep a generation for the worker, perhaps for its requests, in place of an unloaded one
+        of its version.
+        """
         held = ExitStack()
         held.enter_context(generation.request(held=not busy))
         self._release([key] if key in self._generations else [])
@@ -203,8 +230,14 @@ class _Worker:
                 if (model, newest) in self._generations:
                     self._hold((model, newest), self._generations[model, newest][0], busy=busy)
                 served = self._server.models.served.get(model)
-                current = served and served.current  # the worker is just told of it, where it was loaded again
-                old = [key for key, (held, _) in self._generations.items() if held is not current and key[1] < oldest]
+                current = (
+                    served and served.current
+                )  # the worker is just told of it, where it was loaded again
+                old = [
+                    key
+                    for key, (held, _) in self._generations.items()
+                    if held is not current and key[1] < oldest
+                ]
                 self._release([key for key in old if key[0] == model])
             case frames.Cancel(id_) if id_ in self._tasks:
                 self._tasks[id_].cancel()
@@ -307,28 +340,42 @@ class _Worker:
 
 
 def run_engine(
-    settings: Settings, child: Child, path: Path, load: Loader, metrics: Metrics, versions: Mapping[str, Version]
+    settings: Settings,
+    child: Child,
+    path: Path,
+    load: Loader,
+    metrics: Metrics,
+    versions: Mapping[str, Version],
 ) -> int:
     """Run one device's engine, and return the exit code.
 
-    It is 0 after `STOP`, 1 when the engine failed, and `TRY_AGAIN` when the next one starts with another option.
+    It is 0 after `STOP`, 1 when the engine failed, and `TRY_AGAIN` when the next one starts with
+    another option.
 
     Args:
         settings: see `service.settings`; the device is this engine's.
         child: this process, as the supervisor knows it.
         path: of the socket that workers connect to.
         load: called on the engine's thread.
-        versions: of the models that the service serves instead of what is configured, and this engine is to serve.
+        versions: of the models that the service serves instead of what is configured, and this
+        engine is to serve.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trim_regularly()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # a round trip is much shorter with it
+    with asyncio.Runner(
+        loop_factory=uvloop.new_event_loop
+    ) as runner:  # a round trip is much shorter with it
         return runner.run(_run(settings, child, path, load, metrics, versions))
 
 
 async def _run(
-    settings: Settings, child: Child, path: Path, load: Loader, metrics: Metrics, versions: Mapping[str, Version]
+    settings: Settings,
+    child: Child,
+    path: Path,
+    load: Loader,
+    metrics: Metrics,
+    versions: Mapping[str, Version],
 ) -> int:
     over = asyncio.Event()
 
@@ -340,15 +387,22 @@ async def _run(
 
     asyncio.get_running_loop().add_signal_handler(STOP, over.set)
     make = Backbones(settings, load, metrics.observe_batch).engine
-    models = LocalModels(settings, make, configured_models(settings), versions, on_retired=release_memory)
+    models = LocalModels(
+        settings, make, configured_models(settings), versions, on_retired=release_memory
+    )
     images = MemoryImageStore(
-        ttl=settings.recent_ttl, max_bytes=settings.recent_bytes, on_evicted=metrics.recent_evicted_age.observe
+        ttl=settings.recent_ttl,
+        max_bytes=settings.recent_bytes,
+        on_evicted=metrics.recent_evicted_age.observe,
     )
     server = EngineServer(models, images, restarts=child.restarts, on_change=changed)
     beating = keep_running("heartbeat", child.link.beat)
     await server.start(path)
     await over.wait()
-    failed, failure = bool(models.failure), models.served[models.default_name].current.engine.backbone.failure
+    failed, failure = (
+        bool(models.failure),
+        models.served[models.default_name].current.engine.backbone.failure,
+    )
     await server.close()
     beating.cancel()
     if isinstance(failure, NewProcessNeeded) and child.options.get(failure.option) != failure.value:

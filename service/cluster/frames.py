@@ -1,4 +1,5 @@
-"""Defines the typed frames that web workers and engine processes exchange: msgspec structs, no pickle.
+"""Defines the typed frames that web workers and engine processes exchange: msgspec structs, no
+pickle.
 
     web worker                                  engine process
     ----------                                  --------------
@@ -15,9 +16,9 @@
     Change                                      of the models; see `service.models.registry`
     Put, Get                                    a picture that is kept
 
-A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array, its tag first.
-Arrays are a shape and raw bytes; their dtypes are those of the annotations. Times are intervals in seconds. Both
-sides run the same code on one machine, so there are no versions.
+A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array,
+its tag first. Arrays are a shape and raw bytes; their dtypes are those of the annotations. Times
+are intervals in seconds. Both sides run the same code on one machine, so there are no versions.
 """
 
 import asyncio
@@ -94,12 +95,16 @@ class Submit(_Frame, frozen=True, tag=1):
         """Return the frame that carries an image."""
         high, wide, channels = image.pixels.shape
         data = np.ascontiguousarray(image.pixels).reshape(-1).data
-        return cls(model, generation, (high, wide, channels), data, image.requested, image.caller, timeout)
+        return cls(
+            model, generation, (high, wide, channels), data, image.requested, image.caller, timeout
+        )
 
     @property
     def image(self) -> InferenceRequest:
         """Return the image; raises ValueError if its bytes are not as many as its shape says."""
-        return InferenceRequest(np.frombuffer(self.data, np.uint8).reshape(self.shape), self.requested, self.caller)
+        return InferenceRequest(
+            np.frombuffer(self.data, np.uint8).reshape(self.shape), self.requested, self.caller
+        )
 
 
 class EmbedTexts(_Frame, frozen=True, tag=2):
@@ -114,8 +119,9 @@ class EmbedTexts(_Frame, frozen=True, tag=2):
 class Change(_Frame, frozen=True, tag=3):
     """Asks for a change of the models, which `engine_process` makes.
 
-    `load` has a model, or another version of one, loaded beside what serves. Then `take_over` lets that answer new
-    requests, and is answered when all workers use it; or `discard` closes it. `wake` loads a model that is unloaded.
+    `load` has a model, or another version of one, loaded beside what serves. Then `take_over` lets
+    that answer new requests, and is answered when all workers use it; or `discard` closes it.
+    `wake` loads a model that is unloaded.
 
     Attributes:
         what: of `load`, as `Models.put` has it; the reason of `discard`.
@@ -158,7 +164,8 @@ class Cancel(_Frame, frozen=True, tag=9):
 
 
 class Uses(_Frame, frozen=True, tag=10):
-    """Says which generation the worker's new requests belong to, and the oldest of which it has a request left.
+    """Says which generation the worker's new requests belong to, and the oldest of which it has a
+    request left.
 
     Attributes:
         busy: whether it has requests of the newest one, some of which may only arrive.
@@ -171,7 +178,9 @@ class Uses(_Frame, frozen=True, tag=10):
 
 
 class StatusChanged(_Frame, frozen=True, tag=11):
-    """Publishes the engine's status, the kept pictures, the models by their keys, `Models.results` and `refused`."""
+    """Publishes the engine's status, the kept pictures, the models by their keys, `Models.results`
+    and `refused`.
+    """
 
     status: EngineStatus
     kept: StoreUsage
@@ -214,7 +223,9 @@ class Reply(_Frame, frozen=True, tag=13):
 
 
 class Failed(_Frame, frozen=True, tag=14):
-    """Answers a request with an error: its type's place among `ERRORS`, its message, and when to try again."""
+    """Answers a request with an error: its type's place among `ERRORS`, its message, and when to
+    try again.
+    """
 
     id: int
     kind: Annotated[int, Meta(ge=0, lt=len(ERRORS))]
@@ -247,7 +258,9 @@ def _to_plain(value: Any) -> Any:
 
 
 def _from_plain(kind: Any, value: Any) -> Any:
-    """Return the pydantic model or the array, a read-only view of its bytes, that `_to_plain` was given."""
+    """Return the pydantic model or the array, a read-only view of its bytes, that `_to_plain` was
+    given.
+    """
     if isinstance(kind, type):
         return cast(type[BaseModel], kind).model_validate(value)
     shape, data = value
@@ -271,7 +284,9 @@ def answer(id_: int, result: object) -> Reply:
 
 
 def result_of(answer: Answer, request: Request) -> Any:
-    """Return the result of a request, None where it has none; raises `FrameError` if it is another one's."""
+    """Return the result of a request, None where it has none; raises `FrameError` if it is another
+    one's.
+    """
     decoder = _results.get(type(request))
     try:
         return None if decoder is None else decoder.decode(answer.result)
@@ -290,7 +305,8 @@ def encode(frame: Frame | Reply) -> bytearray:
 class Connection(asyncio.BufferedProtocol):
     """One end of a connection: frames are sent, and iterated over until it ends.
 
-    A long frame is received into memory of its own, which its pixels then lie in: a picture is copied once.
+    A long frame is received into memory of its own, which its pixels then lie in: a picture is
+    copied once.
 
     Args:
         on_made: called with it once frames can be sent.

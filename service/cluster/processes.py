@@ -1,4 +1,6 @@
-"""Wraps the operating system for the supervisor: a clock, signals, processes by fork, and what these report."""
+"""Wraps the operating system for the supervisor: a clock, signals, processes by fork, and what
+these report.
+"""
 
 import asyncio
 import contextlib
@@ -28,7 +30,8 @@ RUNNING: Final = 1
 # State of a worker that knows of a model as well, and of an engine.
 SERVING: Final = 2
 
-# Where the arguments of a process begin and end in its memory, of the fields of /proc/PID/stat after its name.
+# Where the arguments of a process begin and end in its memory, of the fields of /proc/PID/stat
+# after its name.
 _PR_SET_PDEATHSIG: Final = 1
 _ARGUMENTS: Final = slice(45, 47)
 
@@ -51,7 +54,9 @@ class Report(msgspec.Struct, omit_defaults=True):
 
 
 class Link:
-    """A pipe from a process to the supervisor, made before the process is forked and inherited by its successors."""
+    """A pipe from a process to the supervisor, made before the process is forked and inherited by
+    its successors.
+    """
 
     def __init__(self) -> None:
         self._read_end, self._write_end = os.pipe()
@@ -84,23 +89,30 @@ class Link:
 
 
 class OperatingSystem:
-    """Gives the time, signals and child processes; takes over the signal handlers, so only the main thread may."""
+    """Gives the time, signals and child processes; takes over the signal handlers, so only the main
+    thread may.
+    """
 
     def __init__(self) -> None:
-        # A signal is a byte in a pipe, whichever thread it interrupts: numerical libraries have some of their own.
+        # A signal is a byte in a pipe, whichever thread it interrupts: numerical libraries have
+        # some of their own.
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._signals = {*stop_signals(), signal.SIGCHLD}
         for number in self._signals:
-            signal.signal(number, lambda *_: None)  # a signal that has any handler puts its byte into the pipe
+            signal.signal(
+                number, lambda *_: None
+            )  # a signal that has any handler puts its byte into the pipe
 
     def now(self) -> float:
         """Return monotonic seconds."""
         return time.monotonic()
 
     def spawn(self, name: str, main: Callable[[], int]) -> int:
-        """Start a process that exits with the result of `main`, and return its pid; it dies with this process."""
+        """Start a process that exits with the result of `main`, and return its pid; it dies with
+        this process.
+        """
         parent = os.getpid()
         # Until the child has handlers of its own it must not write into this pipe.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
@@ -115,12 +127,18 @@ class OperatingSystem:
         os.kill(pid, number)
 
     def wait(self, seconds: float, links: Sequence[Link]) -> list[int]:
-        """Return the signals that arrived, once there are any, or reports have come, or some seconds have passed."""
-        readable, _, _ = select.select([self._read_end, *(link.fileno() for link in links)], [], [], seconds)
+        """Return the signals that arrived, once there are any, or reports have come, or some
+        seconds have passed.
+        """
+        readable, _, _ = select.select(
+            [self._read_end, *(link.fileno() for link in links)], [], [], seconds
+        )
         return list(os.read(self._read_end, 1024)) if self._read_end in readable else []
 
     def reap(self) -> list[tuple[int, int]]:
-        """Return (pid, exit code) of the processes that ended since the last call; -N after signal N."""
+        """Return (pid, exit code) of the processes that ended since the last call; -N after signal
+        N.
+        """
         ended: list[tuple[int, int]] = []
         with contextlib.suppress(ChildProcessError):  # there are none left
             while (status := os.waitpid(-1, os.WNOHANG))[0]:
@@ -128,7 +146,9 @@ class OperatingSystem:
         return ended
 
 
-def _live(name: str, main: Callable[[], int], parent: int, signals: set[signal.Signals]) -> NoReturn:
+def _live(
+    name: str, main: Callable[[], int], parent: int, signals: set[signal.Signals]
+) -> NoReturn:
     """Run the forked process, from its first moment to its end."""
     code = 1
     try:
@@ -147,8 +167,12 @@ def _live(name: str, main: Callable[[], int], parent: int, signals: set[signal.S
 
 
 def _set_title(title: str) -> None:
-    """Write a title over the command line of this process, which `ps`, `docker top` and `systemctl status` show."""
+    """Write a title over the command line of this process, which `ps`, `docker top` and `systemctl
+    status` show.
+    """
     with contextlib.suppress(OSError), Path("/proc/self/mem").open("r+b", buffering=0) as memory:
-        first, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
+        first, end = map(
+            int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS]
+        )
         memory.seek(first)
         memory.write(title.encode()[: end - first - 1].ljust(end - first, b"\0"))

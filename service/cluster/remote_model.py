@@ -1,9 +1,10 @@
-"""What a web worker has in place of models in its own process: connections to the engine processes, one a device.
+"""What a web worker has in place of models in its own process: connections to the engine processes,
+one a device.
 
-The engines load, replace and close generations (`service.models`); a worker learns from frames which generation of each
-model serves. New requests belong to the newest one that any engine serves; the worker releases the old one when its own
-last request of it has ended. A swap is led by the worker that is asked for it: all engines load, then all take over;
-when one fails, none does.
+The engines load, replace and close generations (`service.models`); a worker learns from frames
+which generation of each model serves. New requests belong to the newest one that any engine serves;
+the worker releases the old one when its own last request of it has ended. A swap is led by the
+worker that is asked for it: all engines load, then all take over; when one fails, none does.
 """
 
 import asyncio
@@ -36,15 +37,16 @@ SILENT: Final = "the engine gives no sign of life"
 _RETRY_SECONDS: Final = 0.1
 _RELOAD_SECONDS: Final = 0.5
 
-# An engine sends a sign of life every second. After this many looks without one it gets no new requests: 3 s. It is
-# killed later, by the supervisor, as a busy machine delays a healthy engine too. Time for which this process stood
-# still has no looks.
+# An engine sends a sign of life every second. After this many looks without one it gets no new
+# requests: 3 s. It is killed later, by the supervisor, as a busy machine delays a healthy engine
+# too. Time for which this process stood still has no looks.
 _LOOK_SECONDS: Final = 0.5
 _MOST_SILENT_LOOKS: Final = 6
 
 
 class EngineClient:
-    """A connection to one engine process, and to its successor when it ends. Belongs to one event loop.
+    """A connection to one engine process, and to its successor when it ends. Belongs to one event
+    loop.
 
     Args:
         path: of the engine's socket.
@@ -87,12 +89,18 @@ class EngineClient:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Return the description of the newest version of the default model; None before it is loaded."""
-        default = self.models.get(next((name for name, status in self.listed.items() if status.default), ""), {})
+        """Return the description of the newest version of the default model; None before it is
+        loaded.
+        """
+        default = self.models.get(
+            next((name for name, status in self.listed.items() if status.default), ""), {}
+        )
         return default[max(default)] if default else None
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Connect, and connect again whenever the connection ends; `on_change` is called when the status changes."""
+        """Connect, and connect again whenever the connection ends; `on_change` is called when the
+        status changes.
+        """
         self._on_change = on_change
         self._tasks = [
             keep_running("engine-connection", self._stay_connected),
@@ -109,7 +117,8 @@ class EngineClient:
         """Make a request, and return its result; raises the error that is its answer.
 
         Raises:
-            EngineUnavailable: the engine is gone, or silent; a load that is given up is discarded even there.
+            EngineUnavailable: the engine is gone, or silent; a load that is given up is discarded
+            even there.
         """
         is_discard = isinstance(request, frames.Change) and request.act == "discard"
         if self.is_silent and not is_discard:
@@ -128,9 +137,16 @@ class EngineClient:
             self.pending.pop(id_, None)
 
     def use(self, name: str, newest: int, oldest: int, *, busy: bool) -> None:
-        """Tell the engine once which generations of a model this worker uses, if it has any, and forget older ones."""
-        of_model, busy = self.models.get(name, {}), busy and len(self.models) > 1  # one alone is not unloaded
-        is_known = newest in of_model or any((name, number) in self.withdrawn for number in of_model)
+        """Tell the engine once which generations of a model this worker uses, if it has any, and
+        forget older ones.
+        """
+        of_model, busy = (
+            self.models.get(name, {}),
+            busy and len(self.models) > 1,
+        )  # one alone is not unloaded
+        is_known = newest in of_model or any(
+            (name, number) in self.withdrawn for number in of_model
+        )
         if is_known and self._uses.get(name) != (newest, oldest, busy):
             self._uses[name] = newest, oldest, busy
             for number in [number for number in of_model if number < oldest]:
@@ -151,7 +167,9 @@ class EngineClient:
             return
         self._silent_looks += 1
         if self.is_silent:
-            logger.warning("engine %s: no sign of life: it gets no new requests", self._published.device)
+            logger.warning(
+                "engine %s: no sign of life: it gets no new requests", self._published.device
+            )
             self._on_change()
 
     async def _watch(self) -> None:
@@ -163,7 +181,9 @@ class EngineClient:
         while True:
             try:
                 loop = asyncio.get_running_loop()
-                _, connection = await loop.create_unix_connection(frames.Connection, str(self._path))
+                _, connection = await loop.create_unix_connection(
+                    frames.Connection, str(self._path)
+                )
             except OSError:  # it is being started
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
@@ -190,7 +210,9 @@ class EngineClient:
             if not future.done():
                 future.set_exception(EngineUnavailable(CONNECTION_LOST))
         if self._published.state != "closed":  # else it has said so
-            self._published = replace(self._published, state="failed", reason=CONNECTION_LOST, queue_depth=0)
+            self._published = replace(
+                self._published, state="failed", reason=CONNECTION_LOST, queue_depth=0
+            )
         self._on_change()
 
     def _hear(self) -> None:
@@ -208,7 +230,9 @@ class EngineClient:
             case frames.StatusChanged(status, kept, listed, tally, refused):
                 states = {name: each.state for name, each in listed.items()}
                 changed = (
-                    status.state != self._published.state or states.keys() != self.listed.keys() or tally != self.tally
+                    status.state != self._published.state
+                    or states.keys() != self.listed.keys()
+                    or tally != self.tally
                 )
                 self._published = status
                 self.kept = kept
@@ -224,7 +248,8 @@ class EngineClient:
                 if self._published.state == "ready":  # else the status follows
                     self._on_change()
             case frames.Withdrawn(model, generation):
-                # And those before it, which it took over from though nobody here has turned to it yet.
+                # And those before it, which it took over from though nobody here has turned to it
+                # yet.
                 known = (number for number in self.models.get(model, {}) if number <= generation)
                 self.withdrawn.update((model, number) for number in (*known, generation))
                 self._on_change()
@@ -241,9 +266,11 @@ class EngineClient:
 
 
 class RemoteEngine:
-    """One generation of a model on the engines of other processes; see `service.engine.base.Engine`.
+    """One generation of a model on the engines of other processes; see
+    `service.engine.base.Engine`.
 
-    Each image goes to the engine, of those that have the generation, with the fewest of this worker's requests.
+    Each image goes to the engine, of those that have the generation, with the fewest of this
+    worker's requests.
     """
 
     def __init__(self, engines: Sequence[EngineClient], name: str, generation: int) -> None:
@@ -267,12 +294,21 @@ class RemoteEngine:
     def refresh(self) -> None:
         """Look at the engines, one of which has changed."""
         name, number = self._name, self._generation
-        having = [each for each in self.engines if number in each.models.get(name, {}) and each.status.state == "ready"]
-        # Engines that read their folders by themselves, and one of them could not, may count differently from then on.
+        having = [
+            each
+            for each in self.engines
+            if number in each.models.get(name, {}) and each.status.state == "ready"
+        ]
+        # Engines that read their folders by themselves, and one of them could not, may count
+        # differently from then on.
         contents = [each.models[name][number].content for each in having]
         if self.info is None or self.info.content not in contents:
             self.info = having[0].models[name][number] if having else self.info
-        having = [each for each, own in zip(having, contents, strict=True) if self.info and own == self.info.content]
+        having = [
+            each
+            for each, own in zip(having, contents, strict=True)
+            if self.info and own == self.info.content
+        ]
         # One that withdraws it answers what has begun, where no other does.
         self._serving = [each for each in having if (name, number) not in each.withdrawn] or having
         infos = [engine.models[name][number] for engine in self._serving]
@@ -286,7 +322,9 @@ class RemoteEngine:
         return result
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
-        """See `Engine.embed_texts`; all workers ask the same engine, so that a text is computed once."""
+        """See `Engine.embed_texts`; all workers ask the same engine, so that a text is computed
+        once.
+        """
         engine = self._serving[0] if self._serving else self._least_loaded()
         asked = frames.EmbedTexts(self._name, self._generation, tuple(texts), timeout)
         features: NDArray[np.float32] = await engine.ask(asked)
@@ -319,13 +357,17 @@ class RemoteModel(ServedModel):
         return "ready" if self.current.engine.ready else listed[0].state if listed else "loading"
 
     async def replace(self, checkpoint: What) -> None:
-        """Let all engines load a checkpoint, and then take over; who is cancelled ends it, and it raises as a load."""
+        """Let all engines load a checkpoint, and then take over; who is cancelled ends it, and it
+        raises as a load.
+        """
         what = dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
         try:
             await ask_all(self.engines, frames.Change("load", self.name, what))
         except ServiceError as error:
             discard = frames.Change("discard", what=str(error))
-            await asyncio.gather(*(engine.ask(discard) for engine in self.engines), return_exceptions=True)
+            await asyncio.gather(
+                *(engine.ask(discard) for engine in self.engines), return_exceptions=True
+            )
             raise
         await ask_all(self.engines, frames.Change("take_over", self.name))
 
@@ -335,7 +377,9 @@ class RemoteModel(ServedModel):
         newest = max((number for engine in ready for number in self._of(engine)), default=0)
         if newest not in (0, self.current.number):
             self._turn_to(newest)
-        elif not newest and any((self.name, self.current.number) in engine.withdrawn for engine in ready):
+        elif not newest and any(
+            (self.name, self.current.number) in engine.withdrawn for engine in ready
+        ):
             self._turn_to(self.current.number + 1)  # which nobody has
         for generation in self._open:
             generation.engine.refresh()
@@ -343,7 +387,11 @@ class RemoteModel(ServedModel):
 
     def _of(self, engine: EngineClient) -> list[int]:
         """Return the generations that an engine has for new requests."""
-        return [each for each in engine.models.get(self.name, {}) if (self.name, each) not in engine.withdrawn]
+        return [
+            each
+            for each in engine.models.get(self.name, {})
+            if (self.name, each) not in engine.withdrawn
+        ]
 
     def _turn_to(self, number: int) -> None:
         self._info = self.info
@@ -357,7 +405,10 @@ class RemoteModel(ServedModel):
         return generation
 
     def _use(self) -> None:
-        oldest, busy = min(generation.number for generation in self._open), self.current.requests > 0
+        oldest, busy = (
+            min(generation.number for generation in self._open),
+            self.current.requests > 0,
+        )
         for engine in self.engines:
             engine.use(self.name, self.current.number, oldest, busy=busy)
 
@@ -389,7 +440,9 @@ class RemoteModels(Models):
         self._leading = asyncio.Lock()
 
     def status_of(self, key: str) -> ListedModel:
-        """Return the status of the model that stands there in `served`, as the first engine that knows it has it."""
+        """Return the status of the model that stands there in `served`, as the first engine that
+        knows it has it.
+        """
         listed = next((engine.listed[key] for engine in self.engines if key in engine.listed), None)
         return listed or super().status_of(key)
 
@@ -408,11 +461,17 @@ class RemoteModels(Models):
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def available(self, name: str | None) -> None:
-        """Return when an engine has the model; see `Models.available`; raises `UnknownModel` once it is deleted."""
+        """Return when an engine has the model; see `Models.available`; raises `UnknownModel` once
+        it is deleted.
+        """
         while True:
             change = frames.Change("wake", self.key(name), caller=load_caller.get())
             wake = (engine.ask(change) for engine in self.engines)
-            errors = [each for each in await asyncio.gather(*wake, return_exceptions=True) if each is not None]
+            errors = [
+                each
+                for each in await asyncio.gather(*wake, return_exceptions=True)
+                if each is not None
+            ]
             if self.find(name).current.engine.ready:  # it may have been deleted meanwhile
                 return
             if errors:
@@ -420,11 +479,15 @@ class RemoteModels(Models):
             # It was unloaded again for others.
 
     async def put(self, name: str, what: What) -> bool:
-        """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end it."""
+        """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end
+        it.
+        """
         key = self.place(name)
         is_new = key not in self.served
         await asyncio.shield(
-            self._tasks.begin(self._lead(self.served.get(key) or RemoteModel(self.engines, key), what))
+            self._tasks.begin(
+                self._lead(self.served.get(key) or RemoteModel(self.engines, key), what)
+            )
         )
         return is_new
 
@@ -460,12 +523,16 @@ class RemoteModels(Models):
         names = {name for engine in self.engines for name in engine.models} | listed.keys() or {""}
         self.results = self.engines[0].tally  # every engine has the same
         self.refused = {key for engine in self.engines for key in engine.refused}
-        self.default_name = next((name for name, status in listed.items() if status.default), self.default_name)
+        self.default_name = next(
+            (name for name, status in listed.items() if status.default), self.default_name
+        )
         for name in names - self.served.keys():
             self.served[name] = self._known.setdefault(name, RemoteModel(self.engines, name))
         for model in self.served.values():
             model.refresh()
-        for name in self.served.keys() - (listed.keys() | {self.default_name} if listed else self.served.keys()):
+        for name in self.served.keys() - (
+            listed.keys() | {self.default_name} if listed else self.served.keys()
+        ):
             self.served.pop(name)._info = None  # another one may get its name
         self.on_change()
 
@@ -482,7 +549,9 @@ class RemoteImageStore:
         return stored
 
     async def get(self, image_id: str) -> ModelInput | None:
-        """Return the picture, or None if it is unknown, expired or pushed out, or the engine is gone."""
+        """Return the picture, or None if it is unknown, expired or pushed out, or the engine is
+        gone.
+        """
         picture: ModelInput | None = await self._ask(frames.Get(image_id))
         return picture
 

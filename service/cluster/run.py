@@ -35,14 +35,19 @@ _LONGEST_PATH: Final = 90
 
 
 def run_cluster(settings: Settings, load: Loader) -> int:
-    """Run the service until a signal ends it, and return the exit code; this process only looks after the others.
+    """Run the service until a signal ends it, and return the exit code; this process only looks
+    after the others.
 
     `load` is called in each engine's process, with that engine's device in the settings.
     """
     with Cluster(settings, load) as cluster:
         gc.freeze()  # else the collector would write to pages that the children share, and copy them
         supervisor = Supervisor(
-            cluster.workers, cluster.engines, cluster.system, cluster, drain_timeout=settings.drain_timeout
+            cluster.workers,
+            cluster.engines,
+            cluster.system,
+            cluster,
+            drain_timeout=settings.drain_timeout,
         )
         return supervisor.run()
 
@@ -65,7 +70,8 @@ class Cluster:
         self._versions: dict[str, Version] = {}
         self._announced = False
         self.system = OperatingSystem()
-        # The supervisor keeps them open: connections that wait for a worker that dies are its successor's.
+        # The supervisor keeps them open: connections that wait for a worker that dies are its
+        # successor's.
         self.listeners = listen(settings.hosts, settings.port, settings.workers)
         self._socket_files = SocketFiles(self.listeners[0])
         self.folder = _private_folder()
@@ -75,7 +81,11 @@ class Cluster:
             for index in range(settings.workers)
         ]
         self.engines = [
-            Child("engine" if device == "auto" else f"engine {device}", partial(self._be_engine, index), STOP)
+            Child(
+                "engine" if device == "auto" else f"engine {device}",
+                partial(self._be_engine, index),
+                STOP,
+            )
             for index, device in enumerate(settings.devices)
         ]
 
@@ -90,11 +100,15 @@ class Cluster:
     # What the supervisor tells.
 
     def reported(self, report: Report) -> None:
-        """Let engines that are started again load what has taken over; log once where the service answers."""
+        """Let engines that are started again load what has taken over; log once where the service
+        answers.
+        """
         for name, version in report.versions.items():
             if version.number >= self._versions.get(name, version).number:
                 self._versions[name] = version
-        if not self._announced and all(child.state == SERVING for child in (*self.engines, *self.workers)):
+        if not self._announced and all(
+            child.state == SERVING for child in (*self.engines, *self.workers)
+        ):
             self._announced = True
             log_address(self._settings, port_of(self.listeners[0]))
 
@@ -116,7 +130,9 @@ class Cluster:
         metrics_in(self.folder).log_lines_dropped.inc()
 
     def _reload(self) -> None:
-        running = [child.pid for child in self.workers if child.pid is not None and child.state >= RUNNING]
+        running = [
+            child.pid for child in self.workers if child.pid is not None and child.state >= RUNNING
+        ]
         if running:
             self.system.kill(running[0], RELOAD)
         else:
@@ -137,7 +153,14 @@ class Cluster:
         self.draining()
         own = {"device": self._settings.devices[index], **child.options}
         settings = self._settings.model_copy(update=own)
-        return run_engine(settings, child, self._socket(index), self._load, metrics_in(self.folder), self._versions)
+        return run_engine(
+            settings,
+            child,
+            self._socket(index),
+            self._load,
+            metrics_in(self.folder),
+            self._versions,
+        )
 
     def _socket(self, engine: int) -> Path:
         return self.folder / f"engine-{engine}"
@@ -157,7 +180,9 @@ def _private_folder() -> Path:
     try:
         folder = Path(tempfile.mkdtemp(prefix="vitserve-"))
     except OSError as error:
-        raise SettingsError(f"several processes need a folder for temporary files (TMPDIR): {error}") from None
+        raise SettingsError(
+            f"several processes need a folder for temporary files (TMPDIR): {error}"
+        ) from None
     if len(os.fsencode(folder)) > _LONGEST_PATH:
         folder.rmdir()
         raise SettingsError(f"TMPDIR={folder.parent}: expected a shorter path, for sockets in it")

@@ -3,19 +3,20 @@
     supervisor -- forks --> engine 0 ... (one a device), worker 0 ... (web)
 
 * A child that dies is started again, at once the first time, then after a delay that doubles up to
-  `_MAX_DELAY`; a child that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers answer 503
-  when no engine is left, and connections of a worker wait for its successor.
+  `_MAX_DELAY`; a child that lived for `_LONG_LIFE` begins anew. Meanwhile the others go on: workers
+  answer 503 when no engine is left, and connections of a worker wait for its successor.
 * A child whose event loop gives no sign for `_MOST_SILENT_LOOKS` is frozen, and killed.
 * A child that ends before it ever ran ends the service with 1: what cannot start will not start by itself. So does one
-  that was started again `_MOST_RESTARTS` times in a row and then fails: a GPU that is lost inside of a container comes
-  back in a new container only. What a signal ends has not failed.
+  that was started again `_MOST_RESTARTS` times in a row and then fails: a GPU that is lost inside
+  of a container comes back in a new container only. What a signal ends has not failed.
 * A child that ends with `TRY_AGAIN` is started again at once, whether it ever ran or not: it has reported the
   option that its successor is to change.
 * SIGTERM, SIGINT or SIGHUP: the workers drain, then the engines end, exit code 0. A second SIGTERM or SIGINT ends
   all at once. SIGHUP does so only if `on_hang_up` has not done what it asks for.
 * When the supervisor itself is killed, the kernel kills its children.
 
-The supervisor is a plain loop without threads or an event loop. So it can fork at any time, and little in it can fail.
+The supervisor is a plain loop without threads or an event loop. So it can fork at any time, and
+little in it can fail.
 """
 
 import logging
@@ -39,9 +40,10 @@ _LONG_LIFE: Final = 60.0
 _GRACE: Final = 5.0
 _LONGEST_WAIT: Final = 1.0
 
-# Looks, a second or more apart, between which a process gave no sign. A busy machine delays a healthy event loop by
-# seconds; a process that maps a gigabyte of libraries may wait for the disk while it holds the interpreter's lock. Time
-# for which the supervisor stood still too, perhaps with the whole machine, has no looks.
+# Looks, a second or more apart, between which a process gave no sign. A busy machine delays a
+# healthy event loop by seconds; a process that maps a gigabyte of libraries may wait for the disk
+# while it holds the interpreter's lock. Time for which the supervisor stood still too, perhaps with
+# the whole machine, has no looks.
 _MOST_SILENT_LOOKS: Final = 10
 _MOST_SILENT_LOOKS_AT_START: Final = 60
 
@@ -124,7 +126,9 @@ class Supervisor:
         """Run until every child has ended, and return the exit code of the service."""
         while self._kill_at is None or not self._has_ended():
             self._start_due()
-            for received in self._system.wait(self._seconds_to_wait(), [child.link for child in self._children]):
+            for received in self._system.wait(
+                self._seconds_to_wait(), [child.link for child in self._children]
+            ):
                 if received in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                     self._on_signal(signal.Signals(received))
             for child in self._children:
@@ -193,10 +197,14 @@ class Supervisor:
             return
         child.short_lives = 1 if now - child.started > _LONG_LIFE else child.short_lives + 1
         if code > 0 and child.short_lives > _MOST_RESTARTS:
-            logger.critical("%s ended with %s after %d restarts: giving up", child.name, how, _MOST_RESTARTS)
+            logger.critical(
+                "%s ended with %s after %d restarts: giving up", child.name, how, _MOST_RESTARTS
+            )
             self._drain(exit_code=1)
             return
-        delay = 0.0 if child.short_lives == 1 else min(_MAX_DELAY, 2.0 ** min(child.short_lives - 2, 9))
+        delay = (
+            0.0 if child.short_lives == 1 else min(_MAX_DELAY, 2.0 ** min(child.short_lives - 2, 9))
+        )
         logger.error("%s ended with %s: starting it again in %g s", child.name, how, delay)
         child.restarts += 1
         child.start_at = now + delay
@@ -211,7 +219,8 @@ class Supervisor:
             logger.warning("%s again: ending at once", number.name)
             self._exit_code, self._kill_at = 128 + number, self._system.now()
             self._signal(self._children, signal.SIGKILL)
-        # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: both ask for one stop.
+        # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: both ask for
+        # one stop.
         self._hung_up = number == signal.SIGHUP
 
     def _drain(self, exit_code: int) -> None:
@@ -223,7 +232,9 @@ class Supervisor:
         self._signal(self._workers)
 
     def _has_ended(self) -> bool:
-        """Stop the engines after the workers, kill who does not end in time, and return whether all have ended."""
+        """Stop the engines after the workers, kill who does not end in time, and return whether all
+        have ended.
+        """
         now = self._system.now()
         assert self._kill_at is not None
         if any(child.pid is not None for child in self._workers):

@@ -24,7 +24,9 @@ RELOAD: Final = signal.SIGUSR1
 
 
 def share(total: int, index: int, settings: Settings, *, least: int = 1) -> int:
-    """Return a worker's part of what all workers may take together; at least `least`, so that one request fits."""
+    """Return a worker's part of what all workers may take together; at least `least`, so that one
+    request fits.
+    """
     count = settings.workers
     return max(total // count + (index < total % count), min(total, least))
 
@@ -35,7 +37,9 @@ def worker_settings(settings: Settings, index: int) -> Settings:
     A batch that one process would take is not refused for ever: a share holds the largest request.
     """
     own = {
-        "queue_size": share(settings.queue_size, index, settings, least=settings.max_images_per_request),
+        "queue_size": share(
+            settings.queue_size, index, settings, least=settings.max_images_per_request
+        ),
         "key_max_requests": share(settings.key_max_requests, index, settings),
     }
     return settings.model_copy(update=own)
@@ -58,7 +62,9 @@ def run_web(
         sockets: of the engines, by device.
         is_first: whether this worker logs for all what is served.
     """
-    engines = [EngineClient(path, device) for path, device in zip(sockets, settings.devices, strict=True)]
+    engines = [
+        EngineClient(path, device) for path, device in zip(sockets, settings.devices, strict=True)
+    ]
     models, lifecycle = RemoteModels(engines), Lifecycle()
     logged: dict[str, int] = {}
 
@@ -70,15 +76,23 @@ def run_web(
     def changed() -> None:
         for name, model in models.served.items():
             engine = model.current.engine
-            if engine.info is not None and engine.ready and logged.get(name) != model.current.number:
+            if (
+                engine.info is not None
+                and engine.ready
+                and logged.get(name) != model.current.number
+            ):
                 logged[name] = model.current.number
-                if model is models.default:  # for each of many models it would hold the heartbeat back for too long
+                if (
+                    model is models.default
+                ):  # for each of many models it would hold the heartbeat back for too long
                     child.link.send(Report(SERVING))
                     freeze_objects()
                 if is_first:
                     log_model(engine.status, engine.info)
 
-    app = create_app(settings, models, metrics, lifecycle, changed, image_store=RemoteImageStore(engines[0]))
+    app = create_app(
+        settings, models, metrics, lifecycle, changed, image_store=RemoteImageStore(engines[0])
+    )
     server = Server(app, settings, lifecycle, beside, is_supervised=True)
     trim_regularly()
     server.run(sockets=listeners)

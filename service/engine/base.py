@@ -1,4 +1,6 @@
-"""The protocols of an engine, which the web side calls, and of the model runner, which an engine calls."""
+"""The protocols of an engine, which the web side calls, and of the model runner, which an engine
+calls.
+"""
 
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +13,8 @@ from service.engine.messages import EngineStatus, InferenceRequest, InferenceRes
 
 
 class ModelRunner(Protocol):
-    """The part of `model.runtime.predictor.Predictor` that an engine needs; an engine itself imports no torch.
+    """The part of `model.runtime.predictor.Predictor` that an engine needs; an engine itself
+    imports no torch.
 
     Attributes:
         max_batch: images in one batch at most.
@@ -54,11 +57,17 @@ class ModelRunner(Protocol):
     def launch_size(self, count: int) -> int:
         """Return the number of rows launched for a batch of `count` images."""
 
-    def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> Sequence[Outputs]:
-        """Return the requested outputs of each image, see `model.runtime.predictor.Predictor.predict`."""
+    def predict(
+        self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]
+    ) -> Sequence[Outputs]:
+        """Return the requested outputs of each image, see
+        `model.runtime.predictor.Predictor.predict`.
+        """
 
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the features of texts, float32 [N, D]; for models with a text tower. One thread calls it."""
+        """Return the features of texts, float32 [N, D]; for models with a text tower. One thread
+        calls it.
+        """
 
 
 class Device(Protocol):
@@ -97,7 +106,8 @@ class Engine(Device, Protocol):
         """
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
-        """Return the features of texts, float32 [N, D], which must be there within `timeout` seconds.
+        """Return the features of texts, float32 [N, D], which must be there within `timeout`
+        seconds.
 
         Only an engine whose `info.zero_shot` is there has a text tower.
 

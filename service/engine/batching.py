@@ -8,17 +8,19 @@ It knows no thread, no event loop and no model. Its owner, an engine, brings the
                                   or how long to wait
     close()                       no more entries; what waits is forgotten
 
-A batch is formed at `poll`, never earlier: an image that is cancelled or expires up to that moment is
-not launched. Each caller has one of its own entries in turn, oldest first: whoever sends many delays itself, and not
-others. Where several callers wait, each has a quarter of a batch at most: whoever sends one picture waits for a short
-batch. Where batches are small, as pictures take long, that is so for a second more: the batch before is short, too.
-With no delay set, whatever waits is launched (`idle`). With a delay, batches are to be full: nobody's part is bounded,
-and an incomplete batch is held back until its oldest entry is that old, counted from that entry's arrival and not from
-the poll that first saw it.
+A batch is formed at `poll`, never earlier: an image that is cancelled or expires up to that moment
+is not launched. Each caller has one of its own entries in turn, oldest first: whoever sends many
+delays itself, and not others. Where several callers wait, each has a quarter of a batch at most:
+whoever sends one picture waits for a short batch. Where batches are small, as pictures take long,
+that is so for a second more: the batch before is short, too. With no delay set, whatever waits is
+launched (`idle`). With a delay, batches are to be full: nobody's part is bounded, and an incomplete
+batch is held back until its oldest entry is that old, counted from that entry's arrival and not
+from the poll that first saw it.
 
-The queue answers nobody. Its owner keeps a timer for each entry, as the engine may be busy when a deadline
-passes, and cancels the entry when it fires. `poll` looks only at the entries that it takes out and at the
-one behind them, and with a delay at the oldest of each caller, so its work does not grow with the queue.
+The queue answers nobody. Its owner keeps a timer for each entry, as the engine may be busy when a
+deadline passes, and cancels the entry when it fires. `poll` looks only at the entries that it takes
+out and at the one behind them, and with a delay at the oldest of each caller, so its work does not
+grow with the queue.
 """
 
 import math
@@ -34,7 +36,8 @@ T = TypeVar("T")
 
 # A caller beside others has the largest batch divided by this, at most.
 _MOST_SHARE: Final = 4
-# Images of a batch, up to which it counts as shared until no other caller has come for some seconds.
+# Images of a batch, up to which it counts as shared until no other caller has come for some
+# seconds.
 _SMALL_BATCH: Final = 8
 _SHARED_SECONDS: Final = 1.0
 
@@ -72,7 +75,8 @@ class Poll(Generic[T]):
 
 
 class BatchQueue(Generic[T]):
-    """Bounded queue with turns, deadlines, cancellation and batch formation. Not thread-safe by itself.
+    """Bounded queue with turns, deadlines, cancellation and batch formation. Not thread-safe by
+    itself.
 
     An expired entry counts as waiting until it is cancelled or a poll takes it out.
 
@@ -86,8 +90,8 @@ class BatchQueue(Generic[T]):
         self._capacity = capacity
         self._max_delay = max_delay
         self._clock = clock
-        # Callers in the order of their turns, each with its entries by arrival; none without entries. The first of
-        # either, and any other, is taken out in constant time.
+        # Callers in the order of their turns, each with its entries by arrival; none without
+        # entries. The first of either, and any other, is taken out in constant time.
         self._turns: OrderedDict[Hashable, OrderedDict[Entry[T], None]] = OrderedDict()
         self._waiting = 0
         self._last_caller: Hashable = None
@@ -111,7 +115,9 @@ class BatchQueue(Generic[T]):
             raise QueueFull(f"all {self._capacity} places in the queue are taken")
         entry = Entry(item, self._clock(), deadline, caller)
         if caller != self._last_caller:
-            self._shared_until = -math.inf if self._last_caller is None else entry.arrived + _SHARED_SECONDS
+            self._shared_until = (
+                -math.inf if self._last_caller is None else entry.arrived + _SHARED_SECONDS
+            )
             self._last_caller = caller
         own = self._turns.get(caller)
         if own is None:
@@ -133,7 +139,9 @@ class BatchQueue(Generic[T]):
             return Poll()
         full = self._waiting >= max_batch
         if self._max_delay and not full:
-            release_at = min(next(iter(own)).arrived for own in self._turns.values()) + self._max_delay
+            release_at = (
+                min(next(iter(own)).arrived for own in self._turns.values()) + self._max_delay
+            )
             if now < release_at:
                 return Poll(wait=release_at - now)
         poll: Poll[T] = Poll(release="full" if full else "delay" if self._max_delay > 0 else "idle")
@@ -157,7 +165,9 @@ class BatchQueue(Generic[T]):
         self._waiting = 0
 
     def _next_in_time(self, now: float) -> Entry[T] | None:
-        """Return the entry whose turn it is and whose deadline is to come, and take out the expired ones before it."""
+        """Return the entry whose turn it is and whose deadline is to come, and take out the expired
+        ones before it.
+        """
         while self._turns:
             own = next(iter(self._turns.values()))
             oldest = next(iter(own))

@@ -1,6 +1,7 @@
 """The GPUs of this machine as an operator names them, and as one engine's process sees them.
 
-Nothing here loads CUDA, which does not survive a fork: the supervisor asks, and its children compute.
+Nothing here loads CUDA, which does not survive a fork: the supervisor asks, and its children
+compute.
 """
 
 import math
@@ -19,7 +20,8 @@ from service.settings import Settings
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
-# Cores that decode for one GPU at most: an H200 computed 12,100 images/s, and 16 cores decoded 3,900 JPEGs of 124 kB.
+# Cores that decode for one GPU at most: an H200 computed 12,100 images/s, and 16 cores decoded
+# 3,900 JPEGs of 124 kB.
 _CORES_OF_A_GPU: Final = 48
 # Cores that decode beside a model on the CPU at most: the model needs the others.
 _CORES_BESIDE_A_CPU: Final = 16
@@ -32,7 +34,8 @@ _MAX_BATCH: Final = 64
 
 
 def fit_to_machine(settings: Settings) -> Settings:
-    """Return the settings with what was left to this machine filled in: `all` devices, web workers, the queue's size.
+    """Return the settings with what was left to this machine filled in: `all` devices, web workers,
+    the queue's size.
 
     Raises:
         DeviceError: `device` is `all`, and there is no GPU.
@@ -52,7 +55,9 @@ def fit_to_machine(settings: Settings) -> Settings:
 
 
 def decode_threads(settings: Settings) -> int:
-    """Return how many threads of each web worker decode pictures: all together one a core, within bounds."""
+    """Return how many threads of each web worker decode pictures: all together one a core, within
+    bounds.
+    """
     most = _CORES_BESIDE_A_CPU
     if uses_gpu(settings):
         most = _CORES_OF_A_GPU * len(settings.devices)
@@ -60,7 +65,9 @@ def decode_threads(settings: Settings) -> int:
 
 
 def uses_gpu(settings: Settings) -> bool:
-    """Return whether engines are to run on GPUs, and in processes of their own: these survive what a GPU does not."""
+    """Return whether engines are to run on GPUs, and in processes of their own: these survive what
+    a GPU does not.
+    """
     if not sys.platform.startswith("linux") or settings.device == "cpu":
         return False
     return settings.device != "auto" or gpus_are_here()
@@ -73,7 +80,9 @@ def gpus_are_here(folder: Path = Path("/dev"), environment: Mapping[str, str] = 
     return any(re.fullmatch(r"nvidia\d+|dxg", node.name) for node in folder.iterdir())
 
 
-def all_gpus(environment: Mapping[str, str] = os.environ, listing: Callable[[], str] | None = None) -> tuple[str, ...]:
+def all_gpus(
+    environment: Mapping[str, str] = os.environ, listing: Callable[[], str] | None = None
+) -> tuple[str, ...]:
     """Return the device of each GPU, and of each MIG instance where a GPU is divided.
 
     Args:
@@ -86,7 +95,10 @@ def all_gpus(environment: Mapping[str, str] = os.environ, listing: Callable[[], 
     if visible:
         return tuple(f"cuda:{index}" for index in range(len(visible.split(","))))
     text = (listing or _listing)()
-    gpus = [re.findall(r"UUID: ((?:GPU|MIG)-[^)\s]+)", part) for part in re.split(r"^(?=GPU \d)", text, flags=re.M)[1:]]
+    gpus = [
+        re.findall(r"UUID: ((?:GPU|MIG)-[^)\s]+)", part)
+        for part in re.split(r"^(?=GPU \d)", text, flags=re.M)[1:]
+    ]
     if not gpus:
         raise DeviceError("device 'all': the driver lists no GPU")
     if all(len(gpu) == 1 for gpu in gpus):
@@ -102,12 +114,15 @@ def _listing() -> str:
 
 
 def visible_devices(device: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what `CUDA_VISIBLE_DEVICES` is to be in a process for which this device alone is there, as `cuda:0`.
+    """Return what `CUDA_VISIBLE_DEVICES` is to be in a process for which this device alone is
+    there, as `cuda:0`.
 
-    So an instance of MIG, which CUDA shows alone, has a name, and compiled kernels serve every GPU of a kind.
+    So an instance of MIG, which CUDA shows alone, has a name, and compiled kernels serve every GPU
+    of a kind.
 
     Args:
-        device: `cuda`, `cuda:N`, or `cuda:` and an identifier. N counts the devices that are visible so far.
+        device: `cuda`, `cuda:N`, or `cuda:` and an identifier. N counts the devices that are
+        visible so far.
 
     Raises:
         DeviceError: fewer than N devices are visible.

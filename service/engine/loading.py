@@ -1,12 +1,14 @@
-"""Builds the predictor that the settings name; no other file of the service loads a model, and torch with it.
+"""Builds the predictor that the settings name; no other file of the service loads a model, and
+torch with it.
 
     graphs that were kept, else torch
 
-Torch and what it reads stay resident for good: beside the bundled model's 210 MiB they are 300. So a process that
-serves by OpenVINO and loads another checkpoint leaves that to a child (`python -m service.engine.loading`), which makes
-the graphs with torch, and they are kept then.
+Torch and what it reads stay resident for good: beside the bundled model's 210 MiB they are 300. So
+a process that serves by OpenVINO and loads another checkpoint leaves that to a child (`python -m
+service.engine.loading`), which makes the graphs with torch, and they are kept then.
 
-A model whose backbone a predictor of this process has already is a further head of that predictor, which is returned.
+A model whose backbone a predictor of this process has already is a further head of that predictor,
+which is returned.
 """
 
 from __future__ import annotations
@@ -50,21 +52,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The settings that change a graph, or what it is compared with, or whether the checkpoint is read at all.
+# The settings that change a graph, or what it is compared with, or whether the checkpoint is read
+# at all.
 _MATTER: Final = (
-    *("checkpoint", "image_size", "preprocess", "labels", "activation", "architecture", "keys", "base"),
+    *(
+        "checkpoint",
+        "image_size",
+        "preprocess",
+        "labels",
+        "activation",
+        "architecture",
+        "keys",
+        "base",
+    ),
     *("models", "checkpoint_folder", "dtype"),
 )
 
 # The folders of torch's compilers in the cache folder, by the variables that name them.
-_KERNELS: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
+_KERNELS: Final = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+}
 
 # The predictors of this process, by the keys of their backbones.
 _LIVE: Final[WeakValueDictionary[str, Predictor]] = WeakValueDictionary()
 
 
 def checkpoint_from(settings: Settings) -> Checkpoint:
-    """Read the checkpoint that the settings name; raises `CheckpointError` if it cannot be read exactly."""
+    """Read the checkpoint that the settings name; raises `CheckpointError` if it cannot be read
+    exactly.
+    """
     from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
     from model.checkpoint.options import CheckpointOptions  # noqa: PLC0415
 
@@ -85,18 +103,22 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
 
 
 def _lies_below(source: str, folders: Iterable[Path]) -> bool:
-    """Return whether a checkpoint lies below one of some folders, by its path or once all links are followed."""
+    """Return whether a checkpoint lies below one of some folders, by its path or once all links are
+    followed.
+    """
     path = Path(source)
     with suppress(OSError, RuntimeError):
         return any(
-            path.absolute().is_relative_to(folder.absolute()) or path.resolve().is_relative_to(folder.resolve())
+            path.absolute().is_relative_to(folder.absolute())
+            or path.resolve().is_relative_to(folder.resolve())
             for folder in folders
         )
     return True
 
 
 def _require_inside(name: str, value: str | None, folders: Sequence[Path]) -> None:
-    """Refuse a path that begins in one of some folders and leads out of all of them: a link may be set at any time.
+    """Refuse a path that begins in one of some folders and leads out of all of them: a link may be
+    set at any time.
 
     The operator's own settings may name files anywhere.
 
@@ -109,7 +131,9 @@ def _require_inside(name: str, value: str | None, folders: Sequence[Path]) -> No
     with suppress(OSError, RuntimeError):  # symbolic links in a circle
         if any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
             return
-    raise CheckpointError(f"{name} {value!r:.200}: a symbolic link out of its folder: put the file itself there")
+    raise CheckpointError(
+        f"{name} {value!r:.200}: a symbolic link out of its folder: put the file itself there"
+    )
 
 
 def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
@@ -127,8 +151,12 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
 
 
 def _keep_in_child(settings: Settings) -> None:
-    """Let a child make the graphs of a checkpoint and keep them; raises `CheckpointError` if it does not load."""
-    own = settings.model_dump(mode="json", include={*_MATTER, "cache_dir", "compile", "coverage", "device"})
+    """Let a child make the graphs of a checkpoint and keep them; raises `CheckpointError` if it
+    does not load.
+    """
+    own = settings.model_dump(
+        mode="json", include={*_MATTER, "cache_dir", "compile", "coverage", "device"}
+    )
     with start_python(
         __name__,
         allowed=(*COMMON, *LOADING),
@@ -145,7 +173,9 @@ def _keep_in_child(settings: Settings) -> None:
         lines = child.stdout.read().splitlines()
     reason = ""
     if child.returncode:
-        reason = lines.pop() if lines else f"the process that loaded it ended with {child.returncode}"
+        reason = (
+            lines.pop() if lines else f"the process that loaded it ended with {child.returncode}"
+        )
     for line in lines:
         logger.warning("%s", line)
     if reason:
@@ -178,7 +208,8 @@ def _end_with_parent() -> None:
 
 def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
     """Return what `load_predictor` does where its graphs were kept, else None."""
-    # OpenMP threads that spin between operators starve the decode threads beside them. Read when torch loads.
+    # OpenMP threads that spin between operators starve the decode threads beside them. Read when
+    # torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     entry = _entry(settings)
     manifest = None if entry is None else entry.manifest()
@@ -207,7 +238,9 @@ class _Read(NamedTuple):
     keep: Keep | None
 
     def keep_head(self, dtype: str, parameters: int = 0) -> None:
-        """Keep the head alone: another model keeps the graph, or this one does when it is loaded without it."""
+        """Keep the head alone: another model keeps the graph, or this one does when it is loaded
+        without it.
+        """
         if self.keep is not None:
             self.keep(None, self.checkpoint, parameters, dtype)
 
@@ -249,7 +282,9 @@ def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
 
     keep_kernels(settings)
     device = "cuda:0" if settings.device.startswith("cuda") else settings.device
-    compile_mode: str = settings.compile  # a process whose capture broke off starts its successor without graphs
+    compile_mode: str = (
+        settings.compile
+    )  # a process whose capture broke off starts its successor without graphs
     predictor = Predictor(
         read.checkpoint,
         device=device,
@@ -273,11 +308,17 @@ def _show_alone(device: str) -> None:
 
 
 def _label_sets(settings: Settings, checkpoint: Description) -> LabelSets | None:
-    """Return what gives the sets of labels, None where none are asked; raises where it is not calibrated for them."""
+    """Return what gives the sets of labels, None where none are asked; raises where it is not
+    calibrated for them.
+    """
     from model.calibration import label_sets_of  # noqa: PLC0415
 
     coverage = settings.coverage
-    return None if coverage is None else label_sets_of(checkpoint.calibration, coverage, checkpoint.source)
+    return (
+        None
+        if coverage is None
+        else label_sets_of(checkpoint.calibration, coverage, checkpoint.source)
+    )
 
 
 def _thresholds(settings: Settings, checkpoint: Description) -> Floats | None:
@@ -287,7 +328,9 @@ def _thresholds(settings: Settings, checkpoint: Description) -> Floats | None:
     unknown = next((label for label in settings.thresholds if label not in checkpoint.labels), None)
     if unknown is not None:
         raise CheckpointError(f"thresholds: {unknown!r:.80} is no label of {checkpoint.source}")
-    return np.array([settings.thresholds.get(label, 0.0) for label in checkpoint.labels], np.float32)
+    return np.array(
+        [settings.thresholds.get(label, 0.0) for label in checkpoint.labels], np.float32
+    )
 
 
 def _described(
@@ -307,22 +350,38 @@ def _described(
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.name, note)
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
-    facts |= {"name": settings.model_name or checkpoint.name, "loaded_at": int(time.time()), "backbone": key}
+    facts |= {
+        "name": settings.model_name or checkpoint.name,
+        "loaded_at": int(time.time()),
+        "backbone": key,
+    }
     least = _thresholds(settings, checkpoint)
     known_by = "" if least is None else f"-{zlib.crc32(least.tobytes()):x}"
-    facts |= {"coverage": settings.coverage, "head": f"{checkpoint.content}-{settings.coverage}{known_by}"}
+    facts |= {
+        "coverage": settings.coverage,
+        "head": f"{checkpoint.content}-{settings.coverage}{known_by}",
+    }
     facts["has_thresholds"] = least is not None
     if key not in _LIVE:
         if settings.coverage is not None:
             predictor.set_coverage(settings.coverage)
         predictor.own, _LIVE[key] = replace(predictor.own, thresholds=least), predictor
     elif head is not None:
-        more = (checkpoint.config.logits - predictor.config.logits) * (1 + embedding_width(checkpoint.config))
+        more = (checkpoint.config.logits - predictor.config.logits) * (
+            1 + embedding_width(checkpoint.config)
+        )
         calibration = checkpoint.calibration
-        facts |= {"calibrated_on": calibration and len(calibration.scores), "parameters": predictor.parameters + more}
+        facts |= {
+            "calibrated_on": calibration and len(calibration.scores),
+            "parameters": predictor.parameters + more,
+        }
         head = replace(head, label_sets=_label_sets(settings, checkpoint), thresholds=least)
-    elif not np.array_equal(np.asarray(least), np.asarray(predictor.own.thresholds)):  # of None, too
-        raise CheckpointError("thresholds: another model of these weights has others, and the head is a part of both")
+    elif not np.array_equal(
+        np.asarray(least), np.asarray(predictor.own.thresholds)
+    ):  # of None, too
+        raise CheckpointError(
+            "thresholds: another model of these weights has others, and the head is a part of both"
+        )
     predictor.heads.setdefault(facts["head"], head or predictor.own)
     return ModelInfo(**facts)
 
@@ -341,9 +400,11 @@ def _entry(settings: Settings) -> Entry | None:
 
 
 def keep_kernels(settings: Settings, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch's compilers keep their kernels in the cache folder, unless the environment names another one.
+    """Let torch's compilers keep their kernels in the cache folder, unless the environment names
+    another one.
 
-    By themselves they keep them in the folder for temporary files, which containers and systems empty.
+    By themselves they keep them in the folder for temporary files, which containers and systems
+    empty.
     """
     for name in _KERNELS.keys() - environment.keys():
         folder = cache_folder(settings, _KERNELS[name], environment)
@@ -353,14 +414,19 @@ def keep_kernels(settings: Settings, environment: MutableMapping[str, str] = os.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             logger.warning(
-                "compiled kernels are not kept: %s; set VIT_CACHE_DIR to a folder that can be written", error
+                "compiled kernels are not kept: %s; set VIT_CACHE_DIR to a folder that can be written",
+                error,
             )
             return
         environment[name] = str(folder)
 
 
-def cache_folder(settings: Settings, kind: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder that the settings name for what is kept of a kind, or None where nothing is kept."""
+def cache_folder(
+    settings: Settings, kind: str, environment: Mapping[str, str] = os.environ
+) -> Path | None:
+    """Return the folder that the settings name for what is kept of a kind, or None where nothing is
+    kept.
+    """
     if settings.cache_dir == "off":
         return None
     if settings.cache_dir is not None:

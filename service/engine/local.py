@@ -9,13 +9,14 @@
        ^                                              |
        +------ one call_soon_threadsafe a batch ------+
 
-Every image that is put gets exactly one outcome: its result, an error of its own, or cancellation. Its deadline is a
-timer of the event loop, which answers however busy the threads are; the queue launches nothing later. A batch that
-computes longer than `batch_seconds` fails the engine, though its thread never comes back.
+Every image that is put gets exactly one outcome: its result, an error of its own, or cancellation.
+Its deadline is a timer of the event loop, which answers however busy the threads are; the queue
+launches nothing later. A batch that computes longer than `batch_seconds` fails the engine, though
+its thread never comes back.
 
-A model is loaded on a thread of its own engine. Where the loader gives a runner that another engine has already, that
-engine answers for the model, too. The last model that leaves closes it. Which one is unloaded for others is decided in
-`service.models.registry`.
+A model is loaded on a thread of its own engine. Where the loader gives a runner that another engine
+has already, that engine answers for the model, too. The last model that leaves closes it. Which one
+is unloaded for others is decided in `service.models.registry`.
 """
 
 import asyncio
@@ -31,7 +32,14 @@ from typing import Any, Final, Self
 from model.errors import VitError
 from service.background import keep_running
 from service.engine.base import ModelRunner
-from service.engine.messages import BatchReport, EngineState, EngineStatus, InferenceRequest, InferenceResult, ModelInfo
+from service.engine.messages import (
+    BatchReport,
+    EngineState,
+    EngineStatus,
+    InferenceRequest,
+    InferenceResult,
+    ModelInfo,
+)
 from service.engine.streams import Outcome, Streams, Waiting, reason_of
 from service.engine.texts import Floats, TextFeatures
 from service.errors import DeadlineExceeded, EngineUnavailable
@@ -42,10 +50,12 @@ logger = logging.getLogger(__name__)
 # Seconds that one batch may compute; after them the device is taken for hung.
 BATCH_SECONDS: Final = 30.0
 
-# Share of these seconds after which the service is not ready: load balancers look away before the device is given up.
+# Share of these seconds after which the service is not ready: load balancers look away before the
+# device is given up.
 _STALL_SHARE: Final = 1 / 3
 
-# What is loaded: None for what is configured, a checkpoint in its place, or all settings of one model.
+# What is loaded: None for what is configured, a checkpoint in its place, or all settings of one
+# model.
 What = str | Mapping[str, Any] | None
 
 # Loads the model that the settings name onto their device.
@@ -99,7 +109,9 @@ class LocalEngine:
         self.runner: ModelRunner | None = None
         self._callers: dict[Waiting, asyncio.Future[InferenceResult]] = {}
         deliver = partial(self._call_loop, self._deliver)
-        self._streams = Streams(queue_size=queue_size, max_delay=max_delay, deliver=deliver, clock=clock)
+        self._streams = Streams(
+            queue_size=queue_size, max_delay=max_delay, deliver=deliver, clock=clock
+        )
         self._texts = TextFeatures()
         self._on_change: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -113,10 +125,18 @@ class LocalEngine:
     def status(self) -> EngineStatus:
         """Return the engine's current status."""
         runner, reason = self.runner, self._reason
-        if runner is not None and self._state == "loading" and runner.compiled.startswith("compiling"):
-            reason = "the model is compiled, which takes minutes where the cache has no kernels of it"
+        if (
+            runner is not None
+            and self._state == "loading"
+            and runner.compiled.startswith("compiling")
+        ):
+            reason = (
+                "the model is compiled, which takes minutes where the cache has no kernels of it"
+            )
         if self._state == "ready" and self._batch_age_seconds > self._batch_seconds * _STALL_SHARE:
-            reason = f"a batch has computed for {self._batch_age_seconds:.0f} s: the device may hang"
+            reason = (
+                f"a batch has computed for {self._batch_age_seconds:.0f} s: the device may hang"
+            )
         return EngineStatus(
             device=runner.device if runner else self._device,
             state=self._state,
@@ -164,7 +184,8 @@ class LocalEngine:
     async def close(self) -> None:
         """Finish the running batches; what still waits is answered `EngineUnavailable`.
 
-        A model that is still being loaded is not awaited: its thread lets go of it when it is loaded.
+        A model that is still being loaded is not awaited: its thread lets go of it when it is
+        loaded.
         """
         self._streams.stop()
         if self._state == "loading":
@@ -175,12 +196,16 @@ class LocalEngine:
     # The event loop's side.
 
     def _expire(self, entry: Waiting) -> None:
-        """Answer a caller whose time is up, unless the image was launched; from now on it never will be."""
+        """Answer a caller whose time is up, unless the image was launched; from now on it never
+        will be.
+        """
         self._streams.cancel(entry)
         if not entry.launched:
             self._deliver([(entry, DeadlineExceeded("the image was not launched in time"))])
 
-    def _deliver(self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None = None) -> None:
+    def _deliver(
+        self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None = None
+    ) -> None:
         for entry, outcome in outcomes:
             future = self._callers.get(entry)
             if future is None or future.done():  # its caller went away, or was answered already
@@ -199,7 +224,9 @@ class LocalEngine:
             self._batch_age_seconds = self._streams.look(seconds)
             if self._batch_age_seconds > self._batch_seconds:
                 self._streams.stop()
-                reason = f"a batch computed for more than {self._batch_seconds:g} s: the device hangs"
+                reason = (
+                    f"a batch computed for more than {self._batch_seconds:g} s: the device hangs"
+                )
                 self._end("failed", reason)
                 return
             await asyncio.sleep(seconds)
@@ -238,11 +265,13 @@ class LocalEngine:
             _release(error)
             gc.collect()  # parts of a model refer to each other, and here the collector runs seldom
         except BaseException as error:
-            # Nobody may wait for a thread that is no more: say so below, and let the traceback be seen.
+            # Nobody may wait for a thread that is no more: say so below, and let the traceback be
+            # seen.
             reason = reason_of(error)
             raise
         finally:
-            # The model's memory is released with this thread, even if the engine is still referenced.
+            # The model's memory is released with this thread, even if the engine is still
+            # referenced.
             self._device, self.runner = self.status.device, None
             self._streams.close()  # whoever is just being put is refused; who was put is answered now
             self._call_loop(self._end, state, reason)
@@ -264,10 +293,13 @@ class Backbones:
         on_batch: see `LocalEngine`.
 
     Attributes:
-        users: the engines that compute, and the models that each of them answers for; changed under `lock`.
+        users: the engines that compute, and the models that each of them answers for; changed under
+        `lock`.
     """
 
-    def __init__(self, settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None]) -> None:
+    def __init__(
+        self, settings: Settings, load: Loader, on_batch: Callable[[BatchReport], None]
+    ) -> None:
         self.settings, self.load = settings, load
         self.users: dict[LocalEngine, list[ModelEngine]] = {}
         self.lock = threading.Lock()
@@ -284,7 +316,8 @@ class Backbones:
 
 
 class ModelEngine:
-    """The engine of one model, which may be that of others as well; see `service.engine.base.Engine`.
+    """The engine of one model, which may be that of others as well; see
+    `service.engine.base.Engine`.
 
     Attributes:
         info: the description of the model; None before it is loaded.
@@ -334,7 +367,9 @@ class ModelEngine:
             self._backbones.users[self.backbone] = [self]
         self.backbone.start(partial(self._backbones.changed, self.backbone))
 
-    def infer(self, request: InferenceRequest, *, timeout: float) -> Coroutine[Any, Any, InferenceResult]:
+    def infer(
+        self, request: InferenceRequest, *, timeout: float
+    ) -> Coroutine[Any, Any, InferenceResult]:
         """See `Engine.infer`."""
         self.last_used = time.monotonic()
         return self.backbone.infer(request, timeout=timeout)
@@ -369,7 +404,9 @@ class ModelEngine:
                 runner.heads.pop(self.info.head, None)
 
     def changed(self) -> None:
-        """Look at the engine, whose state has changed, or which handed the model over to another one."""
+        """Look at the engine, whose state has changed, or which handed the model over to another
+        one.
+        """
         if self._joined is not None:
             with self._backbones.lock:
                 self._backbones.users.pop(self.backbone, None)
@@ -395,7 +432,9 @@ class ModelEngine:
 
 
 def _release(error: BaseException | None) -> None:
-    """Clear the frames of an error and of those that led to it: they may hold a whole model, and the error lives on."""
+    """Clear the frames of an error and of those that led to it: they may hold a whole model, and
+    the error lives on.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

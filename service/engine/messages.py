@@ -15,7 +15,8 @@ from model.config import NetworkConfig, PreprocessConfig
 from model.heads import SOFTMAX, Form, ZeroShot
 from model.outputs import Outputs, Pooling, RequestedOutputs
 
-# Why a batch was launched: enough images waited, the device was idle, or the oldest image had waited long enough.
+# Why a batch was launched: enough images waited, the device was idle, or the oldest image had
+# waited long enough.
 Release = Literal["full", "idle", "delay"]
 
 # The state of an engine; it takes images only when it is ready.
@@ -71,7 +72,8 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The loaded model; each field is an attribute of that name of the checkpoint or of the model runner.
+    """The loaded model; each field is an attribute of that name of the checkpoint or of the model
+    runner.
 
     Attributes:
         loaded_at: date of the load, in seconds since 1970.
@@ -146,4 +148,9 @@ class EngineStatus:
 
 def attributes(names: Iterable[str], *sources: object) -> dict[str, Any]:
     """Read each name off the first source that has it; names that no source has are left out."""
-    return {name: getattr(source, name) for source in reversed(sources) for name in names if hasattr(source, name)}
+    return {
+        name: getattr(source, name)
+        for source in reversed(sources)
+        for name in names
+        if hasattr(source, name)
+    }

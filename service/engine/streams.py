@@ -1,10 +1,11 @@
-"""The threads of an engine: each stream takes the next batch from the queue that all share, and launches it.
+"""The threads of an engine: each stream takes the next batch from the queue that all share, and
+launches it.
 
 Every image of a launch gets an outcome, and an image that the model fails on fails alone.
 
-Maps that need a pass of their own have a queue and a thread of their own, behind classification: a small batch is
-launched only while no other image waits, or when maps have waited for long. Images for which the runner has still to
-load something, as torch, go there too, until that is loaded.
+Maps that need a pass of their own have a queue and a thread of their own, behind classification: a
+small batch is launched only while no other image waits, or when maps have waited for long. Images
+for which the runner has still to load something, as torch, go there too, until that is loaded.
 """
 
 import logging
@@ -21,12 +22,13 @@ from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 
 logger = logging.getLogger(__name__)
 
-# Images in a batch of explanations at most, so that it does not hold the device for long, and the seconds that it takes
-# beyond one image: on a processor it competes with classification.
+# Images in a batch of explanations at most, so that it does not hold the device for long, and the
+# seconds that it takes beyond one image: on a processor it competes with classification.
 MAX_EXPLANATION_BATCH: Final = 8
 EXPLANATION_SECONDS: Final = 0.1
 
-# Seconds that a batch of maps waits for classification at most, which under constant load never pauses.
+# Seconds that a batch of maps waits for classification at most, which under constant load never
+# pauses.
 MAX_EXPLANATION_WAIT: Final = 1.0
 
 # An image in the queue, or taken out of it.
@@ -44,21 +46,28 @@ class _Lane(NamedTuple):
 
 
 class Streams:
-    """Two batch queues behind a lock, with a thread for each stream of the runner, and a thread for explanations.
+    """Two batch queues behind a lock, with a thread for each stream of the runner, and a thread for
+    explanations.
 
-    Each queue has a condition of its own: to wake the thread of explanations with each image that is to be classified
-    would cost a request two switches of threads.
+    Each queue has a condition of its own: to wake the thread of explanations with each image that
+    is to be classified would cost a request two switches of threads.
 
     Args:
-        queue_size, max_delay, clock: see `BatchQueue`; each queue is of that size, and explanations are never delayed.
-        deliver: called on a stream's thread after each launch, with each image's outcome and the report of the
-            launch, or None if the launch ended the engine.
+        queue_size, max_delay, clock: see `BatchQueue`; each queue is of that size, and explanations
+        are never delayed.
+        deliver: called on a stream's thread after each launch, with each image's outcome and the
+            report of the launch, or None if the launch ended the engine.
     """
 
-    def __init__(self, *, queue_size: int, max_delay: float, deliver: Deliver, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, queue_size: int, max_delay: float, deliver: Deliver, clock: Callable[[], float]
+    ) -> None:
         self._lock = threading.Lock()
         self._images, self._maps = (
-            _Lane(BatchQueue(capacity=queue_size, max_delay=delay, clock=clock), threading.Condition(self._lock))
+            _Lane(
+                BatchQueue(capacity=queue_size, max_delay=delay, clock=clock),
+                threading.Condition(self._lock),
+            )
             for delay in (max_delay, 0.0)
         )
         self._deliver = deliver
@@ -73,7 +82,9 @@ class Streams:
         return len(self._images.queue) + len(self._maps.queue)
 
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
-        """Add an image that must be launched within `timeout` seconds from now; raises as `BatchQueue.put`."""
+        """Add an image that must be launched within `timeout` seconds from now; raises as
+        `BatchQueue.put`.
+        """
         with self._lock:
             is_slow = request.requested.needs_pass or self._defers(request.requested)
             lane = self._maps if is_slow else self._images
@@ -88,31 +99,43 @@ class Streams:
                 lane.queue.cancel(entry)
 
     def look(self, seconds: float) -> float:
-        """Return for how long the oldest batch under way has been looked at, of which `seconds` have passed just now.
+        """Return for how long the oldest batch under way has been looked at, of which `seconds`
+        have passed just now.
 
         So time does not count in which this process stood still, or the whole machine.
         """
         with self._lock:
-            self._under_way = {thread: looked + seconds for thread, looked in self._under_way.items()}
+            self._under_way = {
+                thread: looked + seconds for thread, looked in self._under_way.items()
+            }
             return max(self._under_way.values(), default=0.0)
 
     def run(self, runner: ModelRunner) -> None:
-        """Launch batches until `stop`: on this thread, a thread for each further stream, and a thread for explanations.
+        """Launch batches until `stop`: on this thread, a thread for each further stream, and a
+        thread for explanations.
 
-        One more thread finishes the warm-up beside the batches. `stop` does not wait for a compiler.
+        One more thread finishes the warm-up beside the batches. `stop` does not wait for a
+        compiler.
 
         The error of the first stream that fails ends the others too, and is raised.
         """
         self._defers = runner.defers
         maps = min(runner.max_batch, MAX_EXPLANATION_BATCH)
-        work = [(self._images, runner.max_batch, f"engine-{number}") for number in range(1, runner.streams)]
+        work = [
+            (self._images, runner.max_batch, f"engine-{number}")
+            for number in range(1, runner.streams)
+        ]
         others = [
-            threading.Thread(target=self._launch_all, args=(runner, lane, max_batch), name=name, daemon=True)
+            threading.Thread(
+                target=self._launch_all, args=(runner, lane, max_batch), name=name, daemon=True
+            )
             for lane, max_batch, name in [*work, (self._maps, maps, "engine-maps")]
         ]
         for thread in others:
             thread.start()
-        threading.Thread(target=self._finish_warm_up, args=(runner,), name="engine-compile", daemon=True).start()
+        threading.Thread(
+            target=self._finish_warm_up, args=(runner,), name="engine-compile", daemon=True
+        ).start()
         self._launch_all(runner, self._images, runner.max_batch)
         for thread in others:
             thread.join()
@@ -158,13 +181,17 @@ class Streams:
             self.stop()
 
     def _next(self, lane: _Lane, max_batch: int) -> Poll[InferenceRequest] | None:
-        """Return the next batch of a lane as soon as its queue releases it, or None when the stream is to end."""
+        """Return the next batch of a lane as soon as its queue releases it, or None when the stream
+        is to end.
+        """
         thread = threading.get_ident()
         with self._lock:
             self._under_way.pop(thread, None)
             while not self._stopping:
                 if lane is self._maps and len(lane.queue):
-                    lane.wake.wait_for(lambda: self._stopping or not len(self._images.queue), MAX_EXPLANATION_WAIT)
+                    lane.wake.wait_for(
+                        lambda: self._stopping or not len(self._images.queue), MAX_EXPLANATION_WAIT
+                    )
                 poll = lane.queue.poll(max_batch)
                 if lane is self._images and len(self._maps.queue) and not len(lane.queue):
                     self._maps.wake.notify()
@@ -176,8 +203,14 @@ class Streams:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why an engine ended: errors of ours speak for themselves, others need their type's name."""
-    return str(error) if isinstance(error, VitError | ServiceError) else f"{type(error).__name__}: {error}"
+    """Return why an engine ended: errors of ours speak for themselves, others need their type's
+    name.
+    """
+    return (
+        str(error)
+        if isinstance(error, VitError | ServiceError)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def launch(
@@ -217,7 +250,9 @@ def _predict(
     runner: ModelRunner, batch: Sequence[Waiting], launched: float, clock: Callable[[], float]
 ) -> list[Outcome]:
     requests = [entry.item for entry in batch]
-    outputs = runner.predict([each.pixels for each in requests], [each.requested for each in requests])
+    outputs = runner.predict(
+        [each.pixels for each in requests], [each.requested for each in requests]
+    )
     seconds = clock() - launched
     return [
         InferenceResult(each, len(batch), launched - entry.arrived, seconds)
@@ -228,14 +263,18 @@ def _predict(
 
 
 def _require_device(runner: ModelRunner) -> None:
-    """Raise EngineUnavailable if an empty image fails, too: the device is lost, and the engine ends."""
+    """Raise EngineUnavailable if an empty image fails, too: the device is lost, and the engine
+    ends.
+    """
     try:
         runner.check()
     except VitError as error:
         raise EngineUnavailable(f"the device failed: {error}") from error
 
 
-def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]) -> Outcome:
+def _predict_alone(
+    runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]
+) -> Outcome:
     """Compute one image of a batch that failed: only the images that fail alone are at fault.
 
     Raises:
@@ -246,6 +285,8 @@ def _predict_alone(runner: ModelRunner, entry: Waiting, launched: float, clock: 
     except (RuntimeError, ValueError, MemoryError) as error:
         logger.error("an image failed alone: %s", error)
         if isinstance(error, CheckpointChanged):
-            return InferenceFailed("this output needs the checkpoint's files, which changed since they were loaded")
+            return InferenceFailed(
+                "this output needs the checkpoint's files, which changed since they were loaded"
+            )
         _require_device(runner)
         return InferenceFailed("the model failed on this image")

@@ -1,6 +1,8 @@
-"""Features of texts: computed by the text tower on a thread of its own, each text once, beside the batches of images.
+"""Features of texts: computed by the text tower on a thread of its own, each text once, beside the
+batches of images.
 
-Requests take turns, a few texts each: one with many new texts delays others by a few of its own at a time.
+Requests take turns, a few texts each: one with many new texts delays others by a few of its own at
+a time.
 """
 
 import asyncio
@@ -44,7 +46,8 @@ class TextFeatures:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
 
     async def embed(self, texts: Sequence[str], tower: Tower, *, timeout: float) -> Floats:
-        """Return the features of texts, float32 [N, D], which must be there within `timeout` seconds.
+        """Return the features of texts, float32 [N, D], which must be there within `timeout`
+        seconds.
 
         Raises:
             DeadlineExceeded: they were not computed in time.
@@ -71,7 +74,9 @@ class TextFeatures:
         self._thread.shutdown(wait=False)
 
     def _take(self, texts: Iterable[str], features: dict[str, Floats]) -> list[str]:
-        """Add the features that are there, which are the newest from now on, and return the other texts."""
+        """Add the features that are there, which are the newest from now on, and return the other
+        texts.
+        """
         missing = [text for text in texts if text not in self._cache]
         for text in set(texts).difference(missing):
             features[text] = self._cache[text]

@@ -4,8 +4,8 @@
           /dogs.safetensors a file of weights, perhaps with `dogs.toml` beside it
           /birds.toml       the settings of one model, with the `checkpoint` that it is made of
 
-Names of files in a `NAME.toml` are relative to the folder, and lead to files below it, or below VIT_CHECKPOINT_FOLDER.
-Other files, and what begins with a dot, are no entries.
+Names of files in a `NAME.toml` are relative to the folder, and lead to files below it, or below
+VIT_CHECKPOINT_FOLDER. Other files, and what begins with a dot, are no entries.
 """
 
 import os
@@ -62,7 +62,8 @@ class Entry(NamedTuple):
 
     Attributes:
         settings: its own, instead of the service's.
-        files: sizes and times of change of what it is made of, by path: where they differ it is another version.
+        files: sizes and times of change of what it is made of, by path: where they differ it is
+        another version.
     """
 
     settings: Mapping[str, Any]
@@ -72,7 +73,9 @@ class Entry(NamedTuple):
 def check_name(name: str) -> str:
     """Return the name of a model; raises `InvalidParameter` where it is none."""
     if not _NAME.fullmatch(name):
-        raise InvalidParameter(f"{name!r:.80}: a model's name has 1 to 128 of the characters A-Z a-z 0-9 . _ -")
+        raise InvalidParameter(
+            f"{name!r:.80}: a model's name has 1 to 128 of the characters A-Z a-z 0-9 . _ -"
+        )
     return name
 
 
@@ -87,7 +90,9 @@ def model_settings(written: object) -> dict[str, Any]:
 
 
 def _nearest_setting(error: ValidationError) -> str:
-    """Return what was meant by the unknown name that an error tells of, or an empty text where it tells another one."""
+    """Return what was meant by the unknown name that an error tells of, or an empty text where it
+    tells another one.
+    """
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] != "extra_forbidden":
         return ""
@@ -97,7 +102,8 @@ def _nearest_setting(error: ValidationError) -> str:
 
 
 def located(setting: str, value: object, folder: Path, others: Sequence[Path] = ()) -> str | None:
-    """Return the absolute path of the file that a setting of `PATHS` names, or None where the value names no file.
+    """Return the absolute path of the file that a setting of `PATHS` names, or None where the value
+    names no file.
 
     Args:
         setting: name of the setting.
@@ -114,13 +120,17 @@ def located(setting: str, value: object, folder: Path, others: Sequence[Path] = 
     is_here = _exists(folder / value)
     if not is_here and not _names_file(setting, value):
         return None
-    with suppress(OSError, RuntimeError):  # symbolic links in a circle, a home folder that is not known
+    with suppress(
+        OSError, RuntimeError
+    ):  # symbolic links in a circle, a home folder that is not known
         path = folder / Path(value).expanduser()
         if any(path.resolve().is_relative_to(each.resolve()) for each in (folder, *others)):
             return str(path.absolute())
     below = " or ".join(map(str, (folder, *others)))
     remedy = "" if others else ", or name a folder that holds it in VIT_CHECKPOINT_FOLDER"
-    raise Forbidden(f"{setting} {value!r:.200}: it does not lie below {below}: put the file there{remedy}")
+    raise Forbidden(
+        f"{setting} {value!r:.200}: it does not lie below {below}: put the file there{remedy}"
+    )
 
 
 def _names_file(setting: str, value: str) -> bool:
@@ -166,11 +176,15 @@ def in_time(read: Callable[[], T], what: str) -> T:
     except TimeoutError:
         if result.done():
             raise
-        raise TimeoutError(f"{what} was not read within {READ_SECONDS:g} s: is its file system available?") from None
+        raise TimeoutError(
+            f"{what} was not read within {READ_SECONDS:g} s: is its file system available?"
+        ) from None
 
 
 def unread_names(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
-    """Return the names of what lies in a folder of models and is not read, junk aside; raises `OSError`."""
+    """Return the names of what lies in a folder of models and is not read, junk aside; raises
+    `OSError`.
+    """
     read = {Path(path) for entry in entries.values() for path in entry.files}
     names = []
     for path in sorted(folder.iterdir()):
@@ -203,7 +217,9 @@ def _require_folder_of_models(folder: Path) -> None:
         )
 
 
-def read_folder(folder: Path, others: Sequence[Path] = ()) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_folder(
+    folder: Path, others: Sequence[Path] = ()
+) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the models of a folder by name, in order, and a line for each entry that is none.
 
     Args:
@@ -231,12 +247,16 @@ def read_folder(folder: Path, others: Sequence[Path] = ()) -> tuple[dict[str, En
 
 
 def _entry(folder: Path, paths: list[Path], others: Sequence[Path]) -> Entry:
-    """Return the model that is made of some paths; raises Forbidden, InvalidParameter, OSError or ValueError."""
+    """Return the model that is made of some paths; raises Forbidden, InvalidParameter, OSError or
+    ValueError.
+    """
     weights = [path for path in paths if path.is_dir() or path.suffix.lower() != _TOML]
     tomls = [path for path in paths if path not in weights]
     for several in (weights, tomls):
         if len(several) > 1:
-            raise InvalidParameter(f"there are several models of this name: {', '.join(path.name for path in several)}")
+            raise InvalidParameter(
+                f"there are several models of this name: {', '.join(path.name for path in several)}"
+            )
     settings = model_settings(_toml(tomls[0], folder)) if tomls else {}
     if weights and "checkpoint" in settings:
         raise InvalidParameter(f"it names a checkpoint, and {weights[0].name} lies beside it")
@@ -246,13 +266,17 @@ def _entry(folder: Path, paths: list[Path], others: Sequence[Path]) -> Entry:
         raise InvalidParameter("there are neither weights nor a configuration in this folder")
     files = list(paths)
     for setting in (each for each in PATHS if settings.get(each) is not None):
-        is_packaged = setting == "checkpoint" and Path(os.path.realpath(settings[setting])).is_relative_to(_PACKAGED)
+        is_packaged = setting == "checkpoint" and Path(
+            os.path.realpath(settings[setting])
+        ).is_relative_to(_PACKAGED)
         path = None if is_packaged else located(setting, settings[setting], folder, others)
         if path is not None:
             settings[setting] = path
             files.append(Path(path))
     if weights:  # an operator may let an entry itself be a link out of the folder
-        settings["checkpoint"] = str(weights[0].resolve() if weights[0].is_symlink() else weights[0].absolute())
+        settings["checkpoint"] = str(
+            weights[0].resolve() if weights[0].is_symlink() else weights[0].absolute()
+        )
     return Entry(settings, dict(_times(files)))
 
 
@@ -262,7 +286,9 @@ def _is_part(path: Path) -> bool:
 
 
 def _toml(path: Path, folder: Path) -> dict[str, Any]:
-    """Return the content of a `NAME.toml`; raises Forbidden, InvalidParameter, OSError or ValueError."""
+    """Return the content of a `NAME.toml`; raises Forbidden, InvalidParameter, OSError or
+    ValueError.
+    """
     if not path.resolve().is_relative_to(folder.resolve()):
         raise Forbidden("a symbolic link out of its folder: put the file itself there")
     # Of a pipe without a writer, a plain `open` would not return.
@@ -280,7 +306,9 @@ def _toml(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _times(paths: list[Path]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Return the size and time of change of each regular file; raises InvalidParameter where they are too many."""
+    """Return the size and time of change of each regular file; raises InvalidParameter where they
+    are too many.
+    """
     count = 0
     for path in sorted(paths):
         for file in path.rglob("*") if path.is_dir() else [path]:

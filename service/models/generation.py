@@ -1,13 +1,15 @@
-"""One name that is served, and its model's versions: a generation is one version, with an engine of its own.
+"""One name that is served, and its model's versions: a generation is one version, with an engine of
+its own.
 
-A request belongs to one generation from its head to its answer, and with it to its labels, input size and
-preprocessing. The next generation is loaded beside the one that serves:
+A request belongs to one generation from its head to its answer, and with it to its labels, input
+size and preprocessing. The next generation is loaded beside the one that serves:
 
-    load(checkpoint) --> prepare: read, check, warm up --> take over --> requests of the old one end --> it is closed
+    load(checkpoint) --> prepare: read, check, warm up --> take over --> requests of the old one end
+    --> it is closed
                            fails: CheckpointRefused, and the old one goes on
 
-`LocalModel` has its engines in this process. With several processes it runs in each engine's process, and
-`service.cluster.remote_model` is what web workers have in its place.
+`LocalModel` has its engines in this process. With several processes it runs in each engine's
+process, and `service.cluster.remote_model` is what web workers have in its place.
 """
 
 import asyncio
@@ -88,7 +90,8 @@ class ServedModel:
     Attributes:
         current: the generation that requests belong to which begin now.
         unloaded: whether its memory was given back until somebody asks for it.
-        is_leaving: whether another version is being loaded in its place, for which it waits who asks now.
+        is_leaving: whether another version is being loaded in its place, for which it waits who
+        asks now.
     """
 
     current: Generation[Engine]
@@ -119,7 +122,8 @@ class LocalModel(ServedModel):
     """A model whose engines run in this process.
 
     Args:
-        make: returns an engine, not started yet, for a checkpoint (None: the configured checkpoint).
+        make: returns an engine, not started yet, for a checkpoint (None: the configured
+        checkpoint).
         checkpoint, number: of the first generation.
         on_retired: called when an old generation is closed and forgotten.
 
@@ -127,7 +131,8 @@ class LocalModel(ServedModel):
         is_default: whether the process serves nothing where it cannot be loaded.
         broke: whether it failed after it had served.
         loaded: monotonic seconds of its last load, 0 before the first.
-        on_change: called on the event loop when the state of the current generation changes, or another one is current.
+        on_change: called on the event loop when the state of the current generation changes, or
+        another one is current.
     """
 
     current: Generation[ModelEngine]
@@ -176,7 +181,9 @@ class LocalModel(ServedModel):
         return await self.load(self.current)
 
     def take_over(self, following: Generation[ModelEngine]) -> None:
-        """Let a version that is loaded answer new requests; the one before is closed when its last request ended."""
+        """Let a version that is loaded answer new requests; the one before is closed when its last
+        request ended.
+        """
         previous, self.current, self.unloaded = self.current, following, False
         self.is_leaving = False
         self._retiring = self._tasks.begin(self._retire(previous))

@@ -1,4 +1,5 @@
-"""All models of a service by name, and what becomes of them: loaded one at a time, replaced, unloaded, deleted.
+"""All models of a service by name, and what becomes of them: loaded one at a time, replaced,
+unloaded, deleted.
 
     Models         what web code asks of any set
     LocalModels    those of the folder of models, or the one of `checkpoint`, in this process
@@ -51,14 +52,17 @@ logger = logging.getLogger("vitserve")
 _FITTED: Final = "it is being fitted"
 UNDER_WAY: Final = "another checkpoint is being loaded: try again when that is done"
 
-# Seconds in which the next checkpoint must be loaded and warm, or it is refused. The first may take any time.
+# Seconds in which the next checkpoint must be loaded and warm, or it is refused. The first may take
+# any time.
 LOAD_SECONDS: Final = 600.0
 
-# Seconds in which a load waits for the last requests of what was unloaded for it; then there is no memory for it.
+# Seconds in which a load waits for the last requests of what was unloaded for it; then there is no
+# memory for it.
 _LEAVE_SECONDS: Final = 1.0
 
-# Seconds during which a backbone that was loaded for a caller is not unloaded for another request, and between two
-# loads of one caller for which others are unloaded. A load takes all cores for a good part of a second.
+# Seconds during which a backbone that was loaded for a caller is not unloaded for another request,
+# and between two loads of one caller for which others are unloaded. A load takes all cores for a
+# good part of a second.
 RESIDENCY_SECONDS: Final = 30.0
 
 # A caller of which neither a key nor an address is known, as over a Unix socket.
@@ -75,17 +79,22 @@ class AddedHead:
     Attributes:
         head: None before there is one.
         key: of that model in `Models.served`; None: no model has the head's backbone.
-        reason: why there is no such head, or no such model; empty while the head is fitted, and if it is there.
+        reason: why there is no such head, or no such model; empty while the head is fitted, and if
+        it is there.
     """
 
     name: str
     head: Head | None
     key: str | None
     reason: str
-    _described: tuple[ModelInfo, ModelInfo] | None = field(default=None, init=False, repr=False, compare=False)
+    _described: tuple[ModelInfo, ModelInfo] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def info(self, info: ModelInfo) -> ModelInfo:
-        """Return the description of the head as a model, by that of the model whose features it scores."""
+        """Return the description of the head as a model, by that of the model whose features it
+        scores.
+        """
         if self._described is None or self._described[0] is not info:
             self._described = info, self._of(info)
         return self._described[1]
@@ -94,9 +103,21 @@ class AddedHead:
         assert self.head is not None, "a head that answers is there"
         head, config = self.head, with_labels(info.config, self.head.labels)
         own = replace(
-            info, name=self.name, labels=head.labels, config=config, temperature=head.temperature, taught=True
+            info,
+            name=self.name,
+            labels=head.labels,
+            config=config,
+            temperature=head.temperature,
+            taught=True,
         )
-        own = replace(own, form=head.form, multi_label=False, zero_shot=None, coverage=None, calibrated_on=None)
+        own = replace(
+            own,
+            form=head.form,
+            multi_label=False,
+            zero_shot=None,
+            coverage=None,
+            calibrated_on=None,
+        )
         return replace(own, has_thresholds=False, features=head.features)
 
 
@@ -121,8 +142,8 @@ class Models(ABC):
         default: the key in `served` of the model that is asked where no name is given.
 
     Attributes:
-        results: how many loads ended how, and how many backbones were unloaded for others; how many of the loads were
-            swaps that were `served` or `refused`.
+        results: how many loads ended how, and how many backbones were unloaded for others; how many
+            of the loads were swaps that were `served` or `refused`.
         refused: the keys in `served` of models whose last swap was refused.
         added: heads that are answered beside the models, by names that no model has.
     """
@@ -150,7 +171,8 @@ class Models(ABC):
         return key or (info.name if info is not None else "")
 
     def key(self, name: str | None) -> str:
-        """Return where a model stands in `served`, None for the default's; for a head the one whose features it scores.
+        """Return where a model stands in `served`, None for the default's; for a head the one whose
+        features it scores.
 
         Raises:
             UnknownModel: there is neither.
@@ -160,10 +182,15 @@ class Models(ABC):
         added = self.added.get(name or "")
         if added is not None:
             if added.key is None or added.head is None:
-                waits, lacks = self._waits(added), HeadWithoutBackbone if added.key is None else HeadWithoutExamples
+                waits, lacks = (
+                    self._waits(added),
+                    HeadWithoutBackbone if added.key is None else HeadWithoutExamples,
+                )
                 raise (EngineUnavailable if waits else lacks)(f"{name}: {added.reason or _FITTED}")
             return added.key
-        if name is None or (name and name not in self.served and name == self.name_of(self.default_name)):
+        if name is None or (
+            name and name not in self.served and name == self.name_of(self.default_name)
+        ):
             return self.default_name
         if not name or name not in self.served:
             names = ", ".join(self.names())
@@ -178,10 +205,17 @@ class Models(ABC):
             return name
 
     def require_loadable(self, name: str | None) -> None:
-        """Raise `ModelFailed` if a model could not be loaded. The default's failure is the service's."""
+        """Raise `ModelFailed` if a model could not be loaded.
+
+        The default's failure is the service's.
+        """
         key = self.key(name)
         model = self.served[key]
-        if model.state == "failed" and model is not self.default and self.default.current.engine.ready:
+        if (
+            model.state == "failed"
+            and model is not self.default
+            and self.default.current.engine.ready
+        ):
             raise ModelFailed(f"{key}: {self.status_of(key).reason}")
 
     def find(self, name: str | None) -> ServedModel:
@@ -200,7 +234,9 @@ class Models(ABC):
     def backbones(self) -> dict[str, int]:
         """Return the bytes of each backbone that is loaded."""
         every = map(self.status_of, self.served)
-        return {each.backbone: each.bytes for each in every if each.state == "ready" and each.backbone}
+        return {
+            each.backbone: each.bytes for each in every if each.state == "ready" and each.backbone
+        }
 
     def reloads(self) -> dict[str, bool]:
         """Return whether the last swap of each model was served, or there was none, by its name."""
@@ -208,7 +244,11 @@ class Models(ABC):
 
     def statuses(self) -> list[EngineStatus]:
         """Return those of all engines that compute, the default's first."""
-        others = [model for model in self.served.values() if model is not self.default and model.state == "ready"]
+        others = [
+            model
+            for model in self.served.values()
+            if model is not self.default and model.state == "ready"
+        ]
         engines = (model.current.engine for model in (self.default, *others))
         found = {id(getattr(engine, "backbone", engine)): engine.status for engine in engines}
         return list(found.values())
@@ -245,15 +285,21 @@ class Models(ABC):
 
     @abstractmethod
     async def unload(self, name: str) -> None:
-        """Give a model's memory back until somebody asks for it; raises `DefaultModel`, `Forbidden`, `UnknownModel`."""
+        """Give a model's memory back until somebody asks for it; raises `DefaultModel`,
+        `Forbidden`, `UnknownModel`.
+        """
 
     @abstractmethod
     async def delete(self, name: str) -> None:
         """Remove a model, whose requests are answered; raises as `unload`."""
 
     def reload(self) -> None:
-        """Begin to load what is configured as it is now, after what is being loaded; the log says how it ends."""
-        self._reload_again = True  # what is being loaded may have been read before the file was replaced
+        """Begin to load what is configured as it is now, after what is being loaded; the log says
+        how it ends.
+        """
+        self._reload_again = (
+            True  # what is being loaded may have been read before the file was replaced
+        )
         if self._reloading is None or self._reloading.done():
             self._reloading = self._tasks.begin(self._reload())
 
@@ -273,16 +319,26 @@ class Models(ABC):
         if name in self.added:
             raise Forbidden(f"{name}: it is a taught head: DELETE /heads/{name} removes it")
         if self.key(name) == self.default_name:
-            raise DefaultModel(f"{name!r:.200} is the default model: put another checkpoint in its place")
+            raise DefaultModel(
+                f"{name!r:.200} is the default model: put another checkpoint in its place"
+            )
 
     def _waits(self, added: AddedHead) -> bool:
-        """Return whether a head that does not answer is being fitted, or may be of a model that is being loaded."""
+        """Return whether a head that does not answer is being fitted, or may be of a model that is
+        being loaded.
+        """
         is_loading = any(model.state == "loading" for model in self.served.values())
         return is_loading if added.key is None else not added.reason
 
     def _status_of_head(self, added: AddedHead) -> ListedModel:
         if added.key is not None and added.head is not None:
-            own = {"name": added.name, "classes": len(added.head.labels), "bytes": 0, "default": False, "taught": True}
+            own = {
+                "name": added.name,
+                "classes": len(added.head.labels),
+                "bytes": 0,
+                "default": False,
+                "taught": True,
+            }
             return self.status_of(added.key).model_copy(update=own)
         return ListedModel(
             name=added.name,
@@ -302,7 +358,11 @@ class Models(ABC):
         return ListedModel(
             name=self.name_of(key),
             state=model.state,
-            reason="" if is_ready else "its memory was given back" if model.unloaded else engine.status.reason,
+            reason=""
+            if is_ready
+            else "its memory was given back"
+            if model.unloaded
+            else engine.status.reason,
             backbone="" if info is None else info.backbone,
             classes=None if info is None else info.config.num_classes,
             bytes=getattr(engine, "size", 0) if is_ready else 0,
@@ -319,7 +379,8 @@ class LocalModels(Models):
         settings: with the folder, or the one checkpoint, and the memory that models may take.
         make: returns an engine, not started yet, of a model by the settings of its own.
         configured: the folder's entries, as `configured_models` gives them.
-        versions: what is served instead of what is configured, by name, where another process served it before.
+        versions: what is served instead of what is configured, by name, where another process
+        served it before.
         on_retired: called when an old version of a model is closed and forgotten.
         clock: monotonic seconds.
 
@@ -347,8 +408,12 @@ class LocalModels(Models):
         named = None if settings.models is None else settings.model_name
         self._default = default = named or next(iter(self._configured))
         self.versions = dict(versions or {})
-        names = sorted({*self._configured, *self.versions}, key=lambda name: (name != default, name))
-        super().__init__({name: self._model(name) for name in names if not self._version(name).gone}, default)
+        names = sorted(
+            {*self._configured, *self.versions}, key=lambda name: (name != default, name)
+        )
+        super().__init__(
+            {name: self._model(name) for name in names if not self._version(name).gone}, default
+        )
         self.results: Counter[str] = Counter()
         self._prepared: tuple[str, LocalModel, Generation[ModelEngine]] | None = None
         self._turn = asyncio.Lock()
@@ -359,10 +424,14 @@ class LocalModels(Models):
 
     @property
     def failure(self) -> str:
-        """Return why the process cannot go on, or an empty text: what it serves at least failed, or what served."""
+        """Return why the process cannot go on, or an empty text: what it serves at least failed, or
+        what served.
+        """
         models = list(self.served.values())
         failed = [model for model in models if model.state == "failed"]
-        fatal = [model for model in failed if model.broke or model.is_default or self._settings.strict]
+        fatal = [
+            model for model in failed if model.broke or model.is_default or self._settings.strict
+        ]
         if len(failed) == len(models):
             fatal = failed
         return fatal[0].current.engine.status.reason if fatal else ""
@@ -384,24 +453,30 @@ class LocalModels(Models):
         try:
             while key in self.served and self.served[key].state in ("loading", "unloaded"):
                 under_way = self._under_way.get(key)
-                await asyncio.shield(self._begin(key) if under_way is None or under_way.done() else under_way)
+                await asyncio.shield(
+                    self._begin(key) if under_way is None or under_way.done() else under_way
+                )
         finally:
             self._waiters[key] -= 1
         if key not in self.served:
             raise UnknownModel(f"{key!r}: the model was deleted")
         self.require_loadable(key)
         if self.served[key].state != "ready":
-            raise EngineUnavailable(f"{key}: {self.served[key].current.engine.status.reason}".removeprefix(": "))
+            raise EngineUnavailable(
+                f"{key}: {self.served[key].current.engine.status.reason}".removeprefix(": ")
+            )
 
     async def put(self, name: str, what: What) -> bool:
         """Load a model, or replace one; see `Models.put`. A caller who leaves does not end it."""
         return await asyncio.shield(self._tasks.begin(self._put(name, what)))
 
     async def prepare(self, name: str, what: What, *, in_turn: bool = False) -> bool:
-        """Load a model, which `take_over` lets answer and `discard` gives up; return whether the name is new.
+        """Load a model, which `take_over` lets answer and `discard` gives up; return whether the
+        name is new.
 
-        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded is waited for,
-        and None is what is configured. Else it is that for the default model alone, and for another what it serves.
+        Whoever cancels this call discards it. Raises as `put`; with `in_turn` what is being loaded
+        is waited for, and None is what is configured. Else it is that for the default model alone,
+        and for another what it serves.
         """
         key = self.place(name)
         if key in self.served and (in_turn or not self._turn.locked()):
@@ -433,7 +508,9 @@ class LocalModels(Models):
             model = self.served[key]
             following = model.generation(what, model.current.number + 1)
             named = what.get("checkpoint") if isinstance(what, Mapping) else what
-            logger.info("loading %s beside the model that is served", named or "the configured checkpoint")
+            logger.info(
+                "loading %s beside the model that is served", named or "the configured checkpoint"
+            )
         else:
             model = self._model(key, Version(self._version(key).number + 1, what))
             following = model.current
@@ -450,9 +527,11 @@ class LocalModels(Models):
             raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
 
     async def _take_turn(self, key: str, *, waits: bool) -> None:
-        """Begin a turn once the version before a model's current one is closed: there are never three in memory.
+        """Begin a turn once the version before a model's current one is closed: there are never
+        three in memory.
 
-        Its last requests may take long, while others load; raises `SwapUnderWay` where they do and it is not to wait.
+        Its last requests may take long, while others load; raises `SwapUnderWay` where they do and
+        it is not to wait.
         """
         while waits or not self._turn.locked():
             await self._turn.acquire()
@@ -488,17 +567,22 @@ class LocalModels(Models):
                 await model.close()
             else:
                 if not isinstance(error, asyncio.CancelledError):
-                    logger.error("the next checkpoint is refused, and the old one goes on: %s", reason)
+                    logger.error(
+                        "the next checkpoint is refused, and the old one goes on: %s", reason
+                    )
                 self.results["refused"] += 1
                 self.refused.add(key)
                 await model.forget(following)
         for each in self.served.values():
             each.is_leaving = False
-        self.results["failed"] += error is None or isinstance(error, (CheckpointRefused, ModelsFull))
+        self.results["failed"] += error is None or isinstance(
+            error, (CheckpointRefused, ModelsFull)
+        )
         self._turn.release()
 
     async def answer_waiting(self, key: str) -> bool:
-        """Load a model that is to go, if requests for it are here: its version answers them; return whether some are.
+        """Load a model that is to go, if requests for it are here: its version answers them; return
+        whether some are.
 
         One that cannot be loaded answers none.
         """
@@ -540,7 +624,9 @@ class LocalModels(Models):
         number, what, _ = version or self._version(name)
         model = LocalModel(partial(self._engine, name), what, number, on_retired=self._on_retired)
         # Of several, none of which is named as the default, any other may be that.
-        model.is_default = name == self._default and (bool(self._settings.model_name) or len(self._configured) == 1)
+        model.is_default = name == self._default and (
+            bool(self._settings.model_name) or len(self._configured) == 1
+        )
         return model
 
     def _engine(self, name: str, what: What) -> ModelEngine:
@@ -556,14 +642,18 @@ class LocalModels(Models):
         return task
 
     async def _load_all(self) -> None:
-        """Load each model in turn, though it does not fit: its description tells what is refused without a load."""
+        """Load each model in turn, though it does not fit: its description tells what is refused
+        without a load.
+        """
         for name, model in list(self.served.items()):
             if model.state == "loading":  # else somebody has asked for it
                 await asyncio.wait([self._begin(name, at_start=True)])
 
     async def _load(self, key: str, *, at_start: bool) -> None:
         if key in self.served:
-            await self.served[key].retired()  # a worker that releases the old one would release the same version
+            await self.served[
+                key
+            ].retired()  # a worker that releases the old one would release the same version
         async with self._turn:
             model = self.served.get(key)
             if model is None or model.state == "ready":
@@ -600,23 +690,33 @@ class LocalModels(Models):
         return is_new
 
     async def fit(self, key: str) -> None:
-        """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
+        """Unload others if there is too much now that a model is loaded, or that model; raises
+        `ModelsFull`.
+        """
         async with self._turn:
             await self._fit(key, evict=True)
 
     async def _read_again(self) -> None:
-        """Bring what is served to what is configured now; a checkpoint that is no entry is loaded again."""
+        """Bring what is served to what is configured now; a checkpoint that is no entry is loaded
+        again.
+        """
         before, default = self._configured, self.default_name
         entries = await asyncio.to_thread(configured_models, self._settings, before)
         self._configured = {default: before[default], **entries}
         for name in (before.keys() - self._configured.keys()) & self.served.keys():
             await self.delete(name)
         if default not in entries:
-            logger.warning("model %s is no longer in the folder, and stays, as it is the default", default)
+            logger.warning(
+                "model %s is no longer in the folder, and stays, as it is the default", default
+            )
         for name, entry in entries.items():
             model = self.served.get(name)
-            is_same = model is not None and model.current.checkpoint is None and before.get(name) == entry
-            if before.get(name) is entry or (is_same and entry.files):  # broken meanwhile, or as it was
+            is_same = (
+                model is not None and model.current.checkpoint is None and before.get(name) == entry
+            )
+            if before.get(name) is entry or (
+                is_same and entry.files
+            ):  # broken meanwhile, or as it was
                 continue
             try:
                 if model is None:
@@ -632,15 +732,25 @@ class LocalModels(Models):
     # Memory
 
     def _needed(self, key: str) -> int:
-        """Return what a model would take, as far as it is known: nothing beside others of its backbone."""
+        """Return what a model would take, as far as it is known: nothing beside others of its
+        backbone.
+        """
         model = self.served.get(key)
         info = None if model is None else model.info
-        return 0 if info is None or info.backbone in self._loaded() else self._sizes.get(info.backbone, 0)
+        return (
+            0
+            if info is None or info.backbone in self._loaded()
+            else self._sizes.get(info.backbone, 0)
+        )
 
     def _loaded(self) -> dict[str, int]:
-        """Return the bytes of each backbone that is loaded, with those that only end their last requests."""
+        """Return the bytes of each backbone that is loaded, with those that only end their last
+        requests.
+        """
         engines = (generation.engine for generation in self._leaving)
-        return {engine.info.backbone: engine.size for engine in engines if engine.info} | self.backbones()
+        return {
+            engine.info.backbone: engine.size for engine in engines if engine.info
+        } | self.backbones()
 
     async def _leave(self, models: list[LocalModel]) -> None:
         """Unload models, whose memory counts until their last requests have ended."""
@@ -650,7 +760,9 @@ class LocalModels(Models):
         self._leaving -= leaving
 
     async def _give_back(self, models: list[LocalModel]) -> None:
-        """Unload models, but do not wait long for their last requests: other loads wait for their turn."""
+        """Unload models, but do not wait long for their last requests: other loads wait for their
+        turn.
+        """
         await asyncio.wait([self._tasks.begin(self._leave(models))], timeout=_LEAVE_SECONDS)
 
     def _lacking(self, key: str) -> int:
@@ -661,17 +773,24 @@ class LocalModels(Models):
         return max(0, sum(self._loaded().values()) + self._needed(key) - most)
 
     def _require_share(self, caller: str, lacking: int) -> None:
-        """Raise `ModelsFull` where others would be unloaded again for a caller for whom that was done just now."""
+        """Raise `ModelsFull` where others would be unloaded again for a caller for whom that was
+        done just now.
+        """
         seconds = self._charged_until.get(caller, 0.0) - self._clock()
         if lacking and seconds > 0:
-            raise _full(f"others were unloaded for this caller less than {RESIDENCY_SECONDS:g} s ago", seconds)
+            raise _full(
+                f"others were unloaded for this caller less than {RESIDENCY_SECONDS:g} s ago",
+                seconds,
+            )
 
     def _charge(self, caller: str, model: LocalModel, *, has_evicted: bool) -> None:
         """Write a load down, and whether others were unloaded for it, where a caller asked for it."""
         if not caller:
             return
         now = self._clock()
-        self._charged_until = {each: until for each, until in self._charged_until.items() if until > now}
+        self._charged_until = {
+            each: until for each, until in self._charged_until.items() if until > now
+        }
         if has_evicted:
             self._charged_until[caller] = now + RESIDENCY_SECONDS
         if model.info is not None and model.state == "ready":
@@ -683,10 +802,17 @@ class LocalModels(Models):
             await self._evict(key, lacking)
 
     async def _fit(self, key: str, *, evict: bool) -> None:
-        """Unload others if there is too much now that a model is loaded, or that model; raises `ModelsFull`."""
+        """Unload others if there is too much now that a model is loaded, or that model; raises
+        `ModelsFull`.
+        """
         self._sizes |= self.backbones()
         model, most = self.served.get(key), self._settings.models_bytes
-        if model is None or model.state != "ready" or most is None or sum(self._loaded().values()) <= most:
+        if (
+            model is None
+            or model.state != "ready"
+            or most is None
+            or sum(self._loaded().values()) <= most
+        ):
             return
         try:
             if evict:
@@ -708,7 +834,11 @@ class LocalModels(Models):
         for model in self.served.values():
             if model.state == "ready" and model.info is not None:
                 users.setdefault(model.info.backbone, []).append(model)
-        kept = {self.served[key].info for key in self.served if key in (but, self.default_name) or self._waiters[key]}
+        kept = {
+            self.served[key].info
+            for key in self.served
+            if key in (but, self.default_name) or self._waiters[key]
+        }
         idle = [
             (max(max(model.last_used or 0.0, model.loaded) for model in models), backbone)
             for backbone, models in users.items()
@@ -720,11 +850,15 @@ class LocalModels(Models):
             raise _full("it has no memory beside the models that are in use", 5)
         if load_caller.get():  # the operator's loads unload any
             now = self._clock()
-            stays = {backbone: self._resident_until.get(backbone, now) - now for _, backbone in idle}
+            stays = {
+                backbone: self._resident_until.get(backbone, now) - now for _, backbone in idle
+            }
             idle = [(used, backbone) for used, backbone in idle if stays[backbone] <= 0]
             if sum(loaded.get(backbone, 0) for _, backbone in idle) < too_much:
                 seconds = min(stay for stay in stays.values() if stay > 0)
-                raise _full(f"the others were loaded less than {RESIDENCY_SECONDS:g} s ago", seconds)
+                raise _full(
+                    f"the others were loaded less than {RESIDENCY_SECONDS:g} s ago", seconds
+                )
         _, backbone = min(idle)
         self.results["evicted"] += 1
         logger.info("backbone %s is unloaded: others need its memory", backbone)
@@ -732,20 +866,28 @@ class LocalModels(Models):
 
 
 def _full(reason: str, seconds: float) -> ModelsFull:
-    """Return the error of a model that is not loaded for want of memory, with the seconds until another try."""
+    """Return the error of a model that is not loaded for want of memory, with the seconds until
+    another try.
+    """
     retry_after = max(1, math.ceil(seconds))
-    return ModelsFull(f"{reason}: try again in {retry_after} s, or raise VIT_MODELS_BYTES", retry_after)
+    return ModelsFull(
+        f"{reason}: try again in {retry_after} s, or raise VIT_MODELS_BYTES", retry_after
+    )
 
 
 def configured_models(
-    settings: Settings, before: Mapping[str, Entry] = MappingProxyType({}), *, log: int = logging.ERROR
+    settings: Settings,
+    before: Mapping[str, Entry] = MappingProxyType({}),
+    *,
+    log: int = logging.ERROR,
 ) -> dict[str, Entry]:
     """Return the models that settings name: of the folder, or one without a name.
 
     Broken entries are logged at a level, and are what they were before if they were there.
 
     Raises:
-        SettingsError: there are none, or the default is none of them, or one is broken and that is to end the start.
+        SettingsError: there are none, or the default is none of them, or one is broken and that is
+        to end the start.
     """
     if settings.models is None:
         return {"": Entry({}, {})}
@@ -773,7 +915,9 @@ def configured_models(
         raise SettingsError(f"VIT_MODELS={settings.models!r}: there is no model in this folder")
     if settings.model_name not in (None, *entries):
         names = ", ".join(entries)
-        raise SettingsError(f"VIT_MODEL_NAME={settings.model_name!r}: expected a model of VIT_MODELS: {names:.1000}")
+        raise SettingsError(
+            f"VIT_MODEL_NAME={settings.model_name!r}: expected a model of VIT_MODELS: {names:.1000}"
+        )
     return entries
 
 
@@ -782,12 +926,18 @@ def notes_on_folder(settings: Settings, entries: Mapping[str, Entry]) -> list[st
     if settings.models is None:
         return []
     lines = []
-    names = in_time(partial(unread_names, Path(settings.models).expanduser(), entries), "the folder")
+    names = in_time(
+        partial(unread_names, Path(settings.models).expanduser(), entries), "the folder"
+    )
     if names:
         lines.append(f"VIT_MODELS={settings.models!r}: not read: {', '.join(names):.1000}")
     for setting in PATHS:
-        of_its_own = [name for name, entry in entries.items() if entry.settings.get(setting) is not None]
+        of_its_own = [
+            name for name, entry in entries.items() if entry.settings.get(setting) is not None
+        ]
         if setting != "checkpoint" and getattr(settings, setting) is not None and of_its_own:
             variable = f"VIT_{setting.upper()}"
-            lines.append(f"{variable} is not read for {', '.join(of_its_own):.1000}: they have {setting} of their own")
+            lines.append(
+                f"{variable} is not read for {', '.join(of_its_own):.1000}: they have {setting} of their own"
+            )
     return lines

@@ -1,7 +1,8 @@
-"""GPU metrics, read from NVIDIA's management library by a thread for each GPU: a driver that hangs stops nothing else.
+"""GPU metrics, read from NVIDIA's management library by a thread for each GPU: a driver that hangs
+stops nothing else.
 
-It needs the extra `gpu` (nvidia-ml-py). Without it, or without a driver, the metrics are absent and the log says so
-once: a zero would be a lie.
+It needs the extra `gpu` (nvidia-ml-py). Without it, or without a driver, the metrics are absent and
+the log says so once: a zero would be a lie.
 """
 
 import importlib
@@ -17,7 +18,9 @@ from service.background import supervised_thread
 logger = logging.getLogger(__name__)
 
 _READ: Final[dict[str, Callable[[Any, Any], float]]] = {
-    "vit_gpu_utilization_ratio": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    "vit_gpu_utilization_ratio": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+    ),
     "vit_gpu_memory_used_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
     "vit_gpu_memory_total_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
     "vit_gpu_power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
@@ -41,7 +44,9 @@ class GpuReader:
         clock: monotonic seconds.
     """
 
-    def __init__(self, *, interval: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, interval: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._interval, self._clock = interval, clock
         self._watched: set[str] = set()
         self._readings: dict[str, tuple[float, dict[str, float]]] = {}
@@ -51,15 +56,20 @@ class GpuReader:
 
         Args:
             device: `cuda:N`; N names the GPU in `samples`.
-            uuid: of that GPU, or instance of MIG, as CUDA reports it, as NVML numbers GPUs differently; None on a CPU.
+            uuid: of that GPU, or instance of MIG, as CUDA reports it, as NVML numbers GPUs
+            differently; None on a CPU.
         """
         if uuid is None or uuid in self._watched:
             return
         self._watched.add(uuid)
-        supervised_thread("gpu-metrics", partial(self._read, device.removeprefix("cuda:"), uuid)).start()
+        supervised_thread(
+            "gpu-metrics", partial(self._read, device.removeprefix("cuda:"), uuid)
+        ).start()
 
     def samples(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Return the last readings and their age, by metric and GPU; what a GPU or its driver lacks is left out."""
+        """Return the last readings and their age, by metric and GPU; what a GPU or its driver lacks
+        is left out.
+        """
         found: dict[str, dict[tuple[str, ...], float]] = {}
         for number, (at, values) in list(self._readings.items()):
             for name, value in {**values, _AGE: self._clock() - at}.items():

@@ -2,8 +2,8 @@
 
     a thread that logs -> a bounded queue -> the writer's thread -> standard error
 
-A pipe without a reader, a stopped terminal and a stalled journal block whoever writes to them. So only the writer's
-thread writes. Lines that find the queue full are dropped and counted.
+A pipe without a reader, a stopped terminal and a stalled journal block whoever writes to them. So
+only the writer's thread writes. Lines that find the queue full are dropped and counted.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return one record as a line of JSON."""
         document = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": getattr(record, "summary", None) or record.getMessage(),
@@ -124,7 +125,9 @@ class LogWriter(QueueHandler):
                 _write(self._descriptor, line)
                 if self.dropped > self._told:
                     self._tell_of_dropped()
-            except OSError:  # the reader is gone, or the descriptor is closed: there is nobody to tell
+            except (
+                OSError
+            ):  # the reader is gone, or the descriptor is closed: there is nobody to tell
                 pass
             finally:
                 lines.task_done()
@@ -162,9 +165,11 @@ def _log_unraisable(failure: "sys.UnraisableHookArgs") -> None:
 
 
 class Printed(io.TextIOBase):
-    """A standard stream whose lines are written as the log's are: nothing that prints waits for a reader.
+    """A standard stream whose lines are written as the log's are: nothing that prints waits for a
+    reader.
 
-    What Python itself prints goes through it too: errors that nobody caught, and the last words of `sys.exit`.
+    What Python itself prints goes through it too: errors that nobody caught, and the last words of
+    `sys.exit`.
     """
 
     encoding = "utf-8"
@@ -202,7 +207,8 @@ class Printed(io.TextIOBase):
 
 
 def never_wait() -> None:
-    """Let what this process prints and dumps from now on not wait for a reader, as its log does not.
+    """Let what this process prints and dumps from now on not wait for a reader, as its log does
+    not.
 
     A library in C that writes to the descriptor of standard error itself still does.
     """
@@ -213,12 +219,18 @@ def never_wait() -> None:
     if faulthandler.is_enabled():
         with contextlib.suppress(OSError):  # a socket cannot be opened once more
             # Not to wait is a property of what is opened, which other processes may share.
-            faulthandler.enable(os.open(f"/proc/self/fd/{STANDARD_ERROR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
+            faulthandler.enable(
+                os.open(
+                    f"/proc/self/fd/{STANDARD_ERROR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK
+                )
+            )
 
 
 def format_in_use() -> str:
     """Return the log format of this process, `json` or `text`; see `configure`."""
-    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    is_json = any(
+        isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers
+    )
     return "json" if is_json else "text"
 
 
@@ -241,7 +253,9 @@ def configure(log_format: str, level: str, *, waits: bool = False) -> None:
     if log_format == "json":
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+        )
     if not waits:
         logging.captureWarnings(True)
         threading.excepthook = _log_failed_thread

@@ -1,10 +1,12 @@
 """Defines every metric's name, labels and buckets.
 
-Units are base units (seconds, bytes, ratios), and there are histograms and never summaries, so that dashboards
-can aggregate over replicas. Each service has a registry of its own: two apps in one process do not mix.
+Units are base units (seconds, bytes, ratios), and there are histograms and never summaries, so that
+dashboards can aggregate over replicas. Each service has a registry of its own: two apps in one
+process do not mix.
 
-With several processes each counts into files of its own in one private folder, and the worker that is scraped adds
-them up (`prometheus_client.multiprocess`) and adds what is read instead of counted: engines, model, pictures, GPUs.
+With several processes each counts into files of its own in one private folder, and the worker that
+is scraped adds them up (`prometheus_client.multiprocess`) and adds what is read instead of counted:
+engines, model, pictures, GPUs.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -38,8 +40,12 @@ from service.observe.gpus import GAUGES, GpuReader
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-stage_recorder: ContextVar[Callable[[str, float, int | None], None] | None] = ContextVar("stage_recorder", default=None)
-"""Adds a stage, its seconds and the size of its batch to the span of the current request; None without a span."""
+stage_recorder: ContextVar[Callable[[str, float, int | None], None] | None] = ContextVar(
+    "stage_recorder", default=None
+)
+"""Adds a stage, its seconds and the size of its batch to the span of the current request; None
+without a span.
+"""
 
 stage_seconds: ContextVar[dict[str, float] | None] = ContextVar("stage_seconds", default=None)
 """Seconds of each stage of the current request, summed over its images, for its line in the log."""
@@ -69,7 +75,8 @@ class Sources:
         statuses: returns those of the engines.
         recent: returns how many pictures and bytes are kept, and how many pictures were pushed out.
         places: returns how many places for images are taken, and how many there are.
-        names: returns those of all models, None if it does not matter; series of other ones have ended.
+        names: returns those of all models, None if it does not matter; series of other ones have
+        ended.
         results: see `service.models.registry.Models`.
         backbones: returns the bytes of each that is loaded.
         states: returns the state of each model, by its name.
@@ -89,7 +96,9 @@ class Sources:
 
 
 class Metrics(Collector):
-    """The service's metrics; with several processes they count in files in `folder` (`service.cluster.run`)."""
+    """The service's metrics; with several processes they count in files in `folder`
+    (`service.cluster.run`).
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         # The moment at which each series began would be a second series beside it.
@@ -103,7 +112,10 @@ class Metrics(Collector):
             ProcessCollector(registry=registry)
             PlatformCollector(registry=registry)
             GCCollector(registry=registry)
-        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        counter, histogram = (
+            partial(Counter, registry=registry),
+            partial(Histogram, registry=registry),
+        )
         gauge = partial(Gauge, registry=registry, multiprocess_mode="livesum")
         self.requests = counter("vit_requests_total", "Requests answered", ["endpoint", "code"])
         self.request_duration = histogram(
@@ -119,22 +131,32 @@ class Metrics(Collector):
             buckets=_SECONDS,
         )
         # Looked up once: `labels` takes a lock and hashes strings, four times for each image.
-        self.stages = {stage: self.stage_duration.labels(stage) for stage in ("read", "decode", "queue", "inference")}
+        self.stages = {
+            stage: self.stage_duration.labels(stage)
+            for stage in ("read", "decode", "queue", "inference")
+        }
         self.decoder_restarts = counter(
-            "vit_decoder_restarts_total", "Decoder processes that died, or were killed, at a picture"
+            "vit_decoder_restarts_total",
+            "Decoder processes that died, or were killed, at a picture",
         )
         self.log_lines_dropped = counter(
             "vit_log_lines_dropped_total", "Log lines dropped because nothing read the log"
         )
         self.task_restarts = counter(
-            "vit_task_restarts_total", "Background tasks that failed and were started again", ["task"]
+            "vit_task_restarts_total",
+            "Background tasks that failed and were started again",
+            ["task"],
         )
         self._images = counter("vit_images_total", "Images classified", ["model"])
-        self.batches = counter("vit_batches_total", "Batches launched, by why", ["device", "release"])
+        self.batches = counter(
+            "vit_batches_total", "Batches launched, by why", ["device", "release"]
+        )
         self.batch_size = histogram(
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
-        self.batch_padding = counter("vit_batch_padding_total", "Rows launched beside images", ["device"])
+        self.batch_padding = counter(
+            "vit_batch_padding_total", "Rows launched beside images", ["device"]
+        )
         self._batches = lru_cache(maxsize=64)(
             lambda device, release: (
                 self.batches.labels(device, release),
@@ -144,13 +166,24 @@ class Metrics(Collector):
         )
         self.inflight = gauge("vit_inflight_requests", "Requests being handled")
         self.admitted = gauge("vit_admitted_images", "Images in the service, of all stages")
-        self.admitted_limit = gauge("vit_admitted_images_limit", "Images that the service admits at once")
-        self.key_requests = counter("vit_key_requests_total", "Requests answered, by API key", ["key", "code"])
-        self.key_inflight = gauge("vit_key_inflight_requests", "Requests being handled, by API key", ["key"])
-        self.rejected = counter("vit_rejected_total", "Images and requests refused, by problem code", ["reason"])
-        self.cancelled = counter("vit_cancelled_total", "Requests whose caller went away before the answer")
+        self.admitted_limit = gauge(
+            "vit_admitted_images_limit", "Images that the service admits at once"
+        )
+        self.key_requests = counter(
+            "vit_key_requests_total", "Requests answered, by API key", ["key", "code"]
+        )
+        self.key_inflight = gauge(
+            "vit_key_inflight_requests", "Requests being handled, by API key", ["key"]
+        )
+        self.rejected = counter(
+            "vit_rejected_total", "Images and requests refused, by problem code", ["reason"]
+        )
+        self.cancelled = counter(
+            "vit_cancelled_total", "Requests whose caller went away before the answer"
+        )
         self.recent_errors = counter(
-            "vit_recent_errors_total", "Pictures that could not be kept, or looked for, where VIT_RECENT_URL says"
+            "vit_recent_errors_total",
+            "Pictures that could not be kept, or looked for, where VIT_RECENT_URL says",
         )
         self._top1_score = histogram(
             "vit_top1_score", "Score of the first class of each answer", ["model"], buckets=_SCORES
@@ -162,11 +195,17 @@ class Metrics(Collector):
             buckets=_SECONDS,
         )
         self.recent_evicted_age = histogram(
-            "vit_recent_evicted_age_seconds", "Age of pictures that were pushed out before their time", buckets=_AGES
+            "vit_recent_evicted_age_seconds",
+            "Age of pictures that were pushed out before their time",
+            buckets=_AGES,
         )
         # A child is looked up under a lock.
         self._of_model = lru_cache(maxsize=256)(
-            lambda name: (self._images.labels(name), self._top1_score.labels(name), self._image_duration.labels(name))
+            lambda name: (
+                self._images.labels(name),
+                self._top1_score.labels(name),
+                self._image_duration.labels(name),
+            )
         )
         self.abstained = counter(
             "vit_abstained_total",
@@ -174,7 +213,9 @@ class Metrics(Collector):
         )
 
     def observe_stage(self, stage: str, seconds: float, batch_size: int | None = None) -> None:
-        """Measure a stage of one image, or of one body, that has just ended, for the request's span and log, too."""
+        """Measure a stage of one image, or of one body, that has just ended, for the request's span
+        and log, too.
+        """
         self.stages[stage].observe(seconds)
         times = stage_seconds.get()
         if times is not None:
@@ -183,13 +224,16 @@ class Metrics(Collector):
         if record is not None:
             record(stage, seconds, batch_size)
 
-    def count_image(self, model: str, outputs: Outputs | None = None, seconds: float | None = None) -> None:
+    def count_image(
+        self, model: str, outputs: Outputs | None = None, seconds: float | None = None
+    ) -> None:
         """Count a picture that a model answered.
 
         Args:
             model: name of the model.
             outputs: the answer, if it is of the model's classes.
-            seconds: time from the request's head to the answer; None if it is not measured, as for maps.
+            seconds: time from the request's head to the answer; None if it is not measured, as for
+            maps.
         """
         images, top1_score, duration = self._of_model(model)
         images.inc()
@@ -208,7 +252,15 @@ class Metrics(Collector):
         """Show the models that are served, and their devices; series of others end."""
         models: dict[tuple[str, ...], float] = {}
         for info in infos:
-            labels = info.name, info.architecture, info.device, info.dtype, version, info.source, info.content
+            labels = (
+                info.name,
+                info.architecture,
+                info.device,
+                info.dtype,
+                version,
+                info.source,
+                info.content,
+            )
             models[labels] = info.loaded_at
             for release in get_args(Release):
                 self.batches.labels(info.device, release)
@@ -225,12 +277,16 @@ class Metrics(Collector):
         padding.inc(report.padding)
 
     def observe_process(self) -> None:
-        """Count the log lines that this process drops from now on, and the background tasks that it starts again."""
+        """Count the log lines that this process drops from now on, and the background tasks that it
+        starts again.
+        """
         logs.on_drop(self.log_lines_dropped.inc)
         background.on_restart(lambda task: self.task_restarts.labels(task).inc())
 
     async def gather(self) -> bytes:
-        """Return all metrics of the service in Prometheus' text format; a subclass may ask other replicas."""
+        """Return all metrics of the service in Prometheus' text format; a subclass may ask other
+        replicas.
+        """
         return generate_latest(self)
 
     def publish(self) -> None:
@@ -248,7 +304,9 @@ class Metrics(Collector):
         names = self._state.sources.names()
         for family in (*counted.collect(), *self.registry.collect()):
             if family.name in _OF_MODELS and names is not None:
-                family.samples = [sample for sample in family.samples if sample.labels["model"] in names]
+                family.samples = [
+                    sample for sample in family.samples if sample.labels["model"] in names
+                ]
             yield family
 
 
@@ -263,16 +321,26 @@ class _StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Return all families; each source is read once."""
         statuses = self.sources.statuses()
-        engines: dict[tuple[str, ...], EngineStatus] = {(status.device,): status for status in reversed(statuses)}
+        engines: dict[tuple[str, ...], EngineStatus] = {
+            (status.device,): status for status in reversed(statuses)
+        }
         pictures, size, evicted = self.sources.recent()
         results = self.sources.results()
         gauges: list[_Row] = [
-            ("vit_model_info", "Always 1; the labels tell what is served", _MODEL, dict.fromkeys(self.models, 1.0)),
+            (
+                "vit_model_info",
+                "Always 1; the labels tell what is served",
+                _MODEL,
+                dict.fromkeys(self.models, 1.0),
+            ),
             (
                 "vit_model_loaded_timestamp_seconds",
                 "When the model was loaded",
                 ["device"],
-                {(labels[2],): at for labels, at in sorted(self.models.items(), key=lambda item: item[1])},
+                {
+                    (labels[2],): at
+                    for labels, at in sorted(self.models.items(), key=lambda item: item[1])
+                },
             ),
             (
                 "vit_engine_up",
@@ -284,11 +352,19 @@ class _StateCollector(Collector):
                 "vit_queue_depth",
                 "Images waiting for a batch",
                 ["device"],
-                {(on,): sum(each.queue_depth for each in statuses if each.device == on) for (on,) in engines},
+                {
+                    (on,): sum(each.queue_depth for each in statuses if each.device == on)
+                    for (on,) in engines
+                },
             ),
             ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),
             ("vit_recent_bytes", "Memory of the kept pictures", [], {(): size}),
-            ("vit_recent_ttl_seconds", "Seconds that a picture is kept", [], {(): self.sources.recent_ttl}),
+            (
+                "vit_recent_ttl_seconds",
+                "Seconds that a picture is kept",
+                [],
+                {(): self.sources.recent_ttl},
+            ),
             (
                 "vit_last_reload_successful",
                 "0 when the last checkpoint that was to take over from the model's was refused, else 1",
@@ -311,7 +387,10 @@ class _StateCollector(Collector):
                     for state in MODEL_STATES
                 },
             ),
-            *((name, GAUGES[name], ["gpu"], samples) for name, samples in self.gpus.samples().items()),
+            *(
+                (name, GAUGES[name], ["gpu"], samples)
+                for name, samples in self.gpus.samples().items()
+            ),
         ]
         counters: list[_Row] = [
             (
@@ -320,7 +399,12 @@ class _StateCollector(Collector):
                 ["device"],
                 {device: status.restarts for device, status in engines.items()},
             ),
-            ("vit_recent_evicted_total", "Pictures pushed out before their time was over", [], {(): evicted}),
+            (
+                "vit_recent_evicted_total",
+                "Pictures pushed out before their time was over",
+                [],
+                {(): evicted},
+            ),
             (
                 "vit_reloads_total",
                 "Checkpoints that were to be swapped",
@@ -333,7 +417,12 @@ class _StateCollector(Collector):
                 ["result"],
                 {(name,): results.get(name, 0) for name in ("loaded", "failed")},
             ),
-            ("vit_model_evictions_total", "Backbones unloaded for others", [], {(): results.get("evicted", 0)}),
+            (
+                "vit_model_evictions_total",
+                "Backbones unloaded for others",
+                [],
+                {(): results.get("evicted", 0)},
+            ),
         ]
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text, labels, samples in rows:
@@ -344,7 +433,9 @@ class _StateCollector(Collector):
 
 
 class _Replicas(Collector):
-    """The samples of all replicas, in one family a metric: a name may be declared only once in an answer."""
+    """The samples of all replicas, in one family a metric: a name may be declared only once in an
+    answer.
+    """
 
     def __init__(self, replicas: Mapping[str, Iterable[Metric]]) -> None:
         self._replicas = replicas
@@ -354,13 +445,18 @@ class _Replicas(Collector):
         families: dict[str, Metric] = {}
         for replica, metrics in self._replicas.items():
             for family in metrics:
-                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
                 merged.samples += [
-                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
+                    sample._replace(labels={**sample.labels, "replica": replica})
+                    for sample in family.samples
                 ]
         yield from families.values()
 
 
 def render_replicas(replicas: Mapping[str, Iterable[Metric]]) -> bytes:
-    """Return the metrics of several replicas, by name what `Metrics.collect` returned there, as Prometheus' text."""
+    """Return the metrics of several replicas, by name what `Metrics.collect` returned there, as
+    Prometheus' text.
+    """
     return generate_latest(_Replicas(replicas))

@@ -6,8 +6,8 @@
       queue
       inference         of the image's batch, with its size
 
-It needs the extra `otel`, and is imported only where spans are exported (`service.settings.exports_spans`). The
-variables `OTEL_...` are read by the SDK.
+It needs the extra `otel`, and is imported only where spans are exported
+(`service.settings.exports_spans`). The variables `OTEL_...` are read by the SDK.
 """
 
 import asyncio
@@ -20,7 +20,10 @@ from typing import Final
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
-from opentelemetry.instrumentation.propagators import TraceResponsePropagator, set_global_response_propagator
+from opentelemetry.instrumentation.propagators import (
+    TraceResponsePropagator,
+    set_global_response_propagator,
+)
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -44,7 +47,8 @@ class Tracing:
     """Exports the spans of one process; made in the process that uses it, never before a fork.
 
     Args:
-        processor: takes each span that ends; by default it sends them as OpenTelemetry's variables say.
+        processor: takes each span that ends; by default it sends them as OpenTelemetry's variables
+        say.
 
     Raises:
         SettingsError: one of these variables has a wrong value.
@@ -52,7 +56,9 @@ class Tracing:
 
     def __init__(self, processor: SpanProcessor | None = None) -> None:
         set_global_response_propagator(TraceResponsePropagator())  # type: ignore[no-untyped-call]
-        os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")  # the stable names of attributes
+        os.environ.setdefault(
+            "OTEL_SEMCONV_STABILITY_OPT_IN", "http"
+        )  # the stable names of attributes
         own: dict[str, str | int] = {
             "service.name": "vitserve",
             "service.version": __version__,
@@ -67,7 +73,8 @@ class Tracing:
         self._tracer = self._provider.get_tracer("vitserve", __version__)
 
     def around(self, app: ASGIApp, unobserved: Collection[str]) -> ASGIApp:
-        """Return the application with a span around each request, except those of the unobserved paths.
+        """Return the application with a span around each request, except those of the unobserved
+        paths.
 
         Ids of kept pictures and addresses of callers are not exported.
         """
@@ -75,7 +82,12 @@ class Tracing:
         async def inner(scope: Scope, receive: Receive, send: Send) -> None:
             span = get_current_span()
             context = span.get_span_context()
-            trace_ids.set({"trace_id": format_trace_id(context.trace_id), "span_id": format_span_id(context.span_id)})
+            trace_ids.set(
+                {
+                    "trace_id": format_trace_id(context.trace_id),
+                    "span_id": format_span_id(context.span_id),
+                }
+            )
             stage_recorder.set(self._record_stage if span.is_recording() else None)
             await app(scope[_ORIGINAL], receive, send)
 
@@ -91,7 +103,9 @@ class Tracing:
                 await app(scope, receive, send)
                 return
             query = _SECRETS.sub(b"id=REDACTED", scope["query_string"])
-            await traced({**scope, "client": None, "query_string": query, _ORIGINAL: scope}, receive, send)
+            await traced(
+                {**scope, "client": None, "query_string": query, _ORIGINAL: scope}, receive, send
+            )
 
         return outer
 
@@ -104,4 +118,6 @@ class Tracing:
     def _record_stage(self, stage: str, seconds: float, batch_size: int | None) -> None:
         end = time.time_ns()
         attributes = {} if batch_size is None else {"vitserve.batch.size": batch_size}
-        self._tracer.start_span(stage, start_time=end - int(seconds * 1e9), attributes=attributes).end(end)
+        self._tracer.start_span(
+            stage, start_time=end - int(seconds * 1e9), attributes=attributes
+        ).end(end)

@@ -1,11 +1,13 @@
-"""The examples of taught heads, and the heads fitted to them: one SQLite file, which several processes may use at once.
+"""The examples of taught heads, and the heads fitted to them: one SQLite file, which several
+processes may use at once.
 
-An example is what a backbone gives of a picture, its label, the time, and who sent it; never the picture. Whatever
-process ends at whatever moment, the file holds what was committed before, and nothing of what was not. Each change of a
-head's examples raises its revision, so that everyone sees which fit is of which examples.
+An example is what a backbone gives of a picture, its label, the time, and who sent it; never the
+picture. Whatever process ends at whatever moment, the file holds what was committed before, and
+nothing of what was not. Each change of a head's examples raises its revision, so that everyone sees
+which fit is of which examples.
 
-Methods block for some milliseconds: call them from a thread. Each raises `HeadsUnavailable` where the file cannot be
-used.
+Methods block for some milliseconds: call them from a thread. Each raises `HeadsUnavailable` where
+the file cannot be used.
 """
 
 import base64
@@ -26,7 +28,14 @@ from numpy.typing import NDArray
 
 from model.heads import equal, first_equal
 from model.taught_heads import Features
-from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
+from service.errors import (
+    Forbidden,
+    HeadFull,
+    HeadsUnavailable,
+    HeadWithoutBackbone,
+    NotFound,
+    SettingsError,
+)
 from vitserve.documents import ExampleDocument
 
 MAX_HEADS: Final = 64
@@ -47,7 +56,8 @@ _LOCKED_SECONDS: Final = 10.0
 # The largest integer that SQLite takes.
 _NO_NUMBER: Final = 2**63 - 1
 
-# Files of a version before some column or table are given it when they are opened; that version goes on to use them.
+# Files of a version before some column or table are given it when they are opened; that version
+# goes on to use them.
 _VERSION: Final = 1
 _TABLES: Final = f"""
 BEGIN IMMEDIATE;
@@ -92,7 +102,9 @@ def kept_on_disk() -> Iterator[None]:
 
 
 class KeptPicture(NamedTuple):
-    """What is kept of an example's picture: the name of its file, which may be empty, and a small JPEG."""
+    """What is kept of an example's picture: the name of its file, which may be empty, and a small
+    JPEG.
+    """
 
     file_name: str
     thumbnail: bytes
@@ -105,7 +117,8 @@ class HeadRow(NamedTuple):
         id: no other head ever has it, also of the same name.
         backbone: names what its features are of.
         model: with which it was begun.
-        owner: the name of the key that began it, or a digest, see `owner_of`; empty without keys, and of the admin key.
+        owner: the name of the key that began it, or a digest, see `owner_of`; empty without keys,
+        and of the admin key.
         revision: changes with its examples.
         fitted_revision: of the examples that it was last fitted to, or could not be.
         reason: why its examples give no head; empty if they do.
@@ -132,7 +145,9 @@ class Examples:
         self.path = folder / _FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # it holds a secret
+            os.close(
+                os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            )  # it holds a secret
             self._open()
             [version] = self._watching.execute("PRAGMA user_version").fetchone()
             if version not in (0, _VERSION):
@@ -143,7 +158,9 @@ class Examples:
 
     @kept_on_disk()
     def version(self) -> tuple[int, int]:
-        """Return numbers that are others as soon as anybody has changed anything, or put another file in its place."""
+        """Return numbers that are others as soon as anybody has changed anything, or put another
+        file in its place.
+        """
         file = self.path.stat().st_ino  # no other file has it while this one is open
         if file != self._file:
             self._open()
@@ -152,7 +169,8 @@ class Examples:
         return file, int(version)
 
     def owner_of(self, key_owner: str) -> str:
-        """Return what is kept and shown of a key: its name, or without one a digest that no key can be guessed from.
+        """Return what is kept and shown of a key: its name, or without one a digest that no key can
+        be guessed from.
 
         Args:
             key_owner: `ApiKey.owner` of the key; empty without keys.
@@ -172,7 +190,8 @@ class Examples:
         creator: str = "",
         pictures: Sequence[KeptPicture] = (),
     ) -> tuple[dict[str, int], list[int]]:
-        """Add an example for each row of features [N, D], all or none; return the labels' counts, and their numbers.
+        """Add an example for each row of features [N, D], all or none; return the labels' counts,
+        and their numbers.
 
         What equals an example of the label, but for rounding, is that example.
 
@@ -181,14 +200,16 @@ class Examples:
             who: the name of the caller's key, or a digest, see `owner_of`.
             backbone: what the features are of, and the name of its model.
             known: the id of the head as the caller was allowed to teach it; None: there was none.
-            creator: who begins the head, to whose share it counts: a key or an address; empty for the operator.
+            creator: who begins the head, to whose share it counts: a key or an address; empty for
+            the operator.
             pictures: what is kept of the picture of each row; none: nothing.
 
         Raises:
             NotFound: that head is deleted.
             Forbidden: another key has begun one meanwhile.
             HeadWithoutBackbone: the head's other examples are of another backbone.
-            HeadFull: there are too many heads, or of this creator, or labels or examples of this one.
+            HeadFull: there are too many heads, or of this creator, or labels or examples of this
+            one.
         """
         with self._transaction() as db:
             columns = "INSERT OR IGNORE INTO heads (name, backbone, model, owner, creator) VALUES (?, ?, ?, ?, ?)"
@@ -199,16 +220,24 @@ class Examples:
             if known not in (None, head):
                 raise NotFound(f"{name}: this head was deleted while the pictures arrived")
             if known is None and owner != who:
-                raise Forbidden(f"{name}: another key has begun this head while the pictures arrived")
+                raise Forbidden(
+                    f"{name}: another key has begun this head while the pictures arrived"
+                )
             if features_of != backbone[0]:
-                raise HeadWithoutBackbone(f"{name}: its examples are of another backbone than that of {backbone[1]}")
-            query = "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number"
+                raise HeadWithoutBackbone(
+                    f"{name}: its examples are of another backbone than that of {backbone[1]}"
+                )
+            query = (
+                "SELECT number, features FROM examples WHERE head = ? AND label = ? ORDER BY number"
+            )
             kept = db.execute(query, [head, label]).fetchall()
             given = [row.tobytes() for row in features.astype(Features.named(backbone[0]).dtype)]
             every = _stacked([*(row for _, row in kept), *given], backbone[0])
             numbered, rows = [number for number, _ in kept], list[tuple[object, ...]]()
             kept_pictures: list[tuple[object, ...]] = []
-            for place, (row, first) in enumerate(zip(given, first_equal(every, len(kept)).tolist(), strict=True)):
+            for place, (row, first) in enumerate(
+                zip(given, first_equal(every, len(kept)).tolist(), strict=True)
+            ):
                 if first == len(numbered):
                     if pictures:
                         kept_pictures.append((head, numbers + len(rows) + 1, *pictures[place]))
@@ -221,22 +250,32 @@ class Examples:
             thumbnails = "SELECT coalesce(sum(length(thumbnail)), 0) FROM pictures WHERE head = ?"
             size += db.execute(thumbnails, [head]).fetchone()[0]
             if count > MAX_EXAMPLES or labels > MAX_LABELS or size > MAX_BYTES:
-                limits = f"{MAX_LABELS} labels, {MAX_EXAMPLES} examples and {MAX_BYTES} bytes of them"
+                limits = (
+                    f"{MAX_LABELS} labels, {MAX_EXAMPLES} examples and {MAX_BYTES} bytes of them"
+                )
                 raise HeadFull(f"{name}: a head has at most {limits}")
             return _changed(db, head, len(rows)), numbered[len(kept) :]
 
     def remove(self, head: HeadRow, number: int | None = None) -> dict[str, int]:
-        """Remove an example, or with None the whole head; return how many each label has. Raises `NotFound`."""
+        """Remove an example, or with None the whole head; return how many each label has. Raises
+        `NotFound`.
+        """
         with self._transaction() as db:
             query, of = "DELETE FROM heads WHERE id = ?", [head.id]
             if number is not None:
-                query, of = "DELETE FROM examples WHERE head = ? AND number = ?", [head.id, min(number, _NO_NUMBER)]
+                query, of = (
+                    "DELETE FROM examples WHERE head = ? AND number = ?",
+                    [head.id, min(number, _NO_NUMBER)],
+                )
             if not db.execute(query, of).rowcount:
-                raise NotFound(f"{head.name}: there is no such {'head' if number is None else 'example'}")
+                raise NotFound(
+                    f"{head.name}: there is no such {'head' if number is None else 'example'}"
+                )
             return _changed(db, head.id)
 
     def relabel(self, head: HeadRow, number: int, label: str) -> dict[str, int]:
-        """Put an example under another label, which has it once then; return how many each label has.
+        """Put an example under another label, which has it once then; return how many each label
+        has.
 
         Raises:
             NotFound: there is no such example.
@@ -271,7 +310,9 @@ class Examples:
         return found
 
     def listed(self, head: HeadRow, after: int = 0) -> list[ExampleDocument]:
-        """Return a page of a head's examples: the first `PAGE` whose number is above `after`, in order."""
+        """Return a page of a head's examples: the first `PAGE` whose number is above `after`, in
+        order.
+        """
         query = f"{_LISTED} WHERE head = ? AND number > ? ORDER BY number LIMIT ?"
         with self._transaction("BEGIN") as db:
             return list(map(_document, db.execute(query, [head.id, min(after, _NO_NUMBER), PAGE])))
@@ -285,20 +326,30 @@ class Examples:
                 raise NotFound(f"{head.name}: there is no such example")
             query = "SELECT thumbnail FROM pictures WHERE head = ? AND number = ?"
             kept = db.execute(query, key).fetchone()
-        uri = None if kept is None else f"data:image/jpeg;base64,{base64.b64encode(kept[0]).decode()}"
+        uri = (
+            None if kept is None else f"data:image/jpeg;base64,{base64.b64encode(kept[0]).decode()}"
+        )
         return _document(row).model_copy(update={"thumbnail": uri})
 
     def training_set(self, head: HeadRow) -> tuple[list[int], list[str], NDArray[np.float32]]:
-        """Return the numbers, the labels and the features, float32 [N, D], of the examples of a head."""
+        """Return the numbers, the labels and the features, float32 [N, D], of the examples of a
+        head.
+        """
         with self._transaction("BEGIN") as db:
             query = "SELECT number, label, features FROM examples WHERE head = ? ORDER BY number"
             rows = db.execute(query, [head.id]).fetchall()
-        return [row[0] for row in rows], [row[1] for row in rows], _stacked([row[2] for row in rows], head.backbone)
+        return (
+            [row[0] for row in rows],
+            [row[1] for row in rows],
+            _stacked([row[2] for row in rows], head.backbone),
+        )
 
     def keep(self, head: HeadRow, fitted: bytes | None, reason: str = "") -> None:
-        """Keep what was fitted to the examples as of `head.revision`, unless the head is gone or has something newer.
+        """Keep what was fitted to the examples as of `head.revision`, unless the head is gone or
+        has something newer.
 
-        Those may give None, for a `reason`: nothing is kept of what was fitted to examples that are deleted.
+        Those may give None, for a `reason`: nothing is kept of what was fitted to examples that are
+        deleted.
         """
         with self._transaction() as db:
             db.execute(
@@ -307,7 +358,9 @@ class Examples:
             )
 
     def state(self, head: HeadRow) -> tuple[dict[str, int], bytes | None]:
-        """Return how many examples each label has, and the file of the head, None before its first fit."""
+        """Return how many examples each label has, and the file of the head, None before its first
+        fit.
+        """
         with self._transaction("BEGIN") as db:
             row = db.execute("SELECT fitted FROM heads WHERE id = ?", [head.id]).fetchone()
             return _counts(db, head.id), row and row[0]
@@ -317,23 +370,36 @@ class Examples:
         self._file = self.path.stat().st_ino
 
     def _prepare(self) -> None:
-        """Create what a new file or one of an earlier version lacks, and read the secret of its owners."""
+        """Create what a new file or one of an earlier version lacks, and read the secret of its
+        owners.
+        """
         self._watching.executescript(_TABLES)
         self._add_columns()
         with self._watching as db:
             db.execute("BEGIN IMMEDIATE")
-            db.execute("INSERT OR IGNORE INTO secrets VALUES ('owners', ?)", [secrets.token_bytes(32)])
-            [self._secret] = db.execute("SELECT value FROM secrets WHERE name = 'owners'").fetchone()
-            changed = [self._replace_digests(db, "heads", column) for column in ("owner", "creator")]
+            db.execute(
+                "INSERT OR IGNORE INTO secrets VALUES ('owners', ?)", [secrets.token_bytes(32)]
+            )
+            [self._secret] = db.execute(
+                "SELECT value FROM secrets WHERE name = 'owners'"
+            ).fetchone()
+            changed = [
+                self._replace_digests(db, "heads", column) for column in ("owner", "creator")
+            ]
             if any(changed):
                 self._replace_digests(db, "examples", "who")
 
     def _replace_digests(self, db: sqlite3.Connection, table: str, column: str) -> bool:
-        """Replace the digests of an earlier version by those of `owner_of`; return whether there were any."""
+        """Replace the digests of an earlier version by those of `owner_of`; return whether there
+        were any.
+        """
         owners = [row[0] for row in db.execute(f"SELECT DISTINCT {column} FROM {table}")]
         digests = [owner for owner in owners if _DIGEST.fullmatch(owner)]
         for digest in digests:
-            db.execute(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", [self.owner_of(digest), digest])
+            db.execute(
+                f"UPDATE {table} SET {column} = ? WHERE {column} = ?",
+                [self.owner_of(digest), digest],
+            )
         return bool(digests)
 
     def _add_columns(self) -> None:
@@ -349,13 +415,17 @@ class Examples:
             self._watching.rollback()
 
     def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, timeout=_LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(
+            self.path, timeout=_LOCKED_SECONDS, isolation_level=None, check_same_thread=False
+        )
         db.executescript("PRAGMA foreign_keys = ON; PRAGMA secure_delete = ON")
         return db
 
     @contextmanager
     def _transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
-        """Give the file as it is, all of what is done there or nothing; by default nobody else changes it meanwhile."""
+        """Give the file as it is, all of what is done there or nothing; by default nobody else
+        changes it meanwhile.
+        """
         with kept_on_disk(), closing(self._connect()) as db, db:  # an error undoes what was changed
             db.execute(begin)
             yield db
@@ -363,7 +433,9 @@ class Examples:
 
 def _stacked(rows: Sequence[bytes], features: str) -> NDArray[np.float32]:
     """Return features as they are kept, float32 [N, D]."""
-    kept = np.frombuffer(b"".join(rows), Features.named(features).dtype).reshape(max(1, len(rows)), -1)
+    kept = np.frombuffer(b"".join(rows), Features.named(features).dtype).reshape(
+        max(1, len(rows)), -1
+    )
     return kept.astype(np.float32)
 
 
@@ -374,7 +446,8 @@ def too_few(counts: Mapping[str, int]) -> str:
 
 
 def _require_share(db: sqlite3.Connection, name: str, creator: str) -> None:
-    """Raise `HeadFull` if there are too many heads, or a creator leaves fewer to the others than it has.
+    """Raise `HeadFull` if there are too many heads, or a creator leaves fewer to the others than it
+    has.
 
     The head of this name is among them.
     """
@@ -391,17 +464,26 @@ def _document(row: tuple[int, str, float, str, str | None]) -> ExampleDocument:
     """Return a row of `_LISTED` as it is answered."""
     number, label, seconds, who, file_name = row
     sent = datetime.fromtimestamp(seconds, UTC)
-    return ExampleDocument(number=number, label=label, time=sent, who=who or None, file_name=file_name or None)
+    return ExampleDocument(
+        number=number, label=label, time=sent, who=who or None, file_name=file_name or None
+    )
 
 
 def _changed(db: sqlite3.Connection, head: int, added: int | None = None) -> dict[str, int]:
-    """Note that examples of a head were added, or with None removed, and return how many each label has."""
-    counts, changed = _counts(db, head), "numbers = numbers + ?, revision = revision + ?, reason = ?"
+    """Note that examples of a head were added, or with None removed, and return how many each label
+    has.
+    """
+    counts, changed = (
+        _counts(db, head),
+        "numbers = numbers + ?, revision = revision + ?, reason = ?",
+    )
     new = [added or 0, added != 0, too_few(counts), head]
     db.execute(f"UPDATE heads SET {changed} WHERE id = ?", new)
     return counts
 
 
 def _counts(db: sqlite3.Connection, head: int) -> dict[str, int]:
-    query = "SELECT label, count(*) FROM examples WHERE head = ? GROUP BY label ORDER BY min(number)"
+    query = (
+        "SELECT label, count(*) FROM examples WHERE head = ? GROUP BY label ORDER BY min(number)"
+    )
     return dict(db.execute(query, [head]).fetchall())

@@ -1,7 +1,8 @@
 """The fit of a taught head to its examples, and what the head then knows of itself; no torch.
 
-`python -m service.teach.fit FOLDER [json|text]` fits each head of the folder whose examples have changed. Its log
-has the format of the service's, and waits for no reader: it holds the lock of the folder.
+`python -m service.teach.fit FOLDER [json|text]` fits each head of the folder whose examples have
+changed. Its log has the format of the service's, and waits for no reader: it holds the lock of the
+folder.
 """
 
 import logging
@@ -29,19 +30,22 @@ from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
 
 logger = logging.getLogger("vitserve")
 
-# A label with fewer pictures needs more, and so does one of which less than half are answered right.
+# A label with fewer pictures needs more, and so does one of which less than half are answered
+# right.
 _FEW: Final = 5
 # How much likelier than its own another label of an example is that makes it a suspect.
 _DOUBT: Final = 4.0
-# What an example counts in the interval of the accuracy: the heads that it is held out from share most of theirs.
-#
-# Of 432 heads of 10 to 200 pictures, intervals of whole ones held the accuracy on others in 94 %, and these in 96 %.
+# What an example counts in the interval of the accuracy: the heads that it is held out from share
+# most of theirs.  Of 432 heads of 10 to 200 pictures, intervals of whole ones held the accuracy on
+# others in 94 %, and these in 96 %.
 _COUNTED: Final = 0.75
-# With fewer examples than this, what is known is a mean over rounds of cross-validation: folds of few say little.
+# With fewer examples than this, what is known is a mean over rounds of cross-validation: folds of
+# few say little.
 _LISTED: Final = 100
 _ROUNDS: Final = 4
 _MANY: Final = 1000
-# Beside work on all cores a fit gets a tenth of one: at 19 it got a hundredth, and twenty pictures took ten seconds.
+# Beside work on all cores a fit gets a tenth of one: at 19 it got a hundredth, and twenty pictures
+# took ten seconds.
 _NICENESS: Final = 10
 # Whatever its priority, a fit slows what runs on the other threads of its core, by a fifth or so.
 _SHARE: Final = 0.2
@@ -50,7 +54,11 @@ _LOOK_SECONDS: Final = 0.05
 
 
 def taught_head(
-    features: NDArray[np.float32], labels: Sequence[str], numbers: Sequence[int], backbone: str, model: str
+    features: NDArray[np.float32],
+    labels: Sequence[str],
+    numbers: Sequence[int],
+    backbone: str,
+    model: str,
 ) -> TaughtHead:
     """Return the head that is fitted to examples.
 
@@ -74,14 +82,18 @@ def taught_head(
     (head, first), *others = [fit_head(scaled, truth, names, seed=seed) for seed in range(rounds)]
     assert head.weight is not None, "it was fitted"
     known = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
-    own = replace(head, weight=head.weight / scales, features=kind.pool, known=Known.of(features, kind.parts))
+    own = replace(
+        head, weight=head.weight / scales, features=kind.pool, known=Known.of(features, kind.parts)
+    )
     return TaughtHead(own, backbone, model, known.model_dump_json())
 
 
 def _knowledge(
     rounds: Sequence[Choice], truth: NDArray[np.int64], names: Sequence[str], numbers: Sequence[int]
 ) -> Knowledge:
-    """Return what cross-validations with the same examples, in other folds each time, say of a head."""
+    """Return what cross-validations with the same examples, in other folds each time, say of a
+    head.
+    """
     rows = rounds[0].rows
     scores = np.mean([choice.scores for choice in rounds], axis=0)
     own, answers, each = truth[rows], scores.argmax(axis=1), np.arange(len(rows))
@@ -89,10 +101,14 @@ def _knowledge(
     low, high = interval(share * _COUNTED * len(rows), _COUNTED * len(rows))
     pairs = zip(own.tolist(), answers.tolist(), strict=True)
     wrong = Counter((label, answer) for label, answer in pairs if label != answer)
-    of_label, held_out, right = (np.bincount(each, minlength=len(names)) for each in (truth, own, own[own == answers]))
+    of_label, held_out, right = (
+        np.bincount(each, minlength=len(names)) for each in (truth, own, own[own == answers])
+    )
     needy = (of_label < _FEW) | (2 * right < held_out)
     likely = scores[each, own]
-    doubtful = [row for row in np.argsort(likely, kind="stable") if scores[row].max() > _DOUBT * likely[row]]
+    doubtful = [
+        row for row in np.argsort(likely, kind="stable") if scores[row].max() > _DOUBT * likely[row]
+    ]
     return Knowledge(
         accuracy=Accuracy(value=share, low=low, high=high, folds=FOLDS),
         confusion=[
@@ -125,7 +141,9 @@ class Clock(NamedTuple):
 CLOCK: Final = Clock()
 
 
-def fit_changed(examples: Examples, share: float = 1.0, linger: float = 0.0, clock: Clock = CLOCK) -> None:
+def fit_changed(
+    examples: Examples, share: float = 1.0, linger: float = 0.0, clock: Clock = CLOCK
+) -> None:
     """Fit each head whose examples have changed since it was fitted, until there is none.
 
     Heads take turns, the smallest first.
@@ -133,8 +151,10 @@ def fit_changed(examples: Examples, share: float = 1.0, linger: float = 0.0, clo
     Where its examples are too few, it has no fit; where memory is, the one before stays.
 
     Args:
-        share: of a processor's time that all fits together take; there is a rest after each of them.
-        linger: seconds after the last fit in which changes are waited for: a process takes longer to start than to fit.
+        share: of a processor's time that all fits together take; there is a rest after each of
+        them.
+        linger: seconds after the last fit in which changes are waited for: a process takes longer
+        to start than to fit.
     """
     rests_until = 0.0
     ends = 0.0
@@ -147,7 +167,10 @@ def fit_changed(examples: Examples, share: float = 1.0, linger: float = 0.0, clo
             clock.sleep(_LOOK_SECONDS)
             continue
         # A head that changes all the time leaves the others their turns.
-        head = min(stale, key=lambda each: (fitted_at.get(each.id, 0.0), sum(examples.state(each)[0].values())))
+        head = min(
+            stale,
+            key=lambda each: (fitted_at.get(each.id, 0.0), sum(examples.state(each)[0].values())),
+        )
         begun = clock.computed()
         _fit(examples, head)
         fitted_at[head.id] = clock.now()
@@ -158,7 +181,9 @@ def fit_changed(examples: Examples, share: float = 1.0, linger: float = 0.0, clo
 def _fit(examples: Examples, head: HeadRow) -> None:
     numbers, labels, features = examples.training_set(head)
     try:
-        examples.keep(head, taught_head(features, labels, numbers, head.backbone, head.model).to_bytes())
+        examples.keep(
+            head, taught_head(features, labels, numbers, head.backbone, head.model).to_bytes()
+        )
     except DatasetError as error:
         examples.keep(head, None, first_line(error))
     except (np.linalg.LinAlgError, MemoryError) as error:

@@ -1,9 +1,12 @@
-"""The taught heads of a web process: read again when they change, and fitted by a child process when they have to be.
+"""The taught heads of a web process: read again when they change, and fitted by a child process
+when they have to be.
 
-    change --> commit --> seen by every process of the service --> one of them starts the fit --> commit --> seen by all
+    change --> commit --> seen by every process of the service --> one of them starts the fit -->
+    commit --> seen by all
 
-The file of examples is all that processes share, so workers and replicas with one folder have the same heads. A lock
-that the child holds makes it the only one that fits; whatever ends, the next look starts it again.
+The file of examples is all that processes share, so workers and replicas with one folder have the
+same heads. A lock that the child holds makes it the only one that fits; whatever ends, the next
+look starts it again.
 """
 
 import asyncio
@@ -55,8 +58,8 @@ class Taught(NamedTuple):
 def features_of(info: ModelInfo, features: Features) -> str:
     """Return what names the features that a model gives of a picture.
 
-    That is its backbone, how pictures become pixels, and which embedding it is. The dtype is no part of it: it changes
-    features by their rounding alone.
+    That is its backbone, how pictures become pixels, and which embedding it is. The dtype is no
+    part of it: it changes features by their rounding alone.
     """
     digest = hashlib.sha256(info.preprocess.model_dump_json().encode()).hexdigest()
     return f"{info.backbone.partition('-')[0]}-{digest[:8]}{features.suffix}"
@@ -71,7 +74,9 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 def _of_file(path: Path) -> Taught | None:
-    """Return the head in a file, or why it is `failed`; None where it is none, of which the log tells."""
+    """Return the head in a file, or why it is `failed`; None where it is none, of which the log
+    tells.
+    """
     row, fitted = HeadRow(0, path.stem, "", "", "", 0, 0, ""), None
     try:
         if not is_taught_head(path):
@@ -135,7 +140,8 @@ class TaughtHeads:
         self._failed: tuple[object, float] = None, 0.0
 
     def base(self, head: HeadRow) -> str:
-        """Return the key of the model with a head's backbone, the one that it was begun with if there are several.
+        """Return the key of the model with a head's backbone, the one that it was begun with if
+        there are several.
 
         Raises:
             HeadWithoutBackbone: no model that was loaded has it.
@@ -147,16 +153,23 @@ class TaughtHeads:
         served = self._models.served.items()
         infos = {key: model.info for key, model in served if model.info is not None}
         kinds = {key: (Features(), Features.of(info.config)) for key, info in infos.items()}
-        return {key: frozenset(features_of(info, kind) for kind in kinds[key]) for key, info in infos.items()}
+        return {
+            key: frozenset(features_of(info, kind) for kind in kinds[key])
+            for key, info in infos.items()
+        }
 
     def _base(self, head: HeadRow, features: Mapping[str, frozenset[str]]) -> str:
         found = [key for key, names in features.items() if head.backbone in names]
         if not found:
-            raise HeadWithoutBackbone(f"no model is served with the backbone of {head.model}, as it was taught on")
+            raise HeadWithoutBackbone(
+                f"no model is served with the backbone of {head.model}, as it was taught on"
+            )
         return min(found, key=lambda key: self._models.name_of(key) != head.model)
 
     def is_file(self, name: str) -> bool:
-        """Return whether a head of this name lies in the folder of models: it is taught nothing here."""
+        """Return whether a head of this name lies in the folder of models: it is taught nothing
+        here.
+        """
         return name in self.heads and not self.heads[name].row.id
 
     def renew(self) -> None:
@@ -165,7 +178,10 @@ class TaughtHeads:
         hidden, before = self.heads.keys() & names | self._beaten, self._hidden
         self._hidden = hidden
         for name in sorted(hidden - before):
-            logger.error("head %s: another model, or a head of VIT_TEACH, has this name and answers instead", name)
+            logger.error(
+                "head %s: another model, or a head of VIT_TEACH, has this name and answers instead",
+                name,
+            )
         features = self._features()
         shown = {name: taught for name, taught in self.heads.items() if name not in names}
         self._models.added = {name: self._added(taught, features) for name, taught in shown.items()}
@@ -192,7 +208,9 @@ class TaughtHeads:
         self._look.set()
 
     async def watch(self) -> None:
-        """Look at the heads again and again, until the task is cancelled; there may be none that ever come."""
+        """Look at the heads again and again, until the task is cancelled; there may be none that
+        ever come.
+        """
         problem = ""
         try:
             while self.examples or self._folder:
@@ -236,15 +254,22 @@ class TaughtHeads:
                 self.child = await self._start(self.examples.path.parent)
             elif self.child is not None and self.child.returncode is not None:
                 if self.child.returncode:
-                    logger.error("the fit of taught heads failed: it is tried again in %g s", _PAUSE_SECONDS)
+                    logger.error(
+                        "the fit of taught heads failed: it is tried again in %g s", _PAUSE_SECONDS
+                    )
                     self._failed = stale, time.monotonic()
                 self.child = None
 
     @kept_on_disk()
     def _read(self) -> Mapping[str, Taught]:
-        # The folder's own time tells too little: a file may be written in place, or in several writes.
+        # The folder's own time tells too little: a file may be written in place, or in several
+        # writes.
         paths = self._folder.iterdir() if self._folder else ()
-        found = {path: _signature(path) for path in paths if path.suffix == ".safetensors" and path.name[0] != "."}
+        found = {
+            path: _signature(path)
+            for path in paths
+            if path.suffix == ".safetensors" and path.name[0] != "."
+        }
         seen = self.examples and self.examples.version(), found
         if seen == self._seen:
             return self.heads
@@ -252,13 +277,18 @@ class TaughtHeads:
         for path, signature in found.items():
             is_same = path in files and files[path][0] == signature
             self._files[path] = files[path] if is_same else (signature, _of_file(path))
-        heads = {taught.row.name: taught for _, taught in self._files.values() if taught is not None}
+        heads = {
+            taught.row.name: taught for _, taught in self._files.values() if taught is not None
+        }
         examples = self.examples
         rows = examples.heads() if examples else {}
         self._beaten = rows.keys() & heads.keys()
         for row in rows.values():
             before = self.heads.get(row.name)
-            if before is None or (before.row.id, before.row.fitted_revision) != (row.id, row.fitted_revision):
+            if before is None or (before.row.id, before.row.fitted_revision) != (
+                row.id,
+                row.fitted_revision,
+            ):
                 before = _loaded(row, examples.state(row)[1] if examples else None)
             heads[row.name] = before._replace(row=row)
         self._seen = seen

@@ -26,19 +26,28 @@ MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body crawls."""
 
 GRACE_SECONDS: Final = 1.0
-"""Seconds by which a body may be behind its rate before it crawls. A burst of bytes earns no more than that either."""
+"""Seconds by which a body may be behind its rate before it crawls.
+
+A burst of bytes earns no more than that either.
+"""
 
 PROMISE_SECONDS: Final = 0.1
 """Age up to which a body is expected to be here soon, and to take a place."""
 
 LONGEST_WAIT: Final = 1.0
-"""Seconds that a refusal waits at most, of a caller that keeps to it: the least that `Retry-After` says."""
+"""Seconds that a refusal waits at most, of a caller that keeps to it: the least that `Retry-After`
+says.
+"""
 
 RECEIVING_BYTES: Final = 512 << 20
-"""Bytes of all bodies of a service that are not answered yet, and of all unsent answers: of 4,000 photographs."""
+"""Bytes of all bodies of a service that are not answered yet, and of all unsent answers: of 4,000
+photographs.
+"""
 
 _SHARE: Final = 7
-"""Places that a caller may hold for each one that is still free then: 224 of 256, of what is left the next one 28."""
+"""Places that a caller may hold for each one that is still free then: 224 of 256, of what is left
+the next one 28.
+"""
 
 _LEAST_SHARED: Final = 8
 """Places below which callers do not share them."""
@@ -48,10 +57,11 @@ _REFUSALS_A_SECOND: Final = 500
 
 
 class Limiter:
-    """Counts the places for images: `in_use` of `capacity`; a quarter of them, at most, for who waits for a model.
+    """Counts the places for images: `in_use` of `capacity`; a quarter of them, at most, for who
+    waits for a model.
 
-    A caller that holds some takes no more than leaves others theirs: who sends hundreds of pictures at once would keep
-    everybody else out until they are decoded.
+    A caller that holds some takes no more than leaves others theirs: who sends hundreds of pictures
+    at once would keep everybody else out until they are decoded.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -62,9 +72,13 @@ class Limiter:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Take a place while a model is loaded; raises `ModelLoading` if too many do, and `QueueFull`."""
+        """Take a place while a model is loaded; raises `ModelLoading` if too many do, and
+        `QueueFull`.
+        """
         if self._waiting >= max(1, self.capacity // 4):
-            raise ModelLoading(f"the model is being loaded, and {self._waiting} requests wait for theirs")
+            raise ModelLoading(
+                f"the model is being loaded, and {self._waiting} requests wait for theirs"
+            )
         with self.permit():
             self._waiting += 1
             try:
@@ -82,7 +96,9 @@ class Limiter:
             )
 
     async def settle(self, count: int = 1, caller: str = "") -> None:
-        """Wait for the loop's next turn unless `count` places are free: a batch that has just come lends some then."""
+        """Wait for the loop's next turn unless `count` places are free: a batch that has just come
+        lends some then.
+        """
         if self.in_use + count > self.capacity or not self._leaves_some(count, caller):
             await asyncio.sleep(0)
 
@@ -103,7 +119,9 @@ class Limiter:
     def _leaves_some(self, count: int, caller: str) -> bool:
         held = self._held[caller] if caller else 0
         return (
-            not held or self.capacity < _LEAST_SHARED or held + count <= _SHARE * (self.capacity - self.in_use - count)
+            not held
+            or self.capacity < _LEAST_SHARED
+            or held + count <= _SHARE * (self.capacity - self.in_use - count)
         )
 
 
@@ -123,7 +141,8 @@ class Permit:
 
     @contextlib.contextmanager
     def lent(self, keep: int = 0) -> Iterator[None]:
-        """Lend a place to others until the context ends, while its work waits; then take it, even if none is free.
+        """Lend a place to others until the context ends, while its work waits; then take it, even
+        if none is free.
 
         None is lent if so few are held that only `keep` would be left.
         """
@@ -160,7 +179,8 @@ class Body:
         size: bytes of it that are counted.
         gave_way: whether it was ended because others needed its room.
         began: reading of the clock when it was first expected.
-        paid_until: reading of the clock until which its bytes are fast enough; after it the body crawls.
+        paid_until: reading of the clock until which its bytes are fast enough; after it the body
+        crawls.
         end: ends it soon; while it arrives.
     """
 
@@ -177,7 +197,9 @@ class Reader(Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Return the number of bytes that wait in this process; it only falls while the reader is slow."""
+        """Return the number of bytes that wait in this process; it only falls while the reader is
+        slow.
+        """
 
     def give_way(self) -> None:
         """Drop the unsent bytes at once."""
@@ -193,7 +215,8 @@ class _Reading:
 
 
 class Receiving(AnswerRoom):
-    """The bytes that callers make a process keep: `in_use` of bodies without an answer yet, and unsent ones of answers.
+    """The bytes that callers make a process keep: `in_use` of bodies without an answer yet, and
+    unsent ones of answers.
 
     Args:
         capacity: bytes that bodies and unsent answers may have together.
@@ -210,7 +233,9 @@ class Receiving(AnswerRoom):
 
     @contextlib.contextmanager
     def arriving(self, body: Body, end: Callable[[], None]) -> Iterator[None]:
-        """Let a body arrive while the context lasts; `end` is called if it gives way, and must end it soon."""
+        """Let a body arrive while the context lasts; `end` is called if it gives way, and must end
+        it soon.
+        """
         body.end, body.began = end, self._clock()
         body.paid_until = body.began + GRACE_SECONDS
         self._arriving[body] = None
@@ -229,14 +254,17 @@ class Receiving(AnswerRoom):
     def add(self, body: Body, count: int) -> None:
         """Count bytes that arrived.
 
-        Bodies that crawl give way, then slow readers. Raises `ReceivingFull` if there is still no room.
+        Bodies that crawl give way, then slow readers. Raises `ReceivingFull` if there is still no
+        room.
         """
         now = self._clock()
         body.paid_until = min(body.paid_until + count / MIN_BODY_RATE, now + GRACE_SECONDS)
         while self._is_short_of(count):
             crawling = [other for other in self._arriving if other.paid_until < now and other.size]
             slowest = max(
-                (other for other in crawling if other is not body), key=lambda other: other.size, default=None
+                (other for other in crawling if other is not body),
+                key=lambda other: other.size,
+                default=None,
             )
             if slowest is None and self._end_slowest_reader():
                 continue
@@ -255,7 +283,9 @@ class Receiving(AnswerRoom):
         body.size = 0
 
     def add_reader(self, connection: Reader) -> None:
-        """Count the unsent bytes of a connection; if there is no room for them, end slow readers, else this one."""
+        """Count the unsent bytes of a connection; if there is no room for them, end slow readers,
+        else this one.
+        """
         unsent_bytes = connection.unsent_bytes
         self._readers[connection] = _Reading(self._clock(), unsent_bytes, unsent_bytes)
         self._unsent += unsent_bytes
@@ -270,7 +300,9 @@ class Receiving(AnswerRoom):
             self._unsent -= reading.unsent_bytes
 
     def _is_short_of(self, count: int) -> bool:
-        """Return whether there is no room for `count` bytes; looks at the readers only when room is short."""
+        """Return whether there is no room for `count` bytes; looks at the readers only when room is
+        short.
+        """
         if self.in_use + self._unsent + count <= self.capacity:
             return False
         for reader, reading in self._readers.items():
@@ -279,9 +311,15 @@ class Receiving(AnswerRoom):
         return self.in_use + self._unsent + count > self.capacity
 
     def _end_slowest_reader(self) -> bool:
-        """End the reader of the lowest rate, if any has had the time to show one; return whether there was one."""
+        """End the reader of the lowest rate, if any has had the time to show one; return whether
+        there was one.
+        """
         now = self._clock()
-        known = {reader: reading for reader, reading in self._readers.items() if now - reading.began >= GRACE_SECONDS}
+        known = {
+            reader: reading
+            for reader, reading in self._readers.items()
+            if now - reading.began >= GRACE_SECONDS
+        }
 
         def bytes_a_second(reader: Reader) -> float:
             reading = known[reader]
@@ -302,12 +340,15 @@ class Receiving(AnswerRoom):
 class RefusalPace:
     """Delays refusals of callers that come back at once, against their `Retry-After`.
 
-    A refusal costs 0.2 ms, and the picture that is read and discarded as much again. A hundred callers who come back at
-    once would take the core that answers others. So a caller that comes back within a second on its connection waits
-    for two, and everyone beyond `most` refusals a second for one. `clock` gives monotonic seconds.
+    A refusal costs 0.2 ms, and the picture that is read and discarded as much again. A hundred
+    callers who come back at once would take the core that answers others. So a caller that comes
+    back within a second on its connection waits for two, and everyone beyond `most` refusals a
+    second for one. `clock` gives monotonic seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, most: float = _REFUSALS_A_SECOND) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, most: float = _REFUSALS_A_SECOND
+    ) -> None:
         self._clock = clock
         self._most = self._credit = most
         self._counted_at = clock()

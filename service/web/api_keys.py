@@ -31,7 +31,8 @@ def holds_admin_key(authorization: str, settings: Settings) -> bool:
 
 
 class KeyGuard:
-    """Identifies the key of a request, and counts the requests in flight of each key; belongs to one event loop.
+    """Identifies the key of a request, and counts the requests in flight of each key; belongs to
+    one event loop.
 
     Args:
         most: requests in flight that each key may have; 0 is no limit.
@@ -48,7 +49,8 @@ class KeyGuard:
         if not self._keys:
             return None
         offered = bearer_token(authorization)
-        # Every key is compared, each in constant time, so that timing tells neither which nor how much matched.
+        # Every key is compared, each in constant time, so that timing tells neither which nor how
+        # much matched.
         matching = [key for key in self._keys if hmac.compare_digest(offered or b"", key.secret)]
         if not offered:
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
@@ -58,12 +60,16 @@ class KeyGuard:
 
     @contextmanager
     def request(self, key: ApiKey | None) -> Iterator[None]:
-        """Count one request of a key while it is handled; raises `TooManyRequests` if it has as many as it may."""
+        """Count one request of a key while it is handled; raises `TooManyRequests` if it has as
+        many as it may.
+        """
         if key is None:
             yield
             return
         if self._most and self._in_flight[key] >= self._most:
-            raise TooManyRequests(f"this key has {self._most} requests in flight already, and may have no more")
+            raise TooManyRequests(
+                f"this key has {self._most} requests in flight already, and may have no more"
+            )
         self._in_flight[key] += 1
         try:
             with self._metrics.key_inflight.labels(key.name).track_inprogress():
@@ -73,12 +79,15 @@ class KeyGuard:
 
 
 class ApiKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` on every route, except public ones and those that take the admin key.
+    """Requires `Authorization: Bearer KEY` on every route, except public ones and those that take
+    the admin key.
 
     The paths of taught heads take either.
     """
 
-    def __init__(self, app: ASGIApp, guard: KeyGuard, public: Iterable[str], settings: Settings) -> None:
+    def __init__(
+        self, app: ASGIApp, guard: KeyGuard, public: Iterable[str], settings: Settings
+    ) -> None:
         self._app = app
         self._guard = guard
         self._public = frozenset(public) | {""}  # which leads to the page
@@ -88,9 +97,13 @@ class ApiKeyMiddleware:
         """Serve one ASGI connection; raises `Unauthorized` or `TooManyRequests`."""
         counted = None
         is_http = scope["type"] == "http"
-        if is_http and not (scope["path"] in self._public or needs_admin_key(scope["method"], scope["path"])):
+        if is_http and not (
+            scope["path"] in self._public or needs_admin_key(scope["method"], scope["path"])
+        ):
             authorization = Headers(scope=scope).get("authorization", "")
-            is_admin = f"{scope['path']}/".startswith(_HEADS) and holds_admin_key(authorization, self._settings)
+            is_admin = f"{scope['path']}/".startswith(_HEADS) and holds_admin_key(
+                authorization, self._settings
+            )
             key = None if is_admin else self._guard.find(authorization)
             if key is not None:
                 context = request_context(scope)
@@ -101,6 +114,10 @@ class ApiKeyMiddleware:
 
 
 def bearer_token(authorization: str) -> bytes | None:
-    """Return the token of an `Authorization: Bearer` header (latin-1) as the bytes that were sent, or None."""
+    """Return the token of an `Authorization: Bearer` header (latin-1) as the bytes that were sent,
+    or None.
+    """
     scheme, _, given = authorization.partition(" ")
-    return given.strip().encode("latin-1", "backslashreplace") if scheme.lower() == "bearer" else None
+    return (
+        given.strip().encode("latin-1", "backslashreplace") if scheme.lower() == "bearer" else None
+    )

@@ -31,7 +31,15 @@ from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMidd
 from service.web.origins import OriginMiddleware, split_origins
 from service.web.prefix import Prefixes
 from service.web.request import Lanes, Service
-from service.web.routes import attention, classify, embed, heads, inference_protocol, operations, pages
+from service.web.routes import (
+    attention,
+    classify,
+    embed,
+    heads,
+    inference_protocol,
+    operations,
+    pages,
+)
 from service.web.routes import models as models_routes
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
 from vitserve import __version__
@@ -53,7 +61,9 @@ _PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | classify.PUBLIC | {"/health
 
 
 def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> ImageStore:
-    """Return the image store of the settings: in Redis, or in memory of this process; raises `SettingsError`."""
+    """Return the image store of the settings: in Redis, or in memory of this process; raises
+    `SettingsError`.
+    """
     url = settings.recent_url.get_secret_value()
     if url == MEMORY:
         return MemoryImageStore(
@@ -122,7 +132,9 @@ def create_app(
         )
     )
     for code in problems.CODES:
-        metrics.rejected.labels(code)  # a rate needs a series that stands at 0 before the first refusal
+        metrics.rejected.labels(
+            code
+        )  # a rate needs a series that stands at 0 before the first refusal
     app = Application(
         title="vitserve",
         version=__version__,
@@ -150,7 +162,9 @@ def create_app(
 def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     """Return the application inside its middleware, see `service.web.middleware`."""
     state, settings, metrics = app.state, service.settings, service.metrics
-    layers: ASGIApp = ApiKeyMiddleware(app, state.guard, state.public, settings) if state.keys_required else app
+    layers: ASGIApp = (
+        ApiKeyMiddleware(app, state.guard, state.public, settings) if state.keys_required else app
+    )
     layers = OriginMiddleware(layers, settings)
     layers = ProblemMiddleware(layers, metrics, RefusalPace(service.clock))
     if settings.cors_origins:
@@ -168,15 +182,27 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
     prefixes = Prefixes(settings.root_path, endpoints)
     return RequestContextMiddleware(
-        layers, metrics, endpoints, service.lifecycle, service.receiving, prefixes, clock=service.clock
+        layers,
+        metrics,
+        endpoints,
+        service.lifecycle,
+        service.receiving,
+        prefixes,
+        clock=service.clock,
     )
 
 
 def _publish_model(service: Service, on_engine_change: Callable[[], None]) -> None:
     """Publish which models the engines have, and tell their owner of the change."""
-    served = [replica for model in service.models.served.values() for replica in model.current.engine.engines]
+    served = [
+        replica
+        for model in service.models.served.values()
+        for replica in model.current.engine.engines
+    ]
     service.taught.renew()
-    service.metrics.set_models([replica.info for replica in served if replica.info is not None], __version__)
+    service.metrics.set_models(
+        [replica.info for replica in served if replica.info is not None], __version__
+    )
     on_engine_change()
 
 
@@ -208,4 +234,6 @@ def log_model(status: EngineStatus, info: ModelInfo) -> None:
     """Log the description of the served model."""
     named = (__version__, info.name, info.source, info.content)
     computed = (info.device, info.dtype, info.backend, status.compiled)
-    logger.info("vitserve %s: %s from %s (content %s) on %s in %s, %s, compile: %s", *named, *computed)
+    logger.info(
+        "vitserve %s: %s from %s (content %s) on %s in %s, %s, compile: %s", *named, *computed
+    )

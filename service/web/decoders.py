@@ -1,6 +1,8 @@
-"""The decoder processes of a web process, as it sees them: a job goes in, pixels or an error come out.
+"""The decoder processes of a web process, as it sees them: a job goes in, pixels or an error come
+out.
 
-They start when they are needed, and stay for the next job. What they may do is said in `model.images.decoder_process`.
+They start when they are needed, and stay for the next job. What they may do is said in
+`model.images.decoder_process`.
 """
 
 import asyncio
@@ -56,14 +58,18 @@ class _Killed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A picture as the model sees it, or the photo that it comes from, and the seconds that decoding took."""
+    """A picture as the model sees it, or the photo that it comes from, and the seconds that
+    decoding took.
+    """
 
     picture: ModelInput
     seconds: float
 
 
 class _Decoder:
-    """A process, `is_ready` when it has said so, and `is_slow` once it left the processor to others."""
+    """A process, `is_ready` when it has said so, and `is_slow` once it left the processor to
+    others.
+    """
 
     def __init__(self, bounds: dict[str, Any]) -> None:
         self._socket, theirs = socket.socketpair()
@@ -73,7 +79,8 @@ class _Decoder:
                 "model.images.decoder_process",
                 json.dumps(bounds),
                 allowed=_KEPT_VARIABLES,
-                # Each thread of these libraries takes address space, which is what memory is limited by.
+                # Each thread of these libraries takes address space, which is what memory is
+                # limited by.
                 more={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -83,11 +90,17 @@ class _Decoder:
         self.is_ready = self.is_slow = False
 
     async def ask(self, header: bytes, data: bytearray) -> Answer:
-        """Return the answer to a job; raises `ConnectionError` if there is none, and `ValueError` if it is too long."""
+        """Return the answer to a job; raises `ConnectionError` if there is none, and `ValueError`
+        if it is too long.
+        """
         loop = asyncio.get_running_loop()
         if not self.is_ready:
             confined = await self._receive(len(CONFINED)) == CONFINED
-            more = "and a filter of system calls" if confined else "alone: `vitserve[isolation]` adds a filter"
+            more = (
+                "and a filter of system calls"
+                if confined
+                else "alone: `vitserve[isolation]` adds a filter"
+            )
             logger.info("decoder process %d is held by resource limits %s", self._process.pid, more)
             self.is_ready = True
         slow = loop.call_later(_SLOW_SECONDS, self._lower_priority)
@@ -114,12 +127,18 @@ class _Decoder:
     def _lower_priority(self) -> None:
         self.is_slow = True
         if self._process.poll() is None:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _MORE_NICENESS)
+            os.setpriority(
+                os.PRIO_PROCESS,
+                self._process.pid,
+                os.getpriority(os.PRIO_PROCESS, 0) + _MORE_NICENESS,
+            )
 
     def end(self, patience: float = 0.0) -> int:
-        """End the process unless it ends by itself within so many seconds; return its exit code, 0 if it did not.
+        """End the process unless it ends by itself within so many seconds; return its exit code, 0
+        if it did not.
 
-        It blocks until the process has let go of its memory, which takes a slow one long beside others' work.
+        It blocks until the process has let go of its memory, which takes a slow one long beside
+        others' work.
         """
         self._socket.close()
         try:
@@ -131,13 +150,16 @@ class _Decoder:
 
 
 class Decoders:
-    """Decodes files in processes of their own, a job each; `on_restart` is called for each that died.
+    """Decodes files in processes of their own, a job each; `on_restart` is called for each that
+    died.
 
     Attributes:
         processes: jobs that may run at the same time, one for each core at most; callers see to it.
     """
 
-    def __init__(self, settings: Settings, *, on_restart: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, settings: Settings, *, on_restart: Callable[[], object] = lambda: None
+    ) -> None:
         pixels, file_bytes = settings.max_image_pixels, settings.max_upload_bytes
         self._bounds = {
             "max_pixels": pixels,
@@ -150,16 +172,22 @@ class Decoders:
         self.processes = -(-min(os.cpu_count() or 1, MAX_DECODERS) // settings.workers)
         self._idle: list[_Decoder] = []
 
-    async def model_input(self, data: bytearray, config: PreprocessConfig, deadline: Deadline) -> Decoded:
-        """Return the picture in a file as the model sees it; see `model.images.preprocess.model_input`.
+    async def model_input(
+        self, data: bytearray, config: PreprocessConfig, deadline: Deadline
+    ) -> Decoded:
+        """Return the picture in a file as the model sees it; see
+        `model.images.preprocess.model_input`.
 
-        Raises `ImageError`, `ImageTooCostly` where it takes too long, `DeadlineExceeded`, and `EngineUnavailable` if no
-        process can be started.
+        Raises `ImageError`, `ImageTooCostly` where it takes too long, `DeadlineExceeded`, and
+        `EngineUnavailable` if no process can be started.
         """
         return await self._run({"config": config.model_dump(mode="json")}, data, deadline)
 
-    async def photo(self, data: bytearray, region: Region, size: int | None, deadline: Deadline) -> Decoded:
-        """Return the photo in a file and where the region lies in it; see `model.images.preprocess.upright_photo`.
+    async def photo(
+        self, data: bytearray, region: Region, size: int | None, deadline: Deadline
+    ) -> Decoded:
+        """Return the photo in a file and where the region lies in it; see
+        `model.images.preprocess.upright_photo`.
 
         Raises as `model_input`.
         """
@@ -175,25 +203,35 @@ class Decoders:
         except TimeoutError:
             raise DeadlineExceeded("the time was up before the picture was decoded") from None
         except _Killed:
-            raise InvalidImage("the picture does not decode: its decoder was killed, twice") from None
+            raise InvalidImage(
+                "the picture does not decode: its decoder was killed, twice"
+            ) from None
         if isinstance(answer, ImageError):
             raise answer
         return answer
 
     async def _ask(self, job: dict[str, Any], data: bytearray) -> Decoded | ImageError:
-        """Return a decoder's answer to a job; the decoder ends where its answer is invalid or the caller leaves."""
+        """Return a decoder's answer to a job; the decoder ends where its answer is invalid or the
+        caller leaves.
+        """
         decoder = self._idle.pop() if self._idle else _Decoder(self._bounds)
         try:
             answer = _checked(await decoder.ask(json.dumps(job).encode(), data), job)
         except BaseException as error:
             self._on_restart()
-            code = await asyncio.to_thread(decoder.end, 1.0 if isinstance(error, ConnectionError) else 0.0)
+            code = await asyncio.to_thread(
+                decoder.end, 1.0 if isinstance(error, ConnectionError) else 0.0
+            )
             if code == -signal.SIGKILL:
                 raise _Killed from None
             if code and not decoder.is_ready:
-                raise EngineUnavailable("no process that decodes pictures can be started") from error
+                raise EngineUnavailable(
+                    "no process that decodes pictures can be started"
+                ) from error
             if code == -signal.SIGPROF:
-                raise ImageTooCostly(f"decoding the picture takes more than {SECONDS:g} s of a processor") from None
+                raise ImageTooCostly(
+                    f"decoding the picture takes more than {SECONDS:g} s of a processor"
+                ) from None
             if isinstance(error, ConnectionError | ValueError | LookupError | TypeError):
                 raise InvalidImage("the picture does not decode: its decoder crashed") from error
             raise
@@ -210,7 +248,9 @@ class Decoders:
 
 
 def _checked(answer: Answer, job: dict[str, Any]) -> Decoded | ImageError:
-    """Return the picture or the error in an answer; raises `ValueError`, `LookupError` or `TypeError` if invalid."""
+    """Return the picture or the error in an answer; raises `ValueError`, `LookupError` or
+    `TypeError` if invalid.
+    """
     status, text, pixels = answer
     if status != DONE:
         return ERRORS[status - 1](text.decode(errors="replace"))
@@ -222,4 +262,6 @@ def _checked(answer: Answer, job: dict[str, Any]) -> Decoded | ImageError:
         is_shape = len(shape) == 3 and shape[2] == 3 and 0 < min(shape) <= max(shape) <= MAX_SIZE
     if not is_shape or not all(map(math.isfinite, region)):
         raise ValueError("pixels of another shape")
-    return Decoded(ModelInput(np.frombuffer(pixels, np.uint8).reshape(shape), region), float(facts["seconds"]))
+    return Decoded(
+        ModelInput(np.frombuffer(pixels, np.uint8).reshape(shape), region), float(facts["seconds"])
+    )

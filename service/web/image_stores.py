@@ -1,8 +1,8 @@
 """Where pictures are stored for GET /attention: the model's inputs, never the uploads.
 
-In memory of this process, or in Redis, where all replicas of a service find them. There each picture is a key that
-expires; a sorted set has their ids by age, so that the oldest go first when there are too many. A picture that cannot
-be stored costs its answer the id and nothing else.
+In memory of this process, or in Redis, where all replicas of a service find them. There each
+picture is a key that expires; a sorted set has their ids by age, so that the oldest go first when
+there are too many. A picture that cannot be stored costs its answer the id and nothing else.
 """
 
 import asyncio
@@ -35,15 +35,16 @@ _HEADER: Final = struct.Struct("<3I4d")
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{22}(\.[A-Za-z0-9_-]{8})?")
 
 _OVERHEAD_IN_REDIS: Final = 512
-"""What Redis takes for a picture beside its bytes: two keys, an expiry, an entry of the sorted set."""
+"""What Redis takes for a picture beside its bytes: two keys, an expiry, an entry of the sorted set.
+"""
 
 _TIMEOUT_SECONDS: Final = 0.25
 _PAUSE_SECONDS: Final = 1.0
 _MAX_PAUSE_SECONDS: Final = 8.0
 _MAX_LOGGED: Final = 200
 
-# The members of the sorted set are `COST:ID`, so that a removal knows its bytes. Their sum has a key
-# of its own; where Redis pushed that key out for lack of memory, it is added up again.
+# The members of the sorted set are `COST:ID`, so that a removal knows its bytes. Their sum has a
+# key of its own; where Redis pushed that key out for lack of memory, it is added up again.
 _PUT: Final = """
 local order, picture, evictions, sum = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local id, value, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
@@ -83,7 +84,9 @@ return {redis.call('ZCARD', order), bytes, tonumber(redis.call('GET', evictions)
 """
 
 _OVERHEAD_IN_MEMORY = 768
-"""What a picture takes beside its pixels: an array's header, the region's numbers, the dictionary's entry."""
+"""What a picture takes beside its pixels: an array's header, the region's numbers, the dictionary's
+entry.
+"""
 
 
 _ids: list[str] = []
@@ -94,12 +97,17 @@ def new_image_id() -> str:
     """Return an id that nobody guesses: 128 bits of the system's randomness."""
     if not _ids:  # for many: each call of the system lets other threads run Python, and this one waits for its turn
         block = secrets.token_bytes(16 * 64)
-        _ids.extend(base64.urlsafe_b64encode(block[at : at + 16])[:22].decode() for at in range(0, len(block), 16))
+        _ids.extend(
+            base64.urlsafe_b64encode(block[at : at + 16])[:22].decode()
+            for at in range(0, len(block), 16)
+        )
     return _ids.pop()
 
 
 def id_of_kind(image_id: str, preprocess: PreprocessConfig) -> str:
-    """Return where the picture of an id is stored as a preprocessing gives it: a model sees no other one's."""
+    """Return where the picture of an id is stored as a preprocessing gives it: a model sees no
+    other one's.
+    """
     return f"{image_id}.{_kind(preprocess)}"
 
 
@@ -110,7 +118,9 @@ def _kind(preprocess: PreprocessConfig) -> str:
 
 
 class StoreUsage(NamedTuple):
-    """The pictures that a store holds, their bytes, and how many were pushed out before their time, since the start."""
+    """The pictures that a store holds, their bytes, and how many were pushed out before their time,
+    since the start.
+    """
 
     pictures: int = 0
     size: int = 0
@@ -137,10 +147,11 @@ class ImageStore(Protocol):
 
 
 class MemoryImageStore:
-    """Stores at most `max_bytes` of pictures, each for `ttl` seconds of the monotonic `clock`; the oldest goes first.
+    """Stores at most `max_bytes` of pictures, each for `ttl` seconds of the monotonic `clock`; the
+    oldest goes first.
 
-    A limit of 0 stores nothing. Belongs to one event loop. `on_evicted` is called with the age in seconds of each
-    picture that is pushed out before its time.
+    A limit of 0 stores nothing. Belongs to one event loop. `on_evicted` is called with the age in
+    seconds of each picture that is pushed out before its time.
     """
 
     def __init__(
@@ -216,10 +227,11 @@ def _bytes_in_memory(picture: ModelInput) -> int:
 
 
 class RedisImageStore:
-    """Stores at most `max_bytes` of pictures in Redis, each for `ttl` seconds; the oldest goes first.
+    """Stores at most `max_bytes` of pictures in Redis, each for `ttl` seconds; the oldest goes
+    first.
 
-    When Redis fails, all waiting requests go on at once, and later ones do not ask it during a pause.
-    After the pause one request at a time asks; each further failure doubles the pause.
+    When Redis fails, all waiting requests go on at once, and later ones do not ask it during a
+    pause. After the pause one request at a time asks; each further failure doubles the pause.
 
     Args:
         url: as redis-py reads it: `redis://`, `rediss://` or `unix://`.
@@ -239,7 +251,9 @@ class RedisImageStore:
     ) -> None:
         from redis.asyncio import Redis  # noqa: PLC0415  an optional package, which the settings have looked for
 
-        self._redis = Redis.from_url(url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS)
+        self._redis = Redis.from_url(
+            url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS
+        )
         # The braces keep all keys of a name on one node of a cluster.
         self._prefix = f"{{vitserve:{name}}}:"
         self._milliseconds = math.ceil(1000 * ttl)
@@ -285,7 +299,11 @@ class RedisImageStore:
                 rows, columns, channels, *region = _HEADER.unpack_from(data)
                 pixels = np.frombuffer(data, np.uint8, rows * columns * channels, _HEADER.size)
                 return ModelInput(pixels.reshape(rows, columns, channels), Region(*region))
-            except (struct.error, ValueError, OverflowError):  # of another version: Redis itself is well
+            except (
+                struct.error,
+                ValueError,
+                OverflowError,
+            ):  # of another version: Redis itself is well
                 self._failed()
                 return None
 
@@ -300,7 +318,9 @@ class RedisImageStore:
         await self._redis.aclose()
 
     async def _ask(self, question: Callable[[], Awaitable[T | None]]) -> T | None:
-        """Return Redis' answer, or None if there is none that makes sense, or none is asked for now."""
+        """Return Redis' answer, or None if there is none that makes sense, or none is asked for
+        now.
+        """
         if self._is_probing or self._clock() < self._paused_until:
             self._failed()
             return None
@@ -322,7 +342,9 @@ class RedisImageStore:
         return answer
 
     def _pause(self, error: Exception) -> None:
-        """Leave Redis alone for a while, and end the waits of other requests; the first of them logs."""
+        """Leave Redis alone for a while, and end the waits of other requests; the first of them
+        logs.
+        """
         if self._clock() < self._paused_until:
             return
         self._pause_seconds = min(max(2 * self._pause_seconds, _PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
@@ -332,5 +354,9 @@ class RedisImageStore:
             if not limit.expired():
                 limit.reschedule(now)
         # It may quote what was answered, of any length and with line breaks.
-        text = (str(error) or type(error).__name__)[:_MAX_LOGGED].encode("unicode_escape").decode("ascii")
+        text = (
+            (str(error) or type(error).__name__)[:_MAX_LOGGED]
+            .encode("unicode_escape")
+            .decode("ascii")
+        )
         logger.warning("kept pictures: Redis does not answer: %s", text)

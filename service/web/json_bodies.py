@@ -11,7 +11,9 @@ from service.errors import InvalidParameter, MalformedRequest
 
 T = TypeVar("T")
 
-_UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `(\$[^`]*)`)?", re.DOTALL)
+_UNKNOWN_FIELD: Final = re.compile(
+    r"Object contains unknown field `(.*?)`(?: - at `(\$[^`]*)`)?", re.DOTALL
+)
 
 
 def decoded(body: bytearray, kind: type[T]) -> T:
@@ -19,13 +21,18 @@ def decoded(body: bytearray, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (UnicodeDecodeError, RecursionError):
-        raise MalformedRequest("the body is not what is expected: it is not UTF-8, or nested too deeply") from None
+        raise MalformedRequest(
+            "the body is not what is expected: it is not UTF-8, or nested too deeply"
+        ) from None
     except msgspec.MsgspecError as error:
-        raise MalformedRequest(f"the body is not what is expected: {explained(error, kind)}") from None
+        raise MalformedRequest(
+            f"the body is not what is expected: {explained(error, kind)}"
+        ) from None
 
 
 def explained(error: Exception, kind: Any) -> str:
-    """Return the message of an error of decoding, with the fields that there are for an unknown one.
+    """Return the message of an error of decoding, with the fields that there are for an unknown
+    one.
 
     Args:
         error: the error of msgspec.

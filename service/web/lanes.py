@@ -1,13 +1,15 @@
-"""One fair queue before everything that is scarce: threads, decoder processes, the text tower, explanations.
+"""One fair queue before everything that is scarce: threads, decoder processes, the text tower,
+explanations.
 
-    enter() --> waits behind its own caller's jobs --> turn of the caller that has had least --> works --> leaves
+    enter() --> waits behind its own caller's jobs --> turn of the caller that has had least -->
+    works --> leaves
 
     in time    a job that cannot begin before its deadline, with the work ahead at its measured cost, is refused at once
     fair       callers have their turns by the seconds of work that they have had: a caller delays itself first
     dropped    a job whose caller leaves or whose time is up while it waits is never begun
 
-`FairQueue` decides, and knows neither threads nor asyncio. Start-time fair queuing: Goyal, Vin and Cheng 1996,
-https://doi.org/10.1145/248156.248171.
+`FairQueue` decides, and knows neither threads nor asyncio. Start-time fair queuing: Goyal, Vin and
+Cheng 1996, https://doi.org/10.1145/248156.248171.
 """
 
 import asyncio
@@ -77,7 +79,9 @@ E = TypeVar("E", bound=Entry)
 
 @dataclass(slots=True, eq=False)
 class _Share(Generic[E]):
-    """The part of one caller: seconds of work that it has had, on a scale that all callers share, and what waits."""
+    """The part of one caller: seconds of work that it has had, on a scale that all callers share,
+    and what waits.
+    """
 
     used: float
     waiting: deque[E] = field(default_factory=deque)
@@ -89,8 +93,8 @@ class _Share(Generic[E]):
 class FairQueue(Generic[E]):
     """Jobs that wait for one of several servers, in turns by caller.
 
-    The cost of a job is its size times the measured seconds of work for a unit of size, until it has worked; then its
-    caller is charged the seconds that it took.
+    The cost of a job is its size times the measured seconds of work for a unit of size, until it
+    has worked; then its caller is charged the seconds that it took.
 
     Args:
         servers: returns how many jobs may be under way.
@@ -98,7 +102,9 @@ class FairQueue(Generic[E]):
         each: how many of those may be one caller's.
     """
 
-    def __init__(self, servers: Callable[[], int], clock: Callable[[], float], each: float = math.inf) -> None:
+    def __init__(
+        self, servers: Callable[[], int], clock: Callable[[], float], each: float = math.inf
+    ) -> None:
         self._servers = servers
         self._clock = clock
         self._each = each
@@ -114,8 +120,16 @@ class FairQueue(Generic[E]):
     def add(self, entry: E, caller: Hashable) -> None:
         """Let a job of a caller wait; raises `QueueFull` if it cannot begin before its deadline."""
         share = self._share(caller)
-        begins = share.under_way < self._each < math.inf and self.under_way < self._servers() and not share.waiting
-        if self.waiting and not begins and self._wait(share, remaining := entry.deadline - self._clock()) > remaining:
+        begins = (
+            share.under_way < self._each < math.inf
+            and self.under_way < self._servers()
+            and not share.waiting
+        )
+        if (
+            self.waiting
+            and not begins
+            and self._wait(share, remaining := entry.deadline - self._clock()) > remaining
+        ):
             raise QueueFull("the work that is ahead takes longer than the request's time")
         entry.share, entry.is_waiting = share, True
         share.waiting.append(entry)
@@ -126,10 +140,14 @@ class FairQueue(Generic[E]):
             self._line_up(share)
 
     def begin(self) -> E | None:
-        """Return the job that begins now, None if none waits or no server is free; drop those that are too late."""
+        """Return the job that begins now, None if none waits or no server is free; drop those that
+        are too late.
+        """
         while self._turns and self.waiting and self.under_way < self._servers():
             _, turn, share = heappop(self._turns)
-            if turn != share.turn or share.under_way >= self._each:  # charged since, without a job, or with too many
+            if (
+                turn != share.turn or share.under_way >= self._each
+            ):  # charged since, without a job, or with too many
                 continue
             entry = share.waiting[0]
             self._remove(entry)
@@ -186,13 +204,18 @@ class FairQueue(Generic[E]):
         return self._held / self._sizes if self._sizes else 0.0
 
     def _seconds(self, ahead: float) -> float:
-        """Return the seconds until waiting jobs of this size, and half of those under way, have left."""
+        """Return the seconds until waiting jobs of this size, and half of those under way, have
+        left.
+        """
         return (ahead + self._size_under_way / 2) * self._hold / max(1, self._servers())
 
     def _wait(self, share: _Share[E], bound: float) -> float:
-        """Return the seconds until a further job of a caller would begin, or some seconds above or below `bound`."""
+        """Return the seconds until a further job of a caller would begin, or some seconds above or
+        below `bound`.
+        """
         own = share.size * self._hold / self._each
-        # What all jobs together take is known at once; what is ahead of one is counted only where that is too long.
+        # What all jobs together take is known at once; what is ahead of one is counted only where
+        # that is too long.
         if own > bound or self._seconds(self._size_waiting) <= bound:
             return own
         pace = self._pace or 1e-9
@@ -205,7 +228,11 @@ class FairQueue(Generic[E]):
         share = self._shares.get(caller)
         if share is None:
             if len(self._shares) >= _MOST_SHARES:
-                busy = {name: each for name, each in self._shares.items() if each.waiting or each.under_way}
+                busy = {
+                    name: each
+                    for name, each in self._shares.items()
+                    if each.waiting or each.under_way
+                }
                 self._shares = busy
             share = self._shares[caller] = _Share(self._now)
         elif not share.waiting:
@@ -230,12 +257,16 @@ class FairQueue(Generic[E]):
 class Job(Entry, Generic[T]):
     """Work of one caller in a lane, or its turn there.
 
-    A context manager: leaving it gives its server back, or drops it while it waits. Awaited, it returns what its work
-    returns, or None once it is its turn.
+    A context manager: leaving it gives its server back, or drops it while it waits. Awaited, it
+    returns what its work returns, or None once it is its turn.
     """
 
     def __init__(
-        self, size: float, deadline: float, work: Callable[[], T] | None, leave: "Callable[[Job[Any]], object]"
+        self,
+        size: float,
+        deadline: float,
+        work: Callable[[], T] | None,
+        leave: "Callable[[Job[Any]], object]",
     ) -> None:
         super().__init__(size, deadline)
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -265,13 +296,15 @@ class Job(Entry, Generic[T]):
 
 
 class Lane:
-    """Turns at something scarce, for callers on one event loop at a time: a job awaits its turn and then works.
+    """Turns at something scarce, for callers on one event loop at a time: a job awaits its turn and
+    then works.
 
     Where the lane has threads, it can do the work itself. A thread finishes what it has begun.
 
     Args:
         name: what jobs wait for, in messages to callers.
-        servers: returns how many jobs may have begun and not been left; None: a job leaves with its thread.
+        servers: returns how many jobs may have begun and not been left; None: a job leaves with its
+        thread.
         threads: how many there are.
         clock: monotonic seconds.
         each: how many of a caller's jobs may have begun and not been left.
@@ -289,15 +322,20 @@ class Lane:
         self._name = name
         self._clock = clock
         self._leaves_at_once = servers is None
-        # Twice as many jobs as there are threads: those that end before the event loop looks have successors.
+        # Twice as many jobs as there are threads: those that end before the event loop looks have
+        # successors.
         self._free = 2 * threads if threads else math.inf
         self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: 2 * threads), clock, each)
         self._ended: list[Callable[[], None]] = []
-        self._woken: asyncio.AbstractEventLoop | None = None  # the loop that is about to look at what has ended
+        self._woken: asyncio.AbstractEventLoop | None = (
+            None  # the loop that is about to look at what has ended
+        )
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         work = partial(_work_through, self._jobs)
-        self._threads = [supervised_thread(name, work, name=f"{name}_{number}") for number in range(threads)]
+        self._threads = [
+            supervised_thread(name, work, name=f"{name}_{number}") for number in range(threads)
+        ]
         self._unstarted = list(self._threads)
 
     @property
@@ -307,21 +345,27 @@ class Lane:
 
     @property
     def is_crowded(self) -> bool:
-        """Return whether jobs wait because every server is busy, and not only behind their own caller's."""
+        """Return whether jobs wait because every server is busy, and not only behind their own
+        caller's.
+        """
         return self._queue.is_crowded
 
     def turn(self, caller: Hashable, size: float, deadline: Deadline) -> Job[None]:
-        """Return a turn that waits; raises `QueueFull` if it cannot begin in time, see `FairQueue.add`.
+        """Return a turn that waits; raises `QueueFull` if it cannot begin in time, see
+        `FairQueue.add`.
 
-        It costs the seconds that it is held; beside threads, what threads need for work of its size.
-        To await it raises `DeadlineExceeded` if its time is up before it begins.
+        It costs the seconds that it is held; beside threads, what threads need for work of its
+        size. To await it raises `DeadlineExceeded` if its time is up before it begins.
         """
         return self._enter(None, caller, size, deadline)
 
-    def work(self, work: Callable[[], T], caller: Hashable, size: float, deadline: Deadline) -> Job[T]:
+    def work(
+        self, work: Callable[[], T], caller: Hashable, size: float, deadline: Deadline
+    ) -> Job[T]:
         """Return the job of a thread, which waits; raises `QueueFull` if it cannot begin in time.
 
-        To await it raises `DeadlineExceeded` if its time is up before it begins, and what the work raises.
+        To await it raises `DeadlineExceeded` if its time is up before it begins, and what the work
+        raises.
         """
         return self._enter(work, caller, size, deadline)
 
@@ -330,12 +374,16 @@ class Lane:
         for _ in self._threads:
             self._jobs.put(None)
 
-    def _enter(self, work: Callable[[], T] | None, caller: Hashable, size: float, deadline: Deadline) -> Job[T]:
+    def _enter(
+        self, work: Callable[[], T] | None, caller: Hashable, size: float, deadline: Deadline
+    ) -> Job[T]:
         job = Job(size, self._clock() + deadline.remaining(), work, self._leave)
         self._queue.add(job, caller)
         self._advance()
         if not job.future.done():
-            job.timer = asyncio.get_running_loop().call_later(deadline.remaining(), self._give_up, job)
+            job.timer = asyncio.get_running_loop().call_later(
+                deadline.remaining(), self._give_up, job
+            )
         return job
 
     def _give_up(self, job: Job[Any]) -> None:
@@ -343,7 +391,9 @@ class Lane:
         if not (job.works or job.future.done()):
             if not job.on_thread:
                 self._queue.leave(job)
-            job.future.set_exception(DeadlineExceeded(f"the time was up before {self._name} was free"))
+            job.future.set_exception(
+                DeadlineExceeded(f"the time was up before {self._name} was free")
+            )
 
     def _leave(self, job: Job[Any]) -> None:
         if not job.on_thread:
@@ -353,7 +403,9 @@ class Lane:
             self._advance()
 
     def _advance(self) -> None:
-        """Begin what can begin; threads start at the loop's next turn, as they compete with this one's Python."""
+        """Begin what can begin; threads start at the loop's next turn, as they compete with this
+        one's Python.
+        """
         while self._free and (job := self._queue.begin()) is not None:
             if job.future.done():  # its caller is about to leave
                 self._queue.charge(job, 0.0)
@@ -388,7 +440,9 @@ class Lane:
             end()
         self._advance()
 
-    def _end(self, job: Job[T], outcome: tuple[T | None, BaseException | None], seconds: float) -> None:
+    def _end(
+        self, job: Job[T], outcome: tuple[T | None, BaseException | None], seconds: float
+    ) -> None:
         """Publish what a thread made of a job, unless its caller has left."""
         result, error = outcome
         job.on_thread = False
@@ -405,14 +459,17 @@ class Lane:
 
 
 def _work_through(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    # At the priority of all threads: one with less, that is kept from its core while it has the interpreter, keeps all.
+    # At the priority of all threads: one with less, that is kept from its core while it has the
+    # interpreter, keeps all.
     while (job := jobs.get()) is not None:
         job()
         del job  # it holds what its caller was answered
 
 
 def _outcome(work: Callable[[], T] | None) -> tuple[T | None, BaseException | None]:
-    """Return what the work returns, or what it raises; no frame of the error's traceback holds its job."""
+    """Return what the work returns, or what it raises; no frame of the error's traceback holds its
+    job.
+    """
     assert work is not None, "the jobs of threads have work"
     try:
         return work(), None

@@ -23,7 +23,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ClientDisconnected, EngineUnavailable, QueueFull, ServiceError, Unauthorized
+from service.errors import (
+    ClientDisconnected,
+    EngineUnavailable,
+    QueueFull,
+    ServiceError,
+    Unauthorized,
+)
 from service.http import AnswerRoom, Header, connection_of
 from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics, stage_seconds
@@ -35,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
-PROBES = frozenset({"/healthz", "/readyz", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready"}) | {
+PROBES = frozenset(
+    {"/healthz", "/readyz", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready"}
+) | {
     "/inference.GRPCInferenceService/ServerLive",
     "/inference.GRPCInferenceService/ServerReady",
     "/grpc.health.v1.Health/Check",
@@ -56,8 +64,11 @@ _MAX_PATH = 200
 
 
 def request_id_from(given: str) -> str:
-    """Return the caller's id for its request if it is fit for headers and logs, else a random id, no secret."""
-    # The system's generator lets other threads run Python, and under load this thread waits milliseconds for its turn.
+    """Return the caller's id for its request if it is fit for headers and logs, else a random id,
+    no secret.
+    """
+    # The system's generator lets other threads run Python, and under load this thread waits
+    # milliseconds for its turn.
     return given if given and _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
@@ -78,11 +89,14 @@ class RequestContext:
         key_name, key_owner: of the API key, None without a key.
         code: of the problem that answers it, None without a problem.
         model: name of the model that it is for, None until it is known.
-        prefix: of the path, which links of the answer begin with; None if a proxy sends what is not one.
+        prefix: of the path, which links of the answer begin with; None if a proxy sends what is not
+        one.
         stages: seconds of each, see `service.observe.metrics.stage_seconds`.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float
+    ) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         self.request_id = request_id_from(given.decode("latin-1"))
         self.started = started
@@ -125,10 +139,11 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from its head on.
+    """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from
+    its head on.
 
-    The last four stand in JSON alone, as far as they are known: the caller's address, model, problem code, and what
-    was measured.
+    The last four stand in JSON alone, as far as they are known: the caller's address, model,
+    problem code, and what was measured.
     """
 
     method: str
@@ -146,8 +161,9 @@ class Answered:
 class RequestLog:
     """Logs requests. Belongs to one event loop.
 
-    Under a flood most requests are refused, and a line costs as much as the refusal itself. So only the first refusals
-    of a second have their own lines. A line at its end counts the others, by reason.
+    Under a flood most requests are refused, and a line costs as much as the refusal itself. So only
+    the first refusals of a second have their own lines. A line at its end counts the others, by
+    reason.
     """
 
     def __init__(self) -> None:
@@ -184,7 +200,9 @@ class RequestLog:
         )
 
     def has_own_line(self, reason: str) -> bool:
-        """Return whether a request that is refused now has its own line; if not, count its problem code."""
+        """Return whether a request that is refused now has its own line; if not, count its problem
+        code.
+        """
         if not self._own_lines:
             asyncio.get_running_loop().call_later(1.0, self.end_second)
         if self._own_lines < LINES_A_SECOND:
@@ -201,7 +219,12 @@ class RequestLog:
         refused = dict(self._more)
         self._more.clear()
         reasons = ", ".join(f"{count} {reason}" for reason, count in refused.items())
-        logger.info("refused %d more: %s", sum(refused.values()), reasons, extra={"fields": {"refused": refused}})
+        logger.info(
+            "refused %d more: %s",
+            sum(refused.values()),
+            reasons,
+            extra={"fields": {"refused": refused}},
+        )
 
 
 class RequestContextMiddleware:
@@ -260,7 +283,14 @@ class RequestContextMiddleware:
             seconds = self._clock() - context.started
             status = context.status or problems.CLIENT_DISCONNECTED
             answered = Answered(
-                *(scope["method"], scope["path"], status, seconds, context.request_id, context.key_name),
+                *(
+                    scope["method"],
+                    scope["path"],
+                    status,
+                    seconds,
+                    context.request_id,
+                    context.key_name,
+                ),
                 *(context.client, context.model, context.code, context.measured),
             )
             self.count(answered, context.endpoint)
@@ -284,19 +314,33 @@ class RequestContextMiddleware:
         elif refusal is None or self.log.has_own_line(refusal):
             self.log.answered(logging.INFO, answered)
 
-    def refuse(self, error: ServiceError, headers: Iterable[Header]) -> tuple[int, list[Header], bytes]:
-        """Count and log a refusal of bytes that are no request, or of a connection; see `service.http.Application`."""
+    def refuse(
+        self, error: ServiceError, headers: Iterable[Header]
+    ) -> tuple[int, list[Header], bytes]:
+        """Count and log a refusal of bytes that are no request, or of a connection; see
+        `service.http.Application`.
+        """
         problem = problems.problem_of(error)
         request_id = request_id_from(dict(headers).get(b"x-request-id", b"").decode("latin-1"))
         self._requests(_UNPARSED, str(problem.status)).inc()
         self._metrics.rejected.labels(problem.code).inc()
         if self.log.has_own_line(problem.code):
             fields = {"request_id": request_id, "status": problem.status, "detail": problem.detail}
-            logger.info("no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields})
+            logger.info(
+                "no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields}
+            )
         content = problems.body(problem, request_id)
-        own = {"content-type": problems.MEDIA_TYPE, "content-length": str(len(content)), "x-request-id": request_id}
+        own = {
+            "content-type": problems.MEDIA_TYPE,
+            "content-length": str(len(content)),
+            "x-request-id": request_id,
+        }
         named = own | {name.lower(): value for name, value in problem.headers.items()}
-        return problem.status, [(name.encode(), value.encode()) for name, value in named.items()], content
+        return (
+            problem.status,
+            [(name.encode(), value.encode()) for name, value in named.items()],
+            content,
+        )
 
 
 class ProblemMiddleware:
@@ -324,7 +368,8 @@ class ProblemMiddleware:
             # A 503 to a probe is no refusal, but a 401 is.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
-                # Who tries again at once would take the processors from an engine that starts, or is full.
+                # Who tries again at once would take the processors from an engine that starts, or
+                # is full.
                 if isinstance(error, QueueFull | EngineUnavailable):
                     await asyncio.sleep(self._pace.delay(connection_of(scope)))
             if scope["path"].startswith(problems.INFERENCE_PROTOCOL):

@@ -1,4 +1,6 @@
-"""Which web pages may call the service from a browser: by the host that they call, and by their origin."""
+"""Which web pages may call the service from a browser: by the host that they call, and by their
+origin.
+"""
 
 import ipaddress
 import re
@@ -19,21 +21,29 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def split_origins(origins: Iterable[str]) -> tuple[list[str], str | None]:
-    """Return the origins to compare, and a pattern of those with `*.` before their host, None without such an origin.
+    """Return the origins to compare, and a pattern of those with `*.` before their host, None
+    without such an origin.
 
-    The subdomains of an origin are names of letters, digits, hyphens and dots, and not the domain itself.
+    The subdomains of an origin are names of letters, digits, hyphens and dots, and not the domain
+    itself.
     """
     exact = [origin for origin in origins if "*." not in origin]
-    patterns = [re.escape(origin).replace(r"\*\.", r"(?:[a-z0-9_-]+\.)+") for origin in origins if "*." in origin]
+    patterns = [
+        re.escape(origin).replace(r"\*\.", r"(?:[a-z0-9_-]+\.)+")
+        for origin in origins
+        if "*." in origin
+    ]
     return exact, "|".join(patterns) or None
 
 
 class OriginMiddleware:
-    """Refuses what a web page does to a service that its reader can reach, and the page's author cannot.
+    """Refuses what a web page does to a service that its reader can reach, and the page's author
+    cannot.
 
-    `Host` must be an allowed name: a page whose own name was made to lead here (DNS rebinding) calls by that name.
-    Methods that change something are refused to pages of another origin: browsers send simple requests without asking.
-    A page of a sibling domain or of another port (`same-site`) is another origin too.
+    `Host` must be an allowed name: a page whose own name was made to lead here (DNS rebinding)
+    calls by that name. Methods that change something are refused to pages of another origin:
+    browsers send simple requests without asking. A page of a sibling domain or of another port
+    (`same-site`) is another origin too.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -48,7 +58,9 @@ class OriginMiddleware:
             headers = Headers(scope=scope)
             if request_context(scope).prefix is None:
                 prefix = headers.getlist("x-forwarded-prefix")
-                raise MalformedRequest(f"X-Forwarded-Prefix {', '.join(prefix)!r:.200} is not a path such as /vit")
+                raise MalformedRequest(
+                    f"X-Forwarded-Prefix {', '.join(prefix)!r:.200} is not a path such as /vit"
+                )
             host = headers.get("host", "")
             server = scope.get("server")
             is_tcp = server is None or server[1] is not None  # no browser calls a Unix socket
@@ -70,10 +82,14 @@ class OriginMiddleware:
         hosts = [headers.get("host", "")]
         if scope.get(TRUSTED_PROXY):
             hosts += [host.strip() for host in headers.get("x-forwarded-host", "").split(",")]
-        is_foreign = origin is not None and not any(_is_origin_of(origin, host) for host in hosts if host)
+        is_foreign = origin is not None and not any(
+            _is_origin_of(origin, host) for host in hosts if host
+        )
         if is_foreign or site in ("cross-site", "same-site"):
             page = "another origin" if origin is None else origin
-            raise Forbidden(f"a web page of {page} may not do this; the operator can add it to VIT_CORS_ORIGINS")
+            raise Forbidden(
+                f"a web page of {page} may not do this; the operator can add it to VIT_CORS_ORIGINS"
+            )
 
     def _is_allowed(self, origin: str) -> bool:
         if "*" in self._exact or origin in self._exact:
@@ -94,10 +110,11 @@ def _split_host(host: str) -> tuple[str, int | None] | None:
 
 
 def is_served_host(host: str, served: Collection[str]) -> bool:
-    """Return whether a `Host` header has one of the served names; `*` is any name, `*.` before a name any subdomain.
+    """Return whether a `Host` header has one of the served names; `*` is any name, `*.` before a
+    name any subdomain.
 
-    An IP address is served always, because no other site can lead it here; so is a request without `Host`, which no
-    browser sends.
+    An IP address is served always, because no other site can lead it here; so is a request without
+    `Host`, which no browser sends.
     """
     if not host or "*" in served:
         return True

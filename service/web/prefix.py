@@ -12,10 +12,11 @@ _HEADER: Final = b"x-forwarded-prefix"
 
 
 class Prefixes:
-    """Takes the prefix off the path of each request, so that everything behind knows one path of a route.
+    """Takes the prefix off the path of each request, so that everything behind knows one path of a
+    route.
 
-    The prefix is that of `X-Forwarded-Prefix`, when a trusted proxy sends it, else `root_path`. A path without it is
-    that of a proxy that cuts it off, or of a caller on this machine.
+    The prefix is that of `X-Forwarded-Prefix`, when a trusted proxy sends it, else `root_path`. A
+    path without it is that of a proxy that cuts it off, or of a caller on this machine.
 
     Args:
         root_path: the configured prefix; empty for none.
@@ -29,13 +30,16 @@ class Prefixes:
     def take_off(self, scope: Scope) -> str | None:
         """Take the prefix off the path of a request, and return it: what its links begin with.
 
-        A path that is the prefix alone becomes empty. None is returned if a trusted proxy sends what is not a prefix.
+        A path that is the prefix alone becomes empty. None is returned if a trusted proxy sends
+        what is not a prefix.
         """
         of_server = scope.get("root_path", "")
         scope["root_path"] = ""  # else Starlette would look for it in the path
         prefix: str | None = self._root_path or of_server
         if scope.get(TRUSTED_PROXY):
-            values = [value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER]
+            values = [
+                value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER
+            ]
             if values:
                 prefix = _joined(values)
         for each in (prefix, self._root_path, of_server):
@@ -45,7 +49,10 @@ class Prefixes:
         return prefix
 
     def _has(self, path: str, prefix: str) -> bool:
-        return f"{path}/".startswith(f"{prefix}/") and _first_segment(prefix) not in self._first_segments
+        return (
+            f"{path}/".startswith(f"{prefix}/")
+            and _first_segment(prefix) not in self._first_segments
+        )
 
 
 def _first_segment(path: str) -> str:
@@ -55,6 +62,8 @@ def _first_segment(path: str) -> str:
 def _joined(values: Iterable[str]) -> str | None:
     """Return the prefix of a chain of proxies, the outermost first, None if it is not one."""
     try:
-        return "".join(parse_root_path(part.strip()) for value in values for part in value.split(","))
+        return "".join(
+            parse_root_path(part.strip()) for value in values for part in value.split(",")
+        )
     except ValueError:
         return None

@@ -96,9 +96,14 @@ def problem_of(error: Exception) -> Problem:
     """
     for kind in type(error).__mro__:
         if kind in TABLE:
-            # Its frames hold the picture, and the tasks in them hold the error: a circle until the next collection.
+            # Its frames hold the picture, and the tasks in them hold the error: a circle until the
+            # next collection.
             error.__traceback__ = error.__context__ = None
-            return Problem(*TABLE[kind], model_errors.printable(shortened(str(error), _MAX_DETAIL)), _headers(error))
+            return Problem(
+                *TABLE[kind],
+                model_errors.printable(shortened(str(error), _MAX_DETAIL)),
+                _headers(error),
+            )
     return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
 
 
@@ -131,5 +136,7 @@ def body(problem: Problem, request_id: str) -> bytes:
 
 @lru_cache(maxsize=64)  # under overload the same document goes out again and again
 def _around_the_id(status: int, code: str, detail: str) -> tuple[bytes, bytes]:
-    before, _, after = Problem(status, code, detail, {}).document(_AN_ID).model_dump_json().rpartition(_AN_ID)
+    before, _, after = (
+        Problem(status, code, detail, {}).document(_AN_ID).model_dump_json().rpartition(_AN_ID)
+    )
     return before.encode(), after.encode()

@@ -1,11 +1,12 @@
-"""One request's way through the service: admitted, its body read, its picture decoded, the model's answer inferred.
+"""One request's way through the service: admitted, its body read, its picture decoded, the model's
+answer inferred.
 
     async with service_of(request).admit(request, await model_of(request)) as admitted:
         picture = await admitted.read_picture()
         decoded, result = await admitted.classify(picture, requested)
 
-Everything that a request holds is given back where `admit` ends: its places, the bytes of its body, its turns, and the
-model, which stays the same on the whole way.
+Everything that a request holds is given back where `admit` ends: its places, the bytes of its body,
+its turns, and the model, which stays the same on the whole way.
 """
 
 import asyncio
@@ -15,7 +16,15 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,37 +91,48 @@ logger = logging.getLogger("vitserve")
 T = TypeVar("T")
 R = TypeVar("R")
 
-# A picture that was launched in time may be answered late. Nobody waits longer than a second more than the request's
-# time; what is left is for the answer's way.
+# A picture that was launched in time may be answered late. Nobody waits longer than a second more
+# than the request's time; what is left is for the answer's way.
 LATE_SECONDS: Final = 0.5
 
-# Values from which on a document is read or written by a thread: it would hold the event loop for 5 to 10 ms.
+# Values from which on a document is read or written by a thread: it would hold the event loop for 5
+# to 10 ms.
 LARGE: Final = 2000
 
-# Batches of each engine whose pictures are decoded, or being decoded, at once: two under way, and two that wait.
-# Decoding that runs further ahead would take the processors from the batches that are to be answered first.
+# Batches of each engine whose pictures are decoded, or being decoded, at once: two under way, and
+# two that wait. Decoding that runs further ahead would take the processors from the batches that
+# are to be answered first.
 _BATCHES_AHEAD: Final = 4
 
-# Requests whose texts the tower computes in turn, and how many of one caller: more would all be late, not some.
+# Requests whose texts the tower computes in turn, and how many of one caller: more would all be
+# late, not some.
 _TEXTS_AT_ONCE: Final = 8
 _TEXTS_OF_EACH: Final = 2
 _KNOWN_TEXTS: Final = 4096
 
-# Threads that read and write the examples of taught heads: while a writer waits for another process, one reads on.
+# Threads that read and write the examples of taught heads: while a writer waits for another
+# process, one reads on.
 _EXAMPLE_THREADS: Final = 2
 
-# Multiplications from which on a thread scores heads; it takes 0.1 ms of the event loop to hand them over.
+# Multiplications from which on a thread scores heads; it takes 0.1 ms of the event loop to hand
+# them over.
 _LARGE_SCORES: Final = 1 << 18
 
 
 class Lanes:
     """The queues of a web process before everything that is scarce."""
 
-    def __init__(self, settings: Settings, models: Models, decoders: Decoders, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: Settings, models: Models, decoders: Decoders, clock: Callable[[], float]
+    ) -> None:
         def ahead(most: float = math.inf) -> int:
             engine = models.default.current.engine
             info = engine.info
-            return _BATCHES_AHEAD * len(engine.engines) * int(min(most, 1 if info is None else info.max_batch))
+            return (
+                _BATCHES_AHEAD
+                * len(engine.engines)
+                * int(min(most, 1 if info is None else info.max_batch))
+            )
 
         self.pictures = Lane("decode", ahead, threads=decode_threads(settings), clock=clock)
         self.decoders = Lane("decoders", lambda: decoders.processes, clock=clock)
@@ -148,12 +168,14 @@ class KnownTexts:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model of a request: the generation that it belongs to, its description, and its head if that is a taught one.
+    """The model of a request: the generation that it belongs to, its description, and its head if
+    that is a taught one.
 
     Such a head scores the features that the generation gives.
 
     Attributes:
-        unloaded: whether it is loaded only when the request's picture is decoded: what is refused wakes nobody.
+        unloaded: whether it is loaded only when the request's picture is decoded: what is refused
+        wakes nobody.
     """
 
     generation: Generation[Engine]
@@ -169,7 +191,8 @@ class Sender(NamedTuple):
         caller: the name of its key, or else its address; see `network_of`.
         started: reading of the clock at which the head of the request had been read.
         receive: returns the next part of the body.
-        left: done when the caller is gone, or a coroutine that waits for that; None: the request is cancelled then.
+        left: done when the caller is gone, or a coroutine that waits for that; None: the request is
+        cancelled then.
         headers, request_id, prefix: of the request; links of its answer begin with the prefix.
     """
 
@@ -221,7 +244,12 @@ class Service:
         return self._described(name, served.current, info)
 
     def _described(
-        self, name: str | None, generation: Generation[Engine], info: ModelInfo, *, unloaded: bool = False
+        self,
+        name: str | None,
+        generation: Generation[Engine],
+        info: ModelInfo,
+        *,
+        unloaded: bool = False,
     ) -> Model:
         added = self.models.added.get(name or "")
         if added is None:
@@ -229,7 +257,9 @@ class Service:
         return Model(generation, added.info(info), added.head, unloaded)
 
     async def find(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
-        """Return the model of a name, of an unloaded one its description: see `Model`; raises as `loaded_model`."""
+        """Return the model of a name, of an unloaded one its description: see `Model`; raises as
+        `loaded_model`.
+        """
         served = self.models.find(name)
         if served.current.engine.ready:
             return self._current(name, served)
@@ -238,10 +268,12 @@ class Service:
         return await self.loaded_model(name, started, share=share)
 
     async def loaded_model(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
-        """Return the model of a name for a request whose head came at a reading of the clock; see `model`.
+        """Return the model of a name for a request whose head came at a reading of the clock; see
+        `model`.
 
-        One that is not loaded is waited for, but for the default one, without which the service is not ready. Who waits
-        takes a place, and all who do a quarter of them at most. It may take a share of the request's time.
+        One that is not loaded is waited for, but for the default one, without which the service is
+        not ready. Who waits takes a place, and all who do a quarter of them at most. It may take a
+        share of the request's time.
 
         Raises:
             ModelLoading: so many wait already, or it is not loaded in the request's time.
@@ -257,15 +289,23 @@ class Service:
                     async with asyncio.timeout(deadline.remaining()):
                         await self.models.available(name)
                 except TimeoutError:
-                    raise ModelLoading(f"{name!r:.200} was not loaded in the request's time") from None
+                    raise ModelLoading(
+                        f"{name!r:.200} was not loaded in the request's time"
+                    ) from None
         return self.model(name)
 
-    async def keep(self, picture: ModelInput, model: Model, image_id: str | None = None) -> str | None:
-        """Store a picture as a model sees it, and return its id, or None; an id may have one of each preprocessing."""
+    async def keep(
+        self, picture: ModelInput, model: Model, image_id: str | None = None
+    ) -> str | None:
+        """Store a picture as a model sees it, and return its id, or None; an id may have one of
+        each preprocessing.
+        """
         image_id = image_id or new_image_id()
         try:
             stored = await self.images.put(picture, id_of_kind(image_id, model.info.preprocess))
-        except Exception:  # a store is an extension: whatever fails in it costs the answer its id alone
+        except (
+            Exception
+        ):  # a store is an extension: whatever fails in it costs the answer its id alone
             logger.exception("the picture is not kept")
             return None
         return stored and image_id
@@ -274,7 +314,11 @@ class Service:
         """Return the picture of an id as a model sees it, or None where it is not stored."""
         picture = await self.images.get(id_of_kind(image_id, model.info.preprocess))
         # What another replica stored may be anything.
-        return picture if picture is not None and picture.pixels.shape == model.info.input_shape else None
+        return (
+            picture
+            if picture is not None and picture.pixels.shape == model.info.input_shape
+            else None
+        )
 
     def check_open(self, *, needs_engine: bool = True) -> None:
         """Raise `Draining` or `EngineUnavailable` if the service takes no requests."""
@@ -284,7 +328,8 @@ class Service:
             self.model()
 
     def check_ready(self) -> None:
-        """Raise what `check_open` does, and where load balancers are to look away though requests are still taken.
+        """Raise what `check_open` does, and where load balancers are to look away though requests
+        are still taken.
 
         Raises:
             Draining: the process was asked to end.
@@ -297,11 +342,12 @@ class Service:
             raise EngineUnavailable(reasons[0])
 
     def check_room(self, caller: str = "", *, needs_engine: bool = True) -> None:
-        """Raise `QueueFull`, or what `check_open` raises, if a request would get no place; it takes none.
+        """Raise `QueueFull`, or what `check_open` raises, if a request would get no place; it takes
+        none.
 
-        Bodies that have just begun to arrive will take places. Without counting them, many callers would be admitted
-        for each free place, and most of them refused when their bodies are here. Such bodies keep at most half of the
-        places, as a caller can begin a body and never end it.
+        Bodies that have just begun to arrive will take places. Without counting them, many callers
+        would be admitted for each free place, and most of them refused when their bodies are here.
+        Such bodies keep at most half of the places, as a caller can begin a body and never end it.
         """
         self.check_open(needs_engine=needs_engine)
         self.limiter.check(caller=caller)
@@ -309,7 +355,9 @@ class Service:
         if free <= self.limiter.capacity // 2:
             self.limiter.check(1 + self.receiving.newcomers(free))
 
-    def admit(self, request: Request, model: Model | None = None, *, needs_place: bool = True) -> "AdmittedRequest":
+    def admit(
+        self, request: Request, model: Model | None = None, *, needs_place: bool = True
+    ) -> "AdmittedRequest":
         """Admit a request over HTTP; see `AdmittedRequest`."""
         context, connection = request_context(request.scope), connection_of(request.scope)
         if model is not None:
@@ -317,13 +365,21 @@ class Service:
         caller = context.key_name or (network_of(request.client.host) if request.client else "")
         left = _disconnected if connection is None else connection.left
         sender = Sender(
-            caller, context.started, request.receive, left, request.headers, context.request_id, context.prefix or ""
+            caller,
+            context.started,
+            request.receive,
+            left,
+            request.headers,
+            context.request_id,
+            context.prefix or "",
         )
         return AdmittedRequest(self, model, sender, needs_place=needs_place)
 
 
 def network_of(address: str) -> str:
-    """Return an IPv4 address as it is, and the network of an IPv6 address: who has one has all 2^64 of its network."""
+    """Return an IPv4 address as it is, and the network of an IPv6 address: who has one has all 2^64
+    of its network.
+    """
     if address.count(":") > 1:
         with suppress(ValueError):  # a proxy may send anything
             given = IPv6Address(address)
@@ -342,7 +398,8 @@ async def model_of(request: Request, name: str | None = None) -> Model:
 
 
 class AdmittedRequest:
-    """A request on its way, with all that it holds; as a context manager, it is admitted until the context ends.
+    """A request on its way, with all that it holds; as a context manager, it is admitted until the
+    context ends.
 
     Its places are taken when its body is here. A generator would cost the event loop more.
 
@@ -359,14 +416,17 @@ class AdmittedRequest:
 
     Raises:
         QueueFull, Draining, EngineUnavailable: there is no room.
-        RequestTimeout, DeadlineExceeded: its time was up before its body was here, or before it was answered.
+        RequestTimeout, DeadlineExceeded: its time was up before its body was here, or before it was
+        answered.
         ClientDisconnected: the caller left.
     """
 
     task: asyncio.Task[Any]
     model: Model
 
-    def __init__(self, service: Service, model: Model | None, sender: Sender, *, needs_place: bool = True) -> None:
+    def __init__(
+        self, service: Service, model: Model | None, sender: Sender, *, needs_place: bool = True
+    ) -> None:
         self.service = service
         self._first_model = model
         self.sender = sender
@@ -395,7 +455,10 @@ class AdmittedRequest:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             await self.limit.__aexit__(kind, error, traceback)
@@ -405,7 +468,11 @@ class AdmittedRequest:
             self._close()
         if isinstance(error, TimeoutError) and self.limit.expired():
             raise self._time_is_up() from None
-        if isinstance(error, asyncio.CancelledError) and self.caller_left and self.task.cancelling() <= 1:
+        if (
+            isinstance(error, asyncio.CancelledError)
+            and self.caller_left
+            and self.task.cancelling() <= 1
+        ):
             self.task.uncancel()
             raise ClientDisconnected("the caller went away") from None
 
@@ -416,7 +483,9 @@ class AdmittedRequest:
         model.generation.begin()
 
     def by(self, model: Model) -> Self:
-        """Return the same request as another model is to answer it, which it belongs to until it ends."""
+        """Return the same request as another model is to answer it, which it belongs to until it
+        ends.
+        """
         other = copy.copy(self)
         other.choose(model)
         return other
@@ -440,7 +509,9 @@ class AdmittedRequest:
         if not own.engine.ready:  # else it is loaded, though another one may have its name by now
             token = load_caller.set(self.sender.caller or UNNAMED)
             try:
-                found = await self.service.loaded_model(before.info.name, self.sender.started, share=share)
+                found = await self.service.loaded_model(
+                    before.info.name, self.sender.started, share=share
+                )
                 own = own if own.engine.ready else found.generation
             except ServiceError:
                 if not own.engine.ready:
@@ -449,7 +520,9 @@ class AdmittedRequest:
                 load_caller.reset(token)
         info = own.engine.info
         if info is None or (info.content, info.head) != (before.info.content, before.info.head):
-            raise EngineUnavailable(f"{before.info.name}: it was replaced while it was unloaded: try again")
+            raise EngineUnavailable(
+                f"{before.info.name}: it was replaced while it was unloaded: try again"
+            )
         self.choose(replace(before, generation=own, unloaded=False))
 
     def count_image(self, model: str, outputs: Outputs | None = None) -> None:
@@ -459,7 +532,11 @@ class AdmittedRequest:
     # The body is read
 
     async def read_upload(
-        self, parameters: Collection[str] = (), *, several: bool = False, fields: Collection[str] = (FIELD,)
+        self,
+        parameters: Collection[str] = (),
+        *,
+        several: bool = False,
+        fields: Collection[str] = (FIELD,),
     ) -> Upload:
         """Return the pictures in the body, and the form's other fields; no slot is taken yet.
 
@@ -495,16 +572,18 @@ class AdmittedRequest:
 
         `limit` is how many bytes it may have, if not those of the settings. Raises as `read`.
         """
-        bound = Bound(limit) if limit else Bound(self.service.settings.max_request_bytes, WHOLE_BODY)
+        bound = (
+            Bound(limit) if limit else Bound(self.service.settings.max_request_bytes, WHOLE_BODY)
+        )
         return await self.read(lambda receive: read_whole(self.sender.headers, receive, bound))
 
     async def read(self, reader: Callable[[Receive], Awaitable[T]]) -> T:
         """Return what `reader` makes of the body, whose bytes and time are bounded.
 
         Raises:
-            ReceivingFull: there is no memory for the body.
-            What the reader raises; and the context of the request `RequestTimeout`, where the body did not arrive in
-            time, or crawled while others needed its room.
+            ReceivingFull: there is no memory for the body. What the reader raises; and the context
+            of the request `RequestTimeout`, where the body did not arrive in time, or crawled while
+            others needed its room.
         """
         started, self._reading = self.service.clock(), True
         self._end_in(self.deadline.remaining())
@@ -529,19 +608,23 @@ class AdmittedRequest:
         self._end_in(self.deadline.remaining() + LATE_SECONDS)
         left = self.sender.left
         if left is not None:
-            self._watcher = asyncio.ensure_future(left(self.sender.receive)) if callable(left) else left
+            self._watcher = (
+                asyncio.ensure_future(left(self.sender.receive)) if callable(left) else left
+            )
             self._watcher.add_done_callback(self._leave)
 
     # It is decoded
 
     async def decoded(self, data: bytearray) -> tuple[Decoded, Job[Any]]:
-        """Return what a file holds as a picture of the model's size, and its turn, a context to be left.
+        """Return what a file holds as a picture of the model's size, and its turn, a context to be
+        left.
 
-        A thread decodes a file whose header bounds the work, a process of its own any other. What a process decoded
-        has a turn beside what threads decode, which costs what a file of as many bytes does; the process waits for it,
-        so that decoding there runs no further ahead either.
+        A thread decodes a file whose header bounds the work, a process of its own any other. What a
+        process decoded has a turn beside what threads decode, which costs what a file of as many
+        bytes does; the process waits for it, so that decoding there runs no further ahead either.
 
-        Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input` raises.
+        Raises `MissingImage` if there are no bytes, `QueueFull`, and what `Decoders.model_input`
+        raises.
         """
         service, config = self.service, self.model.info.preprocess
         if not data:
@@ -551,13 +634,17 @@ class AdmittedRequest:
             data = await self.write(work_on_text, size=len(data) // BYTES_A_VALUE)
         if is_bounded(data):
             work = partial(_decode, data, config, service.settings)
-            job: Job[Any] = service.lanes.pictures.work(work, self._caller, len(data), self.deadline)
+            job: Job[Any] = service.lanes.pictures.work(
+                work, self._caller, len(data), self.deadline
+            )
             with self._permit.lent(keep=1):  # a batch does not keep others out
                 decoded = await _held(job)
         else:
             async with self._beside(service.lanes.decoders):
                 decoded = await service.decoders.model_input(data, config, self.deadline)
-                job = service.lanes.pictures.turn(self._caller, decoded.picture.pixels.nbytes, self.deadline)
+                job = service.lanes.pictures.turn(
+                    self._caller, decoded.picture.pixels.nbytes, self.deadline
+                )
                 await _held(job)
         service.metrics.observe_stage("decode", decoded.seconds)
         return decoded, job
@@ -576,17 +663,25 @@ class AdmittedRequest:
 
     # The model answers
 
-    async def classify(self, data: bytearray, requested: RequestedOutputs) -> tuple[Decoded, InferenceResult]:
-        """Return the picture in a file as the model saw it, and the answer; raises as `decoded` and `infer`.
+    async def classify(
+        self, data: bytearray, requested: RequestedOutputs
+    ) -> tuple[Decoded, InferenceResult]:
+        """Return the picture in a file as the model saw it, and the answer; raises as `decoded` and
+        `infer`.
 
-        A picture keeps its turn until it is answered, so that decoding does not run far ahead of the model. Where a map
-        is asked, texts have to be computed, or the model is to be loaded, it gives the turn back first: that may take
-        long. Its place is free as soon as it is answered or refused, though others of its batch are not.
+        A picture keeps its turn until it is answered, so that decoding does not run far ahead of
+        the model. Where a map is asked, texts have to be computed, or the model is to be loaded, it
+        gives the turn back first: that may take long. Its place is free as soon as it is answered
+        or refused, though others of its batch are not.
 
-        New texts come first, as they are scarcer than passes: who is refused there costs no pass. Those of an unloaded
-        model come last, as a picture that is refused does not load it.
+        New texts come first, as they are scarcer than passes: who is refused there costs no pass.
+        Those of an unloaded model come last, as a picture that is refused does not load it.
         """
-        asked = of_image(requested, self.model.taught) if requested.labels or self.model.taught else requested
+        asked = (
+            of_image(requested, self.model.taught)
+            if requested.labels or self.model.taught
+            else requested
+        )
         try:
             head = None if self.model.unloaded else await self._head(requested)
             decoded, turn = await self.decoded(data)
@@ -605,10 +700,12 @@ class AdmittedRequest:
         first: InferenceResult | None = None,
         head: Head | None = None,
     ) -> InferenceResult:
-        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `load` and `Engine.infer`.
+        """Return the model's answer to one picture, uint8 [H, W, C]; raises as `load` and
+        `Engine.infer`.
 
-        A taught head scores the picture's embedding here, and so do labels of the request, whose texts are none of the
-        batch's. `first` is the batch's answer and `head` that of the labels, if they are there already.
+        A taught head scores the picture's embedding here, and so do labels of the request, whose
+        texts are none of the batch's. `first` is the batch's answer and `head` that of the labels,
+        if they are there already.
         """
         await self.load()
         head = head or await self._head(requested)
@@ -627,7 +724,9 @@ class AdmittedRequest:
         texts = await self.embed_texts(zero_shot.prompts(requested.labels))
         return await self.score(partial(zero_shot.head, requested.labels, texts), cost=texts.size)
 
-    async def _infer(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+    async def _infer(
+        self, pixels: NDArray[np.uint8], requested: RequestedOutputs
+    ) -> InferenceResult:
         """Infer in a turn beside other maps with a pass of their own, or beside other pictures."""
         if requested.needs_pass:
             async with self._beside(self.service.lanes.explanations):
@@ -636,7 +735,9 @@ class AdmittedRequest:
             await turn
             return await self._batched(pixels, requested)
 
-    async def _batched(self, pixels: NDArray[np.uint8], requested: RequestedOutputs) -> InferenceResult:
+    async def _batched(
+        self, pixels: NDArray[np.uint8], requested: RequestedOutputs
+    ) -> InferenceResult:
         engine, head = self.model.generation.engine, self.model.info.head
         if head and not requested.head:
             requested = replace(requested, head=head)
@@ -648,9 +749,15 @@ class AdmittedRequest:
         return result
 
     async def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the features of texts, in a turn if some are new; raises as `load` and `Engine.embed_texts`."""
+        """Return the features of texts, in a turn if some are new; raises as `load` and
+        `Engine.embed_texts`.
+        """
         await self.load()
-        engine, known, lane = self.model.generation.engine, self.service.texts, self.service.lanes.texts
+        engine, known, lane = (
+            self.model.generation.engine,
+            self.service.texts,
+            self.service.lanes.texts,
+        )
         with self._permit.lent():
             async with self._embedding:  # pictures of a batch ask for the same
                 new = known.new(engine, texts)
@@ -663,15 +770,23 @@ class AdmittedRequest:
         return features
 
     async def score(self, work: Callable[[], T], *, cost: int) -> T:
-        """Return the scores of heads that `work` returns: here, or from a thread if they are many multiplications."""
+        """Return the scores of heads that `work` returns: here, or from a thread if they are many
+        multiplications.
+        """
         if cost < _LARGE_SCORES:
             return work()
-        with self._permit.lent(), self.service.lanes.heads.work(work, self._caller, cost, self.deadline) as job:
+        with (
+            self._permit.lent(),
+            self.service.lanes.heads.work(work, self._caller, cost, self.deadline) as job,
+        ):
             return await job
 
     async def with_examples(self, work: Callable[[], T]) -> T:
         """Return what `work` reads from, or writes to, the examples of taught heads, on a thread."""
-        with self._permit.lent(), self.service.lanes.examples.work(work, self._caller, 1, self.deadline) as job:
+        with (
+            self._permit.lent(),
+            self.service.lanes.examples.work(work, self._caller, 1, self.deadline) as job,
+        ):
             return await job
 
     # The answer is written
@@ -685,7 +800,10 @@ class AdmittedRequest:
 
     async def draw(self, work: Callable[[], T], *, size: int) -> T:
         """Return what a thread draws, of so many pixels."""
-        with self._permit.lent(), self.service.lanes.drawings.work(work, self._caller, size, self.deadline) as job:
+        with (
+            self._permit.lent(),
+            self.service.lanes.drawings.work(work, self._caller, size, self.deadline) as job,
+        ):
             return await job
 
     # It ends
@@ -702,7 +820,9 @@ class AdmittedRequest:
         if self._body.gave_way:
             return RequestTimeout("the body came too slowly while others waited for its room")
         if self._reading:
-            return RequestTimeout(f"the body did not arrive within {self.service.settings.request_timeout:g} s")
+            return RequestTimeout(
+                f"the body did not arrive within {self.service.settings.request_timeout:g} s"
+            )
         return DeadlineExceeded("the request was not answered in time")
 
     def _close(self) -> None:
@@ -718,7 +838,9 @@ class AdmittedRequest:
 
 
 def scored(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outputs:
-    """Return what a head answers, see `compared`; raises `InferenceFailed` if its scores are not finite."""
+    """Return what a head answers, see `compared`; raises `InferenceFailed` if its scores are not
+    finite.
+    """
     answer = compared(outputs, head, requested)
     if not answer.finite:
         raise InferenceFailed("the head gave no finite score for this image")
@@ -736,7 +858,9 @@ async def _held(job: Job[T]) -> T:
 
 def _decode(data: bytearray, config: PreprocessConfig, settings: Settings) -> Decoded:
     started = time.perf_counter()
-    picture = model_input(data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode)
+    picture = model_input(
+        data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode
+    )
     return Decoded(picture, time.perf_counter() - started)
 
 
@@ -750,8 +874,8 @@ def require_file(uploaded: UploadedFile) -> bytearray:
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines side by side and return their results, in order.
 
-    When a coroutine fails, the others are cancelled. Its error is raised after they have ended, because until then
-    they hold memory of the request.
+    When a coroutine fails, the others are cancelled. Its error is raised after they have ended,
+    because until then they hold memory of the request.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -763,7 +887,9 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def of_each(handle: Callable[[T], Coroutine[Any, Any, R]], pictures: Sequence[T]) -> list[R]:
-    """Do as `all_of` with each picture of a request; an error names the picture's position if there are several."""
+    """Do as `all_of` with each picture of a request; an error names the picture's position if there
+    are several.
+    """
 
     async def one(position: int, picture: T) -> R:
         try:

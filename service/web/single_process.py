@@ -24,7 +24,9 @@ EXAMPLE = "examples/dog.jpg"
 
 
 def run_single_process(settings: Settings, load: Loader) -> int:
-    """Run the service until a signal ends it, and return the exit code; `load` is called on the engine's thread."""
+    """Run the service until a signal ends it, and return the exit code; `load` is called on the
+    engine's thread.
+    """
     process = SingleProcess(settings, load)
     trim_regularly()
     process.server.run()
@@ -42,7 +44,9 @@ class SingleProcess:
         self._is_announced = False
         self._announced: WeakSet[Generation[ModelEngine]] = WeakSet()
         make = Backbones(settings, load, metrics.observe_batch).engine
-        self._models = LocalModels(settings, make, configured_models(settings), on_retired=release_memory)
+        self._models = LocalModels(
+            settings, make, configured_models(settings), on_retired=release_memory
+        )
         app = create_app(settings, self._models, metrics, self.lifecycle, self._on_engine_change)
         hang_up = partial(Terminal().hang_up, self._models.reload)
         self.server = Server(app, settings, self.lifecycle, on_hang_up=hang_up)
@@ -52,7 +56,11 @@ class SingleProcess:
             self.server.stop(exit_code=1)
         for model in self._models.served.values():
             generation = model.current
-            if generation.engine.ready and generation.engine.info is not None and generation not in self._announced:
+            if (
+                generation.engine.ready
+                and generation.engine.info is not None
+                and generation not in self._announced
+            ):
                 self._announced.add(generation)
                 self._announce(generation.engine, generation.engine.info)
 
@@ -85,8 +93,16 @@ def log_address(settings: Settings, port: int, path: str = "/classify") -> None:
     picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
     # What is published of a container, or how others call this machine, is not known here.
     others = f" here, port {port} for others" if not {*hosts}.isdisjoint(ANY) else ""
-    more = [f"http://{in_url(host)}:{port}" for host in hosts[1:] if host not in ANY] + sockets * bool(hosts)
+    more = [
+        f"http://{in_url(host)}:{port}" for host in hosts[1:] if host not in ANY
+    ] + sockets * bool(hosts)
     beside = "".join(f", {each}" for each in more)
-    logger.info("ready: %s%s%s (API: %s/docs). Try:", base if hosts else ", ".join(sockets), others, beside, base)
+    logger.info(
+        "ready: %s%s%s (API: %s/docs). Try:",
+        base if hosts else ", ".join(sockets),
+        others,
+        beside,
+        base,
+    )
     key = '-H "Authorization: Bearer $VIT_API_KEY" ' if settings.api_keys else ""
     logger.info("  curl %s%s-F file=@%s '%s%s'", unix, key, picture, base, path)

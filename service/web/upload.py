@@ -1,7 +1,7 @@
 """Read the files in a request's body, bounded at every step.
 
-Nothing is written to disk, and nothing is kept of parts that are no file. A body that is too large is refused when the
-limit is passed, not when its end is reached.
+Nothing is written to disk, and nothing is kept of parts that are no file. A body that is too large
+is refused when the limit is passed, not when its end is reached.
 """
 
 import contextlib
@@ -35,26 +35,40 @@ from vitserve.documents import FIELD
 RIGHT_CALL = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg URL"
 """How a picture is sent, for those who sent something else."""
 
-_MAX_FIELDS: Final = 64  # a body of nothing but tiny parts would cost the event loop a minute of parsing
+_MAX_FIELDS: Final = (
+    64  # a body of nothing but tiny parts would cost the event loop a minute of parsing
+)
 _MAX_FIELD_BYTES: Final = 1 << 18  # a thousand labels of 256 characters
 _MAX_HEADER_PARAMETERS: Final = 64  # the time of the parser is quadratic in their number
 _PIECE: Final = 1 << 18
 _MAX_ESCAPE: Final = 6
 _BREATH: Final = 1e-4  # seconds in which another thread takes the interpreter
 _MAX_BOUNDARY: Final = 256  # bytes, as the parser has it
-BYTES_A_VALUE: Final = 32  # of JSON, which are read in the time of a value; of escapes in half as many
+BYTES_A_VALUE: Final = (
+    32  # of JSON, which are read in the time of a value; of escapes in half as many
+)
 
-_STRIPPED: Final = (b"\xff\xd8\xff", b"\x89PNG\x1a")  # the beginnings of a JPEG, and of a PNG without its line breaks
+_STRIPPED: Final = (
+    b"\xff\xd8\xff",
+    b"\x89PNG\x1a",
+)  # the beginnings of a JPEG, and of a PNG without its line breaks
 # Around the text of the picture in a JSON document.
-_BEFORE, _AFTER = (re.compile(each.replace(b" ", rb"\s{0,99}")) for each in (rb' \{ "image" : "', rb'" \} '))
+_BEFORE, _AFTER = (
+    re.compile(each.replace(b" ", rb"\s{0,99}")) for each in (rb' \{ "image" : "', rb'" \} ')
+)
 _DATA_URI: Final = re.compile(r"\s*data:[^,]{0,200};base64,", re.IGNORECASE)
 
 # The first bytes of pictures that this service decodes, JSON cannot begin with.
-_MAGIC_OF_ANY: Final = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]|BM|.{4}ftyp", re.DOTALL)
+_MAGIC_OF_ANY: Final = re.compile(
+    rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]|BM|.{4}ftyp", re.DOTALL
+)
 
-# Texts that may be a picture in base64, also in its alphabet for URLs, perhaps percent-encoded or as a data URI.
+# Texts that may be a picture in base64, also in its alphabet for URLs, perhaps percent-encoded or
+# as a data URI.
 _TEXT: Final = re.compile(rb"[\s!-~]+")
-_MARKUP: Final = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]")  # HTML, XML and SVG, also with other letters than ASCII
+_MARKUP: Final = re.compile(
+    rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]"
+)  # HTML, XML and SVG, also with other letters than ASCII
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/_-]{16,}={0,2}")
 _LOOKED_AT: Final = 256
 
@@ -109,18 +123,19 @@ async def read_files(
     on_further_file: Callable[[], None],
     in_turn: Callable[[Callable[[], bytearray], int], Awaitable[bytearray]],
 ) -> Upload:
-    """Return the files in a body: the raw picture, one in JSON, or at least one part named `file` of a multipart form.
+    """Return the files in a body: the raw picture, one in JSON, or at least one part named `file`
+    of a multipart form.
 
     Other fields of a form are parameters of the route.
 
-    `on_further_file` is called before the second and each later file is read, and may refuse it. `in_turn` works on a
-    document of so many values, and may refuse to.
+    `on_further_file` is called before the second and each later file is read, and may refuse it.
+    `in_turn` works on a document of so many values, and may refuse to.
 
     Raises:
         UploadTooLarge: the body, or the only file of a request, is too large.
         MissingImage: the body is empty, or no part is named `file`.
-        UnsupportedMediaType: the body is other JSON, is declared as another kind of multipart, or as compressed; or it
-            is what `curl -d` leaves of a picture.
+        UnsupportedMediaType: the body is other JSON, is declared as another kind of multipart, or
+            as compressed; or it is what `curl -d` leaves of a picture.
         MalformedRequest: the multipart form or the base64 is broken, or a field is unknown.
         TooManyImages: there are more files than `limits.files`.
         ClientDisconnected: the caller went away.
@@ -140,19 +155,33 @@ async def read_files(
     if is_form:
         return form.finish()
     if is_json and not _MAGIC_OF_ANY.match(raw):
-        return Upload([await in_turn(partial(_json_picture, raw, limits.file_bytes), len(raw) // BYTES_A_VALUE)])
+        return Upload(
+            [
+                await in_turn(
+                    partial(_json_picture, raw, limits.file_bytes), len(raw) // BYTES_A_VALUE
+                )
+            ]
+        )
     if kind == b"application/x-www-form-urlencoded" and _is_stripped(raw):
-        raise UnsupportedMediaType(f"curl -d has taken bytes out of the picture, so send it by {RIGHT_CALL}")
+        raise UnsupportedMediaType(
+            f"curl -d has taken bytes out of the picture, so send it by {RIGHT_CALL}"
+        )
     return Upload([raw])
 
 
 async def _feed(
-    feed: Callable[[bytes], object], receive: Receive, bound: Bound, refusal: ServiceError | None, *, at_once: bool
+    feed: Callable[[bytes], object],
+    receive: Receive,
+    bound: Bound,
+    refusal: ServiceError | None,
+    *,
+    at_once: bool,
 ) -> None:
-    """Feed a body to a reader; raises `MissingImage` for an empty body, `refusal`, and what the reader raises.
+    """Feed a body to a reader; raises `MissingImage` for an empty body, `refusal`, and what the
+    reader raises.
 
-    A refusal waits for the end of the body unless it is to be raised `at_once`: a body's size is checked before its
-    form, and without a Content-Length only reading on shows it.
+    A refusal waits for the end of the body unless it is to be raised `at_once`: a body's size is
+    checked before its form, and without a Content-Length only reading on shows it.
     """
 
     def take(chunk: bytes) -> None:
@@ -205,8 +234,13 @@ def _refusal(headers: Headers, kind: bytes, options: dict[bytes, bytes]) -> Serv
         return compressed
     if kind == b"multipart/form-data":
         is_given = 0 < len(options.get(b"boundary", b"")) <= _MAX_BOUNDARY
-        return None if is_given else MalformedRequest("multipart/form-data without a boundary, or with a very long one")
-    # Any other type says nothing: curl declares a form for `--data-binary`, so the picture's content decides.
+        return (
+            None
+            if is_given
+            else MalformedRequest("multipart/form-data without a boundary, or with a very long one")
+        )
+    # Any other type says nothing: curl declares a form for `--data-binary`, so the picture's
+    # content decides.
     if kind.startswith(b"multipart/"):
         name = kind.decode("latin-1")[:100]
         return UnsupportedMediaType(f"Content-Type {name!r}: send the picture itself: {RIGHT_CALL}")
@@ -223,14 +257,18 @@ def _options(header: bytes) -> tuple[bytes, dict[bytes, bytes]]:
 def _is_stripped(picture: bytearray) -> bool:
     """Return whether a body is a JPEG or PNG from which `curl -d` took every line break and NUL.
 
-    Whole pictures hold NULs: the length of a JPEG's scan header is two bytes, of which the first is zero (ITU-T T.81,
-    B.2.3), and so is that of a PNG's first chunk.
+    Whole pictures hold NULs: the length of a JPEG's scan header is two bytes, of which the first is
+    zero (ITU-T T.81, B.2.3), and so is that of a PNG's first chunk.
     """
-    return picture.startswith(_STRIPPED) and not any(byte in picture for byte in (b"\0", b"\n", b"\r"))
+    return picture.startswith(_STRIPPED) and not any(
+        byte in picture for byte in (b"\0", b"\n", b"\r")
+    )
 
 
 async def _read(take: Callable[[bytes], object], receive: Receive, bound: Bound) -> int:
-    """Give each part of a body to `take`, and return how long it is; the event loop registers generators, at a cost."""
+    """Give each part of a body to `take`, and return how long it is; the event loop registers
+    generators, at a cost.
+    """
     total = 0
     while True:
         message = await receive()
@@ -251,7 +289,9 @@ def _json_picture(document: bytearray, most: int) -> bytearray:
         text = "".join(_json_text(document))
     except (msgspec.DecodeError, UnicodeDecodeError):
         own = '{"image": "BASE64"}, and nothing beside it: parameters go in the address'
-        raise UnsupportedMediaType(f"JSON is {own}; or send the picture itself: {RIGHT_CALL}") from None
+        raise UnsupportedMediaType(
+            f"JSON is {own}; or send the picture itself: {RIGHT_CALL}"
+        ) from None
     prefix = _DATA_URI.match(text)
     text = unquote(text) if prefix and "%" in text[-_LOOKED_AT:] else text
     text = text[prefix.end() if prefix else 0 :]
@@ -260,7 +300,9 @@ def _json_picture(document: bytearray, most: int) -> bytearray:
     try:
         return from_base64(standard_base64(text))
     except ValueError:
-        raise MalformedRequest("image: not base64; no URL is fetched: send the picture's bytes") from None
+        raise MalformedRequest(
+            "image: not base64; no URL is fetched: send the picture's bytes"
+        ) from None
 
 
 def _json_text(document: bytearray) -> Iterator[str]:
@@ -277,21 +319,29 @@ def _json_text(document: bytearray) -> Iterator[str]:
         if stop < end:  # no escape is cut
             escape = document.rfind(b"\\", stop - _MAX_ESCAPE + 1, stop)
             stop = escape if escape > 0 else stop
-        yield msgspec.json.decode(b'"' + document[start:stop] + b'"', type=str).replace("\r", "").replace("\n", "")
+        yield (
+            msgspec.json.decode(b'"' + document[start:stop] + b'"', type=str)
+            .replace("\r", "")
+            .replace("\n", "")
+        )
         start = stop
         if start < end:
             time.sleep(_BREATH)
 
 
 def standard_base64(text: str) -> str:
-    """Return base64 in the standard alphabet and padded: some senders use that of URLs, or leave the padding out."""
+    """Return base64 in the standard alphabet and padded: some senders use that of URLs, or leave
+    the padding out.
+    """
     if "-" in text or "_" in text:
         text = text.replace("-", "+").replace("_", "/")
     return text if len(text) % 4 == 0 else text.rstrip("=") + "=" * (-len(text.rstrip("=")) % 4)
 
 
 def is_text(data: bytearray) -> bool:
-    """Return whether a file is ASCII or markup as far as its first bytes tell: no picture begins so."""
+    """Return whether a file is ASCII or markup as far as its first bytes tell: no picture begins
+    so.
+    """
     if not data or _MAGIC_OF_ANY.match(data):
         return False
     return _TEXT.fullmatch(data, 0, _LOOKED_AT) is not None or _MARKUP.match(data) is not None
@@ -301,7 +351,8 @@ def picture_of_text(data: bytearray, most: int) -> bytearray:
     """Return the picture that a text holds in base64, or a data URI does.
 
     Raises:
-        UnsupportedImageFormat: the text is something else; the message says what was probably meant.
+        UnsupportedImageFormat: the text is something else; the message says what was probably
+        meant.
         UploadTooLarge: the picture has more than `most` bytes.
     """
     text = data.decode("ascii", "replace").strip()
@@ -324,7 +375,9 @@ def _meant(text: str) -> str:
     if _MARKUP.match(text.lstrip("\ufffd")[:100].encode("ascii", "replace")):
         return f"the body is HTML or XML, not a picture: send the picture's bytes: {RIGHT_CALL}"
     if start.startswith(("http://", "https://", "s3://", "gs://", "file://")):
-        return f"the body is an address, and none is fetched: send the picture's bytes: {RIGHT_CALL}"
+        return (
+            f"the body is an address, and none is fetched: send the picture's bytes: {RIGHT_CALL}"
+        )
     if re.fullmatch(r"[^\n]{1,255}\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|heif)", start):
         return f"{text[:50]!r} is a file's name, not its content: curl needs an @: -F {FIELD}=@{text[:50]}"
     if start.startswith(("{", "[")):
@@ -345,7 +398,9 @@ def from_base64(text: str) -> bytearray:
 
 
 def _form_parser(boundary: bytes, form: "_Form") -> Callable[[bytes], object]:
-    """Return what feeds a form; the form does not hold its parser: a circle would keep the files in memory."""
+    """Return what feeds a form; the form does not hold its parser: a circle would keep the files in
+    memory.
+    """
     parser = MultipartParser(
         boundary,
         {
@@ -404,7 +459,9 @@ class _Form:
         self.value.clear()
 
     def on_headers_finished(self) -> None:
-        """Begin a file, if the part is one; raises `TooManyImages`, and what `on_further_file` raises."""
+        """Begin a file, if the part is one; raises `TooManyImages`, and what `on_further_file`
+        raises.
+        """
         name = "" if self._field is None else self._field.decode("utf-8", "replace")
         if name not in self._limits.fields:
             self._begin_parameter(name)
@@ -417,7 +474,9 @@ class _Form:
         self._files.append(self._current)
 
     def _begin_parameter(self, name: str) -> None:
-        """Begin a field that is a parameter of the route; raises `MalformedRequest` if it has no such parameter."""
+        """Begin a field that is a parameter of the route; raises `MalformedRequest` if it has no
+        such parameter.
+        """
         known = self._limits.parameters
         if name not in known:
             files = " or ".join(map(repr, self._limits.fields))
@@ -434,7 +493,9 @@ class _Form:
     def _too_many(self) -> str:
         """Return what is said of a file too many."""
         if self._limits.files == 1 and not self._limits.setting:
-            return "two files, and this route takes one; the routes that end with /batch take several"
+            return (
+                "two files, and this route takes one; the routes that end with /batch take several"
+            )
         return f"more than {self._limits.files} files in one request ({self._limits.setting})"
 
     def on_part_end(self) -> None:
@@ -456,17 +517,24 @@ class _Form:
         if self._parameter is not None:
             self._field_bytes += end - start
             if self._field_bytes > _MAX_FIELD_BYTES:
-                raise MalformedRequest(f"multipart: more than {_MAX_FIELD_BYTES} bytes in fields beside the files")
+                raise MalformedRequest(
+                    f"multipart: more than {_MAX_FIELD_BYTES} bytes in fields beside the files"
+                )
             self._text += data[start:end]
             return
         if self._current is None:
             return
         self._current += data[start:end]
         if len(self._current) > self._limits.file_bytes:
-            error = UploadTooLarge(f"more than {self._limits.file_bytes} bytes in one file (VIT_MAX_UPLOAD_BYTES)")
+            error = UploadTooLarge(
+                f"more than {self._limits.file_bytes} bytes in one file (VIT_MAX_UPLOAD_BYTES)"
+            )
             if self._limits.files == 1:
                 raise error
-            self._files[-1], self._current = error, None  # the other files of the request may be fine
+            self._files[-1], self._current = (
+                error,
+                None,
+            )  # the other files of the request may be fine
 
     def on_end(self) -> None:
         """Note that the last boundary has come."""

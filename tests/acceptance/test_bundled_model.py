@@ -53,18 +53,28 @@ def images(data: Path) -> Images:
 
 @pytest.fixture(scope="module")
 def offline(images: Images) -> NDArray[np.float32]:
-    predictor = Predictor(load_checkpoint("bundled"), device="cpu", compile_mode="off", dtype="float32")
+    predictor = Predictor(
+        load_checkpoint("bundled"), device="cpu", compile_mode="off", dtype="float32"
+    )
     return predict_scores(predictor, images.pixels)
 
 
 def served_scores(server: ServerProcess, images: Images) -> NDArray[np.float32]:
     def ask(content: bytes) -> bytes:
         headers = {"Content-Type": "image/png"}
-        return client.post("/classify", params={"top_k": cifar10.CLASSES}, content=content, headers=headers).content
+        return client.post(
+            "/classify", params={"top_k": cifar10.CLASSES}, content=content, headers=headers
+        ).content
 
     # Encoded before and parsed after, so that the clients keep the server busy.
-    uploads = [encode(Image.fromarray(each), "PNG") for each in images.pixels[:SERVED].transpose(0, 2, 3, 1)]
-    with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(CONCURRENCY) as pool:
+    uploads = [
+        encode(Image.fromarray(each), "PNG")
+        for each in images.pixels[:SERVED].transpose(0, 2, 3, 1)
+    ]
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        ThreadPoolExecutor(CONCURRENCY) as pool,
+    ):
         answers = list(pool.map(ask, uploads))
     scores = np.zeros((len(answers), cifar10.CLASSES), np.float32)
     for row, answer in enumerate(answers):
@@ -83,19 +93,25 @@ def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_
         assert server.terminate() == 0
     offline = offline[:SERVED]
     ordered = np.sort(offline, axis=1)
-    clear = ordered[:, -1] - ordered[:, -2] > 0.1  # bfloat16 moves logits by up to 0.2 here, in torch as in OpenVINO
+    clear = (
+        ordered[:, -1] - ordered[:, -2] > 0.1
+    )  # bfloat16 moves logits by up to 0.2 here, in torch as in OpenVINO
     assert clear.mean() > 0.8
     np.testing.assert_array_equal(served.argmax(axis=1)[clear], offline.argmax(axis=1)[clear])
 
     sizes = {name: value for name, value in metrics.items() if name.startswith("vit_batch_size_")}
-    [images_launched] = [value for name, value in sizes.items() if name.startswith("vit_batch_size_sum")]
+    [images_launched] = [
+        value for name, value in sizes.items() if name.startswith("vit_batch_size_sum")
+    ]
     [batches] = [value for name, value in sizes.items() if name.startswith("vit_batch_size_count")]
     assert images_launched == metrics['vit_images_total{model="vit-cifar10"}'] == SERVED
     assert images_launched / batches > 4
 
 
 def test_the_model_card_tells_the_accuracy(images: Images, offline: NDArray[np.float32]) -> None:
-    found = re.search(r"Test accuracy \(top-1\) \| \*\*([\d.]+)%", (BUNDLED / "MODEL_CARD.md").read_text())
+    found = re.search(
+        r"Test accuracy \(top-1\) \| \*\*([\d.]+)%", (BUNDLED / "MODEL_CARD.md").read_text()
+    )
     assert found is not None
     told = float(found[1]) / 100
     measured = measure(offline, images.labels, load_checkpoint("bundled").labels).accuracy
@@ -107,8 +123,14 @@ def test_the_model_card_tells_the_accuracy(images: Images, offline: NDArray[np.f
 SENT = 500
 SIDE = 512
 """Of the pictures that are sent, in pixels."""
-STORED_AS = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
-"""How a camera stores an upright picture, by Exif orientation (6: to be turned clockwise by 90 degrees)."""
+STORED_AS = {
+    3: Image.Transpose.ROTATE_180,
+    6: Image.Transpose.ROTATE_90,
+    8: Image.Transpose.ROTATE_270,
+}
+"""How a camera stores an upright picture, by Exif orientation (6: to be turned clockwise by 90
+degrees).
+"""
 PROMISED = 0.015
 """Accuracy that enlarging, compressing and turning may cost, on all test images."""
 
@@ -119,7 +141,9 @@ def pictures(shared: Path) -> PictureFiles:
 
 
 def as_sent(files: PictureFiles, *, turned: bool) -> PictureFiles:
-    """Return the same pictures, which are upright, as users send them; `turned`: stored by Exif 3, 6 and 8 in turn."""
+    """Return the same pictures, which are upright, as users send them; `turned`: stored by Exif 3,
+    6 and 8 in turn.
+    """
 
     def read(number: int) -> bytes:
         picture = Image.open(io.BytesIO(files.read(number))).convert("RGB")
@@ -134,10 +158,13 @@ def as_sent(files: PictureFiles, *, turned: bool) -> PictureFiles:
 @pytest.fixture(scope="module")
 def answers(pictures: PictureFiles, offline: NDArray[np.float32]) -> dict[str, NDArray[np.int64]]:
     """The class that each picture is answered with, by how it is sent."""
-    predictor = Predictor(load_checkpoint("bundled"), device="cpu", dtype="float32", compile_mode="off")
+    predictor = Predictor(
+        load_checkpoint("bundled"), device="cpu", dtype="float32", compile_mode="off"
+    )
     scores = {"as stored": offline[:SENT]}
     scores |= {
-        name: predict_scores(predictor, as_sent(pictures, turned=name == "turned")) for name in ("JPEG", "turned")
+        name: predict_scores(predictor, as_sent(pictures, turned=name == "turned"))
+        for name in ("JPEG", "turned")
     }
     return {name: found.argmax(axis=1) for name, found in scores.items()}
 
@@ -152,8 +179,9 @@ def test_a_picture_is_answered_alike_when_it_is_enlarged_compressed_and_turned(
     right = answers["as stored"] == truth
     right_as_sent = answers[variant] == truth
     lost = right.mean() - right_as_sent.mean()
-    # Five hundred images stand for all ten thousand. Only those whose answer changes can move the difference, each by
-    # one: two standard errors of a sum of so many signs come on top of what is promised for all of them.
+    # Five hundred images stand for all ten thousand. Only those whose answer changes can move the
+    # difference, each by one: two standard errors of a sum of so many signs come on top of what is
+    # promised for all of them.
     changed = (right != right_as_sent).sum()
     assert lost < PROMISED + 2 * changed**0.5 / SENT
     assert changed < 0.1 * SENT
@@ -232,13 +260,20 @@ def timm_logits(folder: Path, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 @pytest.mark.slow
-def test_real_photographs_get_their_labels_over_http(served: NDArray[np.float32], samples: list[Sample]) -> None:
-    right = [scores.argmax() == sample.class_index for scores, sample in zip(served, samples, strict=True)]
+def test_real_photographs_get_their_labels_over_http(
+    served: NDArray[np.float32], samples: list[Sample]
+) -> None:
+    right = [
+        scores.argmax() == sample.class_index
+        for scores, sample in zip(served, samples, strict=True)
+    ]
     assert len(right) == 50
     assert sum(right) >= 39
 
 
 @pytest.mark.slow
-def test_the_scores_over_http_are_timms(served: NDArray[np.float32], timm_logits: NDArray[np.float32]) -> None:
+def test_the_scores_over_http_are_timms(
+    served: NDArray[np.float32], timm_logits: NDArray[np.float32]
+) -> None:
     expected = torch.from_numpy(timm_logits).softmax(dim=-1).numpy()
     np.testing.assert_allclose(served, expected, rtol=0, atol=1e-4)

@@ -30,7 +30,9 @@ ALLOWED = {
     "accept (lenient) or reject": ANY,
     "accept (icc-after-SOF/app13 are header-only: may reject)": ANY,
     "accept (invalid_palette_index: either)": ANY,
-    "accept if AVIF supported, else clean 415": {OK} if "AVIF" in SUPPORTED_FORMATS else {UNSUPPORTED},
+    "accept if AVIF supported, else clean 415": {OK}
+    if "AVIF" in SUPPORTED_FORMATS
+    else {UNSUPPORTED},
     "accept if supported, else clean 415": {OK, UNSUPPORTED},
     "no crash, bounded time": ANY,
     "no crash, bounded time; accept or reject": ANY,
@@ -48,7 +50,9 @@ ALLOWED = {
 @pytest.fixture(scope="module")
 def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with ServerProcess(log, checkpoint=shared / "weights" / "deit_tiny_imagenet", device="cpu") as process:
+    with ServerProcess(
+        log, checkpoint=shared / "weights" / "deit_tiny_imagenet", device="cpu"
+    ) as process:
         yield process
 
 
@@ -83,7 +87,9 @@ def test_every_file_is_answered_as_its_manifest_allows_soon_and_in_little_memory
     for row in rows:
         data = (folder / row["file"]).read_bytes()
         status, seconds = ask(data)
-        for _ in range(2):  # what the process does beside it, after its start, is not the file's fault
+        for _ in range(
+            2
+        ):  # what the process does beside it, after its start, is not the file's fault
             if seconds > MAX_SECONDS:
                 seconds = min(seconds, ask(data)[1])
         if status not in ALLOWED[row["expect"]]:

@@ -1,4 +1,5 @@
-"""Sixty-four callers for a while, then a stop under the same load: nobody loses an answer or gets another's.
+"""Sixty-four callers for a while, then a stop under the same load: nobody loses an answer or gets
+another's.
 
 Two seconds by default; `VIT_SOAK_SECONDS=60` for longer.
 """
@@ -47,7 +48,9 @@ class Caller(threading.Thread):
         index = (self.number * 7 + self.outcomes["answered"]) % len(self.pictures)
         try:
             response = own.post(
-                "/classify?top_k=10", content=self.pictures.files[index], headers={"Content-Type": "image/png"}
+                "/classify?top_k=10",
+                content=self.pictures.files[index],
+                headers={"Content-Type": "image/png"},
             )
         except httpx.ConnectError:  # it has served through its delay, and listens no more
             self.outcomes["sent away"] += 1
@@ -60,10 +63,17 @@ class Caller(threading.Thread):
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 120)
 def test_no_answer_is_lost_or_mixed_up_and_a_stop_under_load_loses_nobody(tmp_path: Path) -> None:
-    predictor = Predictor(load_checkpoint("bundled"), device="cpu", compile_mode="off", dtype="float32", threads=1)
+    predictor = Predictor(
+        load_checkpoint("bundled"), device="cpu", compile_mode="off", dtype="float32", threads=1
+    )
     pictures = Pictures.make(predictor, count=PICTURES, side=32)
     with ServerProcess(
-        tmp_path / "log", warm=True, device="cpu", dtype="float32", drain_delay=DRAIN_DELAY, request_timeout=60
+        tmp_path / "log",
+        warm=True,
+        device="cpu",
+        dtype="float32",
+        drain_delay=DRAIN_DELAY,
+        request_timeout=60,
     ) as server:
         callers = [Caller(number, server.url, pictures) for number in range(CALLERS)]
         for caller in callers:

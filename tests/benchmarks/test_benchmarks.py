@@ -1,4 +1,6 @@
-"""The benchmarks measure what they say: the load generator, records, the comparison of answers, the GPU's script."""
+"""The benchmarks measure what they say: the load generator, records, the comparison of answers, the
+GPU's script.
+"""
 
 import asyncio
 import importlib.metadata
@@ -54,7 +56,10 @@ def test_the_generator_counts_answers_refusals_and_closed_connections(tmp_path):
 
     opened, closed = asyncio.run(run())
     assert len(seen) >= opened.rate * 0.3 + opened.refused + opened.broken > 3
-    assert all(load.p50 <= load.p99 <= load.max and load.refused and load.broken for load in (opened, closed))
+    assert all(
+        load.p50 <= load.p99 <= load.max and load.refused and load.broken
+        for load in (opened, closed)
+    )
     assert all(head.startswith(b"POST /classify HTTP/1.1\r\n") for head in seen)
 
 
@@ -64,9 +69,20 @@ def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
     first.section("models", "vit32")["rounds"] = [1]
     first.save()
     data = json.loads(path.read_text())
-    assert {"device", "versions", "dtype", "commits", "started", "finished", "pictures"} <= data.keys()
+    assert {
+        "device",
+        "versions",
+        "dtype",
+        "commits",
+        "started",
+        "finished",
+        "pictures",
+    } <= data.keys()
     assert Record(path, dtype="bfloat16", about={}).section("models", "vit32")["rounds"] == [1]
-    assert table(("", "a"), [("x", 123.4), ("y", None)]) == "|  | a |\n| --- | ---: |\n| x | 123 |\n| y |  |"
+    assert (
+        table(("", "a"), [("x", 123.4), ("y", None)])
+        == "|  | a |\n| --- | ---: |\n| x | 123 |\n| y |  |"
+    )
 
 
 def test_an_answer_that_is_another_pictures_or_of_two_models_is_mixed_up():
@@ -93,7 +109,9 @@ def test_an_attack_refused_by_its_host_misses() -> None:
     attackers.counts["503"] = 300
     assert missed(found, 20.0, {"attackers": attackers}) == []
     attackers.counts["421"] = 1
-    assert missed(found, 20.0, {"attackers": attackers}) == ["the attack was refused for its Host header"]
+    assert missed(found, 20.0, {"attackers": attackers}) == [
+        "the attack was refused for its Host header"
+    ]
 
 
 @pytest.mark.timeout(120)
@@ -107,7 +125,9 @@ def test_the_host_side_is_measured_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoints, "CACHE", tmp_path / "cache")
     arguments = gpu.parse(["--device", "cpu", "--smoke", "--out", str(tmp_path)])
     for step in ("maps", "engine", "profile", "decode", "pixels", "reload"):
@@ -149,7 +169,10 @@ def noise(pixels: Tensor, classes: Tensor) -> Tensor:
 def test_a_right_map_does_better_than_noise_in_deletion_and_insertion() -> None:
     methods: dict[str, Maps] = {RANDOM: noise, "right": brightness}
     found = measure(score, methods, picture, 8, steps=16)
-    (deleted, inserted, _), (by_chance, inserted_by_chance, _) = found["right"].means(), found[RANDOM].means()
+    (deleted, inserted, _), (by_chance, inserted_by_chance, _) = (
+        found["right"].means(),
+        found[RANDOM].means(),
+    )
     assert deleted == pytest.approx(1 / 32)  # gone with the first of sixteen patches
     assert by_chance is not None
     assert by_chance > 0.2
@@ -164,7 +187,9 @@ def test_a_mosaic_has_four_pictures_in_reading_order_and_counts_single_classes()
     assert whole[0].tolist() == [[0] * 3 + [1] * 3] * 2 + [[2] * 3 + [3] * 3] * 3
     assert counted_quarters(torch.arange(40.0), torch.tensor([39, 38, 38, 2])) == [0]
     left = torch.tensor([[1.0, 1.0, 0.0]] * 3)
-    assert [quarter_share(left, quarter) for quarter in range(4)] == pytest.approx([0.375, 0.125, 0.375, 0.125])
+    assert [quarter_share(left, quarter) for quarter in range(4)] == pytest.approx(
+        [0.375, 0.125, 0.375, 0.125]
+    )
     assert quarter_share(-left, 0) == 0.25
 
 
@@ -174,11 +199,17 @@ def test_the_bundled_model_is_measured_from_the_command_line(
 ) -> None:
     for number in range(4):
         colours = np.random.default_rng(number).integers(0, 256, (2, 2, 3), dtype=np.uint8)
-        Image.fromarray(colours.repeat(16, axis=0).repeat(16, axis=1)).save(tmp_path / f"{number}.png")
+        Image.fromarray(colours.repeat(16, axis=0).repeat(16, axis=1)).save(
+            tmp_path / f"{number}.png"
+        )
     main(["--data", str(tmp_path), "--steps", "4", "--methods", "cls", "gae"])
     told = capsys.readouterr().out
     assert "4 pictures, 4 steps" in told
-    assert [line.split()[1] for line in told.splitlines() if line.startswith("| ")][2:] == [RANDOM, "cls", "gae"]
+    assert [line.split()[1] for line in told.splitlines() if line.startswith("| ")][2:] == [
+        RANDOM,
+        "cls",
+        "gae",
+    ]
 
 
 def test_the_kit_has_what_tells_of_vitserve(tmp_path, monkeypatch):

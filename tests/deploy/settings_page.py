@@ -1,4 +1,6 @@
-"""The table of docs/settings.md comes from the settings: `python -m tests.deploy.settings_page` writes it."""
+"""The table of docs/settings.md comes from the settings: `python -m tests.deploy.settings_page`
+writes it.
+"""
 
 from service.settings import ENV_PREFIX, Settings, described
 from tests.conftest import REPOSITORY

@@ -1,4 +1,6 @@
-"""The compose files, the image Prometheus' configuration and its rules agree with the service and with each other."""
+"""The compose files, the image Prometheus' configuration and its rules agree with the service and
+with each other.
+"""
 
 import json
 import os
@@ -43,10 +45,13 @@ def devices(*files: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_every_setting_can_be_given_to_the_container():
     settings = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
-    # Fixed inside, as the published port and the health check rely on them; outside they choose the host's port.
+    # Fixed inside, as the published port and the health check rely on them; outside they choose the
+    # host's port.
     fixed = {"VIT_HOST", "VIT_PORT"}
 
-    given = {name for name in BASE["services"]["vitserve"]["environment"] if name.startswith(ENV_PREFIX)}
+    given = {
+        name for name in BASE["services"]["vitserve"]["environment"] if name.startswith(ENV_PREFIX)
+    }
     assert given == settings - fixed
     assert fixed <= image_environment().keys()
     assert default(BASE["services"]["vitserve"]["ports"][0]) == "127.0.0.1:8000:8000"
@@ -76,9 +81,13 @@ def test_systemd_gives_a_drain_its_time():
 
 def test_systemd_bounds_what_the_service_may_do():
     text = (REPOSITORY / "deploy/systemd/vitserve.service").read_text()
-    unit = dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
+    unit = dict(
+        line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#")
+    )
 
-    assert bytes_of(unit["MemoryMax"]) == bytes_of(default(BASE["services"]["vitserve"]["mem_limit"]))
+    assert bytes_of(unit["MemoryMax"]) == bytes_of(
+        default(BASE["services"]["vitserve"]["mem_limit"])
+    )
     assert unit["CapabilityBoundingSet"] == ""
     assert unit["SystemCallFilter"].split()[0] == "@system-service"
     assert f"/var/lib/{unit['StateDirectory']}/" in text
@@ -86,9 +95,20 @@ def test_systemd_bounds_what_the_service_may_do():
 
 def documented_memory() -> list[tuple[str, int]]:
     """The rows of the table of docs/reliability.md: what, and the bytes at most by default."""
-    text = (REPOSITORY / "docs/reliability.md").read_text().partition("\n## Memory\n")[2].partition("\n### ")[0]
-    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
-    return [(row[0], bytes_of(re.sub(r"\(.*\)", "", row[2]).rpartition("=")[2])) for row in rows[1:]]
+    text = (
+        (REPOSITORY / "docs/reliability.md")
+        .read_text()
+        .partition("\n## Memory\n")[2]
+        .partition("\n### ")[0]
+    )
+    rows = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:2] == "| "
+    ]
+    return [
+        (row[0], bytes_of(re.sub(r"\(.*\)", "", row[2]).rpartition("=")[2])) for row in rows[1:]
+    ]
 
 
 def bytes_of(text: str) -> int:
@@ -121,13 +141,19 @@ def test_what_the_container_may_fill_is_bounded():
 
 def test_caches_are_in_the_volume():
     environment = image_environment()
-    (target,) = [mount.split(":")[1] for mount in BASE["services"]["vitserve"]["volumes"] if mount.startswith("cache:")]
+    (target,) = [
+        mount.split(":")[1]
+        for mount in BASE["services"]["vitserve"]["volumes"]
+        if mount.startswith("cache:")
+    ]
 
     for name in ("VIT_CACHE_DIR", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert environment[name].startswith(f"{target}/")
     passed = BASE["services"]["vitserve"]["environment"]
     unset = [name for name, value in passed.items() if value is None and name in environment]
-    assert unset == [], "compose unsets what the image sets if a name is passed through without a value"
+    assert unset == [], (
+        "compose unsets what the image sets if a name is passed through without a value"
+    )
     assert default(passed["VIT_CACHE_DIR"]) == environment["VIT_CACHE_DIR"]
 
 
@@ -145,20 +171,32 @@ def test_prometheus_scrapes_the_service_where_it_listens():
 def test_prometheus_finds_the_rules_in_the_container_and_beside_its_file_in_a_wheel() -> None:
     (pattern,) = load_document(REPOSITORY / "deploy/prometheus/prometheus.yml")["rule_files"]
     assert {*RULES.parent.glob(pattern)} == {*RULES.iterdir()}
-    assert "./deploy/prometheus/rules:/etc/prometheus/rules:ro" in BASE["services"]["prometheus"]["volumes"]
+    assert (
+        "./deploy/prometheus/rules:/etc/prometheus/rules:ro"
+        in BASE["services"]["prometheus"]["volumes"]
+    )
 
 
 @lru_cache
 def has_compose() -> bool:
     docker = shutil.which("docker") or "false"
-    return subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 def docker_compose(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run `docker compose` in the repository, without the caller's settings, .env file and other compose files."""
+    """Run `docker compose` in the repository, without the caller's settings, .env file and other
+    compose files.
+    """
     if not has_compose():
         pytest.skip("docker compose is not installed")
-    environment = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME", "DOCKER_CONFIG"}}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in {"PATH", "HOME", "DOCKER_CONFIG"}
+    }
     return subprocess.run(
         ["docker", "compose", "--env-file", os.devnull, *arguments],
         cwd=REPOSITORY,
@@ -178,7 +216,9 @@ def docker_compose(*arguments: str, **settings: str) -> subprocess.CompletedProc
     ],
     ids=["plain up", "base", "base and cpu"],
 )
-def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a_plain_up(files, reserved, device):
+def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a_plain_up(
+    files, reserved, device
+):
     named = [argument for file in files for argument in ("-f", file)]
 
     done = docker_compose(*named, "--profile", "*", "config", "--format", "json")
@@ -192,10 +232,14 @@ def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a
 
 
 def test_compose_takes_an_image_by_default_and_builds_the_named_variant_by_an_override():
-    taken = json.loads(docker_compose("config", "--format", "json", VITSERVE_IMAGE="registry.example.org/v").stdout)
+    taken = json.loads(
+        docker_compose("config", "--format", "json", VITSERVE_IMAGE="registry.example.org/v").stdout
+    )
     files = ["-f", "docker-compose.yml", "-f", "docker-compose.build.yml"]
     unnamed = docker_compose(*files, "config")
-    built = docker_compose(*files, "config", "--format", "json", VARIANT="cuda12", TORCH_INDEX_URL="")
+    built = docker_compose(
+        *files, "config", "--format", "json", VARIANT="cuda12", TORCH_INDEX_URL=""
+    )
 
     assert taken["services"]["vitserve"]["image"] == "registry.example.org/v:cuda"
     assert "build" not in taken["services"]["vitserve"]
@@ -233,14 +277,20 @@ def test_every_alert_is_seen_to_fire_and_not_to_fire() -> None:
     (document,) = load_documents(TESTS)
     cases = [case for test in document["tests"] for case in test.get("alert_rule_test", ())]
     for alert in ALERTS:
-        expected = [bool(case["exp_alerts"]) for case in cases if case["alertname"] == alert["alert"]]
+        expected = [
+            bool(case["exp_alerts"]) for case in cases if case["alertname"] == alert["alert"]
+        ]
         assert True in expected, alert["alert"]
         assert False in expected, alert["alert"]
 
 
 def test_the_docs_say_what_to_do_for_each_alert_and_for_no_other() -> None:
-    section = (REPOSITORY / "docs/metrics.md").read_text().split("\n## Alerts\n")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"`(Vitserve\w+)`", section)) == sorted(alert["alert"] for alert in ALERTS)
+    section = (
+        (REPOSITORY / "docs/metrics.md").read_text().split("\n## Alerts\n")[1].split("\n## ")[0]
+    )
+    assert sorted(re.findall(r"`(Vitserve\w+)`", section)) == sorted(
+        alert["alert"] for alert in ALERTS
+    )
     for alert in ALERTS:
         assert alert["annotations"]["runbook"] == "docs/metrics.md#alerts"
         assert alert["labels"]["severity"] in {"page", "ticket"}

@@ -20,7 +20,9 @@ DOCUMENTS = sorted(
     for path in REPOSITORY.glob(pattern)
     if path.name != "CHANGELOG.md"
 )
-STATUS = EngineStatus(device="cpu", state="loading", reason="", compiled="off", batch_sizes=None, queue_depth=0)
+STATUS = EngineStatus(
+    device="cpu", state="loading", reason="", compiled="off", batch_sizes=None, queue_depth=0
+)
 _SAMPLES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
 
 
@@ -47,7 +49,10 @@ def test_metrics_that_are_named_exist(document, metric_names):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_settings_that_are_named_exist(document):
     # VIT_SHARED is the tests' own, VIT_API_KEY the callers'.
-    settings = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | {"VIT_SHARED", "VIT_API_KEY"}
+    settings = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | {
+        "VIT_SHARED",
+        "VIT_API_KEY",
+    }
 
     assert set(re.findall(r"\bVIT_[A-Z0-9]\w*\b", document.read_text())) <= settings
 
@@ -55,7 +60,9 @@ def test_settings_that_are_named_exist(document):
 def test_every_metric_is_documented(metric_names):
     named = set(re.findall(r"`(vit_\w+)", (REPOSITORY / "docs/metrics.md").read_text()))
 
-    assert {_family(name) for name in metric_names if name.startswith("vit_")} == {_family(name) for name in named}
+    assert {_family(name) for name in metric_names if name.startswith("vit_")} == {
+        _family(name) for name in named
+    }
 
 
 def _family(name: str) -> str:
@@ -74,7 +81,9 @@ def test_the_readme_is_a_landing_page_and_the_docs_are_read_in_an_hour():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_extras_that_are_named_exist(document):
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     named = ",".join(re.findall(r"(?:vitserve|'\.)\[([\w,]+)\]", document.read_text()))
 
     assert set(filter(None, named.split(","))) <= extras.keys()
@@ -83,7 +92,10 @@ def test_extras_that_are_named_exist(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(document):
     named = set(
-        re.findall(r"(?<![\w/.-])((?:service|model|vitserve|tests|docs|benchmarks)/[\w/.-]*\w)", document.read_text())
+        re.findall(
+            r"(?<![\w/.-])((?:service|model|vitserve|tests|docs|benchmarks)/[\w/.-]*\w)",
+            document.read_text(),
+        )
     )
 
     assert {name for name in named if not (REPOSITORY / name).exists()} == set()
@@ -106,7 +118,9 @@ def test_links_lead_to_a_heading(document):
 
 def _anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    titles = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M
+    )
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -127,7 +141,9 @@ def test_no_signal_is_sent_by_compose_which_then_takes_the_service_for_stopped(d
 def test_a_host_without_a_gpu_is_told_where_the_small_torch_is():
     deployment = (REPOSITORY / "docs/deployment.md").read_text()
     [systemd] = re.findall(r"^## systemd\n(.*?)^## ", deployment, re.M | re.S)
-    [start] = re.findall(r"^## Start\n(.*?)^## ", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    [start] = re.findall(
+        r"^## Start\n(.*?)^## ", (REPOSITORY / "README.md").read_text(), re.M | re.S
+    )
     [index] = re.findall(r"cpu\) index=(\S+) ;;", (REPOSITORY / "Dockerfile").read_text())
 
     assert f"--index-url {index} torch" in systemd

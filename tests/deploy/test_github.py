@@ -1,4 +1,6 @@
-"""What GitHub and pre-commit run is what a clone runs; every YAML file can be read by the strictest of its readers."""
+"""What GitHub and pre-commit run is what a clone runs; every YAML file can be read by the strictest
+of its readers.
+"""
 
 import re
 import shlex
@@ -18,12 +20,20 @@ def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():
 
     assert ".ci/run" in [step.get("run") for step in job["steps"]]
     assert project["requires-python"] == f">={job['strategy']['matrix']['python'][0]}"
-    assert f"cpu) index={job['env']['TORCH_INDEX_URL']} ;;" in (REPOSITORY / "Dockerfile").read_text()
+    assert (
+        f"cpu) index={job['env']['TORCH_INDEX_URL']} ;;" in (REPOSITORY / "Dockerfile").read_text()
+    )
 
 
 def test_pre_commit_runs_the_tools_of_make_check():
     (repository,) = load_document(REPOSITORY / ".pre-commit-config.yaml")["repos"]
-    recipe = (REPOSITORY / "Makefile").read_text().split("\ncheck: ")[1].split("\n\n")[0].splitlines()[1:]
+    recipe = (
+        (REPOSITORY / "Makefile")
+        .read_text()
+        .split("\ncheck: ")[1]
+        .split("\n\n")[0]
+        .splitlines()[1:]
+    )
 
     hooks = [shlex.split(hook["entry"]) for hook in repository["hooks"]]
     tools = [shlex.split(line.replace("$(BIN)", ".venv/bin")) for line in recipe]
@@ -34,13 +44,16 @@ def test_pre_commit_runs_the_tools_of_make_check():
 def test_a_release_is_of_the_version_that_its_tag_names_and_every_action_is_pinned():
     workflow = load_document(REPOSITORY / ".github/workflows/release.yml")
     uses = re.findall(
-        r"uses: (\S+)", "".join(path.read_text() for path in (REPOSITORY / ".github/workflows").glob("*.yml"))
+        r"uses: (\S+)",
+        "".join(path.read_text() for path in (REPOSITORY / ".github/workflows").glob("*.yml")),
     )
 
     assert 'test "$TAG" = "v$(make --silent version)"' in [
         step.get("run") for step in workflow["jobs"]["distributions"]["steps"]
     ]
-    assert {entry["variant"] for entry in workflow["jobs"]["images"]["strategy"]["matrix"]["include"]} == {
+    assert {
+        entry["variant"] for entry in workflow["jobs"]["images"]["strategy"]["matrix"]["include"]
+    } == {
         "cpu",
         "cuda",
         "cuda12",
@@ -51,7 +64,16 @@ def test_a_release_is_of_the_version_that_its_tag_names_and_every_action_is_pinn
 def test_no_file_has_a_duplicate_key():
     try:
         listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.yml", "*.yaml"],
+            [
+                "git",
+                "ls-files",
+                "-z",
+                "--cached",
+                "--others",
+                "--exclude-standard",
+                "*.yml",
+                "*.yaml",
+            ],
             cwd=REPOSITORY,
             capture_output=True,
             text=True,

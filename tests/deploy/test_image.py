@@ -1,4 +1,6 @@
-"""The image: its labels, what is removed from it, what its build may use, and the health check of its container."""
+"""The image: its labels, what is removed from it, what its build may use, and the health check of
+its container.
+"""
 
 import contextlib
 import os
@@ -38,7 +40,11 @@ def test_no_image_that_is_named_is_whatever_is_latest() -> None:
 
 
 def test_what_is_copied_reaches_the_builder() -> None:
-    kept = [line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    kept = [
+        line[1:]
+        for line in (REPOSITORY / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.M):
         for source in line.split()[:-1]:
             assert (REPOSITORY / source).exists()
@@ -53,14 +59,26 @@ def test_each_variant_has_a_stage_and_the_extras_exist() -> None:
 
 
 def test_slim_removes_what_is_unused_and_nothing_else(tmp_path: Path) -> None:
-    unused = ["torch/test/t.py", "torch/bin/test_api", "torch/lib/libtorchbind_test.so", "sympy/core/tests/t.py"]
-    used = ["torch/bin/torch_shm_manager", "torch/include/a.h", "sympy/core/c.py", "openvino/libs/libopenvino.so.2641"]
+    unused = [
+        "torch/test/t.py",
+        "torch/bin/test_api",
+        "torch/lib/libtorchbind_test.so",
+        "sympy/core/tests/t.py",
+    ]
+    used = [
+        "torch/bin/torch_shm_manager",
+        "torch/include/a.h",
+        "sympy/core/c.py",
+        "openvino/libs/libopenvino.so.2641",
+    ]
     for name in [*unused, *used]:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"1234")
     slim(tmp_path)
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == sorted(used)
+    assert sorted(
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()
+    ) == sorted(used)
 
 
 @pytest.mark.skipif(shutil.which("strip") is None, reason="strip (binutils) is not installed")

@@ -1,4 +1,6 @@
-"""The Kubernetes manifests: built by kustomize, valid for the cluster's schemas, and in line with the service."""
+"""The Kubernetes manifests: built by kustomize, valid for the cluster's schemas, and in line with
+the service.
+"""
 
 import json
 import re
@@ -24,7 +26,9 @@ COMPONENTS = sorted(folder.name for folder in (KUBERNETES / "components").iterdi
 CHECKPOINTS = [name for name in COMPONENTS if name.startswith("checkpoint-")]
 SCALERS = ["hpa", "keda"]
 TOGETHER = sorted({*COMPONENTS} - {*CHECKPOINTS, "hpa"})
-"""Components that one overlay may have; a checkpoint comes from one place, and one scaler counts the pods."""
+"""Components that one overlay may have; a checkpoint comes from one place, and one scaler counts
+the pods.
+"""
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferenceService"}
 """Kinds that Kubernetes itself does not know."""
 PAGE = (REPOSITORY / "docs/scaling.md").read_text()
@@ -37,7 +41,9 @@ def kubectl() -> str:
     found = shutil.which("kubectl")
     if found is None:
         pytest.skip("kubectl is not installed")
-    done = subprocess.run([found, "version", "--client", "--output=json"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [found, "version", "--client", "--output=json"], capture_output=True, text=True, check=False
+    )
     version = json.loads(done.stdout or "{}").get("kustomizeVersion", "none")
     if not re.match(r"v([5-9]|\d\d)\.", version):
         pytest.skip(f"kubectl has kustomize {version}, and 5 or later is needed")
@@ -47,7 +53,9 @@ def kubectl() -> str:
 @lru_cache
 def kustomize(folder: Path) -> list[dict[str, Any]]:
     """The manifests that `kubectl apply -k` would send."""
-    done = subprocess.run([kubectl(), "kustomize", folder], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [kubectl(), "kustomize", folder], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return list(yaml.safe_load_all(done.stdout))
 
@@ -57,10 +65,15 @@ def build(overlay: str) -> list[dict[str, Any]]:
     return kustomize(KUBERNETES / "overlays" / overlay)
 
 
-def built_with(folder: Path, overlay: str, components: list[str], **more: Any) -> list[dict[str, Any]]:
+def built_with(
+    folder: Path, overlay: str, components: list[str], **more: Any
+) -> list[dict[str, Any]]:
     """The manifests of an overlay of one's own: one of ours, with components."""
     named = [f"../../components/{name}" for name in components]
-    return built(folder, {"namespace": "pictures", "resources": [f"../{overlay}"], "components": named, **more})
+    return built(
+        folder,
+        {"namespace": "pictures", "resources": [f"../{overlay}"], "components": named, **more},
+    )
 
 
 def built(folder: Path, kustomization: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,11 +87,14 @@ def built(folder: Path, kustomization: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def one(manifests: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The manifest of a kind that is the service's own: its name is `vitserve`, and a ConfigMap's has a hash."""
+    """The manifest of a kind that is the service's own: its name is `vitserve`, and a ConfigMap's
+    has a hash.
+    """
     [found] = [
         manifest
         for manifest in manifests
-        if manifest["kind"] == kind and re.fullmatch(r"vitserve(-[a-z0-9]{10})?", manifest["metadata"]["name"])
+        if manifest["kind"] == kind
+        and re.fullmatch(r"vitserve(-[a-z0-9]{10})?", manifest["metadata"]["name"])
     ]
     return found
 
@@ -94,7 +110,9 @@ def settings_of(manifests: list[dict[str, Any]]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("overlay", "version"), [*product(OVERLAYS, ["1.29", "1.33", "1.37"])])
-def test_kubernetes_own_schemas_accept_every_manifest(overlay: str, version: str, tmp_path: Path) -> None:
+def test_kubernetes_own_schemas_accept_every_manifest(
+    overlay: str, version: str, tmp_path: Path
+) -> None:
     validator = pytest.importorskip("kubernetes_validate")
     known = [item for item in built_with(tmp_path, overlay, TOGETHER) if item["kind"] not in CUSTOM]
     assert len(known) >= 6
@@ -127,14 +145,18 @@ def test_a_pod_has_time_to_drain(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_probes_ask_what_they_are_for_and_give_a_model_time_to_load(overlay: str) -> None:
     ours = container(build(overlay))
-    assert [ours[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")] == [
+    assert [
+        ours[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")
+    ] == [
         "/readyz",
         "/readyz",
         "/healthz",
     ]
     assert ours["startupProbe"]["periodSeconds"] * ours["startupProbe"]["failureThreshold"] >= 900
     [port] = ours["ports"]
-    assert {ours[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "readiness", "liveness")} == {port["name"]}
+    assert {
+        ours[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "readiness", "liveness")
+    } == {port["name"]}
     assert f"VIT_PORT={port['containerPort']}" in (REPOSITORY / "Dockerfile").read_text()
 
 
@@ -155,7 +177,9 @@ def test_a_pod_may_do_nothing_but_serve(overlay: str) -> None:
 
 
 def test_compiled_kernels_outlive_a_pod(tmp_path: Path) -> None:
-    pod = one(built_with(tmp_path, "gpu", ["kernel-cache"]), "Deployment")["spec"]["template"]["spec"]
+    pod = one(built_with(tmp_path, "gpu", ["kernel-cache"]), "Deployment")["spec"]["template"][
+        "spec"
+    ]
     [cache] = [volume for volume in pod["volumes"] if volume["name"] == "cache"]
     assert cache == {"name": "cache", "persistentVolumeClaim": {"claimName": "vitserve-cache"}}
 
@@ -167,7 +191,9 @@ def test_a_scaler_alone_says_how_many_pods_there_are(component: str, tmp_path: P
     manifests = built_with(tmp_path, "cpu", [component])
     deployment = one(manifests, "Deployment")
     assert "replicas" not in deployment["spec"]
-    [scaler] = [item for item in manifests if item["kind"] in {"HorizontalPodAutoscaler", "ScaledObject"}]
+    [scaler] = [
+        item for item in manifests if item["kind"] in {"HorizontalPodAutoscaler", "ScaledObject"}
+    ]
     assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
 
 
@@ -178,13 +204,17 @@ def test_a_checkpoint_of_ones_own_is_where_the_documented_setting_says(
     [path] = re.findall(rf"^\| `{component}` \|.*\| `(.*)` \|$", PAGE, re.M)
     setting = {"name": "vitserve", "behavior": "merge", "literals": [f"VIT_CHECKPOINT={path}"]}
     image = {"name": "vitserve-checkpoint", "newName": "example.org/my-vit", "newTag": "1"}
-    manifests = built_with(tmp_path, overlay, [component], configMapGenerator=[setting], images=[image])
+    manifests = built_with(
+        tmp_path, overlay, [component], configMapGenerator=[setting], images=[image]
+    )
     assert settings_of(manifests)["VIT_CHECKPOINT"] == path
     pod, ours = one(manifests, "Deployment")["spec"]["template"]["spec"], container(manifests)
     [mount] = [mount for mount in ours["volumeMounts"] if mount["name"] == "checkpoints"]
     assert mount["readOnly"]
     # A path that is not absolute begins in the folder that the image names as its own.
-    [folder] = re.findall(r"^WORKDIR (.*)$", (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[-1], re.M)
+    [folder] = re.findall(
+        r"^WORKDIR (.*)$", (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[-1], re.M
+    )
     assert Path(folder, path).is_relative_to(mount["mountPath"])
     [volume] = [volume for volume in pod["volumes"] if volume["name"] == "checkpoints"]
     assert {*volume} - {"name"} == {
@@ -196,18 +226,26 @@ def test_a_checkpoint_of_ones_own_is_where_the_documented_setting_says(
         for key in ("allowPrivilegeEscalation", "readOnlyRootFilesystem", "capabilities"):
             assert init["securityContext"][key] == ours["securityContext"][key]
     validator = pytest.importorskip("kubernetes_validate")
-    for version in ["1.33", "1.37"] if component == "checkpoint-image" else ["1.29", "1.33", "1.37"]:
+    for version in (
+        ["1.33", "1.37"] if component == "checkpoint-image" else ["1.29", "1.33", "1.37"]
+    ):
         validator.validate(one(manifests, "Deployment"), version, strict=True)
 
 
 @pytest.mark.parametrize("component", ["checkpoint-init", "checkpoint-image"])
-def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(component: str, tmp_path: Path) -> None:
+def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(
+    component: str, tmp_path: Path
+) -> None:
     overlay, patch = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
-    text = overlay.replace("checkpoint-init", component) + (patch if component == "checkpoint-image" else "")
+    text = overlay.replace("checkpoint-init", component) + (
+        patch if component == "checkpoint-image" else ""
+    )
     manifests = built(tmp_path, yaml.safe_load(text))
     pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
     [volume] = [volume for volume in pod["volumes"] if volume["name"] == "checkpoints"]
-    images = [init["image"] for init in pod.get("initContainers", [])] or [volume["image"]["reference"]]
+    images = [init["image"] for init in pod.get("initContainers", [])] or [
+        volume["image"]["reference"]
+    ]
     assert images == ["registry.example.org/my-vit:1"]
     assert container(manifests)["image"] == "registry.example.org/vitserve:0.1.0"
 
@@ -216,7 +254,12 @@ def test_pods_may_reach_what_their_components_are_for(tmp_path: Path) -> None:
     def ports(components: list[str]) -> set[int]:
         manifests = built_with(tmp_path / "-".join(["with", *components]), "cpu", components)
         policies = [item["spec"] for item in manifests if item["kind"] == "NetworkPolicy"]
-        return {port["port"] for policy in policies for rule in policy["egress"] for port in rule["ports"]}
+        return {
+            port["port"]
+            for policy in policies
+            for rule in policy["egress"]
+            for port in rule["ports"]
+        }
 
     assert ports([]) == {53}
     assert ports(["hub"]) == {53, 443}
@@ -231,7 +274,11 @@ def test_kserve_pods_have_the_network_policy_of_the_others() -> None:
     [of_any] = ours["spec"]["ingress"]
     expected = {
         **ours["spec"],
-        "podSelector": {"matchLabels": {"serving.kserve.io/inferenceservice": INFERENCE_SERVICE["metadata"]["name"]}},
+        "podSelector": {
+            "matchLabels": {
+                "serving.kserve.io/inferenceservice": INFERENCE_SERVICE["metadata"]["name"]
+            }
+        },
         "ingress": [{**of_any, "ports": [{"port": port["containerPort"], "protocol": "TCP"}]}],
     }
     assert KSERVE_POLICY["spec"] == expected
@@ -241,9 +288,9 @@ def test_kserve_pods_have_the_network_policy_of_the_others() -> None:
 def test_the_operators_rules_are_those_of_prometheus(tmp_path: Path) -> None:
     rule = one(built_with(tmp_path, "cpu", ["monitoring"]), "PrometheusRule")
     files = sorted((REPOSITORY / "deploy/prometheus/rules").glob("*.yml"))
-    assert rule["spec"]["groups"] == [group for file in files for group in load_documents(file)[0]["groups"]], (
-        "make rules"
-    )
+    assert rule["spec"]["groups"] == [
+        group for file in files for group in load_documents(file)[0]["groups"]
+    ], "make rules"
 
 
 def test_the_gpu_overlay_asks_for_a_gpu_and_the_cpu_overlay_for_none() -> None:
@@ -287,22 +334,34 @@ def test_compose_publishes_the_port_that_the_service_listens_on(
 ) -> None:
     done = docker_compose("-f", "docker-compose.yml", "config", "--format=json", **variables)
     service = json.loads(done.stdout)["services"]["vitserve"]
-    assert [(port["host_ip"], port["published"], port["target"]) for port in service["ports"]] == ports
+    assert [
+        (port["host_ip"], port["published"], port["target"]) for port in service["ports"]
+    ] == ports
     assert service["environment"].get("VIT_GRPC_PORT") == variables.get("VIT_GRPC_PORT")
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_component_opens_the_port_in_pod_service_and_policy(overlay: str, tmp_path: Path) -> None:
+def test_the_component_opens_the_port_in_pod_service_and_policy(
+    overlay: str, tmp_path: Path
+) -> None:
     validator = pytest.importorskip("kubernetes_validate")
     manifests = built_with(tmp_path, overlay, ["grpc"])
     ports = {port["name"]: port["containerPort"] for port in container(manifests)["ports"]}
     values = settings_of(manifests)
-    assert Settings(grpc_port=int(values["VIT_GRPC_PORT"])).grpc_port == ports["grpc"] != ports["http"]
+    assert (
+        Settings(grpc_port=int(values["VIT_GRPC_PORT"])).grpc_port == ports["grpc"] != ports["http"]
+    )
     probe = container(manifests)["readinessProbe"]
     assert (probe["grpc"], "httpGet" in probe) == ({"port": ports["grpc"]}, False)
     service = one(manifests, "Service")
-    assert [(port["name"], port["targetPort"]) for port in service["spec"]["ports"]] == [("http",) * 2, ("grpc",) * 2]
+    assert [(port["name"], port["targetPort"]) for port in service["spec"]["ports"]] == [
+        ("http",) * 2,
+        ("grpc",) * 2,
+    ]
     policy = one(manifests, "NetworkPolicy")
-    assert [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]] == ["http", "grpc"]
+    assert [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]] == [
+        "http",
+        "grpc",
+    ]
     for manifest in (service, policy, one(manifests, "Deployment")):
         validator.validate(manifest, "1.33", strict=True)

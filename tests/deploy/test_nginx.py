@@ -25,7 +25,9 @@ from tests.service.web.apps import app, inside
 
 pytestmark = [
     pytest.mark.timeout(60),  # processes start
-    pytest.mark.skipif(not all(map(shutil.which, ("nginx", "openssl"))), reason="nginx or openssl is not installed"),
+    pytest.mark.skipif(
+        not all(map(shutil.which, ("nginx", "openssl"))), reason="nginx or openssl is not installed"
+    ),
 ]
 DOCUMENTED = (REPOSITORY / "deploy/nginx/vitserve.conf").read_text()
 NGINX = """
@@ -57,15 +59,27 @@ class Proxy:
         self.limited_port = limited_port
         self.servers = servers
 
-    def ask(self, method: str, path: str, body: bytes = b"", request_id: str = "") -> tuple[int, str, str]:
-        """The answer's status, the kind of its body, and the id of its request, empty where it is nginx's own."""
+    def ask(
+        self, method: str, path: str, body: bytes = b"", request_id: str = ""
+    ) -> tuple[int, str, str]:
+        """The answer's status, the kind of its body, and the id of its request, empty where it is
+        nginx's own.
+        """
         context = ssl._create_unverified_context()
-        connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=20, context=context)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", self.port, timeout=20, context=context
+        )
         try:
-            connection.request(method, path, body, {"X-Request-ID": request_id} if request_id else {})
+            connection.request(
+                method, path, body, {"X-Request-ID": request_id} if request_id else {}
+            )
             answer = connection.getresponse()
             answer.read()
-            return answer.status, answer.headers["Content-Type"], answer.headers.get("X-Request-ID", "")
+            return (
+                answer.status,
+                answer.headers["Content-Type"],
+                answer.headers.get("X-Request-ID", ""),
+            )
         finally:
             connection.close()
 
@@ -82,7 +96,16 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     folder = tmp_path_factory.mktemp("nginx")
     checkpoint = write_checkpoint(folder / "checkpoint", "tiny", (16, 16), tuple("ab"), seed=7)
     key, certificate = folder / "privkey.pem", folder / "fullchain.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     named = ["-subj", "/CN=vit.example.org", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command, *named], check=True, capture_output=True)
     settings = {
@@ -93,12 +116,17 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         "drain_delay": 1,
         "log_format": "json",
     }
-    first, second = (Served(folder / f"{n}.log", wait=False, warm=True, port=free_port(), **settings) for n in "12")
+    first, second = (
+        Served(folder / f"{n}.log", wait=False, warm=True, port=free_port(), **settings)
+        for n in "12"
+    )
     port = free_port()
     limited_port = free_port()
     try:
         until(lambda: all("ready: " in server.log for server in (first, second)))
-        ports = [re.findall(r"ready: http://[\d.]+:(\d+)", server.log)[0] for server in (first, second)]
+        ports = [
+            re.findall(r"ready: http://[\d.]+:(\d+)", server.log)[0] for server in (first, second)
+        ]
         like = re.findall(r"server 127.0.0.1:8000([^;]*);", DOCUMENTED)[0]
         upstream = " ".join(f"server 127.0.0.1:{port}{like};" for port in ports)
         documented = (
@@ -110,7 +138,9 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
             .replace("burst=40", "burst=5000")
         )
         file = folder / "nginx.conf"
-        file.write_text(NGINX.format(folder=folder, documented=documented, limited_port=limited_port))
+        file.write_text(
+            NGINX.format(folder=folder, documented=documented, limited_port=limited_port)
+        )
         nginx = subprocess.Popen(["nginx", "-c", file, "-p", folder])
         try:
             proxy = Proxy(port, limited_port, (first, second))
@@ -149,7 +179,9 @@ def test_requests_pass_with_a_photograph_as_their_body_and_the_callers_id(proxy:
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_what_is_for_the_inside_does_not_pass_however_it_is_written(proxy: Proxy, method: str, path: str) -> None:
+def test_what_is_for_the_inside_does_not_pass_however_it_is_written(
+    proxy: Proxy, method: str, path: str
+) -> None:
     assert proxy.ask(method, path) == (404, "text/html", "")
 
 
@@ -189,8 +221,21 @@ def test_no_admin_route_passes_the_proxy(proxy: Proxy) -> None:
 def test_limits_count_the_64_of_an_ipv6_caller(proxy: Proxy) -> None:
     keys = set(re.findall(r"^limit_(?:req|conn)_zone (\S+) ", DOCUMENTED, re.MULTILINE))
     assert keys == {"$vitserve_caller"}
-    asked = ["2001:db8:a:a::1", "2001:db8:a:a:9:8:7:a0a", "2001:db8:a:b::1", "::ffff:192.0.2.1", "::ffff:192.0.2.2"]
-    assert [proxy.status_for(address) for address in [*asked, "192.0.2.2"]] == [404, 429, 404, 404, 404, 429]
+    asked = [
+        "2001:db8:a:a::1",
+        "2001:db8:a:a:9:8:7:a0a",
+        "2001:db8:a:b::1",
+        "::ffff:192.0.2.1",
+        "::ffff:192.0.2.2",
+    ]
+    assert [proxy.status_for(address) for address in [*asked, "192.0.2.2"]] == [
+        404,
+        429,
+        404,
+        404,
+        404,
+        429,
+    ]
 
 
 def admin_routes() -> list[tuple[str, str]]:
@@ -198,7 +243,9 @@ def admin_routes() -> list[tuple[str, str]]:
     running = app(api_keys="web:KEY", admin_key="ADMIN")
     routes = [route for route in inside(running).router.routes if isinstance(route, Endpoint)]
     every = [
-        (method, re.sub(r"\{[^}]*\}", "1", route.path)) for route in routes for method in sorted(route.allowed_methods)
+        (method, re.sub(r"\{[^}]*\}", "1", route.path))
+        for route in routes
+        for method in sorted(route.allowed_methods)
     ]
 
     async def refused(method: str, path: str) -> bool:
@@ -222,7 +269,9 @@ def test_caddys_file_closes_the_same_paths() -> None:
     matchers = [(of_any_method[0], "[A-Z]+", of_any_method[1]), *by_method]
     assert closed == {name for name, _, _ in matchers}
     ours = {
-        (path.removesuffix("*"), frozenset(methods.split())) for _, methods, paths in matchers for path in paths.split()
+        (path.removesuffix("*"), frozenset(methods.split()))
+        for _, methods, paths in matchers
+        for path in paths.split()
     }
     lines = re.findall(r'^\s*"~\^(\S+) (/\S*?)\$?" 1;$', DOCUMENTED, re.MULTILINE)
     assert ours == {(path, frozenset(methods.strip("()").split("|"))) for methods, path in lines}

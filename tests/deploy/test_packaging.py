@@ -1,4 +1,6 @@
-"""pyproject.toml agrees with itself, messages name ways to install that exist, and `make` installs what it names."""
+"""pyproject.toml agrees with itself, messages name ways to install that exist, and `make` installs
+what it names.
+"""
 
 import importlib.metadata
 import os
@@ -30,7 +32,11 @@ SOURCES = [
 
 
 def test_extras_that_messages_name_exist():
-    named = {name for path in SOURCES for name in re.findall(r"pip install 'vitserve\[(\w+)\]'", path.read_text())}
+    named = {
+        name
+        for path in SOURCES
+        for name in re.findall(r"pip install 'vitserve\[(\w+)\]'", path.read_text())
+    }
 
     assert {"heic", "hub", "openvino"} <= named <= EXTRAS.keys()
 
@@ -61,7 +67,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = tmp_path_factory.mktemp("build")
     # In a copy, as a build writes beside its sources; with the setuptools that is installed.
     for name in ("model", "service", "vitserve", "deploy", "examples"):
-        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
     for name in (
         "pyproject.toml",
         "setup.py",
@@ -102,12 +110,18 @@ def test_the_wheels_are_of_no_version_of_python_and_hold_all_that_a_service_need
         "share/vitserve/prometheus/rules/alerts.yml",
         "share/vitserve/examples/dog.jpg",
     } <= names
-    assert not [name for name in names if name.startswith(("tests/", "benchmarks/")) or name.endswith((".so", ".c"))]
+    assert not [
+        name
+        for name in names
+        if name.startswith(("tests/", "benchmarks/")) or name.endswith((".so", ".c"))
+    ]
 
 
 @pytest.mark.timeout(120)
 def test_the_client_installs_without_torch(wheel: Path, tmp_path: Path) -> None:
-    (documented,) = re.findall(r"^pip install (httpx [a-z ]*?) *#", (REPOSITORY / "docs/api.md").read_text(), re.M)
+    (documented,) = re.findall(
+        r"^pip install (httpx [a-z ]*?) *#", (REPOSITORY / "docs/api.md").read_text(), re.M
+    )
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv/bin/python"
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
@@ -119,18 +133,26 @@ def test_the_client_installs_without_torch(wheel: Path, tmp_path: Path) -> None:
                 (packages / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file.locate(), packages / file)
 
-    program = (
-        "import sys, vitserve.client as c; c.Client('http://there').close(); print(c.__file__, 'numpy' in sys.modules)"
+    program = "import sys, vitserve.client as c; c.Client('http://there').close(); print(c.__file__, 'numpy' in sys.modules)"
+    imported = subprocess.run(
+        [python, "-I", "-c", program], capture_output=True, text=True, check=True
     )
-    imported = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True)
     assert imported.stdout.split() == [str(packages / "vitserve/client.py"), "False"]
-    command = subprocess.run([python, "-I", "-m", "vitserve", "serve"], capture_output=True, text=True, check=False)
+    command = subprocess.run(
+        [python, "-I", "-m", "vitserve", "serve"], capture_output=True, text=True, check=False
+    )
     assert command.returncode == 1
-    assert re.fullmatch(r"vitserve: the package \w+ is not installed: .* pip install vitserve\n", command.stderr)
+    assert re.fullmatch(
+        r"vitserve: the package \w+ is not installed: .* pip install vitserve\n", command.stderr
+    )
 
 
 def test_each_package_that_is_asked_for_is_tested_in_one_version_unless_torch_brings_it():
-    asked = {_canonical(line) for lines in (PYPROJECT["project"]["dependencies"], *EXTRAS.values()) for line in lines}
+    asked = {
+        _canonical(line)
+        for lines in (PYPROJECT["project"]["dependencies"], *EXTRAS.values())
+        for line in lines
+    }
 
     assert {"redis", "grpcio", "torch"} < asked
     assert asked - {"vitserve"} - _brought_by("torch") <= set(PINNED)
@@ -152,7 +174,11 @@ def _closure(packages: Iterable[str]) -> set[str]:
         name = waiting.pop()
         found.add(name)
         requirements = [Requirement(line) for line in importlib.metadata.requires(name) or []]
-        needed = {each.name for each in requirements if not each.marker or each.marker.evaluate({"extra": ""})}
+        needed = {
+            each.name
+            for each in requirements
+            if not each.marker or each.marker.evaluate({"extra": ""})
+        }
         waiting += needed - found
     return found
 
@@ -162,7 +188,9 @@ def _brought_by(package: str) -> set[str]:
     waiting = [package]
     while waiting:
         requirements = importlib.metadata.requires(waiting.pop()) or []
-        names = {_canonical(line) for line in requirements if "extra ==" not in line and ";" not in line}
+        names = {
+            _canonical(line) for line in requirements if "extra ==" not in line and ";" not in line
+        }
         waiting += names - brought
         brought |= names
     return brought
@@ -174,28 +202,45 @@ def _canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", name[0]).lower()
 
 
-CONSTRAINTS = [line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+CONSTRAINTS = [
+    line
+    for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
 PINNED = [_canonical(line) for line in CONSTRAINTS]
 
 
 @pytest.mark.parametrize("of", ["release", "site"])
 def test_what_a_release_and_the_site_need_is_locked_with_hashes(of: str) -> None:
     folder = REPOSITORY / "deploy" / of
-    asked = re.findall(r"^([\w-]+)(?:\[.*\])?(==\S+)$", (folder / "requirements.in").read_text(), re.M)
+    asked = re.findall(
+        r"^([\w-]+)(?:\[.*\])?(==\S+)$", (folder / "requirements.in").read_text(), re.M
+    )
     locked = (folder / "requirements.txt").read_text()
     assert asked
     for name, version in asked:
-        assert re.search(rf"^{name}{version} .*\\\n +--hash=sha256:", locked, re.M), f"{name}: run `make locks`"
+        assert re.search(rf"^{name}{version} .*\\\n +--hash=sha256:", locked, re.M), (
+            f"{name}: run `make locks`"
+        )
 
 
 def test_what_an_image_needs_is_locked_with_hashes_in_the_versions_that_are_tested() -> None:
     lock = (REPOSITORY / "deploy/image/requirements.txt").read_text()
     locked = dict(re.findall(r"^([\w-]+)(==[^ ;]+)(?: ;.*)? \\\n +--hash=sha256:", lock, re.M))
     (extras,) = re.findall(r"^IMAGE_EXTRAS := (.*)$", (REPOSITORY / "Makefile").read_text(), re.M)
-    asked = [*PYPROJECT["project"]["dependencies"], *(line for extra in extras.split() for line in EXTRAS[extra])]
+    asked = [
+        *PYPROJECT["project"]["dependencies"],
+        *(line for extra in extras.split() for line in EXTRAS[extra]),
+    ]
     assert {_canonical(line) for line in asked} <= {"torch"} | locked.keys(), "run `make locks`"
-    tested = {_canonical(line): line[line.index("==") :] for line in CONSTRAINTS if _canonical(line) in locked}
-    assert tested == {name: version for name, version in locked.items() if name in tested}, "run `make locks`"
+    tested = {
+        _canonical(line): line[line.index("==") :]
+        for line in CONSTRAINTS
+        if _canonical(line) in locked
+    }
+    assert tested == {name: version for name, version in locked.items() if name in tested}, (
+        "run `make locks`"
+    )
     assert "://" not in lock
 
 
@@ -210,12 +255,19 @@ def make(*arguments: str, **environment: str) -> str:
     surrounding = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME"}}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(
-        command, cwd=REPOSITORY, env=surrounding | environment, capture_output=True, text=True, check=True
+        command,
+        cwd=REPOSITORY,
+        env=surrounding | environment,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
 
 
 def install(folder: Path, *arguments: str, **environment: str) -> tuple[str, list[list[str]]]:
-    """Let `make` set up `make run` in `folder` with a pip that installs nothing; return its output and pip's calls."""
+    """Let `make` set up `make run` in `folder` with a pip that installs nothing; return its output
+    and pip's calls.
+    """
     pip = folder / "bin" / "pip"
     pip.parent.mkdir(parents=True)
     pip.write_text(PIP)
@@ -254,7 +306,12 @@ def test_an_image_without_docker_or_compose_is_a_remedy(tmp_path, docker, lines)
         (tmp_path / "docker").chmod(0o755)
     command = ["make", "--no-print-directory", "image"]
     done = subprocess.run(
-        command, cwd=REPOSITORY, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+        command,
+        cwd=REPOSITORY,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert done.returncode != 0

@@ -10,7 +10,9 @@ from model.config import PreprocessConfig, ViTConfig
 from model.network.vit import VisionTransformer
 
 
-def write_checkpoint(folder: Path, name: str, size: tuple[int, int], labels: tuple[str, ...], seed: int) -> Path:
+def write_checkpoint(
+    folder: Path, name: str, size: tuple[int, int], labels: tuple[str, ...], seed: int
+) -> Path:
     """Write a native folder, and return it: two layers, random weights that are always the same."""
     config = ViTConfig(
         image_size=size,

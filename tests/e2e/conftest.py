@@ -13,7 +13,9 @@ from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Se
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny checkpoint."""
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), CHECKPOINT_NAME, (SIZE, SIZE), LABELS, seed=7)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), CHECKPOINT_NAME, (SIZE, SIZE), LABELS, seed=7
+    )
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +28,20 @@ def _serve(folder: Path, checkpoint: Path) -> Iterator[Serve]:
     started: list[Served] = []
 
     def serve(**settings: object) -> Served:
-        # Most tests are not of what computes, and a graph takes longer to compile than all else of a start.
-        defaults: dict[str, Any] = {"checkpoint": checkpoint, "device": "cpu", "dtype": "float32", "compile": "off"}
-        defaults |= {"request_timeout": 60}  # so that a busy machine refuses nothing that a test wants answered
-        server = Served(folder / f"server-{len(started)}.log", **({"warm": True} | defaults | settings))
+        # Most tests are not of what computes, and a graph takes longer to compile than all else of
+        # a start.
+        defaults: dict[str, Any] = {
+            "checkpoint": checkpoint,
+            "device": "cpu",
+            "dtype": "float32",
+            "compile": "off",
+        }
+        defaults |= {
+            "request_timeout": 60
+        }  # so that a busy machine refuses nothing that a test wants answered
+        server = Served(
+            folder / f"server-{len(started)}.log", **({"warm": True} | defaults | settings)
+        )
         started.append(server)
         return server
 

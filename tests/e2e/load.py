@@ -12,14 +12,18 @@ from tests.launcher import PATIENCE, until
 
 
 def connection(server: Served) -> httpx.Client:
-    return client(server.url, verify=False)  # to read the system's certificates would take longer than to ask
+    return client(
+        server.url, verify=False
+    )  # to read the system's certificates would take longer than to ask
 
 
 class Load:
-    """Callers that ask all the time, check each answer, and connect again when a connection is lost.
+    """Callers that ask all the time, check each answer, and connect again when a connection is
+    lost.
 
     Args:
-        check: returns what an answer to a picture counts as; raises `AssertionError` if it is wrong.
+        check: returns what an answer to a picture counts as; raises `AssertionError` if it is
+        wrong.
         pause: seconds between two requests of a caller.
 
     Attributes:
@@ -40,7 +44,9 @@ class Load:
         self._server, self._pictures, self._check, self._pause = server, pictures, check, pause
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(callers)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,)) for number in range(callers)
+        ]
         for thread in self._threads:
             thread.start()
 

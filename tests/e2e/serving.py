@@ -36,7 +36,9 @@ Serve = Callable[..., "Served"]
 class Served:
     """A server process and a client of it."""
 
-    def __init__(self, log: Path, *, wait: bool = True, warm: bool = False, **settings: object) -> None:
+    def __init__(
+        self, log: Path, *, wait: bool = True, warm: bool = False, **settings: object
+    ) -> None:
         self.process = ServerProcess(log, wait=wait, warm=warm, **settings)
         if wait:
             self.connect(self.process.url)
@@ -105,7 +107,9 @@ class Raw:
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
-    def post(self, body: bytes, *, path: str = "/classify", sent: int | None = None, headers: str = "") -> None:
+    def post(
+        self, body: bytes, *, path: str = "/classify", sent: int | None = None, headers: str = ""
+    ) -> None:
         """A request whose body is sent up to `sent` bytes."""
         lines = f"Host: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
         self.send(f"POST {path} HTTP/1.1\r\n{lines}".encode() + body[:sent])
@@ -148,13 +152,17 @@ def problem(response: httpx.Response) -> tuple[int, str]:
 
 def predictor_of(folder: Path) -> Predictor:
     """The model in a folder, without a service."""
-    return Predictor(load_checkpoint(str(folder)), device="cpu", compile_mode="off", dtype="float32", threads=1)
+    return Predictor(
+        load_checkpoint(str(folder)), device="cpu", compile_mode="off", dtype="float32", threads=1
+    )
 
 
 def scores_alone(predictor: Predictor, file: bytes) -> NDArray[np.float32]:
     """float32 [classes] in index order, of a picture that is alone in its batch."""
     pixels = preprocess(file, predictor.checkpoint.preprocess)
-    [outputs] = predictor.predict(pixels[np.newaxis], RequestedOutputs(predictor.config.num_classes))
+    [outputs] = predictor.predict(
+        pixels[np.newaxis], RequestedOutputs(predictor.config.num_classes)
+    )
     vector = np.zeros(predictor.config.num_classes, np.float32)
     vector[outputs.indices] = outputs.scores
     return vector
@@ -174,7 +182,9 @@ class Pictures:
 
     @classmethod
     def make(cls, predictor: Predictor, *, count: int, side: int = SIZE) -> Pictures:
-        """`count` pictures of many sizes, whose scores and best classes cannot be taken for one another."""
+        """`count` pictures of many sizes, whose scores and best classes cannot be taken for one
+        another.
+        """
         generator = np.random.default_rng(1)
         files: list[bytes] = []
         vectors: list[NDArray[np.float32]] = []
@@ -184,7 +194,9 @@ class Pictures:
             file = encode(patches.resize(size, Image.Resampling.BILINEAR), "PNG")
             vector = scores_alone(predictor, file)
             second, best = np.sort(vector)[-2:]
-            if best - second > 2e-3 and all(np.abs(vector - other).max() > 0.01 for other in vectors):
+            if best - second > 2e-3 and all(
+                np.abs(vector - other).max() > 0.01 for other in vectors
+            ):
                 files.append(file)
                 vectors.append(vector)
             if len(files) == count:
@@ -198,7 +210,9 @@ class Pictures:
         """The answer is this picture's own: every class that it names has its score."""
         found = {p["index"]: p["score"] for p in document["predictions"]}
         for class_index, score in found.items():
-            assert abs(score - self.scores[index, class_index]) < tolerance, f"picture {index} got another's answer"
+            assert abs(score - self.scores[index, class_index]) < tolerance, (
+                f"picture {index} got another's answer"
+            )
         best = int(self.scores[index].argmax())
         assert document["predictions"][0]["index"] == best
 
@@ -219,8 +233,12 @@ class Models:
         name: str = document["model"]
         pictures, checkpoint = self._known[name]
         pictures.check(index, document, 1e-4)
-        assert all(found["label"] == checkpoint.labels[found["index"]] for found in document["predictions"])
-        assert "attention" not in document or document["attention"]["grid"] == list(checkpoint.vit.grid)
+        assert all(
+            found["label"] == checkpoint.labels[found["index"]] for found in document["predictions"]
+        )
+        assert "attention" not in document or document["attention"]["grid"] == list(
+            checkpoint.vit.grid
+        )
         return name
 
 
@@ -229,7 +247,9 @@ INFERRED = ("score", "index", "label", "logits", "attention")
 
 
 def check_inferred(answer: Any, server: Served, files: list[bytes]) -> None:
-    """What a Triton client was answered with `top_k` 3 and `attention` cls is what /classify answers."""
+    """What a Triton client was answered with `top_k` 3 and `attention` cls is what /classify
+    answers.
+    """
     score, index, label, logits, maps = (answer.as_numpy(name) for name in INFERRED)
     scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(np.take_along_axis(scores, index, axis=1), score, rtol=1e-4)
@@ -240,8 +260,12 @@ def check_inferred(answer: Any, server: Served, files: list[bytes]) -> None:
         texts = [text.decode() if isinstance(text, bytes) else text for text in label[position]]
         assert texts == [each["label"] for each in predictions]
         # A batch of another size sums in another order.
-        np.testing.assert_allclose(score[position], [each["score"] for each in predictions], rtol=0.02)
-        np.testing.assert_allclose(maps[position], expected["attention"]["values"], rtol=0.05, atol=1e-4)
+        np.testing.assert_allclose(
+            score[position], [each["score"] for each in predictions], rtol=0.02
+        )
+        np.testing.assert_allclose(
+            maps[position], expected["attention"]["values"], rtol=0.05, atol=1e-4
+        )
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:

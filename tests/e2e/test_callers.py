@@ -1,4 +1,6 @@
-"""The callers that the project brings, against a running service: the client and the subcommands that take a URL."""
+"""The callers that the project brings, against a running service: the client and the subcommands
+that take a URL.
+"""
 
 import csv
 import io
@@ -41,7 +43,9 @@ def test_the_client_speaks_the_language_of_the_service(server: Served, pictures:
         assert array.dtype == np.float32
         np.testing.assert_allclose(array, sent.values, atol=1e-6)
         both = client.attention(found, method="gae", class_=[1, LABELS[2]])
-        assert [(map_.method, map_.class_, map_.label) for map_ in both] == [("gae", i, LABELS[i]) for i in (1, 2)]
+        assert [(map_.method, map_.class_, map_.label) for map_ in both] == [
+            ("gae", i, LABELS[i]) for i in (1, 2)
+        ]
         array = client.attention_array(pictures.files[0], method="gae", class_=[1, LABELS[2]])
         np.testing.assert_allclose(array, [map_.values for map_ in both], atol=1e-5)
         relevant = client.classify(pictures.files[0], attention="relevance").attention
@@ -49,14 +53,26 @@ def test_the_client_speaks_the_language_of_the_service(server: Served, pictures:
         assert (relevant.method, relevant.class_) == ("relevance", found.predictions[0].index)
         with pytest.raises(ProblemError, match="422 invalid_parameter"):
             client.classify(pictures.files[0], top_k=11)
-    with Client(server.url, api_key="wrong") as client, pytest.raises(Unauthorized, match="401 unauthorized"):
+    with (
+        Client(server.url, api_key="wrong") as client,
+        pytest.raises(Unauthorized, match="401 unauthorized"),
+    ):
         client.labels()
 
 
 def test_embed_asks_a_server(server: Served, pictures: Pictures, tmp_path: Path) -> None:
     for index in range(2):
         (tmp_path / f"{index}.png").write_bytes(pictures.files[index])
-    asked = ["embed", str(tmp_path), "-o", str(tmp_path / "features.npy"), "--url", server.url, "--api-key", "right"]
+    asked = [
+        "embed",
+        str(tmp_path),
+        "-o",
+        str(tmp_path / "features.npy"),
+        "--url",
+        server.url,
+        "--api-key",
+        "right",
+    ]
     assert main([*asked, "--pool", "mean", "--normalize"]) == 0
     with Client(server.url, api_key="right") as client:
         expected = client.embed_batch(pictures.files[:2], pool="mean", normalize=True)

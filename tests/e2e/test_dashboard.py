@@ -1,4 +1,6 @@
-"""A real Prometheus scrapes a real service: every query of the dashboard and every recording rule has data."""
+"""A real Prometheus scrapes a real service: every query of the dashboard and every recording rule
+has data.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,15 @@ class Prometheus:
     def __init__(self, folder: Path, *targets: str, options: tuple[str, ...] = ()) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         configuration = {
-            "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
+            "global": {
+                "scrape_interval": "500ms",
+                "scrape_timeout": "500ms",
+                "evaluation_interval": "500ms",
+            },
             "rule_files": [str(RULES / "*.yml")],
-            "scrape_configs": [{"job_name": "vitserve", "static_configs": [{"targets": list(targets)}]}],
+            "scrape_configs": [
+                {"job_name": "vitserve", "static_configs": [{"targets": list(targets)}]}
+            ],
         }
         file = folder / "prometheus.yml"
         file.write_text(yaml.safe_dump(configuration))
@@ -62,7 +70,9 @@ class Prometheus:
         except httpx.ConnectError:
             return []
         assert answer.status_code in {200, 503}, (expression, answer.text)
-        found: list[dict[str, Any]] = answer.json()["data"]["result"] if answer.status_code == 200 else []
+        found: list[dict[str, Any]] = (
+            answer.json()["data"]["result"] if answer.status_code == 200 else []
+        )
         return found
 
     def __enter__(self) -> Prometheus:
@@ -85,7 +95,9 @@ def gpu_exporter() -> Iterator[str]:
 
 
 def panels() -> dict[str, list[str]]:
-    """The queries of each panel, for all jobs and instances, over so long that slow tests have the traffic in it."""
+    """The queries of each panel, for all jobs and instances, over so long that slow tests have the
+    traffic in it.
+    """
     values = {"$job": ".*", "$instance": ".*", "$__rate_interval": "30m"}
     found = {}
     for panel in DASHBOARD["panels"]:
@@ -99,11 +111,16 @@ def panels() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(serve_module: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def prometheus(
+    serve_module: Serve, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
     """One that has seen a service under load."""
     server = serve_module(recent_bytes=20_000)
     target = server.url.removeprefix("http://")
-    with gpu_exporter() as gpus, Prometheus(tmp_path_factory.mktemp("prometheus"), target, gpus) as started:
+    with (
+        gpu_exporter() as gpus,
+        Prometheus(tmp_path_factory.mktemp("prometheus"), target, gpus) as started,
+    ):
         until(lambda: len(started.query("up == 1")) == 2)
         # Each series is scraped once before it grows and once after it.
         for _ in range(2):
@@ -125,17 +142,25 @@ def traffic(server: Served) -> None:
 def test_every_query_of_a_panel_has_data(title: str, prometheus: Prometheus) -> None:
     for query in panels()[title]:
         until(lambda query=query: bool(prometheus.query(query)))  # type: ignore[misc]
-        assert all(series["value"][1] != "NaN" for series in prometheus.query(query)) or "quantile" in query, query
+        assert (
+            all(series["value"][1] != "NaN" for series in prometheus.query(query))
+            or "quantile" in query
+        ), query
 
 
 @pytest.mark.parametrize("variable", ["job", "instance"])
 def test_the_variables_offer_what_is_scraped(variable: str, prometheus: Prometheus) -> None:
     [query] = [one["query"] for one in DASHBOARD["templating"]["list"] if one["name"] == variable]
     selector = query.removeprefix("label_values(").rpartition(",")[0].replace("$job", ".*")
-    assert [series["metric"][variable] for series in prometheus.query(f"group by ({variable}) ({selector})")]
+    assert [
+        series["metric"][variable]
+        for series in prometheus.query(f"group by ({variable}) ({selector})")
+    ]
 
 
-def test_every_recording_rule_has_data_but_for_failures_which_there_were_none(prometheus: Prometheus) -> None:
+def test_every_recording_rule_has_data_but_for_failures_which_there_were_none(
+    prometheus: Prometheus,
+) -> None:
     rules = yaml.safe_load((RULES / "recording.yml").read_text())["groups"][0]["rules"]
     for rule in rules:
         if "failed" not in rule["record"]:
@@ -144,7 +169,9 @@ def test_every_recording_rule_has_data_but_for_failures_which_there_were_none(pr
 
 
 def test_no_alert_fires_on_a_service_that_is_well(prometheus: Prometheus) -> None:
-    rules = httpx.get(f"{prometheus.url}/api/v1/rules", params={"type": "alert"}).json()["data"]["groups"]
+    rules = httpx.get(f"{prometheus.url}/api/v1/rules", params={"type": "alert"}).json()["data"][
+        "groups"
+    ]
     states = {rule["name"]: rule["state"] for group in rules for rule in group["rules"]}
     written = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"]
     assert set(states) == {rule["alert"] for group in written for rule in group["rules"]}

@@ -1,4 +1,6 @@
-"""Every endpoint, format and error of a running service, over real HTTP, and tools that know it by OpenAPI alone."""
+"""Every endpoint, format and error of a running service, over real HTTP, and tools that know it by
+OpenAPI alone.
+"""
 
 import json
 import re
@@ -22,7 +24,9 @@ Files = list[tuple[str, tuple[str, bytes]]]
 
 @pytest.fixture(scope="module")
 def server(serve_module: Serve) -> Served:
-    return serve_module(max_upload_bytes=200_000, max_image_pixels=1_000_000, max_images_per_request=8)
+    return serve_module(
+        max_upload_bytes=200_000, max_image_pixels=1_000_000, max_images_per_request=8
+    )
 
 
 def files(*pictures: bytes) -> Files:
@@ -39,9 +43,19 @@ def test_a_picture_is_classified_in_every_form_of_body(server: Served, pictures:
         server.client.post("/classify", files=files(picture)),
         server.client.post("/classify", content=picture, headers={"Content-Type": "image/png"}),
         server.client.post("/classify", content=picture, headers={"Content-Type": "image/jpeg"}),
-        server.client.post("/classify", content=picture, headers={"Content-Type": "application/octet-stream"}),
-        server.client.post("/classify", content=iter([picture[:9], picture[9:]]), headers={"Content-Type": "image/x"}),
-        server.client.post("/classify", content=picture, headers={"Content-Type": "application/x-www-form-urlencoded"}),
+        server.client.post(
+            "/classify", content=picture, headers={"Content-Type": "application/octet-stream"}
+        ),
+        server.client.post(
+            "/classify",
+            content=iter([picture[:9], picture[9:]]),
+            headers={"Content-Type": "image/x"},
+        ),
+        server.client.post(
+            "/classify",
+            content=picture,
+            headers={"Content-Type": "application/x-www-form-urlencoded"},
+        ),
         server.client.post("/classify", content=picture),
         server.client.post("/classify", files=[("top_k", (None, "5")), *files(picture)]),
     ]
@@ -49,7 +63,14 @@ def test_a_picture_is_classified_in_every_form_of_body(server: Served, pictures:
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"] == "application/json"
         document = answer.json()
-        assert set(document) == {"id", "model", "predictions", "abstained", "timings_ms", "batch_size"}
+        assert set(document) == {
+            "id",
+            "model",
+            "predictions",
+            "abstained",
+            "timings_ms",
+            "batch_size",
+        }
         assert document["model"] == CHECKPOINT_NAME
         assert len(document["predictions"]) == 5
         assert all(p["label"] == LABELS[p["index"]] for p in document["predictions"])
@@ -82,7 +103,10 @@ def test_a_picture_is_classified_in_every_form_of_body(server: Served, pictures:
         (
             "POST",
             "/classify",
-            {"content": b"--b\r\nbroken", "headers": {"Content-Type": "multipart/form-data; boundary=b"}},
+            {
+                "content": b"--b\r\nbroken",
+                "headers": {"Content-Type": "multipart/form-data; boundary=b"},
+            },
             (400, "malformed_request"),
         ),
     ],
@@ -101,26 +125,48 @@ def test_a_json_log_tells_of_each_request_and_of_no_key(serve: Serve, pictures: 
     server = serve(api_keys="alpha,beta", log_format="json", log_level="debug")
     assert problem(server.classify(pictures.files[0])) == (401, "unauthorized")
     answer = server.classify(pictures.files[0], headers={"Authorization": "Bearer beta"})
-    until(lambda: server.log.endswith("\n") and server.log.count('"path": "/classify"') == 2)  # after the answers
+    until(
+        lambda: server.log.endswith("\n") and server.log.count('"path": "/classify"') == 2
+    )  # after the answers
     lines = [json.loads(line) for line in server.log.splitlines()]
     refused, answered = [line for line in lines if line.get("path") == "/classify"]
     assert (refused["status"], refused["code"], answered["status"]) == (401, "unauthorized", 200)
     assert answered["request_id"] == answer.headers["x-request-id"]
-    assert answered | {"message": "request", "client": "127.0.0.1", "model": CHECKPOINT_NAME} == answered
-    assert (answered["bytes_in"], answered["bytes_out"]) == (len(pictures.files[0]), len(answer.content))
-    assert {"read_ms", "decode_ms", "queue_ms", "inference_ms", "duration_ms", "level", "logger"} <= answered.keys()
+    assert (
+        answered | {"message": "request", "client": "127.0.0.1", "model": CHECKPOINT_NAME}
+        == answered
+    )
+    assert (answered["bytes_in"], answered["bytes_out"]) == (
+        len(pictures.files[0]),
+        len(answer.content),
+    )
+    assert {
+        "read_ms",
+        "decode_ms",
+        "queue_ms",
+        "inference_ms",
+        "duration_ms",
+        "level",
+        "logger",
+    } <= answered.keys()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", answered["time"])
     assert not re.search("alpha|beta", server.log)
 
 
 @pytest.mark.parametrize(("trusted", "client"), [(None, "127.0.0.1"), ("127.0.0.1", "203.0.113.7")])
 def test_a_forwarded_address_is_believed_of_a_trusted_proxy_alone(
-    trusted: str | None, client: str, serve: Serve, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+    trusted: str | None,
+    client: str,
+    serve: Serve,
+    pictures: Pictures,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if trusted is not None:
         monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
     server = serve(log_format="json")
-    server.classify(pictures.files[0], headers={"X-Forwarded-For": "203.0.113.7"}).raise_for_status()
+    server.classify(
+        pictures.files[0], headers={"X-Forwarded-For": "203.0.113.7"}
+    ).raise_for_status()
     until(lambda: f'"client": "{client}"' in server.log)
 
 
@@ -147,7 +193,9 @@ def keyed(serve_module: Serve) -> Served:
 
 def run(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +207,23 @@ def generated(keyed: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.yml").write_text("post_hooks: []\npackage_name_override: vitserve_client\n")
     (folder / "openapi.json").write_text(keyed.get("/openapi.json").text)
     files = ["--path", "openapi.json", "--config", "config.yml", "--output-path", "vitserve_client"]
-    done = run("-m", "openapi_python_client", "generate", "--meta=none", "--fail-on-warning", *files, folder=folder)
+    done = run(
+        "-m",
+        "openapi_python_client",
+        "generate",
+        "--meta=none",
+        "--fail-on-warning",
+        *files,
+        folder=folder,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
     return folder
 
 
-@pytest.mark.parametrize(("key", "status"), [(KEY, 200), ("another", 401)], ids=["a key", "a wrong key"])
+@pytest.mark.parametrize(
+    ("key", "status"), [(KEY, 200), ("another", 401)], ids=["a key", "a wrong key"]
+)
 def test_a_generated_client_classifies_a_picture(
     keyed: Served, pictures: Pictures, generated: Path, tmp_path: Path, key: str, status: int
 ) -> None:
@@ -187,7 +245,9 @@ def test_a_generated_client_classifies_a_picture(
 def test_schemathesis_finds_nothing(keyed: Served, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
-    done = schemathesis(keyed.url, "--max-examples=3", key=KEY, seed=1, folder=tmp_path, timeout=2 * PATIENCE)
+    done = schemathesis(
+        keyed.url, "--max-examples=3", key=KEY, seed=1, folder=tmp_path, timeout=2 * PATIENCE
+    )
 
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)

@@ -1,4 +1,6 @@
-"""From start to stop: when it is ready, how it fails to start, what a second start has, and that nobody is lost."""
+"""From start to stop: when it is ready, how it fails to start, what a second start has, and that
+nobody is lost.
+"""
 
 import importlib.util
 import json
@@ -68,7 +70,11 @@ def test_it_answers_from_the_first_moment_but_is_ready_only_after_loading(
     server.connect(f"http://127.0.0.1:{port}")
     until(lambda: listens(port))
     response = server.get("/readyz")
-    assert problem(response) == problem(server.classify(pictures.files[0])) == (503, "engine_unavailable")
+    assert (
+        problem(response)
+        == problem(server.classify(pictures.files[0]))
+        == (503, "engine_unavailable")
+    )
     assert int(response.headers["retry-after"]) >= 1
     assert server.get("/healthz").status_code == 200
     (tmp_path / "gate").touch()
@@ -88,7 +94,9 @@ def test_a_port_in_use_is_one_line() -> None:
     )
 
 
-def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "broken")
     config = json.loads((folder / "config.json").read_text())
     del config["preprocess"]["mean"]
@@ -104,7 +112,9 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(checkpo
 # Stopping
 
 
-def test_open_to_all_it_warns_once_and_ends_with_zero_when_nobody_asks_anything(serve: Serve) -> None:
+def test_open_to_all_it_warns_once_and_ends_with_zero_when_nobody_asks_anything(
+    serve: Serve,
+) -> None:
     server = serve(host="0.0.0.0")
     end(server, signal.SIGINT)
     assert exit_code(server) == 0
@@ -116,10 +126,14 @@ def test_open_to_all_it_warns_once_and_ends_with_zero_when_nobody_asks_anything(
 def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(
     workers: int, serve: Serve, pictures: Pictures
 ) -> None:
-    """Then nobody can connect, and it finishes what it has, a body that is half here included, and leaves nothing."""
+    """Then nobody can connect, and it finishes what it has, a body that is half here included, and
+    leaves nothing.
+    """
     server = serve(workers=workers, drain_delay=2, request_timeout=30)
     pids = Processes(server).all
-    folders = {Path(found) for pid in pids for found in re.findall(r"(/\S+/vitserve-\w+)/", maps(pid))}
+    folders = {
+        Path(found) for pid in pids for found in re.findall(r"(/\S+/vitserve-\w+)/", maps(pid))
+    }
     assert len(folders) == (workers > 1)
     with server.raw() as slow, server.raw() as idle, Load(server, pictures) as running:
         slow.post(pictures.files[1], sent=20)
@@ -155,7 +169,9 @@ def holds_torch(server: Served) -> bool:
     return "libtorch" in Path(f"/proc/{server.process.process.pid}/maps").read_text()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("openvino") is None, reason="openvino is not installed"
+)
 def test_a_second_server_holds_no_torch_until_something_needs_it(
     serve: Serve, pictures: Pictures, tmp_path: Path
 ) -> None:
@@ -167,7 +183,9 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
         for query in queries:
             for file in files:
                 answer = server.classify(file, query).raise_for_status().json()
-                found.append((answer["predictions"], (answer.get("attention") or {}) | {"url": None}))
+                found.append(
+                    (answer["predictions"], (answer.get("attention") or {}) | {"url": None})
+                )
         return found
 
     def kept() -> int:
@@ -181,7 +199,9 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
 
     second = serve(warm=False, compile="auto", cache_dir=tmp_path / "cache")
     expected = answers(second)
-    until(lambda: answers(first) == expected)  # a graph of relevance computes once it has been compared with torch
+    until(
+        lambda: answers(first) == expected
+    )  # a graph of relevance computes once it has been compared with torch
     first.process.terminate()
     assert second.get("/model").json()["content"] == content
     assert second.get("/model").json()["backend"].startswith("openvino")

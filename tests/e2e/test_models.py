@@ -1,4 +1,6 @@
-"""Twelve heads on one backbone, and another backbone: one service, over HTTP, in one process and in several."""
+"""Twelve heads on one backbone, and another backbone: one service, over HTTP, in one process and in
+several.
+"""
 
 import itertools
 import os
@@ -28,7 +30,9 @@ REQUESTS = int(os.environ.get("VIT_TEST_REQUESTS", "150"))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve models that differ in the head alone, each with as many classes as its number and two, and another."""
+    """Twelve models that differ in the head alone, each with as many classes as its number and two,
+    and another.
+    """
     root = tmp_path_factory.mktemp("models")
     base = load_checkpoint(str(write_checkpoint(root, "base", (SIZE, SIZE), LABELS, seed=7)))
     models = root / "folder"
@@ -58,7 +62,9 @@ def ready(server: Served) -> bool:
 
 
 def serve_all(serve: Serve, folder: Path, **settings: object) -> Served:
-    server = serve(checkpoint="", models=folder, checkpoint_folder=folder, admin_key="admin", **settings)
+    server = serve(
+        checkpoint="", models=folder, checkpoint_folder=folder, admin_key="admin", **settings
+    )
     until(lambda: ready(server))
     return server
 
@@ -72,7 +78,11 @@ def test_each_model_answers_as_it_does_alone_and_one_request_asks_all(
     assert len({listed[name]["backbone"] for name in HEADS}) == 1
     assert listed[OTHER]["backbone"] != listed[HEADS[0]]["backbone"]
     for picture, name in itertools.product(range(3), (*HEADS, OTHER)):
-        answer = server.classify(expected.files[picture], f"model={name}&top_k=2").raise_for_status().json()
+        answer = (
+            server.classify(expected.files[picture], f"model={name}&top_k=2")
+            .raise_for_status()
+            .json()
+        )
         assert expected.check(picture, answer) == name
     before = server.metric("vit_batches_total")
     answer = server.classify(expected.files[0], "model=*").raise_for_status().json()
@@ -81,7 +91,9 @@ def test_each_model_answers_as_it_does_alone_and_one_request_asks_all(
         assert expected.check(0, document) == name
     assert server.metric("vit_batches_total") == before + 2, "one pass a backbone"
     assert server.metric("vit_images_total", model=HEADS[3]) == 4
-    drawn = server.client.get(f"/attention?id={answer['id']}&model={HEADS[5]}&format=json&class=1").raise_for_status()
+    drawn = server.client.get(
+        f"/attention?id={answer['id']}&model={HEADS[5]}&format=json&class=1"
+    ).raise_for_status()
     assert drawn.json()["label"] == f"{HEADS[5]} 1"
     assert server.process.terminate() == 0
     assert "Traceback" not in server.log

@@ -1,4 +1,6 @@
-"""Too many callers, callers that leave, callers that never finish: each costs itself an answer, nobody else."""
+"""Too many callers, callers that leave, callers that never finish: each costs itself an answer,
+nobody else.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -32,7 +34,13 @@ def holding(serve_module: Serve) -> Served:
 @pytest.fixture(scope="module")
 def narrow(serve_module: Serve) -> Served:
     """Has one place, which an image holds that waits for another in its batch."""
-    return serve_module(queue_size=1, max_batch=2, max_delay_ms=10_000, request_timeout=60, max_upload_bytes=1_000_000)
+    return serve_module(
+        queue_size=1,
+        max_batch=2,
+        max_delay_ms=10_000,
+        request_timeout=60,
+        max_upload_bytes=1_000_000,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +62,9 @@ def waiting(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]]:
         yield callers
 
 
-def test_who_has_a_place_is_answered_while_others_are_refused(holding: Served, pictures: Pictures) -> None:
+def test_who_has_a_place_is_answered_while_others_are_refused(
+    holding: Served, pictures: Pictures
+) -> None:
     files = [("file", ("a.png", picture)) for picture in pictures.files[:MAX_BATCH]]
     refused = holding.metric("vit_rejected_total", reason="queue_full")
     with waiting(holding, pictures.files[0], MAX_BATCH - 1) as callers:
@@ -69,7 +79,9 @@ def test_who_has_a_place_is_answered_while_others_are_refused(holding: Served, p
     assert holding.metric("vit_rejected_total", reason="queue_full") == refused + 1
 
 
-def test_an_image_whose_time_is_up_is_504_and_a_body_that_never_comes_408(holding: Served, pictures: Pictures) -> None:
+def test_an_image_whose_time_is_up_is_504_and_a_body_that_never_comes_408(
+    holding: Served, pictures: Pictures
+) -> None:
     launched = holding.metric("vit_batch_size_sum")
     until(holding.idle)
     with holding.raw() as caller:
@@ -97,7 +109,9 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_refusal_reaches_a_caller_that_is_still_sending(body: str, narrow: Served, pictures: Pictures) -> None:
+def test_a_refusal_reaches_a_caller_that_is_still_sending(
+    body: str, narrow: Served, pictures: Pictures
+) -> None:
     def send() -> httpx.Response:
         return narrow.client.post("/classify", **BODIES[body]())
 

@@ -45,13 +45,20 @@ class Service:
         return self._log.read_text(errors="replace")
 
     def classify(self, picture: bytes, query: str = "") -> httpx.Response:
-        return self.client.post(f"/classify?{query}", content=picture, headers={"Content-Type": "image/png"})
+        return self.client.post(
+            f"/classify?{query}", content=picture, headers={"Content-Type": "image/png"}
+        )
 
     def images(self) -> dict[str, float]:
         """How many images each replica has classified; empty where there is no replica to ask."""
         answer = self.client.get("/metrics")
         families = text_string_to_metric_families(answer.text if answer.status_code == 200 else "")
-        samples = (sample for family in families for sample in family.samples if sample.name == "vit_images_total")
+        samples = (
+            sample
+            for family in families
+            for sample in family.samples
+            if sample.name == "vit_images_total"
+        )
         return {sample.labels["replica"]: sample.value for sample in samples}
 
     def is_ready(self) -> bool:
@@ -64,8 +71,16 @@ class Service:
 
 @pytest.fixture(scope="module")
 def settings(checkpoint: Path) -> Iterator[None]:
-    """The environment from which applications of these tests are built; an incomplete batch waits for a moment."""
-    values = {"checkpoint": checkpoint, "device": "cpu", "dtype": "float32", "request_timeout": 60, "max_delay_ms": 100}
+    """The environment from which applications of these tests are built; an incomplete batch waits
+    for a moment.
+    """
+    values = {
+        "checkpoint": checkpoint,
+        "device": "cpu",
+        "dtype": "float32",
+        "request_timeout": 60,
+        "max_delay_ms": 100,
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("VIT_")]:
             patch.delenv(name)
@@ -78,21 +93,35 @@ def settings(checkpoint: Path) -> Iterator[None]:
 def cluster() -> Iterator[str]:
     """The address of a Ray on this machine, which is begun without the settings."""
     # The path of a socket in the folder must be short.
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token is written to the home folder
         context = ray.init(
-            num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False, _temp_dir=folder
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
         )
         yield context.address_info["gcs_address"]
         ray.shutdown()
 
 
 @pytest.fixture(scope="module")
-def service(cluster: str, settings: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(
+    cluster: str, settings: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
     port = free_port()
-    serve.start(http_options={"port": port})  # `serve run` takes what runs already, and has no flag for the port
+    serve.start(
+        http_options={"port": port}
+    )  # `serve run` takes what runs already, and has no flag for the port
     log = tmp_path_factory.mktemp("ray") / "serve.log"
-    application = ["service.ray_serve:app", *(f"{name}={value}" for name, value in ARGUMENTS.items())]
+    application = [
+        "service.ray_serve:app",
+        *(f"{name}={value}" for name, value in ARGUMENTS.items()),
+    ]
     with log.open("wb") as out:
         process = subprocess.Popen(
             [Path(sys.executable).parent / "serve", "run", "--address", cluster, *application],
@@ -115,7 +144,9 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
     socket = tmp_path / "redis.sock"
-    process = subprocess.Popen(["redis-server", "--port", "0", "--save", "", "--unixsocket", socket])
+    process = subprocess.Popen(
+        ["redis-server", "--port", "0", "--save", "", "--unixsocket", socket]
+    )
     until(socket.exists)
     yield f"unix://{socket}"
     process.kill()
@@ -135,14 +166,20 @@ def test_both_replicas_answer_and_metrics_show_each(service: Service, pictures: 
 
 def test_a_replica_that_is_killed_comes_back(service: Service, pictures: Pictures) -> None:
     victim = min(service.images())
-    [actor] = [name["name"] for name in ray.util.list_named_actors(all_namespaces=True) if victim in name["name"]]
+    [actor] = [
+        name["name"]
+        for name in ray.util.list_named_actors(all_namespaces=True)
+        if victim in name["name"]
+    ]
     ray.kill(ray.get_actor(actor, namespace="serve"))
     until(lambda: service.is_ready() and victim not in service.images())
     for index in range(8):
         pictures.check(index, service.classify(pictures.files[index], "top_k=10").json())
 
 
-def test_replicas_that_are_stopped_answer_what_they_have_accepted(service: Service, pictures: Pictures) -> None:
+def test_replicas_that_are_stopped_answer_what_they_have_accepted(
+    service: Service, pictures: Pictures
+) -> None:
     stop = threading.Event()
 
     def ask(index: int) -> int:

@@ -19,7 +19,11 @@ from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(300)  # engines start many times
 
-OTHER_NAME, OTHER_LABELS, OTHER_SIZE = "other", tuple(f"another {i}" for i in range(7)), (SIZE + 8, SIZE)
+OTHER_NAME, OTHER_LABELS, OTHER_SIZE = (
+    "other",
+    tuple(f"another {i}" for i in range(7)),
+    (SIZE + 8, SIZE),
+)
 ADMIN = {"Authorization": "Bearer admin"}
 
 
@@ -41,10 +45,16 @@ def load(server: Served, served: str, checkpoint: str) -> httpx.Response:
 
 
 def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Counter[str]:
-    """Swap under load, the last time for a checkpoint that is refused; which model answered how often."""
+    """Swap under load, the last time for a checkpoint that is refused; which model answered how
+    often.
+    """
     names = [CHECKPOINT_NAME, OTHER_NAME]
     with Load(
-        server, pictures, Models(pictures.files, [folder / name for name in names]).check, callers=4, pause=0.02
+        server,
+        pictures,
+        Models(pictures.files, [folder / name for name in names]).check,
+        callers=4,
+        pause=0.02,
     ) as running:
         running.more(CHECKPOINT_NAME)
         for swap in range(swaps):
@@ -65,7 +75,10 @@ def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Co
 
 def spoilt(folder: Path) -> list[str]:
     """The names of checkpoints that no service can serve, each as it was found to slip through."""
-    for name, changes in (("cold", {"temperature": 1e-300}), ("unsaid", {"labels": ["\ud800", *LABELS[1:]]})):
+    for name, changes in (
+        ("cold", {"temperature": 1e-300}),
+        ("unsaid", {"labels": ["\ud800", *LABELS[1:]]}),
+    ):
         shutil.copytree(folder / CHECKPOINT_NAME, folder / name)
         config = folder / name / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | changes))
@@ -86,7 +99,12 @@ def reload(server: Served) -> None:
 def test_no_request_is_lost_or_mixed_while_two_models_take_turns(
     serve: Serve, pictures: Pictures, folder: Path
 ) -> None:
-    server = serve(checkpoint=folder / CHECKPOINT_NAME, checkpoint_folder=folder, admin_key="admin", compile="auto")
+    server = serve(
+        checkpoint=folder / CHECKPOINT_NAME,
+        checkpoint_folder=folder,
+        admin_key="admin",
+        compile="auto",
+    )
     outcomes = in_turns(server, pictures, folder, swaps=2)
     assert outcomes.total() > 4 * 30
     assert load(server, CHECKPOINT_NAME, OTHER_NAME).status_code == 200
@@ -99,7 +117,11 @@ def test_workers_turn_to_the_next_engine_together_and_one_that_is_killed_comes_b
     serve: Serve, pictures: Pictures, folder: Path
 ) -> None:
     server = serve(
-        workers=2, checkpoint=folder / CHECKPOINT_NAME, checkpoint_folder=folder, admin_key="admin", compile="auto"
+        workers=2,
+        checkpoint=folder / CHECKPOINT_NAME,
+        checkpoint_folder=folder,
+        admin_key="admin",
+        compile="auto",
     )
     in_turns(server, pictures, folder, swaps=1)
     until(lambda: len(Processes(server).all) == 3)  # the engines that do not serve have ended
@@ -112,7 +134,9 @@ def test_workers_turn_to_the_next_engine_together_and_one_that_is_killed_comes_b
     assert "Traceback" not in server.log
 
 
-def test_a_checkpoint_that_cannot_be_served_changes_nothing(serve: Serve, pictures: Pictures, folder: Path) -> None:
+def test_a_checkpoint_that_cannot_be_served_changes_nothing(
+    serve: Serve, pictures: Pictures, folder: Path
+) -> None:
     options: dict[str, Any] = {"checkpoint": folder / CHECKPOINT_NAME, "checkpoint_folder": folder}
     server = serve(workers=2, admin_key="admin", **options)
     names = spoilt(folder)
@@ -125,11 +149,24 @@ def test_a_checkpoint_that_cannot_be_served_changes_nothing(serve: Serve, pictur
         assert server.metric("vit_reloads_total", outcome="refused") == count
         assert server.metric("vit_last_reload_successful") == 0
         until(lambda: len(Processes(server).all) == 3)
-    until(lambda: server.log.count("the next checkpoint is refused, and the old one goes on") == len(names))
+    until(
+        lambda: (
+            server.log.count("the next checkpoint is refused, and the old one goes on")
+            == len(names)
+        )
+    )
     assert "CRITICAL" not in server.log
     assert load(server, CHECKPOINT_NAME, OTHER_NAME).status_code == 200
-    assert (server.metric("vit_reloads_total", outcome="served"), server.metric("vit_last_reload_successful")) == (1, 1)
-    assert server.metric("vit_model_info", model=OTHER_NAME, checkpoint=str((folder / OTHER_NAME).resolve())) == 1
+    assert (
+        server.metric("vit_reloads_total", outcome="served"),
+        server.metric("vit_last_reload_successful"),
+    ) == (1, 1)
+    assert (
+        server.metric(
+            "vit_model_info", model=OTHER_NAME, checkpoint=str((folder / OTHER_NAME).resolve())
+        )
+        == 1
+    )
     until(lambda: f"{OTHER_NAME} from {(folder / OTHER_NAME).resolve()} (content" in server.log)
     assert server.process.terminate() == 0
     assert "Traceback" not in server.log

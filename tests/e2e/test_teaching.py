@@ -1,4 +1,6 @@
-"""Heads that a service learns: taught, asked, examined, exported and deleted over HTTP, and there after a restart."""
+"""Heads that a service learns: taught, asked, examined, exported and deleted over HTTP, and there
+after a restart.
+"""
 
 import base64
 import shutil
@@ -14,7 +16,16 @@ from PIL import Image
 from model.taught_heads import TaughtHead
 from service.cli.main import main
 from tests.e2e.checkpoints import write_checkpoint
-from tests.e2e.serving import CHECKPOINT_NAME, LABELS, SIZE, Pictures, Serve, Served, client, problem
+from tests.e2e.serving import (
+    CHECKPOINT_NAME,
+    LABELS,
+    SIZE,
+    Pictures,
+    Serve,
+    Served,
+    client,
+    problem,
+)
 from tests.launcher import until
 from tests.model.images.pictures import encode
 
@@ -74,7 +85,10 @@ def test_a_head_answers_as_any_model(server: Served) -> None:
     assert (answer["model"], answer["predictions"][0]["label"]) == ("colours", "blue")
     assert {each["label"] for each in answer["predictions"]} == {"red", "blue"}
     assert sum(each["score"] for each in answer["predictions"]) == pytest.approx(1, abs=1e-5)
-    assert server.get("/labels", params={"model": "colours"}).json() == {"model": "colours", "labels": ["red", "blue"]}
+    assert server.get("/labels", params={"model": "colours"}).json() == {
+        "model": "colours",
+        "labels": ["red", "blue"],
+    }
     [own, taught] = sorted(server.get("/models").json(), key=lambda each: each["taught"])
     assert (own["name"], taught["name"]) == (CHECKPOINT_NAME, "colours")
     assert own["backbone"] == taught["backbone"]
@@ -83,7 +97,12 @@ def test_a_head_answers_as_any_model(server: Served) -> None:
     assert max(by_label, key=by_label.get) == "red"
     body = {
         "inputs": [
-            {"name": "image", "shape": [1], "datatype": "BYTES", "data": [base64.b64encode(picture(RED, 98)).decode()]}
+            {
+                "name": "image",
+                "shape": [1],
+                "datatype": "BYTES",
+                "data": [base64.b64encode(picture(RED, 98)).decode()],
+            }
         ]
     }
     outputs = server.client.post("/v2/models/colours/infer", json=body).json()["outputs"]
@@ -91,10 +110,14 @@ def test_a_head_answers_as_any_model(server: Served) -> None:
     assert server.metric("vit_images_total", model="colours") >= 3
 
 
-def test_the_head_and_its_backbones_own_answer_one_picture(server: Served, pictures: Pictures) -> None:
+def test_the_head_and_its_backbones_own_answer_one_picture(
+    server: Served, pictures: Pictures
+) -> None:
     answer = server.classify(pictures.files[0], "model=*&top_k=3").json()
     assert set(answer["models"]) == {CHECKPOINT_NAME, "colours"}
-    own = {each["index"]: each["score"] for each in answer["models"][CHECKPOINT_NAME]["predictions"]}
+    own = {
+        each["index"]: each["score"] for each in answer["models"][CHECKPOINT_NAME]["predictions"]
+    }
     alone = server.classify(pictures.files[0], "top_k=3").json()["predictions"]
     assert own == pytest.approx({each["index"]: each["score"] for each in alone}, abs=1e-5)
     seen = server.classify(picture(RED, 97), f"model={CHECKPOINT_NAME},colours").json()["models"]
@@ -126,7 +149,11 @@ def test_a_head_knows_itself(server: Served) -> None:
     known = described(server)
     assert server.get("/heads").json() == {"enabled": True, "heads": ["colours"]}
     assert known["examples"] == {"red": 6, "blue": 6}
-    assert (known["accuracy"]["value"], known["accuracy"]["high"], known["accuracy"]["folds"]) == (1.0, 1.0, 5)
+    assert (known["accuracy"]["value"], known["accuracy"]["high"], known["accuracy"]["folds"]) == (
+        1.0,
+        1.0,
+        5,
+    )
     assert 0.7 < known["accuracy"]["low"] < 0.8
     assert known["confusion"] == known["suspects"] == known["needs_more"] == []
     assert known["up_to_date"] is True
@@ -145,7 +172,10 @@ def test_pictures_come_in_every_form_and_mistakes_are_mended(serve: Serve, tmp_p
     raw = server.client.post("/heads/colours/examples?label=red", content=picture(RED, 50))
     assert (raw.status_code, raw.json()) == (201, counts)
     body = {"image": base64.b64encode(picture(RED, 51)).decode()}
-    assert server.client.post("/heads/colours/examples?label=red", json=body).json()["examples"]["red"] == 6
+    assert (
+        server.client.post("/heads/colours/examples?label=red", json=body).json()["examples"]["red"]
+        == 6
+    )
     for label in ("Caf\u00e9 \u2764\ufe0f", "Cafe\u0301 \u2764\ufe0f"):  # one text in two forms
         named = teach(server, label, [picture(GREEN, 1)], "other").json()
     assert named["examples"] == {"Caf\u00e9 \u2764\ufe0f": 1}
@@ -159,21 +189,33 @@ def test_pictures_come_in_every_form_and_mistakes_are_mended(serve: Serve, tmp_p
     assert fitted(server, 10)["suspects"] == []
     teach(server, "green", [picture(GREEN, seed) for seed in range(4)])
     assert fitted(server, 14)["needs_more"] == ["blue", "green"]
-    assert server.classify(picture(GREEN, 53), "model=colours").json()["predictions"][0]["label"] == "green"
+    assert (
+        server.classify(picture(GREEN, 53), "model=colours").json()["predictions"][0]["label"]
+        == "green"
+    )
 
 
-def test_a_restart_has_the_heads_again_and_a_head_waits_for_its_backbone(serve: Serve, tmp_path: Path) -> None:
+def test_a_restart_has_the_heads_again_and_a_head_waits_for_its_backbone(
+    serve: Serve, tmp_path: Path
+) -> None:
     first = serve(teach=tmp_path / "taught")
     teach_colours(first)
     before = fitted(first, 12)
     first.process.terminate()
     again = serve(teach=tmp_path / "taught")
     assert fitted(again, 12) == before
-    assert again.classify(picture(RED, 60), "model=colours").json()["predictions"][0]["label"] == "red"
+    assert (
+        again.classify(picture(RED, 60), "model=colours").json()["predictions"][0]["label"] == "red"
+    )
     again.process.terminate()
     other = write_checkpoint(tmp_path, "other", (SIZE, SIZE), LABELS, seed=9)
     third = serve(teach=tmp_path / "taught", checkpoint=other)
-    until(lambda: {each["name"]: each["state"] for each in third.get("/models").json()}["colours"] == "failed")
+    until(
+        lambda: (
+            {each["name"]: each["state"] for each in third.get("/models").json()}["colours"]
+            == "failed"
+        )
+    )
     failed = next(each for each in third.get("/models").json() if each["name"] == "colours")
     assert f"no model is served with the backbone of {CHECKPOINT_NAME}" in failed["reason"]
     refused = third.classify(picture(RED, 61), "model=colours")
@@ -197,7 +239,12 @@ INVALID, MISSING = (422, "invalid_parameter"), (404, "not_found")
         ),
         ("POST", "colours/examples?label=caf%E9", {"content": GOOD}, INVALID),
         ("POST", "colours/examples?label=red&id=unknown", {}, INVALID),
-        ("POST", "colours/examples?label=red", {"content": b"no picture"}, (415, "unsupported_media_type")),
+        (
+            "POST",
+            "colours/examples?label=red",
+            {"content": b"no picture"},
+            (415, "unsupported_media_type"),
+        ),
         ("POST", "colours/examples?label=red", {}, (422, "invalid_image")),
         ("POST", f"{CHECKPOINT_NAME}/examples?label=red", {"content": GOOD}, (409, "name_taken")),
         ("POST", f"{'a' * 200}/examples?label=red", {"content": GOOD}, INVALID),
@@ -213,18 +260,25 @@ def test_bad_requests_are_refused_and_add_nothing(
     assert described(server)["examples"] == {"red": 6, "blue": 6}
 
 
-def test_one_bad_picture_and_one_that_comes_twice_are_refused_and_add_nothing(server: Served) -> None:
+def test_one_bad_picture_and_one_that_comes_twice_are_refused_and_add_nothing(
+    server: Served,
+) -> None:
     some = teach(server, "red", [GOOD, GOOD[:60], GOOD])
     assert (problem(some), "picture 1" in some.json()["detail"]) == ((422, "invalid_image"), True)
     kept = server.classify(GOOD).json()["id"]
-    assert problem(server.client.post(f"/heads/colours/examples?label=red&id={kept}", content=GOOD)) == INVALID
+    assert (
+        problem(server.client.post(f"/heads/colours/examples?label=red&id={kept}", content=GOOD))
+        == INVALID
+    )
     assert described(server)["examples"] == {"red": 6, "blue": 6}
 
 
 def test_a_head_of_too_few_examples_is_not_waited_for(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught")
     assert teach(server, "red", [picture(RED, 1)]).status_code == 201
-    assert described(server)["reason"].startswith("two labels with two pictures each")  # it looks at what is kept
+    assert described(server)["reason"].startswith(
+        "two labels with two pictures each"
+    )  # it looks at what is kept
     refused = server.classify(picture(RED, 2), "model=colours")
     assert (refused.status_code, refused.json()["code"]) == (409, "head_without_examples")
     assert "Retry-After" not in refused.headers
@@ -239,11 +293,16 @@ def test_vitserve_teach_fails_where_no_head_comes_of_it(
     for seed in range(3):
         (tmp_path / "red" / f"{seed}.png").write_bytes(picture(RED, seed))
     assert main(["teach", "one-label", str(tmp_path), "--url", server.url]) == 1
-    assert capsys.readouterr().out == "one-label: two labels with two pictures each are needed at least\n"
+    assert (
+        capsys.readouterr().out
+        == "one-label: two labels with two pictures each are needed at least\n"
+    )
     assert server.client.delete("/heads/one-label").status_code == 204
     assert main(["teach", "one-label", str(tmp_path), "--url", server.url, "--model", "none"]) == 1
     assert "404 unknown_model" in capsys.readouterr().err
-    assert "one-label" not in server.get("/heads").json()["heads"], "it would be of another model than was asked for"
+    assert "one-label" not in server.get("/heads").json()["heads"], (
+        "it would be of another model than was asked for"
+    )
     assert main(["teach", CHECKPOINT_NAME, str(tmp_path), "--url", server.url]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "409 name_taken" in line
@@ -258,13 +317,19 @@ def test_every_worker_has_a_head_soon(serve: Serve, tmp_path: Path) -> None:
     assert server.client.delete("/heads/colours").status_code == 204
     until(lambda: all(ask(server) is None for _ in range(20)))
     teach_colours(server, count=3)
-    assert fitted(server, 6)["examples"] == {"red": 3, "blue": 3}, "nothing is left of the one that was deleted"
+    assert fitted(server, 6)["examples"] == {"red": 3, "blue": 3}, (
+        "nothing is left of the one that was deleted"
+    )
 
 
 def ask(server: Served) -> str | None:
     """What a worker says of a red picture by the head; None where it does not know the head."""
     with client(server.url) as own:
-        answer = own.post("/classify?model=colours", content=picture(RED, 33), headers={"Content-Type": "image/png"})
+        answer = own.post(
+            "/classify?model=colours",
+            content=picture(RED, 33),
+            headers={"Content-Type": "image/png"},
+        )
     return answer.json()["predictions"][0]["label"] if answer.status_code == 200 else None
 
 
@@ -272,11 +337,14 @@ def test_a_file_of_a_head_is_a_model_beside_its_backbone(
     server: Served, serve: Serve, tmp_path: Path, checkpoint: Path
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "models" / "tiny")
-    (tmp_path / "models" / "mine.safetensors").write_bytes(server.get("/heads/colours/export").content)
+    (tmp_path / "models" / "mine.safetensors").write_bytes(
+        server.get("/heads/colours/export").content
+    )
     other = serve(models=tmp_path / "models", checkpoint="", teach=tmp_path / "taught")
     until(
         lambda: (
-            {each["name"]: each["state"] for each in other.get("/models").json()} == {"tiny": "ready", "mine": "ready"}
+            {each["name"]: each["state"] for each in other.get("/models").json()}
+            == {"tiny": "ready", "mine": "ready"}
         )
     )
     answer = other.classify(picture(BLUE, 34), "model=mine").json()
@@ -285,7 +353,9 @@ def test_a_file_of_a_head_is_a_model_beside_its_backbone(
     assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
 
 
-def test_what_a_head_and_a_model_have_in_common_is_the_name_of_one_alone(serve: Serve, tmp_path: Path) -> None:
+def test_what_a_head_and_a_model_have_in_common_is_the_name_of_one_alone(
+    serve: Serve, tmp_path: Path
+) -> None:
     server = serve(teach=tmp_path / "taught", admin_key="admin-key", checkpoint_folder=tmp_path)
     teach_colours(server, count=2)
     until(lambda: "colours" in {each["name"] for each in server.get("/models").json()})
@@ -323,7 +393,9 @@ def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path
     until(lambda: server.get("/readyz").status_code == 200)
     assert teach(server, "red", [picture(RED, 1)]).status_code == 401
     teach_colours(server, headers=alice)
-    assert server.get("/heads/colours/examples", headers=bob).json()["examples"][0]["who"] == "alice"
+    assert (
+        server.get("/heads/colours/examples", headers=bob).json()["examples"][0]["who"] == "alice"
+    )
     assert teach(server, "red", [picture(RED, 22)], headers=bob).status_code == 403
     assert teach(server, "red", [picture(RED, 22)], headers=ADMIN).status_code == 201
     assert server.get("/heads", headers=ADMIN).json()["heads"] == ["colours"]

@@ -1,4 +1,6 @@
-"""Traces of a real service, as a collector receives them over the wire, and a collector that is not there."""
+"""Traces of a real service, as a collector receives them over the wire, and a collector that is not
+there.
+"""
 
 import json
 
@@ -25,11 +27,16 @@ def test_a_request_is_followed_from_its_caller_through_a_worker(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
         monkeypatch.setenv("OTEL_SERVICE_NAME", "cats")
-        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")  # so all comes when the service stops
+        monkeypatch.setenv(
+            "OTEL_BSP_SCHEDULE_DELAY", "3600000"
+        )  # so all comes when the service stops
         server = serve(workers=2, log_format="json")
         workers = Processes(server).workers
         for number in range(1, CALLERS + 1):
-            headers = {"traceparent": f"00-{number:032x}-{number:016x}-01", "tracestate": f"caller={number}"}
+            headers = {
+                "traceparent": f"00-{number:032x}-{number:016x}-01",
+                "tracestate": f"caller={number}",
+            }
             with client(server.url, verify=False) as own:
                 answer = own.post("/classify", content=pictures.files[number], headers=headers)
                 assert answer.status_code == 200

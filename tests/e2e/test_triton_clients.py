@@ -1,4 +1,6 @@
-"""NVIDIA's own clients of the Open Inference Protocol, over HTTP and gRPC, against a real server of two workers."""
+"""NVIDIA's own clients of the Open Inference Protocol, over HTTP and gRPC, against a real server of
+two workers.
+"""
 
 import re
 import socket
@@ -9,7 +11,15 @@ import numpy as np
 import pytest
 
 from service.web.inference_protocol import EXTENSIONS, REPOSITORY_EXTENSION
-from tests.e2e.serving import CHECKPOINT_NAME, INFERRED, SIZE, Pictures, Serve, Served, check_inferred
+from tests.e2e.serving import (
+    CHECKPOINT_NAME,
+    INFERRED,
+    SIZE,
+    Pictures,
+    Serve,
+    Served,
+    check_inferred,
+)
 
 by_http = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 by_grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
@@ -51,14 +61,25 @@ def images(triton: Any, *files: bytes) -> Any:
 
 def test_every_worker_listens_on_the_one_port_of_grpc(server: Served) -> None:
     port = int(grpc_address(server).rpartition(":")[2])
-    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    assert sum(fields[1].endswith(f":{port:04X}") and fields[3] == LISTENING for fields in lines) == WORKERS
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()
+    ]
+    assert (
+        sum(fields[1].endswith(f":{port:04X}") and fields[3] == LISTENING for fields in lines)
+        == WORKERS
+    )
 
 
-def test_a_service_for_other_machines_answers_from_outside_of_loopback(serve_module: Serve, pictures: Pictures) -> None:
+def test_a_service_for_other_machines_answers_from_outside_of_loopback(
+    serve_module: Serve, pictures: Pictures
+) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the system names the address that it would send from
+            probe.connect(
+                ("192.0.2.1", 9)
+            )  # nothing is sent: the system names the address that it would send from
         except OSError:
             pytest.skip("this machine has no address but loopback")
         own = probe.getsockname()[0]
@@ -80,7 +101,11 @@ def test_they_see_a_server_and_a_model_that_are_ready(http: Any, grpc: Any) -> N
     assert tuple(http.get_server_metadata()["extensions"]) == (*EXTENSIONS, REPOSITORY_EXTENSION)
     assert tuple(grpc.get_server_metadata().extensions) == EXTENSIONS
     metadata = http.get_model_metadata(CHECKPOINT_NAME)
-    assert metadata["inputs"][1] == {"name": "pixels", "datatype": "UINT8", "shape": [-1, SIZE, SIZE, 3]}
+    assert metadata["inputs"][1] == {
+        "name": "pixels",
+        "datatype": "UINT8",
+        "shape": [-1, SIZE, SIZE, 3],
+    }
     outputs = grpc.get_model_metadata(CHECKPOINT_NAME, as_json=True)["outputs"]
     assert [each["name"] for each in outputs] == [each["name"] for each in metadata["outputs"]]
     assert http.get_model_config(CHECKPOINT_NAME)["name"] == CHECKPOINT_NAME
@@ -95,14 +120,20 @@ def test_they_see_a_server_and_a_model_that_are_ready(http: Any, grpc: Any) -> N
     ids=["http, binary", "http, JSON", "grpc"],
 )
 def test_answers_are_those_of_classify(
-    protocol: str, options: dict[str, bool], request: pytest.FixtureRequest, server: Served, pictures: Pictures
+    protocol: str,
+    options: dict[str, bool],
+    request: pytest.FixtureRequest,
+    server: Served,
+    pictures: Pictures,
 ) -> None:
     client, triton = request.getfixturevalue(protocol), {"http": by_http, "grpc": by_grpc}[protocol]
     files = pictures.files[:5]
     wanted = [triton.InferRequestedOutput(name, **options) for name in INFERRED]
     parameters = {"top_k": 3, "attention": "cls"}
     sent = [images(triton, *files)]
-    answer = client.infer(CHECKPOINT_NAME, sent, outputs=wanted, request_id="17", parameters=parameters)
+    answer = client.infer(
+        CHECKPOINT_NAME, sent, outputs=wanted, request_id="17", parameters=parameters
+    )
     response = answer.get_response()
     assert (response["id"] if protocol == "http" else response.id) == "17"
     check_inferred(answer, server, files)

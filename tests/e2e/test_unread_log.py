@@ -48,7 +48,12 @@ def stopped_terminal() -> Iterator[int]:
 def test_nothing_waits_for_a_reader_of_the_log(standard_error: object, workers: int) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    settings = {"VIT_PORT": str(port), "VIT_WORKERS": str(workers), "VIT_DRAIN_DELAY": "0", "VIT_CACHE_DIR": "off"}
+    settings = {
+        "VIT_PORT": str(port),
+        "VIT_WORKERS": str(workers),
+        "VIT_DRAIN_DELAY": "0",
+        "VIT_CACHE_DIR": "off",
+    }
     with standard_error() as descriptor:  # type: ignore[operator]
         process = subprocess.Popen(
             [sys.executable, "-m", "service", "serve"],
@@ -84,6 +89,10 @@ def ask_many(url: str) -> int:
     picture = PICTURE.read_bytes()
     with httpx.Client(base_url=url, timeout=10) as client:
         for number in range(REQUESTS // CALLERS):
-            response = client.post("/classify", content=picture) if number % 25 == 0 else client.get("/labels")
+            response = (
+                client.post("/classify", content=picture)
+                if number % 25 == 0
+                else client.get("/labels")
+            )
             answered += response.status_code == 200
     return answered

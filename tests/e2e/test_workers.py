@@ -1,4 +1,6 @@
-"""Two web workers and an engine, each a process: they answer as one, and whichever is killed, only its own is lost."""
+"""Two web workers and an engine, each a process: they answer as one, and whichever is killed, only
+its own is lost.
+"""
 
 import json
 import os
@@ -27,8 +29,12 @@ PLACES = 48
 
 @pytest.fixture(scope="module")
 def service(serve_module: Serve) -> Served:
-    """With little room, so that overload is easily made; started anew, as only its engine is to have torch."""
-    return serve_module(warm=False, workers=WORKERS, queue_size=PLACES, max_images_per_request=8, request_timeout=30)
+    """With little room, so that overload is easily made; started anew, as only its engine is to
+    have torch.
+    """
+    return serve_module(
+        warm=False, workers=WORKERS, queue_size=PLACES, max_images_per_request=8, request_timeout=30
+    )
 
 
 def asks_every_worker(server: Served, path: str) -> list[httpx.Response]:
@@ -90,36 +96,51 @@ def samples(scrape: httpx.Response) -> Callable[[str], list[float]]:
     return lambda name: [float(value) for key, _, value in lines if key.partition("{")[0] == name]
 
 
-def test_workers_share_a_socket_and_both_families(serve: Serve, pictures: Pictures, tmp_path: Path) -> None:
+def test_workers_share_a_socket_and_both_families(
+    serve: Serve, pictures: Pictures, tmp_path: Path
+) -> None:
     path = tmp_path / "http"
     server = serve(workers=WORKERS, host=f"unix:{path},::")
     port = server.url.rpartition(":")[2]
     for _ in range(8):
         transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://any.example", timeout=PATIENCE) as caller:
+        with httpx.Client(
+            transport=transport, base_url="http://any.example", timeout=PATIENCE
+        ) as caller:
             pictures.check(0, caller.post("/classify", content=pictures.files[0]).json())
     for host in ("127.0.0.1", "[::1]"):
         assert httpx.get(f"http://{host}:{port}/healthz", trust_env=False).status_code == 200
     for host in (f"unix:{path},::", "::", "[::1]"):
         environment = {"VIT_HOST": host, "VIT_PORT": port}
-        asked = subprocess.run([sys.executable, REPOSITORY / "deploy/healthcheck.py"], env=environment, check=False)
+        asked = subprocess.run(
+            [sys.executable, REPOSITORY / "deploy/healthcheck.py"], env=environment, check=False
+        )
         assert asked.returncode == 0, host
     assert server.process.terminate() == 0
     assert not path.exists()
 
 
-def test_a_picture_that_one_worker_kept_is_found_by_every_worker(service: Served, pictures: Pictures) -> None:
+def test_a_picture_that_one_worker_kept_is_found_by_every_worker(
+    service: Served, pictures: Pictures
+) -> None:
     document = service.classify(pictures.files[5], "attention=true").json()
     for answer in asks_every_worker(service, f"{document['attention']['url']}&format=json"):
         assert answer.status_code == 200
         assert answer.json()["grid"] == document["attention"]["grid"]
         assert answer.json()["values"] == document["attention"]["values"]
-    assert {answer.status_code for answer in asks_every_worker(service, "/attention?id=nobody")} == {404}
+    assert {
+        answer.status_code for answer in asks_every_worker(service, "/attention?id=nobody")
+    } == {404}
 
 
-def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(service: Served, pictures: Pictures) -> None:
+def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(
+    service: Served, pictures: Pictures
+) -> None:
     until(service.idle)
-    before, engine = service.metric("vit_rejected_total", reason="queue_full"), Processes(service).engine
+    before, engine = (
+        service.metric("vit_rejected_total", reason="queue_full"),
+        Processes(service).engine,
+    )
     callers = 4 * PLACES  # each worker gets more than its half of the places
 
     def is_full() -> bool:
@@ -128,7 +149,8 @@ def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(servi
 
     with ExitStack() as stack:
         connections = [stack.enter_context(service.raw()) for _ in range(callers)]
-        # The supervisor too: it would take the engine for frozen, and replace it, before all of this is done.
+        # The supervisor too: it would take the engine for frozen, and replace it, before all of
+        # this is done.
         for pid in (service.process.process.pid, engine):
             os.kill(pid, signal.SIGSTOP)
             stack.callback(os.kill, pid, signal.SIGCONT)
@@ -159,15 +181,24 @@ def test_a_killed_worker_loses_its_own_callers_only_and_another_takes_its_place(
         until(lambda: victim not in processes.all and len(processes.all) == WORKERS + 1)
         running.more()
         outcomes = running.stop()
-    assert set(outcomes) <= {"answered", "lost", "engine_unavailable"}  # a new worker has to meet the engine first
-    assert "worker 0 ended with signal 9" in service.log or "worker 1 ended with signal 9" in service.log
+    assert set(outcomes) <= {
+        "answered",
+        "lost",
+        "engine_unavailable",
+    }  # a new worker has to meet the engine first
+    assert (
+        "worker 0 ended with signal 9" in service.log
+        or "worker 1 ended with signal 9" in service.log
+    )
     until(service.idle)
     for scrape in asks_every_worker(service, "/metrics"):
         assert sum(samples(scrape)("vit_images_total")) >= counted + outcomes["answered"]
         assert samples(scrape)("vit_inflight_requests") == [0]
 
 
-def test_a_killed_engine_is_an_error_for_whom_it_had_and_is_started_again(service: Served, pictures: Pictures) -> None:
+def test_a_killed_engine_is_an_error_for_whom_it_had_and_is_started_again(
+    service: Served, pictures: Pictures
+) -> None:
     processes = Processes(service)
     victim = processes.engine
     with Load(service, pictures) as running:
@@ -186,14 +217,22 @@ def test_a_killed_engine_is_an_error_for_whom_it_had_and_is_started_again(servic
     until(service.idle)
 
 
-def test_a_frozen_engine_gets_no_requests_long_before_it_is_killed(service: Served, pictures: Pictures) -> None:
+def test_a_frozen_engine_gets_no_requests_long_before_it_is_killed(
+    service: Served, pictures: Pictures
+) -> None:
     processes = Processes(service)
     victim = processes.engine
     os.kill(victim, signal.SIGSTOP)
     try:
-        until(lambda: {answer.status_code for answer in asks_every_worker(service, "/readyz")} == {503})
+        until(
+            lambda: (
+                {answer.status_code for answer in asks_every_worker(service, "/readyz")} == {503}
+            )
+        )
         with connection(service) as own:
-            refused = own.post("/classify", content=pictures.files[1], headers={"Content-Type": "image/png"})
+            refused = own.post(
+                "/classify", content=pictures.files[1], headers={"Content-Type": "image/png"}
+            )
         assert problem(refused) == (503, "engine_unavailable")
         assert "no sign of life" in refused.json()["detail"]
         assert victim in processes.all
@@ -204,14 +243,18 @@ def test_a_frozen_engine_gets_no_requests_long_before_it_is_killed(service: Serv
     assert processes.engine == victim
 
 
-def test_a_frozen_engine_and_a_frozen_worker_are_replaced(service: Served, pictures: Pictures) -> None:
+def test_a_frozen_engine_and_a_frozen_worker_are_replaced(
+    service: Served, pictures: Pictures
+) -> None:
     processes = Processes(service)
     victims = {processes.engine, min(processes.workers)}
     for victim in victims:
         os.kill(victim, signal.SIGSTOP)
     with connection(service) as own:
         try:
-            refused = own.post("/classify", content=pictures.files[1], headers={"Content-Type": "image/png"})
+            refused = own.post(
+                "/classify", content=pictures.files[1], headers={"Content-Type": "image/png"}
+            )
             assert problem(refused) == (503, "engine_unavailable")
         except httpx.TransportError:  # the frozen worker had accepted it
             pass
@@ -219,7 +262,9 @@ def test_a_frozen_engine_and_a_frozen_worker_are_replaced(service: Served, pictu
     assert service.log.count("is frozen: no sign of life") == len(victims)
     until(lambda: {answer.status_code for answer in asks_every_worker(service, "/readyz")} == {200})
     with connection(service) as own:
-        answer = own.post("/classify", content=pictures.files[1], headers={"Content-Type": "image/png"})
+        answer = own.post(
+            "/classify", content=pictures.files[1], headers={"Content-Type": "image/png"}
+        )
     pictures.check(1, answer.json())
 
 

@@ -4,5 +4,7 @@ import os
 
 from hypothesis import settings
 
-settings.register_profile("fuzz", max_examples=int(os.environ.get("EXAMPLES", "100")), deadline=None)
+settings.register_profile(
+    "fuzz", max_examples=int(os.environ.get("EXAMPLES", "100")), deadline=None
+)
 settings.load_profile("fuzz")

@@ -1,4 +1,6 @@
-"""schemathesis: requests made from a server's own OpenAPI document, and checks of what it answers to them."""
+"""schemathesis: requests made from a server's own OpenAPI document, and checks of what it answers
+to them.
+"""
 
 import subprocess
 import sys
@@ -23,8 +25,22 @@ def schemathesis(
     """
     # Its command has no `python -m`, and a script beside this interpreter need not be there.
     program = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
-    command = [sys.executable, "-c", program, "--config-file", str(CONFIG), "run", f"{url}/openapi.json"]
-    options = ["--checks=all", f"--seed={seed}", "--generation-database=none", "--no-color", *arguments]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "--config-file",
+        str(CONFIG),
+        "run",
+        f"{url}/openapi.json",
+    ]
+    options = [
+        "--checks=all",
+        f"--seed={seed}",
+        "--generation-database=none",
+        "--no-color",
+        *arguments,
+    ]
     if key:
         options += ["--header", f"Authorization: Bearer {key}"]
     return subprocess.run(

@@ -58,7 +58,10 @@ def valid_files() -> list[bytes]:
         encode(picture, "TIFF", orientation=5),
         encode(picture, "TIFF", big_tiff=True),
         encode(picture, "AVIF", orientation=6),
-        *(encode(picture, "TIFF", compression=name) for name in ("tiff_lzw", "jpeg", "tiff_adobe_deflate", "packbits")),
+        *(
+            encode(picture, "TIFF", compression=name)
+            for name in ("tiff_lzw", "jpeg", "tiff_adobe_deflate", "packbits")
+        ),
         encode(grey.convert("1"), "TIFF", compression="group4"),
         encode(grey.convert("F"), "TIFF"),
         encode(picture.convert("LAB"), "TIFF"),
@@ -108,12 +111,19 @@ def test_damaged_files_are_answered(draw: st.DataObject, number: int, scaled_dec
     # Most of what matters is in the first few hundred bytes.
     places = st.integers(0, len(data) - 1) | st.integers(0, min(len(data) - 1, 300))
     for place in draw.draw(st.lists(places, min_size=1, max_size=6), label="places"):
-        kind = draw.draw(st.sampled_from(("set", "set", "number", "insert", "delete", "repeat", "cut")), label="kind")
+        kind = draw.draw(
+            st.sampled_from(("set", "set", "number", "insert", "delete", "repeat", "cut")),
+            label="kind",
+        )
         if kind == "set":
             data[place : place + 1] = draw.draw(st.binary(min_size=1, max_size=1))
         elif kind == "number":
-            value = draw.draw(st.sampled_from((0, 1, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF)))
-            data[place : place + 4] = value.to_bytes(4, draw.draw(st.sampled_from(("big", "little"))))
+            value = draw.draw(
+                st.sampled_from((0, 1, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF))
+            )
+            data[place : place + 4] = value.to_bytes(
+                4, draw.draw(st.sampled_from(("big", "little")))
+            )
         elif kind == "insert":
             data[place:place] = draw.draw(st.binary(max_size=12))
         elif kind == "delete":
@@ -122,13 +132,20 @@ def test_damaged_files_are_answered(draw: st.DataObject, number: int, scaled_dec
             data[place:place] = data[place : place + 40] * 3
         else:
             del data[place:]
-    answer(with_checksums(data) if data.startswith(b"\x89PNG") else bytes(data), scaled_decode=scaled_decode)
+    answer(
+        with_checksums(data) if data.startswith(b"\x89PNG") else bytes(data),
+        scaled_decode=scaled_decode,
+    )
 
 
 @given(st.data(), st.integers(0, 24), st.integers(0, 24))
-def test_the_head_of_one_file_on_the_tail_of_another_is_answered(draw: st.DataObject, one: int, other: int) -> None:
+def test_the_head_of_one_file_on_the_tail_of_another_is_answered(
+    draw: st.DataObject, one: int, other: int
+) -> None:
     head, tail = valid_files()[one], valid_files()[other]
-    answer(head[: draw.draw(st.integers(0, len(head)))] + tail[draw.draw(st.integers(0, len(tail))) :])
+    answer(
+        head[: draw.draw(st.integers(0, len(head)))] + tail[draw.draw(st.integers(0, len(tail))) :]
+    )
 
 
 @pytest.mark.parametrize("magic", MAGICS)

@@ -17,7 +17,8 @@ PICTURE = png(1)
 REQUESTS = [
     b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"HEAD / HTTP/1.0\r\n\r\n",
-    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(PICTURE), PICTURE),
+    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+    % (len(PICTURE), PICTURE),
     b"POST /classify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     b"POST /classify HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
     b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -26,12 +27,25 @@ REQUESTS = [
     b'Content-Length: 66\r\n\r\n--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc\r\n--b--\r\n',
 ]
 LAST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-TOKENS = [b"\r\n", b"\n", b"\0", b"\x80", b":", b"\r\n\r\n", b"0\r\n\r\n", b"Content-Length: 5\r\n", b"HTTP/1.0", b"%"]
+TOKENS = [
+    b"\r\n",
+    b"\n",
+    b"\0",
+    b"\x80",
+    b":",
+    b"\r\n\r\n",
+    b"0\r\n\r\n",
+    b"Content-Length: 5\r\n",
+    b"HTTP/1.0",
+    b"%",
+]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path_factory.mktemp("server") / "log", warm=True, device="cpu", compile="off") as process:
+    with ServerProcess(
+        tmp_path_factory.mktemp("server") / "log", warm=True, device="cpu", compile="off"
+    ) as process:
         yield process
 
 
@@ -44,7 +58,9 @@ def test_damaged_requests_are_answered_and_the_service_goes_on(
         place = draw.draw(st.integers(0, len(data)))
         more = draw.draw(st.sampled_from(TOKENS) | st.binary(max_size=8))
         data = data[:place] + more + data[place + draw.draw(st.integers(0, 4)) :]
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30
+    ) as connection:
         connection.sendall(data + LAST)
         connection.settimeout(0.05)  # a request that is damaged may want more, which never comes
         received = b""

@@ -24,13 +24,17 @@ def cifar(tmp_path: Path) -> Path:
 def data(cifar: Path, recipe: Recipe) -> TrainingData:
     """The training pictures, split as the recipe says."""
     dataset = open_dataset(cifar, recipe.validation, recipe.seed)
-    train, validation = (decode(part, config((32, 32)), cifar) for part in (dataset.train, dataset.validation))
+    train, validation = (
+        decode(part, config((32, 32)), cifar) for part in (dataset.train, dataset.validation)
+    )
     return TrainingData(train, validation, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Matrix libraries may share work among threads differently from call to call, and so round differently."""
+    """Matrix libraries may share work among threads differently from call to call, and so round
+    differently.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,6 @@
-"""A tiny configuration of every kind of model that a reader knows, and of every switch that a native one may have."""
+"""A tiny configuration of every kind of model that a reader knows, and of every switch that a
+native one may have.
+"""
 
 from typing import Any, Final
 
@@ -27,14 +29,23 @@ _BEIT: Final[dict[str, Any]] = {
 }
 
 HUGGING_FACE: Final[dict[str, list[dict[str, Any]]]] = {
-    "ViTForImageClassification": [{}, {"hidden_act": "relu", "num_channels": 1}, {"image_size": 19}],
+    "ViTForImageClassification": [
+        {},
+        {"hidden_act": "relu", "num_channels": 1},
+        {"image_size": 19},
+    ],
     "DeiTForImageClassification": [{}],
     "DeiTForImageClassificationWithTeacher": [{}],
     "Dinov2ForImageClassification": [_DINO, _DINO | {"use_swiglu_ffn": True}],
     "Dinov2WithRegistersForImageClassification": [_DINO | {"num_register_tokens": 3}],
     "BeitForImageClassification": [
         _BEIT,
-        _BEIT | {"use_mean_pooling": False, "use_absolute_position_embeddings": True, "layer_scale_init_value": 0.0},
+        _BEIT
+        | {
+            "use_mean_pooling": False,
+            "use_absolute_position_embeddings": True,
+            "layer_scale_init_value": 0.0,
+        },
     ],
     "SiglipForImageClassification": [{}],
     "CLIPForImageClassification": [{"hidden_act": "quick_gelu"}],
@@ -60,13 +71,17 @@ NATIVE: Final[dict[str, dict[str, Any]]] = {
     "residual post-norm": {"norm_order": "res_post", "layer_scale": True},
     "inner width": {"attention_width": 16, "pool": "mean"},
     "norms of patches": {"patch_embedding": "linear", "patch_norms": True},
-    "convolutions": {"conv_stem": {"widths": (6, 8), "kernels": (3, 3), "strides": (2, 1), "pools": (1, 2)}},
+    "convolutions": {
+        "conv_stem": {"widths": (6, 8), "kernels": (3, 3), "strides": (2, 1), "pools": (1, 2)}
+    },
     "root alone": {"image_size": (16, 16), "stem": {"layers": []}},
 }
 
 
 def families() -> dict[str, ViTConfig]:
-    """Return a configuration of each kind by a name that says where it comes from; kinds that are alike count once."""
+    """Return a configuration of each kind by a name that says where it comes from; kinds that are
+    alike count once.
+    """
     found: dict[str, ViTConfig] = {}
     for family in FAMILIES:
         for number, fields in enumerate(HUGGING_FACE[family.class_name]):
@@ -76,7 +91,14 @@ def families() -> dict[str, ViTConfig]:
     for name, arguments in architectures().items():
         found[f"timm {name}"] = _timm(arguments)
     for name, fields in NATIVE.items():
-        sizes = {"image_size": (16, 16), "patch_size": 8, "width": 32, "depth": 2, "heads": 2, "mlp_width": 64}
+        sizes = {
+            "image_size": (16, 16),
+            "patch_size": 8,
+            "width": 32,
+            "depth": 2,
+            "heads": 2,
+            "mlp_width": 64,
+        }
         found[f"native {name}"] = ViTConfig.model_validate(sizes | {"num_classes": 5} | fields)
     alike = {_kind(config): name for name, config in reversed(found.items())}
     return {name: found[name] for name in reversed(alike.values())}
@@ -86,7 +108,14 @@ def _timm(arguments: dict[str, Any]) -> ViTConfig:
     stem = arguments.get("stem_layers")
     stages = {} if stem is None else {"stem_layers": [1] * len(stem)}
     patch = 8 if stem is None else 1
-    sizes = {"embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "patch_size": patch, "num_classes": 5}
+    sizes = {
+        "embed_dim": 32,
+        "depth": 2,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": patch,
+        "num_classes": 5,
+    }
     made = parse_arguments(arguments | sizes | stages | {"img_size": 16})
     edge = 2 * made.patch_edge
     return made.model_copy(update={"img_size": (edge, edge)}).vit_config()
@@ -95,4 +124,6 @@ def _timm(arguments: dict[str, Any]) -> ViTConfig:
 def _kind(config: ViTConfig) -> ViTConfig:
     """Return the configuration without what is a number alone, and changes no operator."""
     rotary = config.rotary and RotaryPositions(learned=config.rotary.learned)
-    return config.model_copy(update={"norm_eps": 1e-6, "registers": min(config.registers, 1), "rotary": rotary})
+    return config.model_copy(
+        update={"norm_eps": 1e-6, "registers": min(config.registers, 1), "rotary": rotary}
+    )

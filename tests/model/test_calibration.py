@@ -1,4 +1,6 @@
-"""The temperature; sets of labels: their coverage, their finite-sample correction, and when they are empty."""
+"""The temperature; sets of labels: their coverage, their finite-sample correction, and when they
+are empty.
+"""
 
 import math
 
@@ -27,21 +29,36 @@ from model.heads import Form
 
 
 @pytest.mark.parametrize(
-    ("coverage", "least"), [(0.2, 2), (0.5, 3), (0.8, 9), (0.9, 19), (0.95, 39), (0.99, 199), (0.999, 1999)]
+    ("coverage", "least"),
+    [(0.2, 2), (0.5, 3), (0.8, 9), (0.9, 19), (0.95, 39), (0.99, 199), (0.999, 1999)],
 )
 def test_so_many_pictures_are_needed_and_one_less_is_refused(coverage: float, least: int) -> None:
     assert pictures_needed(coverage) == least
     numbers = [number / least for number in range(least)]
-    assert LabelSets.of(1.0, numbers, numbers, coverage).least_score == 0  # of the fewest pictures, all must fit
-    fewer = Calibration.of("pictures", least, Fit(1.0), np.array(numbers[1:]), np.array(numbers[1:]))
-    with pytest.raises(CheckpointError, match=f"on {least - 1} pictures, too few for .*: {least} are enough$"):
+    assert (
+        LabelSets.of(1.0, numbers, numbers, coverage).least_score == 0
+    )  # of the fewest pictures, all must fit
+    fewer = Calibration.of(
+        "pictures", least, Fit(1.0), np.array(numbers[1:]), np.array(numbers[1:])
+    )
+    with pytest.raises(
+        CheckpointError, match=f"on {least - 1} pictures, too few for .*: {least} are enough$"
+    ):
         label_sets_of(fewer, coverage, "m")
 
 
 @pytest.mark.parametrize(
     ("count", "coverage", "left_out"),
     # (count + 1) (1 - coverage) / 2 pictures may lie below a threshold, in whole ones.
-    [(39, 0.95, 0), (78, 0.95, 0), (79, 0.95, 1), (118, 0.95, 1), (119, 0.95, 2), (19, 0.9, 0), (999, 0.9, 49)],
+    [
+        (39, 0.95, 0),
+        (78, 0.95, 0),
+        (79, 0.95, 1),
+        (118, 0.95, 1),
+        (119, 0.95, 2),
+        (19, 0.9, 0),
+        (999, 0.9, 49),
+    ],
 )
 def test_the_finite_sample_correction_is_exact(count: int, coverage: float, left_out: int) -> None:
     scores, energies = np.linspace(0, 1, count).tolist(), np.linspace(5, 9, count).tolist()
@@ -49,7 +66,9 @@ def test_the_finite_sample_correction_is_exact(count: int, coverage: float, left
     assert (sets.least_score, sets.least_energy) == (scores[left_out], energies[left_out])
 
 
-def drawn(generator: np.random.Generator, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def drawn(
+    generator: np.random.Generator, count: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Logits of a model that is too sure of itself, and labels."""
     logits = generator.normal(size=(count, 5)).astype(np.float32)
     truth = np.array([generator.choice(5, p=row) for row in scores_and_energies(logits, 1.0)[0]])
@@ -57,7 +76,9 @@ def drawn(generator: np.random.Generator, count: int) -> tuple[NDArray[np.float3
 
 
 @pytest.mark.parametrize(("count", "coverage"), [(39, 0.95), (60, 0.8), (100, 0.9)])
-def test_sets_hold_the_right_label_of_exchangeable_pictures_so_often(count: int, coverage: float) -> None:
+def test_sets_hold_the_right_label_of_exchangeable_pictures_so_often(
+    count: int, coverage: float
+) -> None:
     generator = np.random.default_rng(0)
     held, empty, rounds = 0.0, 0.0, 250
     logits, truth = drawn(generator, 6000)
@@ -103,7 +124,9 @@ def test_logits_that_are_not_finite_have_no_set_and_no_warning() -> None:
         ({"more": 1}, "more"),
     ],
 )
-def test_a_calibration_that_none_was_written_as_is_refused(changes: dict[str, object], message: str) -> None:
+def test_a_calibration_that_none_was_written_as_is_refused(
+    changes: dict[str, object], message: str
+) -> None:
     written = Calibration.of("pictures", 2, Fit(1.5), np.array([0.9, 0.1]), np.array([3.0, 1.0]))
     assert (written.scores, written.energies) == ((0.1, 0.9), (1.0, 3.0))
     with pytest.raises(ValidationError, match=message):
@@ -114,7 +137,9 @@ def calibrated_logits(count: int = 4000) -> tuple[NDArray[np.float32], NDArray[n
     """Labels drawn from softmax(logits): the right temperature is 1 by construction."""
     generator = np.random.default_rng(0)
     logits = 2 * generator.normal(size=(count, 5)).astype(np.float32)
-    return logits, np.array([generator.choice(5, p=row) for row in scores_and_energies(logits, 1.0)[0]])
+    return logits, np.array(
+        [generator.choice(5, p=row) for row in scores_and_energies(logits, 1.0)[0]]
+    )
 
 
 @pytest.mark.parametrize("truth", [0.4, 1.0, 3.0])
@@ -125,7 +150,11 @@ def test_the_fitted_temperature_makes_the_labels_likeliest(truth: float) -> None
     assert fitted == pytest.approx(truth, rel=0.06)
 
     def loss(temperature: float) -> float:
-        return -float(np.log(scores_and_energies(logits, temperature)[0][np.arange(len(labels)), labels]).mean())
+        return -float(
+            np.log(
+                scores_and_energies(logits, temperature)[0][np.arange(len(labels)), labels]
+            ).mean()
+        )
 
     assert all(loss(fitted) <= loss(fitted * factor) for factor in (0.1, 0.9, 0.99, 1.01, 1.1, 6.0))
 
@@ -138,7 +167,9 @@ def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered
     assert fit_scores(3 * logits, logits.argmax(axis=1)) == Fit(1.0)
 
 
-@pytest.mark.parametrize(("made", "name"), [(Form(), 0), (Form(power=1.8), 1), (Form(power=2.0, crowding=1.0), 2)])
+@pytest.mark.parametrize(
+    ("made", "name"), [(Form(), 0), (Form(power=1.8), 1), (Form(power=2.0, crowding=1.0), 2)]
+)
 def test_the_form_that_fits_what_was_held_out_is_chosen(made: Form, name: int) -> None:
     generator = np.random.default_rng(0)
     logits = 3 * generator.normal(size=(3000, 8)).astype(np.float32)
@@ -146,10 +177,16 @@ def test_the_form_that_fits_what_was_held_out_is_chosen(made: Form, name: int) -
     labels = (scores.cumsum(axis=1) < generator.random((3000, 1))).sum(axis=1).clip(max=7)
     fit, chosen = choose_fit(logits[:1500], labels[:1500], Fit(1.0))
     assert chosen == FORMS[name]
-    assert choose_fit(logits[:1500], labels[:1500], Fit(2.0, made)) == (Fit(2.0, made), ""), "nothing fits better"
-    found, best = (losses(logits[1500:], labels[1500:], each).mean() for each in (fit, Fit(2.0, made)))
+    assert choose_fit(logits[:1500], labels[:1500], Fit(2.0, made)) == (Fit(2.0, made), ""), (
+        "nothing fits better"
+    )
+    found, best = (
+        losses(logits[1500:], labels[1500:], each).mean() for each in (fit, Fit(2.0, made))
+    )
     assert found <= best + 0.003
-    assert (np.diff(np.take_along_axis(scores, np.argsort(logits, axis=1), axis=1)) >= 0).all(), "the order stays"
+    assert (np.diff(np.take_along_axis(scores, np.argsort(logits, axis=1), axis=1)) >= 0).all(), (
+        "the order stays"
+    )
 
 
 def test_a_calibration_fits_the_temperature_to_a_fifth_and_measures_sets_on_the_rest() -> None:
@@ -176,5 +213,7 @@ def test_few_pictures_leave_the_temperature_and_fewer_are_refused_with_what_is_e
     found = calibrate(logits, labels, Fit(1.25), "made", (0.95,))
     assert (found.calibration.temperature, found.fitted, found.form) == (1.25, 0, "")
     assert len(found.calibration.scores) == 39
-    with pytest.raises(DatasetError, match=r"^made: 38 pictures .* 0.95: 39 are enough, and these for 0.94 \(--cov"):
+    with pytest.raises(
+        DatasetError, match=r"^made: 38 pictures .* 0.95: 39 are enough, and these for 0.94 \(--cov"
+    ):
         calibrate(logits[:38], labels[:38], Fit(1.25), "made", (0.95,))

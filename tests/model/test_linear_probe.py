@@ -7,7 +7,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from model.calibration import fit_scores
-from model.linear_probe import FOLDS, PENALTIES, Axes, Choice, choose_penalty, draw_folds, fit_head, interval
+from model.linear_probe import (
+    FOLDS,
+    PENALTIES,
+    Axes,
+    Choice,
+    choose_penalty,
+    draw_folds,
+    fit_head,
+    interval,
+)
 
 
 def noise(count: int, width: int = 12) -> NDArray[np.float64]:
@@ -15,7 +24,9 @@ def noise(count: int, width: int = 12) -> NDArray[np.float64]:
     return 40 + 7 * np.random.default_rng(count).normal(size=(count, width))
 
 
-def choice_of(features: NDArray[np.float64], truth: NDArray[np.int64], folds: NDArray[np.int64]) -> Choice:
+def choice_of(
+    features: NDArray[np.float64], truth: NDArray[np.int64], folds: NDArray[np.int64]
+) -> Choice:
     return choose_penalty(Axes.of(features), truth, folds, int(truth.max()) + 1)
 
 
@@ -37,7 +48,9 @@ def test_each_head_is_the_minimum_of_its_loss(width: int) -> None:
         found = axes.head(truth, 3, penalty)
         weight = torch.tensor(found[0] * scale, requires_grad=True)
         bias = torch.tensor(found[1] + found[0] @ features.mean(axis=0), requires_grad=True)
-        loss = F.cross_entropy(torch.tensor(scaled / scale) @ weight.T + bias, torch.from_numpy(truth))
+        loss = F.cross_entropy(
+            torch.tensor(scaled / scale) @ weight.T + bias, torch.from_numpy(truth)
+        )
         loss = loss + penalty / 2 * weight.square().sum()
         slopes = torch.autograd.grad(loss, (weight, bias))
         assert max(float(slope.abs().max()) for slope in slopes) < 2e-6
@@ -72,9 +85,13 @@ def test_the_penalty_is_the_one_whose_heads_do_best_on_held_out_pictures(count: 
             weight, bias = seen.head(truth[folds != number], 4, penalty)
             logits[folds == number] = features[folds == number] @ weight.T + bias
         temperature = fit_scores(logits, truth).temperature
-        losses.append(float(F.cross_entropy(torch.from_numpy(logits / temperature), torch.from_numpy(truth))))
+        losses.append(
+            float(F.cross_entropy(torch.from_numpy(logits / temperature), torch.from_numpy(truth)))
+        )
     choice = choice_of(features, truth, folds)
-    best = next(n for n, loss in enumerate(losses) if loss < min(losses[n + 1 : n + 3], default=np.inf))
+    best = next(
+        n for n, loss in enumerate(losses) if loss < min(losses[n + 1 : n + 3], default=np.inf)
+    )
     assert PENALTIES.index(choice.penalty) == best
     assert choice.loss == pytest.approx(losses[best], abs=1e-3)
     assert choice.temperature != 1.0
@@ -92,7 +109,9 @@ def test_each_class_is_spread_over_all_folds() -> None:
 def test_the_same_pictures_give_the_same_head_and_other_seeds_other_folds() -> None:
     features, truth = noise(60), np.arange(60) % 3
     features[:, 0] += 5.0 * truth
-    (first, one), (second, two) = (fit_head(features.astype(np.float32), truth, "abc") for _ in range(2))
+    (first, one), (second, two) = (
+        fit_head(features.astype(np.float32), truth, "abc") for _ in range(2)
+    )
     assert first.weight is not None
     assert second.weight is not None
     assert np.array_equal(first.weight, second.weight)

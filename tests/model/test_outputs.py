@@ -6,7 +6,14 @@ import pytest
 
 from model.config import ViTConfig
 from model.errors import InputError
-from model.outputs import MAX_CLASSES, MapRequest, parse_classes, parse_head, parse_layer, parse_maps
+from model.outputs import (
+    MAX_CLASSES,
+    MapRequest,
+    parse_classes,
+    parse_head,
+    parse_layer,
+    parse_maps,
+)
 
 
 @pytest.mark.parametrize(("given", "layer"), [(None, 2), (0, 0), (2, 2), (-1, 2), (-3, 0)])
@@ -14,14 +21,18 @@ def test_layers_count_from_zero_and_from_the_end(given: int | None, layer: int) 
     assert parse_layer(given, depth=3) == layer
 
 
-@pytest.mark.parametrize(("given", "head"), [(None, "mean"), ("mean", "mean"), ("max", "max"), ("0", 0), ("01", 1)])
+@pytest.mark.parametrize(
+    ("given", "head"), [(None, "mean"), ("mean", "mean"), ("max", "max"), ("0", 0), ("01", 1)]
+)
 def test_heads_are_combined_or_numbered(given: str | None, head: int | str) -> None:
     assert parse_head(given, heads=2) == head
 
 
 def test_what_the_model_does_not_have_is_an_error_that_names_the_parameter() -> None:
     for layer in (3, -4):
-        with pytest.raises(InputError, match=r"^layer -?\d: the model has layers -3 ... 2$") as error:
+        with pytest.raises(
+            InputError, match=r"^layer -?\d: the model has layers -3 ... 2$"
+        ) as error:
             parse_layer(layer, depth=3)
         assert error.value.parameter == "layer"
     for head in ("2", "-1", "²", "median", ""):
@@ -30,7 +41,16 @@ def test_what_the_model_does_not_have_is_an_error_that_names_the_parameter() -> 
         assert error.value.parameter == "head"
 
 
-LABELS = ("tabby, tabby cat", "tiger, Panthera tigris", "crane", "hoist, crane", "tiger cat", "crane", "7", "a,b ,c")
+LABELS = (
+    "tabby, tabby cat",
+    "tiger, Panthera tigris",
+    "crane",
+    "hoist, crane",
+    "tiger cat",
+    "crane",
+    "7",
+    "a,b ,c",
+)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +69,9 @@ LABELS = ("tabby, tabby cat", "tiger, Panthera tigris", "crane", "hoist, crane",
         ("c", [7]),
     ],
 )
-def test_classes_are_named_by_index_label_or_a_name_in_the_label(text: str, classes: list[int]) -> None:
+def test_classes_are_named_by_index_label_or_a_name_in_the_label(
+    text: str, classes: list[int]
+) -> None:
     assert parse_classes(text, LABELS) == classes
 
 
@@ -74,7 +96,9 @@ def test_a_class_that_is_not_one_is_an_error(text: str, says: str) -> None:
 
 
 def maps(**said: Any) -> list[MapRequest]:
-    config = ViTConfig(image_size=(8, 8), patch_size=4, width=8, depth=3, heads=2, mlp_width=8, num_classes=8)
+    config = ViTConfig(
+        image_size=(8, 8), patch_size=4, width=8, depth=3, heads=2, mlp_width=8, num_classes=8
+    )
     return parse_maps(config, LABELS, **said)
 
 
@@ -90,20 +114,28 @@ def maps(**said: Any) -> list[MapRequest]:
         ({"method": "gae"}, [MapRequest("gae")]),
     ],
 )
-def test_what_was_not_said_follows_from_what_was(said: dict[str, Any], requests: list[MapRequest]) -> None:
+def test_what_was_not_said_follows_from_what_was(
+    said: dict[str, Any], requests: list[MapRequest]
+) -> None:
     assert maps(**said) == requests
 
 
 @pytest.mark.parametrize(
     ("said", "parameter", "says"),
     [
-        ({"method": "gradcam"}, "method", "method 'gradcam': expected one of relevance, cls, rollout, gae"),
+        (
+            {"method": "gradcam"},
+            "method",
+            "method 'gradcam': expected one of relevance, cls, rollout, gae",
+        ),
         ({"method": ""}, "method", "method '': expected one of relevance, cls"),
         ({"method": "cls", "classes": "3"}, "class", "class does not apply to method 'cls'"),
         ({"method": "gae", "head": "max"}, "head", "head does not apply to method 'gae'"),
     ],
 )
-def test_a_map_that_there_is_not_is_an_error(said: dict[str, Any], parameter: str, says: str) -> None:
+def test_a_map_that_there_is_not_is_an_error(
+    said: dict[str, Any], parameter: str, says: str
+) -> None:
     with pytest.raises(InputError, match=says) as error:
         maps(**said)
     assert error.value.parameter == parameter

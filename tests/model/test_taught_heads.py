@@ -1,4 +1,6 @@
-"""The file of a taught head names the features that it reads, and older files read what they were fitted to."""
+"""The file of a taught head names the features that it reads, and older files read what they were
+fitted to.
+"""
 
 import json
 from dataclasses import replace
@@ -19,7 +21,9 @@ def taught(features: Features) -> TaughtHead:
     return TaughtHead(replace(head, features=features.pool), f"b{features.suffix}", "m", "{}")
 
 
-@pytest.mark.parametrize("features", [Features(), Features("transfer", 4), Features("transfer", 2)], ids=str)
+@pytest.mark.parametrize(
+    "features", [Features(), Features("transfer", 4), Features("transfer", 2)], ids=str
+)
 def test_a_file_names_the_features_of_its_head(features: Features) -> None:
     found = TaughtHead.from_bytes(taught(features).to_bytes(), "a file")
     assert found.head.known is not None
@@ -41,7 +45,10 @@ def test_an_older_file_reads_what_it_was_fitted_to() -> None:
 
 def test_unknown_features_are_refused() -> None:
     content = taught(Features("transfer", 4)).to_bytes()
-    for damaged in (content.replace(b'"transfer"', b'"transfix"'), content.replace(b'"parts":"4"', b'"parts":"3"')):
+    for damaged in (
+        content.replace(b'"transfer"', b'"transfix"'),
+        content.replace(b'"parts":"4"', b'"parts":"3"'),
+    ):
         with pytest.raises(CheckpointError, match="this version reads head, cls, mean, transfer"):
             TaughtHead.from_bytes(damaged, "a file")
 
@@ -49,12 +56,16 @@ def test_unknown_features_are_refused() -> None:
 def test_parts_of_other_lengths_count_alike() -> None:
     features = np.array([[1, 0, 100, 0], [0, 1, 100, 0]], np.float32)
     assert Known(features[:1], 0.0).distances(features)[1] < 1e-3, "the long part decides alone"
-    known = Known.of(np.concatenate([features[:1], features[:1] + 1e-3 * np.eye(4, dtype=np.float32)]), parts=2)
+    known = Known.of(
+        np.concatenate([features[:1], features[:1] + 1e-3 * np.eye(4, dtype=np.float32)]), parts=2
+    )
     assert known.distances(features)[1] == pytest.approx(0.5, abs=0.01)
 
 
 def test_parts_that_vary_less_are_scaled_alike() -> None:
-    values = np.random.default_rng(1).standard_normal((50, 8)).astype(np.float32) * np.repeat([1, 20], 4)
+    values = np.random.default_rng(1).standard_normal((50, 8)).astype(np.float32) * np.repeat(
+        [1, 20], 4
+    )
     scales = Features("transfer", 2).scales(values)
     assert scales[4:] / scales[:4] == pytest.approx(20, rel=0.3)
     assert (Features("transfer", 2).scales(np.ones((3, 8), np.float32)) == 1).all()

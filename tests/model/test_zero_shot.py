@@ -23,7 +23,9 @@ from model.outputs import LITTLE, Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
 from model.runtime.cuda.backend import with_best
 
-CONFIG = ViTConfig(image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2)
+CONFIG = ViTConfig(
+    image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2
+)
 PLAIN = ZeroShot(10.0, -2.0, False, ("a photo of {}.",))
 
 
@@ -99,7 +101,13 @@ def test_scores_are_those_of_torch(independent: bool, count: int) -> None:
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
     requested = RequestedOutputs(min(3, count), logits=True, labels=("x",) * count)
     found = compared(outputs, zero_shot.head(requested.labels, texts), requested)
-    logits = 10 * torch.nn.functional.cosine_similarity(torch.from_numpy(texts), torch.from_numpy(embedding)) - 2
+    logits = (
+        10
+        * torch.nn.functional.cosine_similarity(
+            torch.from_numpy(texts), torch.from_numpy(embedding)
+        )
+        - 2
+    )
     scores = logits.sigmoid() if independent else logits.softmax(dim=0)
     best = scores.topk(min(3, count))
     assert found.logits is not None
@@ -125,7 +133,10 @@ SATURATED = [18.0, 25.0, 3.0, 19.0, 1.0]
 
 
 def test_saturated_sigmoids_are_ranked_by_their_logits_on_the_host_and_on_a_device() -> None:
-    head, logits = Head(tuple("abcde"), independent=True), np.array([SATURATED, SATURATED[::-1]], np.float32)
+    head, logits = (
+        Head(tuple("abcde"), independent=True),
+        np.array([SATURATED, SATURATED[::-1]], np.float32),
+    )
     best = head.best(logits, 3)
     assert best.indices.tolist() == [[1, 3, 0], [3, 1, 4]]
     found = with_best(BatchOutputs(torch.from_numpy(logits)), head, 3).tensors()
@@ -134,7 +145,9 @@ def test_saturated_sigmoids_are_ranked_by_their_logits_on_the_host_and_on_a_devi
     assert found["finite"].tolist() == best.finite.tolist() == [True, True]
 
 
-def test_of_more_equal_logits_than_are_asked_for_the_first_are_taken_on_the_host_and_on_a_device() -> None:
+def test_of_more_equal_logits_than_are_asked_for_the_first_are_taken_on_the_host_and_on_a_device() -> (
+    None
+):
     logits = torch.randint(0, 3, (50, 200), generator=torch.Generator().manual_seed(0)).float()
     head = Head(tuple(map(str, range(200))), independent=False)
     found = with_best(BatchOutputs(logits), head, 5).tensors()
@@ -154,13 +167,19 @@ def test_of_equal_logits_the_first_is_best_on_the_host_on_a_device_and_in_releva
 
 
 @pytest.mark.parametrize(
-    ("independent", "form"), [(False, Form()), (False, Form(power=1.8, crowding=0.3)), (True, Form())]
+    ("independent", "form"),
+    [(False, Form()), (False, Form(power=1.8, crowding=0.3)), (True, Form())],
 )
-def test_the_host_and_a_device_score_alike_and_tell_what_is_not_finite(independent: bool, form: Form) -> None:
+def test_the_host_and_a_device_score_alike_and_tell_what_is_not_finite(
+    independent: bool, form: Form
+) -> None:
     logits = np.random.default_rng(0).normal(0, 5, (6, 40)).astype(np.float32)
     logits[4, 3] = np.nan
     head = Head(tuple(map(str, range(40))), independent, temperature=1.7, form=form)
-    best, found = head.best(logits, 5), with_best(BatchOutputs(torch.from_numpy(logits)), head, 5).tensors()
+    best, found = (
+        head.best(logits, 5),
+        with_best(BatchOutputs(torch.from_numpy(logits)), head, 5).tensors(),
+    )
     assert found["finite"].tolist() == best.finite.tolist() == [True] * 4 + [False, True]
     sound = best.finite
     assert found["indices"].numpy()[sound].tolist() == best.indices[sound].tolist()
@@ -183,7 +202,9 @@ def test_evidence_among_few_is_whole_only_if_the_score_is() -> None:
 
 def test_little_speaks_for_any_class_if_a_head_abstains() -> None:
     logits = np.array([[40.0, 0.0], [0.0, 40.0]], np.float32)
-    of_sets = Head(("a", "b"), False, label_sets=lambda rows: [np.flatnonzero(row[:1] > 1) for row in rows])
+    of_sets = Head(
+        ("a", "b"), False, label_sets=lambda rows: [np.flatnonzero(row[:1] > 1) for row in rows]
+    )
     assert of_sets.abstains(logits).tolist() == [False, True]
     of_thresholds = Head(("a", "b"), False, thresholds=np.array([0.9, 2.0], np.float32))
     assert of_thresholds.abstains(logits).tolist() == [False, True]
@@ -204,4 +225,6 @@ def test_among_many_classes_evidence_is_measured_by_the_spread_of_their_logits()
     spread, above = logits.std(), logits[0, :4] - logits.mean()
     np.testing.assert_allclose(found, [1, *(above[1:3] / spread - 1.5) / 2.5, 0], atol=1e-4)
     assert 0 < found[2] < 0.2 < found[1] < 1
-    assert head.evidence(np.zeros((1, 1000), np.float32), np.array([0]))[1].tolist() == [0], "nothing speaks for any"
+    assert head.evidence(np.zeros((1, 1000), np.float32), np.array([0]))[1].tolist() == [0], (
+        "nothing speaks for any"
+    )

@@ -79,7 +79,9 @@ class FixedModels(Models):
             start(model, on_change)
 
     async def close(self) -> None:
-        await asyncio.gather(*(model.close() for model in self.served.values() if isinstance(model, LocalModel)))
+        await asyncio.gather(
+            *(model.close() for model in self.served.values() if isinstance(model, LocalModel))
+        )
 
     async def available(self, name: str | None) -> None:
         raise EngineUnavailable(self.find(name).current.engine.status.reason)
@@ -112,7 +114,13 @@ LIBRARY = LibraryConfig(
 
 def model_info(**changes: Any) -> ModelInfo:
     config = ViTConfig(
-        image_size=(SIZE, SIZE), patch_size=4, width=8, depth=3, heads=2, mlp_width=16, num_classes=CLASSES
+        image_size=(SIZE, SIZE),
+        patch_size=4,
+        width=8,
+        depth=3,
+        heads=2,
+        mlp_width=16,
+        num_classes=CLASSES,
     )
     preprocess = PreprocessConfig(
         size=(SIZE, SIZE),
@@ -166,8 +174,12 @@ def expected_logits(red: int) -> NDArray[np.float32]:
 
 
 def expected_embedding(red: int, requested: EmbeddingRequest) -> NDArray[np.float32]:
-    """The embedding that `FakePredictor` answers for `pixels(red)`: which pool it is, whether normalised, and red."""
-    return np.array([POOLINGS.index(requested.pool), requested.normalize, red / 4, *range(5)], np.float32)
+    """The embedding that `FakePredictor` answers for `pixels(red)`: which pool it is, whether
+    normalised, and red.
+    """
+    return np.array(
+        [POOLINGS.index(requested.pool), requested.normalize, red / 4, *range(5)], np.float32
+    )
 
 
 def text_feature(text: str) -> NDArray[np.float32]:
@@ -219,9 +231,15 @@ class FakePredictor:
         return requested.embedding is not None and self.slow_embeddings
 
     def launch_size(self, count: int) -> int:
-        return count if self.batch_sizes is None else next(size for size in self.batch_sizes if size >= count)
+        return (
+            count
+            if self.batch_sizes is None
+            else next(size for size in self.batch_sizes if size >= count)
+        )
 
-    def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
+    def predict(
+        self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]
+    ) -> list[Outputs]:
         reds = [int(np.asarray(image)[0, 0, 0]) for image in images]
         self.launched.append(reds)
         self.entered.release()
@@ -235,7 +253,9 @@ class FakePredictor:
         if requested.map is not None:
             found = AttentionMap(requested.map, np.full((2, 2), 0.25, np.float32), red / 256)
         logits = expected_logits(red) if requested.logits else None
-        embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
+        embedding = (
+            None if requested.embedding is None else expected_embedding(red, requested.embedding)
+        )
         return Outputs(*answer(red, requested.top_k), found, logits, embedding, finite=red != NAN)
 
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -270,14 +290,18 @@ class Rig:
     def engine(self) -> Engine:
         return self.models.default.current.engine
 
-    async def ask(self, red: int, *, timeout: float = PATIENCE, **requested: Any) -> InferenceResult:
+    async def ask(
+        self, red: int, *, timeout: float = PATIENCE, **requested: Any
+    ) -> InferenceResult:
         return await self.engine.infer(request_for(red, **requested), timeout=timeout)
 
     def ask_soon(self, red: int, **options: Any) -> asyncio.Task[InferenceResult]:
         return asyncio.create_task(self.ask(red, **options))
 
     async def keep_busy(self, red: int = 0) -> asyncio.Task[InferenceResult]:
-        """Close the gate and send one image in: from now on images wait until `predictor.gate.set()`."""
+        """Close the gate and send one image in: from now on images wait until
+        `predictor.gate.set()`.
+        """
         self.predictor.gate.clear()
         task = self.ask_soon(red)
         await self.predictor.wait_until_busy()
@@ -295,8 +319,12 @@ class Rig:
 
 
 def local_models(make: Callable[[Any], Any], **versions: Version) -> LocalModels:
-    """Models of this process, whose engines `make` returns of what is to be loaded; one without a name."""
-    return LocalModels(load_settings(), make, versions={name.strip("_"): each for name, each in versions.items()})
+    """Models of this process, whose engines `make` returns of what is to be loaded; one without a
+    name.
+    """
+    return LocalModels(
+        load_settings(), make, versions={name.strip("_"): each for name, each in versions.items()}
+    )
 
 
 @asynccontextmanager

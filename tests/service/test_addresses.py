@@ -39,7 +39,9 @@ def answers(host: str, port: int) -> bool:
     ],
 )
 @pytest.mark.parametrize("count", [1, 2])
-def test_hosts_are_reached_in_their_families(opened: ExitStack, hosts: str, reached: list[str], count: int) -> None:
+def test_hosts_are_reached_in_their_families(
+    opened: ExitStack, hosts: str, reached: list[str], count: int
+) -> None:
     processes = listen(tuple(hosts.split(",")), 0, count)
     for listener in chain.from_iterable(processes):
         opened.enter_context(listener)
@@ -94,7 +96,9 @@ def test_the_socket_of_a_successor_stays(opened: ExitStack, tmp_path: Path) -> N
         ("0:0::0", ("::",), False),
     ],
 )
-def test_hosts_are_parsed_and_known_as_local(written: str, hosts: tuple[str, ...], is_local: bool) -> None:
+def test_hosts_are_parsed_and_known_as_local(
+    written: str, hosts: tuple[str, ...], is_local: bool
+) -> None:
     settings = load_settings({"host": written})
     assert settings.hosts == hosts
     assert settings.is_local == is_local
@@ -102,10 +106,22 @@ def test_hosts_are_parsed_and_known_as_local(written: str, hosts: tuple[str, ...
 
 @pytest.mark.parametrize(
     "host",
-    ["http://a", "127.0.0.1:8000", "[::1]:80", "*", "256.0.0.1", "a,,b", "unix:run", "unix:", f"unix:/{'a' * 120}"],
+    [
+        "http://a",
+        "127.0.0.1:8000",
+        "[::1]:80",
+        "*",
+        "256.0.0.1",
+        "a,,b",
+        "unix:run",
+        "unix:",
+        f"unix:/{'a' * 120}",
+    ],
 )
 def test_what_is_not_a_host_stops_the_start(host: str) -> None:
-    with pytest.raises(SettingsError, match=r"VIT_HOST=.*: expected (IP addresses|unix: and an absolute path)"):
+    with pytest.raises(
+        SettingsError, match=r"VIT_HOST=.*: expected (IP addresses|unix: and an absolute path)"
+    ):
         load_settings({"host": host})
     with pytest.raises(ValueError, match="expected"):
         parse_listen_hosts(host)

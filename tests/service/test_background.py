@@ -44,7 +44,9 @@ ALLOWED = {
 
 
 class Beginnings(ast.NodeVisitor):
-    """The functions of a file that begin a task or a thread; those of a `TaskGroup` are awaited by it."""
+    """The functions of a file that begin a task or a thread; those of a `TaskGroup` are awaited by
+    it.
+    """
 
     def __init__(self) -> None:
         self.scope: list[str] = []
@@ -79,7 +81,9 @@ def test_every_background_task_is_supervised() -> None:
         beginnings = Beginnings()
         beginnings.visit(ast.parse(path.read_text()))
         file = path.relative_to(REPOSITORY).as_posix()
-        found |= {f"{file}:{function}" for function in beginnings.found if file != "service/background.py"}
+        found |= {
+            f"{file}:{function}" for function in beginnings.found if file != "service/background.py"
+        }
     assert found == ALLOWED.keys()
 
 
@@ -117,7 +121,9 @@ class Duty:
 
 
 @on_a_loop
-async def test_a_failed_task_is_started_again(restarted: list[str], caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_task_is_started_again(
+    restarted: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     duty = Duty(KeyError("first"), EngineUnavailable("second"), asyncio.CancelledError())
     task = keep_running("watch", duty, sleep=duty.sleep)
     await until(lambda: duty.works)
@@ -165,7 +171,9 @@ async def test_a_defect_of_a_single_task_is_logged(caplog: pytest.LogCaptureFixt
         raise error
 
     tasks = Tasks()
-    done, _ = await asyncio.wait([tasks.begin(fail(KeyError("x"))), tasks.begin(fail(EngineUnavailable("y")))])
+    done, _ = await asyncio.wait(
+        [tasks.begin(fail(KeyError("x"))), tasks.begin(fail(EngineUnavailable("y")))]
+    )
     assert len(done) == 2
     assert len(caplog.records) == 1
     assert "KeyError: 'x'" in caplog.text

@@ -1,4 +1,6 @@
-"""Child processes see no secrets and import nothing from the folder that the service was started in."""
+"""Child processes see no secrets and import nothing from the folder that the service was started
+in.
+"""
 
 import ast
 import asyncio
@@ -8,13 +10,41 @@ from pathlib import Path
 import pytest
 
 from service import children
-from service.children import COMMON, LOADING, environment, output_of, start_python, start_python_async
+from service.children import (
+    COMMON,
+    LOADING,
+    environment,
+    output_of,
+    start_python,
+    start_python_async,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Names of `subprocess` that start nothing; all others do.
-HARMLESS = {"PIPE", "DEVNULL", "STDOUT", "TimeoutExpired", "SubprocessError", "CalledProcessError", "CompletedProcess"}
-OF_OS = ("os.fork", "os.system", "os.popen", "os.exec", "os.spawn", "os.posix_spawn", "os.startfile")
-OF_LOOPS = ("create_subprocess_exec", "create_subprocess_shell", "subprocess_exec", "subprocess_shell")
+HARMLESS = {
+    "PIPE",
+    "DEVNULL",
+    "STDOUT",
+    "TimeoutExpired",
+    "SubprocessError",
+    "CalledProcessError",
+    "CompletedProcess",
+}
+OF_OS = (
+    "os.fork",
+    "os.system",
+    "os.popen",
+    "os.exec",
+    "os.spawn",
+    "os.posix_spawn",
+    "os.startfile",
+)
+OF_LOOPS = (
+    "create_subprocess_exec",
+    "create_subprocess_shell",
+    "subprocess_exec",
+    "subprocess_shell",
+)
 
 # The helper itself, and the supervisor, whose children are the service.
 ALLOWED = {"service/children.py", "service/cluster/processes.py"}
@@ -27,14 +57,24 @@ def starts(tree: ast.AST) -> set[str]:
     of_types = {node.value for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            imported |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+            imported |= {
+                alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names
+            }
             used |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names = {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
             imported |= names
             used |= set(names.values())
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            used |= {each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
+            used |= {
+                each.value
+                for each in node.args
+                if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node not in of_types:
             owner, _, rest = ast.unparse(node).partition(".")
@@ -77,7 +117,9 @@ def test_every_way_to_start_a_process_is_seen(code: str) -> None:
 
 
 def test_types_and_constants_start_no_process() -> None:
-    code = "import subprocess, os\nchild: subprocess.Popen[bytes]\nsubprocess.PIPE\nos.path.join('a')"
+    code = (
+        "import subprocess, os\nchild: subprocess.Popen[bytes]\nsubprocess.PIPE\nos.path.join('a')"
+    )
     assert not starts(ast.parse(code))
 
 

@@ -61,7 +61,9 @@ async def test_a_model_that_cannot_be_loaded_makes_it_unhealthy_with_the_reason(
     await lifespan.shutdown()
 
 
-@pytest.mark.parametrize("settings", [{"workers": 2}, {"device": "all"}, {"device": "cuda:0,cuda:1"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"workers": 2}, {"device": "all"}, {"device": "cuda:0,cuda:1"}], ids=str
+)
 def test_several_processes_or_devices_in_a_replica_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match="a replica has one process and one device"):
         replica_settings(load_settings(settings), Arguments())
@@ -83,5 +85,8 @@ def test_the_file_for_a_cluster_names_what_there_is() -> None:
     [application] = ServeDeploySchema.model_validate(document).applications
     assert application.import_path == "service.ray_serve:app"
     Arguments.model_validate(application.args)
-    settings = {name.removeprefix("VIT_").lower(): value for name, value in application.runtime_env["env_vars"].items()}
+    settings = {
+        name.removeprefix("VIT_").lower(): value
+        for name, value in application.runtime_env["env_vars"].items()
+    }
     replica_settings(load_settings(settings), Arguments())

@@ -88,7 +88,11 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("device", "cuda:0,cuda:1", "cuda:0,cuda:1"),
     ("device", "all", "all"),
     ("device", "cuda:MIG-c7384736-a75d", "cuda:MIG-c7384736-a75d"),
-    ("device", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0", "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0"),
+    (
+        "device",
+        "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0",
+        "cuda:GPU-5d5ba0d6,cuda:MIG-GPU-8932/1/0",
+    ),
     ("dtype", "bfloat16", "bfloat16"),
     ("compile", "off", "off"),
     ("cache_dir", "/var/cache/vitserve", "/var/cache/vitserve"),
@@ -120,7 +124,11 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("recent_url", "redis://cache:6379/1", "redis://cache:6379/1"),
     ("drain_delay", "0", 0),
     ("drain_timeout", "7.5", 7.5),
-    ("cors_origins", "https://a.example,https://b.example", ("https://a.example", "https://b.example")),
+    (
+        "cors_origins",
+        "https://a.example,https://b.example",
+        ("https://a.example", "https://b.example"),
+    ),
     ("log_format", "json", "json"),
     ("log_level", "debug", "debug"),
 ]
@@ -213,7 +221,9 @@ def test_a_setting_is_read_from_the_environment(
 
 @pytest.mark.parametrize(("name", "text", "value"), GIVEN)
 def test_a_setting_is_read_from_a_flag(name: str, text: str, value: Any) -> None:
-    assert plain(getattr(load_settings(parse([f"--{name.replace('_', '-')}", text])), name)) == value
+    assert (
+        plain(getattr(load_settings(parse([f"--{name.replace('_', '-')}", text])), name)) == value
+    )
 
 
 def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,11 +289,15 @@ def test_redis_without_its_package_is_refused_at_the_start(monkeypatch: pytest.M
 def test_a_slip_of_the_pen_is_noticed() -> None:
     told = "VIT_PROT is not a setting and is ignored: did you mean VIT_PORT?"
     assert variable_warnings({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
-    assert variable_warnings({"VIT_TRIM_SECONDS": "1"}) == ["VIT_TRIM_SECONDS is not a setting and is ignored"]
+    assert variable_warnings({"VIT_TRIM_SECONDS": "1"}) == [
+        "VIT_TRIM_SECONDS is not a setting and is ignored"
+    ]
 
 
 @pytest.mark.parametrize(("name", "text", "value"), GIVEN)
-def test_quotes_of_env_files_change_no_value(name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quotes_of_env_files_change_no_value(
+    name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for form in ('"{}"', "'{}'", " {} ", "{}\r", "'{}'\r", '" {} "'):
         monkeypatch.setenv(f"VIT_{name.upper()}", form.format(text))
         assert plain(getattr(load_settings(), name)) == value
@@ -294,7 +308,9 @@ def test_kept_quotes_cause_a_warning() -> None:
     assert variable_warnings({"VIT_TEACH": '"taught"', "VIT_LABELS": '"a red car","cat"'}) == [told]
 
 
-@pytest.mark.parametrize("text", ['["web:K1","K2"]', '"web:K1","K2"', '"web:K1,K2"', "web:'K1',K2", " web:K1 , K2\r"])
+@pytest.mark.parametrize(
+    "text", ['["web:K1","K2"]', '"web:K1","K2"', '"web:K1,K2"', "web:'K1',K2", " web:K1 , K2\r"]
+)
 def test_keys_of_every_list_are_the_same(text: str) -> None:
     web = ApiKey("web", b"K1", is_named=True)
     assert load_settings({"api_keys": text}).api_keys == (web, ApiKey("key2", b"K2"))
@@ -330,14 +346,20 @@ WRONG_ORIGINS = (
 
 @pytest.mark.parametrize("text", [*WRONG_ORIGINS.split(), "https://a.example https://b.example"])
 def test_an_origin_that_never_matches_is_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"^VIT_CORS_ORIGINS=.* is not an origin; write SCHEME://HOST"):
+    with pytest.raises(
+        SettingsError, match=r"^VIT_CORS_ORIGINS=.* is not an origin; write SCHEME://HOST"
+    ):
         load_settings({"cors_origins": text})
 
 
 @pytest.mark.parametrize("name", ["api_keys", "admin_key"])
-@pytest.mark.parametrize("text", ["K1;K2", "K1 K2", "K1\nK2", "K\x001", '"K1', "“K1”", "['K1','K2']", '""', '{"a": 1}'])
+@pytest.mark.parametrize(
+    "text", ["K1;K2", "K1 K2", "K1\nK2", "K\x001", '"K1', "“K1”", "['K1','K2']", '""', '{"a": 1}']
+)
 def test_a_key_that_no_caller_can_send_is_refused(name: str, text: str) -> None:
-    with pytest.raises(SettingsError, match=rf"^VIT_{name.upper()}=\*\*\*: (a key contains|expected)") as raised:
+    with pytest.raises(
+        SettingsError, match=rf"^VIT_{name.upper()}=\*\*\*: (a key contains|expected)"
+    ) as raised:
         load_settings({name: text})
     assert "K1" not in str(raised.value) or "[" in str(raised.value)  # the example of a list
 

@@ -1,8 +1,9 @@
-"""Random sequences of events on queue, engine and models: requests, deadlines, callers that leave, failures, swaps.
+"""Random sequences of events on queue, engine and models: requests, deadlines, callers that leave,
+failures, swaps.
 
-Threads of engines run, but nothing depends on their speed: the clock of the queues is injected, each batch waits for
-its turn, and after each event the machine waits until everything that can happen has happened. Hypothesis prints the
-shortest sequence that breaks a promise.
+Threads of engines run, but nothing depends on their speed: the clock of the queues is injected,
+each batch waits for its turn, and after each event the machine waits until everything that can
+happen has happened. Hypothesis prints the shortest sequence that breaks a promise.
 """
 
 import asyncio
@@ -49,7 +50,10 @@ GAE = MapRequest("gae", 3)
 
 
 class Runner:
-    """A model whose answers name it and the image. Each batch waits until the machine lets it go on."""
+    """A model whose answers name it and the image.
+
+    Each batch waits until the machine lets it go on.
+    """
 
     streams, batch_sizes, compiled, device, max_batch = 2, None, "off", "cpu", MAX_BATCH
 
@@ -82,9 +86,13 @@ class Runner:
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
         raise NotImplementedError
 
-    def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
+    def predict(
+        self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]
+    ) -> list[Outputs]:
         numbers = [int(image[0, 0, 0]) for image in images]
-        if len(numbers) > 1 or not self.bad.issuperset(numbers):  # else a bad image is tried alone, in the same turn
+        if len(numbers) > 1 or not self.bad.issuperset(
+            numbers
+        ):  # else a bad image is tried alone, in the same turn
             self.launched.append((numbers, self.clock()))
             self.waiting += 1
             assert self.turns.acquire(timeout=PATIENCE)
@@ -168,23 +176,31 @@ class ModelMachine(RuleBasedStateMachine):
         return int(info.name)
 
     async def settle(self) -> None:
-        """Let everything happen that can: threads take what waits, and callers hear what has been computed."""
+        """Let everything happen that can: threads take what waits, and callers hear what has been
+        computed.
+        """
         quiet, before = 0, object()
         while quiet < 3:
             await asyncio.sleep(0.0005)
             engines = [(len(runner.launched), runner.waiting) for runner in self.runners.values()]
             waiting = [generation.engine.status for generation in self.model._open]
-            now = engines, waiting, [each.answer.done() for each in self.requests if each.answer is not None]
+            now = (
+                engines,
+                waiting,
+                [each.answer.done() for each in self.requests if each.answer is not None],
+            )
             # A thread that has taken a batch may not be in the model yet.
             engines_open: list[Any] = [generation.engine for generation in self.model._open]
             taken = sum(len(engine._streams._under_way) for engine in engines_open)
-            is_quiet = now == before and taken == sum(runner.waiting for runner in self.runners.values())
+            is_quiet = now == before and taken == sum(
+                runner.waiting for runner in self.runners.values()
+            )
             quiet, before = (quiet + 1 if is_quiet else 0), now
 
     # What callers do
 
-    # Threads decide when a batch is launched, so what is drawn depends on no state: a rule that has nothing to do does
-    # nothing.
+    # Threads decide when a batch is launched, so what is drawn depends on no state: a rule that has
+    # nothing to do does nothing.
 
     @rule()
     def head(self) -> None:
@@ -211,11 +227,15 @@ class ModelMachine(RuleBasedStateMachine):
         self.wait(self.settle())
 
     def ask(self, request: Request, wanted: MapRequest | None) -> None:
-        image = InferenceRequest(np.full((1, 1, 3), request.number, np.uint8), RequestedOutputs(1, wanted))
+        image = InferenceRequest(
+            np.full((1, 1, 3), request.number, np.uint8), RequestedOutputs(1, wanted)
+        )
 
         async def answer() -> InferenceResult:
             with request.held:
-                result: InferenceResult = await request.generation.engine.infer(image, timeout=SECONDS)
+                result: InferenceResult = await request.generation.engine.infer(
+                    image, timeout=SECONDS
+                )
                 return result
 
         self.deadlines[request.number] = self.now + SECONDS
@@ -230,7 +250,12 @@ class ModelMachine(RuleBasedStateMachine):
         assert request.answer is not None
         request.gone = not request.answer.done()
         request.answer.cancel()
-        launched = [number for runner in self.runners.values() for batch, _ in runner.launched for number in batch]
+        launched = [
+            number
+            for runner in self.runners.values()
+            for batch, _ in runner.launched
+            for number in batch
+        ]
         if request.number not in launched:
             self.dropped.add(request.number)
         self.wait(self.settle())
@@ -302,13 +327,19 @@ class ModelMachine(RuleBasedStateMachine):
         for runner in self.runners.values():
             for numbers, at in runner.launched:
                 assert len(numbers) <= MAX_BATCH
-                assert all(at < self.deadlines[number] for number in numbers), "launched after its deadline"
+                assert all(at < self.deadlines[number] for number in numbers), (
+                    "launched after its deadline"
+                )
                 assert self.dropped.isdisjoint(numbers), "launched for nobody"
             assert runner.waiting <= 3  # two streams, and the thread of maps
-        assert len(self.model._open) <= 3  # the current one, one that retires, and one that waits to be loaded
+        assert (
+            len(self.model._open) <= 3
+        )  # the current one, one that retires, and one that waits to be loaded
         for request in self.requests:
             if request.answer is None or not request.answer.done():
-                assert request.generation in self.model._open, "its engine is closed, and it has no answer"
+                assert request.generation in self.model._open, (
+                    "its engine is closed, and it has no answer"
+                )
 
     def teardown(self) -> None:
         if not hasattr(self, "model"):

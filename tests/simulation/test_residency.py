@@ -1,4 +1,6 @@
-"""Callers that ask for more models than the memory holds: an injected clock, and predictors that cost nothing."""
+"""Callers that ask for more models than the memory holds: an injected clock, and predictors that
+cost nothing.
+"""
 
 import asyncio
 from collections import Counter
@@ -35,7 +37,9 @@ class Simulation:
             (folder / name / "config.json").touch()
         settings = load_settings({"models": str(folder), "models_bytes": "300"})
         pool = Backbones(settings, load, lambda _: None)
-        self.models = LocalModels(settings, pool.engine, configured_models(settings), clock=lambda: self.now)
+        self.models = LocalModels(
+            settings, pool.engine, configured_models(settings), clock=lambda: self.now
+        )
 
     async def ask(self, caller: str, name: str) -> int:
         """Return 0 if a model is available to a caller, or else the seconds of Retry-After."""
@@ -58,7 +62,9 @@ async def simulated(folder: Path) -> AsyncIterator[Simulation]:
     simulation.models.start(lambda: None)
     served = simulation.models.served
     try:
-        await until(lambda: sorted(each.state for each in served.values()) == ["ready"] * 3 + ["unloaded"])
+        await until(
+            lambda: sorted(each.state for each in served.values()) == ["ready"] * 3 + ["unloaded"]
+        )
         yield simulation
     finally:
         await asyncio.wait_for(simulation.models.close(), PATIENCE)

@@ -78,7 +78,9 @@ def call_asynchronous(
     handler: Callable[[httpx.Request], httpx.Response], method: str, /, *args: Any, **options: Any
 ) -> Any:
     async def call() -> Any:
-        async with AsyncClient(URL, api_key="k", retries=ONCE, transport=httpx.MockTransport(handler)) as client:
+        async with AsyncClient(
+            URL, api_key="k", retries=ONCE, transport=httpx.MockTransport(handler)
+        ) as client:
             return await getattr(client, method)(*args, **options)
 
     return asyncio.run(call())
@@ -126,7 +128,9 @@ def test_an_image_is_sent_as_the_body(call: Call, tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(b"pixels")
     for image in (b"pixels", tmp_path / "cat.png", str(tmp_path / "cat.png")):
         server = Recorder(200, json=CAT)
-        assert call(server, "classify", image, top_k=3, attention=True) == Classification.model_validate(CAT)
+        assert call(
+            server, "classify", image, top_k=3, attention=True
+        ) == Classification.model_validate(CAT)
         assert str(server.request.url) == f"{URL}/classify?top_k=3&attention=true"
         assert server.request.method == "POST"
         assert server.request.content == b"pixels"
@@ -157,7 +161,9 @@ def test_an_array_is_sent_as_png(call: Call, array: Any, mode: str) -> None:
     np.testing.assert_array_equal(np.asarray(sent), array.squeeze())
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "I;16", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "F"])
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "I;16", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "F"]
+)
 def test_a_pil_image_is_sent_as_png(call: Call, mode: str) -> None:
     server = Recorder(200, json=CAT)
     image = Image.new("L", (7, 5), 200).convert(mode)
@@ -176,7 +182,9 @@ def test_a_pil_image_lies_as_its_file_does(call: Call) -> None:
     np.testing.assert_array_equal(np.asarray(expected.image), np.asarray(sent.image))
 
 
-def test_an_open_file_and_bytes_of_any_kind_are_sent_as_they_are(call: Call, tmp_path: Path) -> None:
+def test_an_open_file_and_bytes_of_any_kind_are_sent_as_they_are(
+    call: Call, tmp_path: Path
+) -> None:
     (tmp_path / "cat.png").write_bytes(b"pixels")
     server = Recorder(200, json={"results": [CAT] * 5})
     with (tmp_path / "cat.png").open("rb") as file:
@@ -203,19 +211,32 @@ def test_an_open_file_and_bytes_of_any_kind_are_sent_as_they_are(call: Call, tmp
     ],
     ids=["floats", "channels first", "a batch", "a list", "None", "text"],
 )
-def test_what_is_no_picture_is_an_error_that_says_what_is(call: Call, source: Any, what: str) -> None:
+def test_what_is_no_picture_is_an_error_that_says_what_is(
+    call: Call, source: Any, what: str
+) -> None:
     with pytest.raises(TypeError, match=rf"^expected a path, .*, not {what}$"):
         call(Recorder(200, json=CAT), "classify", source)
 
 
 MAP = {
-    **{"method": "cls", "layer": 2, "head": "max", "grid": [1, 2], "values": [[0.25, 0.75]], "kept_mass": 0.5},
+    **{
+        "method": "cls",
+        "layer": 2,
+        "head": "max",
+        "grid": [1, 2],
+        "values": [[0.25, 0.75]],
+        "kept_mass": 0.5,
+    },
     "region": {"x": 0, "y": 0, "width": 2, "height": 1},
 }
 
 
-@pytest.mark.parametrize(("method", "image", "shape"), [("embed", b"p", (4,)), ("embed_batch", [b"p", b"q"], (2, 4))])
-def test_embeddings_are_an_array(call: Call, method: str, image: Any, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("method", "image", "shape"), [("embed", b"p", (4,)), ("embed_batch", [b"p", b"q"], (2, 4))]
+)
+def test_embeddings_are_an_array(
+    call: Call, method: str, image: Any, shape: tuple[int, ...]
+) -> None:
     values, buffer = np.random.default_rng(0).random(shape, np.float32), io.BytesIO()
     np.save(buffer, values)
     server = Recorder(200, content=buffer.getvalue())
@@ -239,17 +260,32 @@ def test_labels_are_sent_as_json_and_texts_one_by_one(call: Call) -> None:
 
 def test_every_option_of_a_map_is_passed_on(call: Call) -> None:
     server = Recorder(200, content=b"PNG")
-    options = {"method": "relevance", "view": "photo", "smooth": False, "caption": True, "alpha": 0.5}
+    options = {
+        "method": "relevance",
+        "view": "photo",
+        "smooth": False,
+        "caption": True,
+        "alpha": 0.5,
+    }
     for class_, sent in (("tabby", "tabby"), (281, "281"), (["tabby", 282], "tabby,282")):
         call(server, "heat_map", b"pixels", class_=class_, **options)
-        expected = {"method": "relevance", "view": "photo", "smooth": "false", "caption": "true", "alpha": "0.5"}
+        expected = {
+            "method": "relevance",
+            "view": "photo",
+            "smooth": "false",
+            "caption": "true",
+            "alpha": "0.5",
+        }
         assert dict(server.request.url.params) == {"class": sent} | expected
 
 
 def test_the_map_of_a_classification_is_that_of_its_picture(call: Call) -> None:
     server = Recorder(200, content=b"PNG")
     call(server, "heat_map", Classification.model_validate({"id": "kept", **CAT}), size=100)
-    assert (server.request.method, str(server.request.url)) == ("GET", f"{URL}/attention?id=kept&model=tiny&size=100")
+    assert (server.request.method, str(server.request.url)) == (
+        "GET",
+        f"{URL}/attention?id=kept&model=tiny&size=100",
+    )
     with pytest.raises(ValueError, match="kept no picture"):
         call(server, "attention", Classification.model_validate(CAT))
 
@@ -264,7 +300,9 @@ def test_the_map_of_a_classification_is_that_of_its_picture(call: Call) -> None:
         ({"Retry-After": "9" * 5000}, 999_999_999),
     ],
 )
-def test_a_refusal_is_its_problem_document(call: Call, header: dict[str, str], seconds: int | None) -> None:
+def test_a_refusal_is_its_problem_document(
+    call: Call, header: dict[str, str], seconds: int | None
+) -> None:
     with pytest.raises(ProblemError, match="503 queue_full: no place is free") as raised:
         call(Recorder(503, json=FULL, headers=header), "heat_map", b"pixels")
     assert raised.value.problem.model_dump() == FULL
@@ -272,7 +310,8 @@ def test_a_refusal_is_its_problem_document(call: Call, header: dict[str, str], s
 
 
 @pytest.mark.parametrize(
-    ("status", "message"), [(502, "502 from http://service/model, which is no answer"), (200, "did not answer as")]
+    ("status", "message"),
+    [(502, "502 from http://service/model, which is no answer"), (200, "did not answer as")],
 )
 def test_another_server_is_an_error_of_its_own(call: Call, status: int, message: str) -> None:
     with pytest.raises(ClientError, match=message) as raised:
@@ -311,7 +350,8 @@ FINER: dict[str, type[ProblemError]] = {
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), sorted({*TABLE.values(), (500, INTERNAL_ERROR), (418, "of_tomorrow"), (507, "of_tomorrow")})
+    ("status", "code"),
+    sorted({*TABLE.values(), (500, INTERNAL_ERROR), (418, "of_tomorrow"), (507, "of_tomorrow")}),
 )
 def test_each_status_and_code_has_its_error(status: int, code: str) -> None:
     with pytest.raises(ProblemError) as raised:
@@ -339,13 +379,25 @@ def test_a_server_that_is_not_there_is_an_error_of_the_client(call: Call) -> Non
 
 def test_an_error_names_the_address_without_a_password() -> None:
     with (
-        Client("http://me:secret@there:8000/vit/", retries=ONCE, transport=httpx.MockTransport(refuse)) as client,
+        Client(
+            "http://me:secret@there:8000/vit/", retries=ONCE, transport=httpx.MockTransport(refuse)
+        ) as client,
         pytest.raises(Unreachable, match=r"^http://there:8000/vit: Connection refused$"),
     ):
         client.labels()
 
 
-SERVER_ONLY = {"fastapi", "model", "numpy", "PIL", "python_multipart", "service", "starlette", "torch", "uvicorn"}
+SERVER_ONLY = {
+    "fastapi",
+    "model",
+    "numpy",
+    "PIL",
+    "python_multipart",
+    "service",
+    "starlette",
+    "torch",
+    "uvicorn",
+}
 
 FOREIGN = "raise SystemExit('this is not of vitserve')"
 
@@ -364,10 +416,14 @@ def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a folder that comes first wherever Python looks for modules."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
-def test_a_program_beside_files_of_any_name_imports_the_client_and_nothing_of_the_server(folder: Path) -> None:
+def test_a_program_beside_files_of_any_name_imports_the_client_and_nothing_of_the_server(
+    folder: Path,
+) -> None:
     (folder / "program.py").write_text("import sys, vitserve.client; print(*sys.modules)")
     done = run_in(folder, "program.py")
     assert done.returncode == 0, done.stderr

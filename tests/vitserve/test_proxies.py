@@ -31,7 +31,9 @@ def closed_port() -> int:
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
-def test_a_dead_proxy_is_named_without_secret(variable: str, closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_proxy_is_named_without_secret(
+    variable: str, closed_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable, f"http://me:secret@127.0.0.1:{closed_port}")
     with Client(URL, retries=ONCE) as client, pytest.raises(Unreachable) as raised:
         client.labels()
@@ -42,7 +44,9 @@ def test_a_dead_proxy_is_named_without_secret(variable: str, closed_port: int, m
 
 
 @on_a_loop
-async def test_async_clients_name_the_proxy(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_async_clients_name_the_proxy(
+    closed_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"127.0.0.1:{closed_port}")
     async with AsyncClient(URL, retries=ONCE) as client:
         with pytest.raises(Unreachable, match="NO_PROXY"):
@@ -60,7 +64,10 @@ def test_a_page_of_the_proxy_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with HTTPServer(("127.0.0.1", 0), Page) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{server.server_port}")
-        with Client("http://vit.internal", retries=ONCE) as client, pytest.raises(ForeignAnswer) as raised:
+        with (
+            Client("http://vit.internal", retries=ONCE) as client,
+            pytest.raises(ForeignAnswer) as raised,
+        ):
             client.labels()
         server.shutdown()
     assert f"the proxy http://127.0.0.1:{server.server_port}" in str(raised.value)
@@ -75,7 +82,9 @@ def test_a_page_of_the_proxy_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ("http://me:secret@127.0.0.1:abc", "expected http://HOST:PORT"),
     ],
 )
-def test_an_unusable_proxy_is_one_line(proxy: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_proxy_is_one_line(
+    proxy: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ALL_PROXY", proxy)
     with pytest.raises(ClientError) as raised:
         Client(URL)
@@ -102,7 +111,9 @@ def test_an_unusable_proxy_is_one_line(proxy: str, remedy: str, monkeypatch: pyt
         ("http://vitexample.org", "example.org", False),
     ],
 )
-def test_no_proxy_exempts_a_service(url: str, no_proxy: str, is_exempt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_exempts_a_service(
+    url: str, no_proxy: str, is_exempt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
     monkeypatch.setenv("NO_PROXY", no_proxy)
     assert (proxy_of(httpx.URL(url)) is None) == is_exempt

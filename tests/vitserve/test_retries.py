@@ -1,4 +1,6 @@
-"""When a request is sent again, with a clock that only moves in pauses; and many images through a client."""
+"""When a request is sent again, with a clock that only moves in pauses; and many images through a
+client.
+"""
 
 import asyncio
 import threading
@@ -33,8 +35,12 @@ class Scripted:
         step = self.steps.pop(0)
         if isinstance(step, Exception):
             raise step
-        status, headers = (step, {}) if isinstance(step, int) else (step[0], {"Retry-After": step[1]})
-        answer = {"model": "tiny", "labels": ["cat"]} if status == 200 else FULL | {"status": status}
+        status, headers = (
+            (step, {}) if isinstance(step, int) else (step[0], {"Retry-After": step[1]})
+        )
+        answer = (
+            {"model": "tiny", "labels": ["cat"]} if status == 200 else FULL | {"status": status}
+        )
         return httpx.Response(status, json=answer, headers=headers)
 
     def sleep(self, seconds: float) -> None:
@@ -47,7 +53,9 @@ class Scripted:
 
 def labels_blocking(server: Scripted, requests: int = 1, **retries: Any) -> list[str]:
     policy = Retries(clock=lambda: server.now, **{"jitter": lambda: 0.0, **retries})
-    with Client(URL, transport=httpx.MockTransport(server), retries=policy, sleep=server.sleep) as client:
+    with Client(
+        URL, transport=httpx.MockTransport(server), retries=policy, sleep=server.sleep
+    ) as client:
         for _ in range(requests):
             found = client.labels()
     return found
@@ -57,7 +65,9 @@ def labels_asynchronous(server: Scripted, requests: int = 1, **retries: Any) -> 
     async def ask() -> list[str]:
         policy = Retries(clock=lambda: server.now, **{"jitter": lambda: 0.0, **retries})
         transport = httpx.MockTransport(server)
-        async with AsyncClient(URL, transport=transport, retries=policy, sleep=server.asleep) as client:
+        async with AsyncClient(
+            URL, transport=transport, retries=policy, sleep=server.asleep
+        ) as client:
             for _ in range(requests):
                 found = await client.labels()
         return found
@@ -75,7 +85,11 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 
 
 DOUBLED = [0.25, 0.5, 1, 2, 4, 8, 8, 8]
-BROKEN = (httpx.ReadError("reset"), httpx.WriteError("broken pipe"), httpx.RemoteProtocolError("disconnected"))
+BROKEN = (
+    httpx.ReadError("reset"),
+    httpx.WriteError("broken pipe"),
+    httpx.RemoteProtocolError("disconnected"),
+)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +100,12 @@ BROKEN = (httpx.ReadError("reset"), httpx.WriteError("broken pipe"), httpx.Remot
         ([503] * 8, {"tries": 9, "jitter": lambda: 1.0}, DOUBLED),
         *(([error], {}, [0.125]) for error in BROKEN),
     ],
-    ids=["429", "503", "those who are refused together come back apart", "without Retry-After it doubles up to 8 s"]
+    ids=[
+        "429",
+        "503",
+        "those who are refused together come back apart",
+        "without Retry-After it doubles up to 8 s",
+    ]
     + [type(error).__name__ for error in BROKEN],
 )
 def test_it_is_sent_again_after_pauses_that_never_undercut_retry_after(
@@ -99,7 +118,11 @@ def test_it_is_sent_again_after_pauses_that_never_undercut_retry_after(
 
 FINAL: list[Step] = [
     *((status, "1") for status in (400, 401, 404, 408, 413, 415, 422, 500, 504)),
-    *(httpx.ReadTimeout("silence"), httpx.UnsupportedProtocol("no scheme"), httpx.ConnectError("refused")),
+    *(
+        httpx.ReadTimeout("silence"),
+        httpx.UnsupportedProtocol("no scheme"),
+        httpx.ConnectError("refused"),
+    ),
 ]
 
 
@@ -126,7 +149,10 @@ def test_a_failed_model_is_not_asked_again() -> None:
     problem = FULL | {"code": "model_failed", "detail": "dogs: it cannot be read"}
     transport = httpx.MockTransport(lambda _: httpx.Response(503, json=problem))
     pauses: list[float] = []
-    with Client(URL, transport=transport, sleep=pauses.append) as client, pytest.raises(ModelFailed) as failed:
+    with (
+        Client(URL, transport=transport, sleep=pauses.append) as client,
+        pytest.raises(ModelFailed) as failed,
+    ):
         client.labels()
     assert pauses == []
     assert "dogs: it cannot be read" in str(failed.value)
@@ -179,10 +205,15 @@ def test_each_file_has_its_answer_or_its_error_in_order(tmp_path: Path, concurre
 
 @pytest.mark.parametrize("concurrency", [1, 2, 8])
 @on_a_loop
-async def test_each_file_has_its_answer_or_its_error_in_order_asynchronously(tmp_path: Path, concurrency: int) -> None:
+async def test_each_file_has_its_answer_or_its_error_in_order_asynchronously(
+    tmp_path: Path, concurrency: int
+) -> None:
     files = write(tmp_path)
     async with asynchronous(answer) as client:
-        check([item async for item in client.stream(files, client.classify, concurrency=concurrency)], files)
+        check(
+            [item async for item in client.stream(files, client.classify, concurrency=concurrency)],
+            files,
+        )
 
 
 class Source:

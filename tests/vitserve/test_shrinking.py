@@ -1,4 +1,6 @@
-"""Pictures that are shrunk before they are sent: what the service makes of them, and what their answers refer to."""
+"""Pictures that are shrunk before they are sent: what the service makes of them, and what their
+answers refer to.
+"""
 
 import asyncio
 import inspect
@@ -20,9 +22,30 @@ from vitserve.shrinking import shrink
 
 SIDE = 64
 MODEL = {
-    **{"name": "tiny", "source": "", "revision": None, "format": "", "architecture": "", "parameters": 1, "width": 1},
-    **{"input_size": [56, 56], "channels": 3, "classes": 10, "temperature": 1.0, "multi_label": False},
-    **{"device": "cpu", "dtype": "float32", "backend": "", "compiled": "", "max_batch": 1, "batch_sizes": None},
+    **{
+        "name": "tiny",
+        "source": "",
+        "revision": None,
+        "format": "",
+        "architecture": "",
+        "parameters": 1,
+        "width": 1,
+    },
+    **{
+        "input_size": [56, 56],
+        "channels": 3,
+        "classes": 10,
+        "temperature": 1.0,
+        "multi_label": False,
+    },
+    **{
+        "device": "cpu",
+        "dtype": "float32",
+        "backend": "",
+        "compiled": "",
+        "max_batch": 1,
+        "batch_sizes": None,
+    },
     **{"preprocessing": {"resize_size": [SIDE, SIDE]}, "attention_methods": []},
 }
 PREPROCESS = PreprocessConfig(
@@ -37,7 +60,9 @@ PREPROCESS = PreprocessConfig(
 
 def photo(width: int, height: int, mode: str = "RGB") -> Image.Image:
     """Smooth noise, of which no two parts are alike."""
-    noise = np.random.default_rng(0).integers(0, 256, (height // 64, width // 64, len(mode)), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(
+        0, 256, (height // 64, width // 64, len(mode)), dtype=np.uint8
+    )
     return Image.fromarray(noise.squeeze()).resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -51,7 +76,9 @@ def opened(data: bytes) -> Image.Image:
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_model_sees_the_same_part_of_the_same_upright_picture(form: str, orientation: int) -> None:
+def test_the_model_sees_the_same_part_of_the_same_upright_picture(
+    form: str, orientation: int
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     exif[0x8825] = {1: "N"}  # where it was taken
@@ -69,7 +96,9 @@ def test_the_model_sees_the_same_part_of_the_same_upright_picture(form: str, ori
 
 
 @pytest.mark.parametrize("size", [(256, 256), (511, 1200), (512, 700), (1023, 1023), (2050, 2048)])
-def test_no_side_falls_below_twice_the_size_that_pictures_are_resized_to(size: tuple[int, int]) -> None:
+def test_no_side_falls_below_twice_the_size_that_pictures_are_resized_to(
+    size: tuple[int, int],
+) -> None:
     for form in ("JPEG", "PNG"):
         data = encoded(photo(*size), form)
         sent = opened(shrink(data, SIDE).data)
@@ -121,7 +150,9 @@ TIMES_4 = {name: 4 * value for name, value in REGION.items()}
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_regions_are_those_of_the_originals_and_drawings_are_made_on_them(kind: type[Client | AsyncClient]) -> None:
+def test_regions_are_those_of_the_originals_and_drawings_are_made_on_them(
+    kind: type[Client | AsyncClient],
+) -> None:
     now, asked = 0.0, list[str]()
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -129,7 +160,11 @@ def test_regions_are_those_of_the_originals_and_drawings_are_made_on_them(kind: 
         asked.append(f"{path} {opened(body).width}" if body.startswith(b"\xff\xd8") else path)
         found = MAP | {"region": REGION}
         classification = {"id": "kept", **CAT, "attention": found}
-        answers = {"/model": MODEL, "/classify/batch": {"results": [classification] * 2}, "/attention": [found]}
+        answers = {
+            "/model": MODEL,
+            "/classify/batch": {"results": [classification] * 2},
+            "/attention": [found],
+        }
         return httpx.Response(200, json=answers.get(path, classification))
 
     async def ask(method: str, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Hugging Face's layout: `config.json`, weights, an image processor's JSON, as `save_pretrained` writes them."""
+"""Hugging Face's layout: `config.json`, weights, an image processor's JSON, as `save_pretrained`
+writes them.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -8,7 +10,11 @@ from torch import Tensor
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
-from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE, carried_preprocess
+from model.checkpoint.huggingface.preprocessor import (
+    PREPROCESSOR_FILE,
+    PROCESSOR_FILE,
+    carried_preprocess,
+)
 from model.checkpoint.huggingface.texts import read_texts
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.own_heads import with_head
@@ -31,7 +37,10 @@ _BACKBONES: Final = {
 
 def recognises(files: Files) -> bool:
     """Return whether a folder's `config.json` is transformers'."""
-    return not files.config.keys().isdisjoint(("architectures", "model_type")) and "format" not in files.config
+    return (
+        not files.config.keys().isdisjoint(("architectures", "model_type"))
+        and "format" not in files.config
+    )
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
@@ -58,7 +67,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     head = () if is_headless or "head.weight" not in stored else stored["head.weight"].shape
     classes = head[0] if head else 0
     if not classes and not is_headless:
-        raise CheckpointError(f"{files.place}: missing key 'head.weight', its classifier, or it has no classes")
+        raise CheckpointError(
+            f"{files.place}: missing key 'head.weight', its classifier, or it has no classes"
+        )
     # A class without a head gives the CLS token alone.
     pool = "cls" if is_backbone and vit.pool == "cls_mean" else vit.pool
     vit = vit.model_copy(update={"num_classes": classes, "pool": pool})
@@ -84,13 +95,19 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
 
 
 def _code(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note if the config names code of its own, which transformers does not run unasked either."""
+    """Return a note if the config names code of its own, which transformers does not run unasked
+    either.
+    """
     if not config.get("auto_map"):
         return ()
-    return (f"auto_map: the folder's own code is not run; the model is read as {config['architectures'][0]}",)
+    return (
+        f"auto_map: the folder's own code is not run; the model is read as {config['architectures'][0]}",
+    )
 
 
-def adapted(files: Files, class_name: str | None) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+def adapted(
+    files: Files, class_name: str | None
+) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """Prepare a base for an adapter; return the renaming of both's tensors.
 
     Args:
@@ -105,21 +122,29 @@ def adapted(files: Files, class_name: str | None) -> Callable[[Mapping[str, Tens
 
 
 def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
-    """Return the family of a class, and whether the class is the family's without a head: `ViTModel`."""
+    """Return the family of a class, and whether the class is the family's without a head:
+    `ViTModel`.
+    """
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
-        raise CheckpointError(f"{where}: architectures {classes!r:.100}: expected a list of one class name")
+        raise CheckpointError(
+            f"{where}: architectures {classes!r:.100}: expected a list of one class name"
+        )
     name = classes[0]
     family = (_BACKBONES | _BY_CLASS).get(name)
     if family is None:
-        kinds = ", ".join(dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known))
+        kinds = ", ".join(
+            dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known)
+        )
         raise CheckpointError(
             f"{where}: {name!r:.100} is not a Vision Transformer that is read; "
             f"this version reads the ForImageClassification of {kinds}; CLIPModel and SiglipModel; "
             f"and, for embeddings, {', '.join(reversed(_BACKBONES))}"
         )
     if config.get("model_type") != family.model_type:
-        raise CheckpointError(f"{where}: model_type {config.get('model_type')!r:.100}: expected {family.model_type!r}")
+        raise CheckpointError(
+            f"{where}: model_type {config.get('model_type')!r:.100}: expected {family.model_type!r}"
+        )
     return family, name not in _BY_CLASS
 
 

@@ -1,8 +1,9 @@
 """The classes of transformers that are read: one declaration each, of names, config and positions.
 
-Source: transformers/models/*/modeling_*.py and configuration_*.py. Names of tensors are those of the hub's files and
-those that version 5 has in memory, with the model's own part before them (`vit.`) or without, as classes without a head
-save them. To add a class, add one `Family` to `FAMILIES`.
+Source: transformers/models/*/modeling_*.py and configuration_*.py. Names of tensors are those of
+the hub's files and those that version 5 has in memory, with the model's own part before them
+(`vit.`) or without, as classes without a head save them. To add a class, add one `Family` to
+`FAMILIES`.
 """
 
 import math
@@ -24,7 +25,8 @@ from model.network.layers.position import relative_table_size
 
 Json = Mapping[str, Any]
 Tensors = dict[str, Tensor]
-# An architecture at the input size that it is served at, and the tensors of its positions and what hangs on them.
+# An architecture at the input size that it is served at, and the tensors of its positions and what
+# hangs on them.
 Placed = tuple[ViTConfig, Tensors]
 
 # transformers/activations.py, ACT2FN.
@@ -39,8 +41,8 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "swish": "silu",
 }
 
-# Fields of `ViTConfig`, and what `config.json` calls them. None has a default: the files on the hub name all, but for
-# those that a family computes.
+# Fields of `ViTConfig`, and what `config.json` calls them. None has a default: the files on the hub
+# name all, but for those that a family computes.
 _FIELDS: Final = {
     "width": "hidden_size",
     "depth": "num_hidden_layers",
@@ -52,7 +54,11 @@ _FIELDS: Final = {
     "in_channels": "num_channels",
     "mlp_width": "intermediate_size",
 }
-_NAMES: Final = {**_FIELDS, "registers": "num_register_tokens", "projection_width": "projection_dim"}
+_NAMES: Final = {
+    **_FIELDS,
+    "registers": "num_register_tokens",
+    "projection_width": "projection_dim",
+}
 
 # ViT, ViT-MSN, I-JEPA, DeiT, DINOv2, BEiT and data2vec-vision.
 ENCODER: Final[Rules] = (
@@ -64,7 +70,10 @@ ENCODER: Final[Rules] = (
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
     (r"^(?:encoder\.layer|layers)\.(\d+)\.", r"blocks.\1."),
     (r"^(?:encoder\.relative_position_bias|shared_position_bias)\.", "shared."),
-    (r"\.(?:attention\.attention\.)?relative_position_bias\.relative_position_", ".attn.relative_position_"),
+    (
+        r"\.(?:attention\.attention\.)?relative_position_bias\.relative_position_",
+        ".attn.relative_position_",
+    ),
     (r"\.attention\.(?:attention\.)?(q|k|v)(?:uery|ey|alue|_proj)\.", r".attn.\1."),
     (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
     (r"\.layernorm_before\.", ".norm1."),
@@ -113,7 +122,8 @@ class Family:
         image_processor: the class of its image processor where no file names one.
         rules: from its names of tensors to the model's, queries, keys and values apart.
         unused: pattern of the names of tensors that have no part in classification.
-        fields: fields of `ViTConfig` that only its config tells, of the config and its name in messages.
+        fields: fields of `ViTConfig` that only its config tells, of the config and its name in
+        messages.
         place: positions, and what else is not one to one, at an input size.
         architecture: the fields of `ViTConfig` that the class itself fixes.
         vision_defaults: defaults of the nested `vision_config`, where the class has one.
@@ -126,9 +136,14 @@ class Family:
     model_type: str
     image_processor: str
     rules: Rules = ENCODER
-    unused: str = r".*embeddings\.mask_token|.*pooler\.dense\.(weight|bias)|.*relative_position_index"
+    unused: str = (
+        r".*embeddings\.mask_token|.*pooler\.dense\.(weight|bias)|.*relative_position_index"
+    )
     fields: Callable[[Json, str], dict[str, Any]] = lambda json, where: {}
-    place: Callable[[Tensors, ViTConfig, Size, str], Placed] = lambda tensors, config, size, where: (config, tensors)
+    place: Callable[[Tensors, ViTConfig, Size, str], Placed] = lambda tensors, config, size, where: (
+        config,
+        tensors,
+    )
     architecture: Json = field(default_factory=dict)
     vision_defaults: Json | None = None
     key_bias: bool = True
@@ -145,7 +160,9 @@ class Family:
             of_both = {"projection_dim": json.get("projection_dim", 512)}
             json = {**self.vision_defaults, **tower_config(json, "vision", where), **of_both}
         own = self.fields(json, where)
-        fields = {ours: own.get(ours) or required(json, theirs, where) for ours, theirs in _FIELDS.items()}
+        fields = {
+            ours: own.get(ours) or required(json, theirs, where) for ours, theirs in _FIELDS.items()
+        }
         size, patch = fields["image_size"], fields["patch_size"]
         if isinstance(patch, list) and len(patch) == 2 and patch[0] == patch[1]:
             patch = patch[0]
@@ -153,22 +170,29 @@ class Family:
         for name, value in (("image_size", rows), ("image_size", columns), ("patch_size", patch)):
             _number(value, name, where)
         fields |= {"image_size": (rows, columns), "patch_size": patch}
-        fields |= {"activation": activation(fields["activation"], where), "qkv_bias": json.get("qkv_bias", True)}
+        fields |= {
+            "activation": activation(fields["activation"], where),
+            "qkv_bias": json.get("qkv_bias", True),
+        }
         fields |= {"drop_remainder": bool(rows % patch or columns % patch), "num_classes": classes}
         with validating(where, names=_NAMES):
             return ViTConfig.model_validate(fields | own | dict(self.architecture))
 
-    def native(self, tensors: Mapping[str, Tensor], config: ViTConfig, size: Size, where: str) -> Placed:
+    def native(
+        self, tensors: Mapping[str, Tensor], config: ViTConfig, size: Size, where: str
+    ) -> Placed:
         """Return the architecture at an input size, and the tensors by the model's names.
 
         Args:
             tensors: under the names of `rules`' results.
             config: as `config.json` describes it.
-            size: (rows, columns) of the input in pixels; followed by families that resize their positions.
+            size: (rows, columns) of the input in pixels; followed by families that resize their
+            positions.
             where: what messages call the checkpoint.
 
         Raises:
-            CheckpointError: a tensor that is placed anew is missing, of the wrong shape, or not floating point.
+            CheckpointError: a tensor that is placed anew is missing, of the wrong shape, or not
+            floating point.
         """
         result = dict(tensors)
         join_parts(result, key_bias=self.key_bias)
@@ -178,7 +202,9 @@ class Family:
 def activation(value: Any, where: str) -> Activation:
     """Return the model's name of an activation; CheckpointError where there is none."""
     if not isinstance(value, str) or value not in _ACTIVATIONS:
-        raise CheckpointError(f"{where}: hidden_act: activation {value!r:.100} is not one of {', '.join(_ACTIVATIONS)}")
+        raise CheckpointError(
+            f"{where}: hidden_act: activation {value!r:.100} is not one of {', '.join(_ACTIVATIONS)}"
+        )
     return _ACTIVATIONS[value]
 
 
@@ -195,7 +221,11 @@ def tower_config(json: Json, kind: str, where: str) -> dict[str, Any]:
 
 
 def _number(value: Any, name: str, where: str, kind: type[int | float] = int) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < float(value) <= 131072:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | kind)
+        or not 0 < float(value) <= 131072
+    ):
         raise CheckpointError(f"{where}: {name} {value!r:.100}: expected a number of 1 to 131072")
     return value
 
@@ -213,14 +243,22 @@ def _dinov2_fields(json: Json, where: str) -> dict[str, Any]:
     fields = {"mlp_width": hidden, "registers": json.get("num_register_tokens", 0)}
     if _flag(json, "use_swiglu_ffn", where):
         # SwiGLU keeps the parameter count: two thirds, rounded up to a multiple of 8.
-        fields |= {"mlp": "swiglu", "activation": "silu", "mlp_width": (int(hidden * 2 / 3) + 7) // 8 * 8}
+        fields |= {
+            "mlp": "swiglu",
+            "activation": "silu",
+            "mlp_width": (int(hidden * 2 / 3) + 7) // 8 * 8,
+        }
     return fields
 
 
-def _placed_dinov2(tensors: Tensors, config: ViTConfig, size: Size, where: str, *, antialias: bool = False) -> Placed:
-    """Resize positions, which are a square whatever the config says of the image's size, as the class reads them.
+def _placed_dinov2(
+    tensors: Tensors, config: ViTConfig, size: Size, where: str, *, antialias: bool = False
+) -> Placed:
+    """Resize positions, which are a square whatever the config says of the image's size, as the
+    class reads them.
 
-    The class does it at each forward pass, for the released models always (trained at 518 px, preprocessed to 224 px).
+    The class does it at each forward pass, for the released models always (trained at 518 px,
+    preprocessed to 224 px).
     """
     width, patches = config.width, math.prod(config.grid)
     edge = math.isqrt(patches)
@@ -229,21 +267,31 @@ def _placed_dinov2(tensors: Tensors, config: ViTConfig, size: Size, where: str, 
     positions = taken(tensors, "pos_embed", (1, patches + 1, width), where)
     if not config.registers and "reg_token" in tensors:
         taken(tensors, "reg_token", (1, 0, width), where)
-    # CLS has an entry of its own and registers have none: it is added to the token once and for all.
+    # CLS has an entry of its own and registers have none: it is added to the token once and for
+    # all.
     tensors["cls_token"] = taken(tensors, "cls_token", (1, 1, width), where) + positions[:, :1]
-    square = config.model_copy(update={"image_size": (edge * config.patch_size, edge * config.patch_size)})
+    square = config.model_copy(
+        update={"image_size": (edge * config.patch_size, edge * config.patch_size)}
+    )
     resized = resized_config(config, size, where)
-    return resized, resized_positions(tensors | {"pos_embed": positions[:, 1:]}, square, resized, antialias=antialias)
+    return resized, resized_positions(
+        tensors | {"pos_embed": positions[:, 1:]}, square, resized, antialias=antialias
+    )
 
 
 def _beit_fields(json: Json, where: str) -> dict[str, Any]:
     is_mean = _flag(json, "use_mean_pooling", where)
-    tables = _flag(json, "use_relative_position_bias", where), _flag(json, "use_shared_relative_position_bias", where)
+    tables = (
+        _flag(json, "use_relative_position_bias", where),
+        _flag(json, "use_shared_relative_position_bias", where),
+    )
     size, scale = json.get("image_size"), required(json, "layer_scale_init_value", where)
     if isinstance(size, list) and len(set(size)) != 1:
         raise CheckpointError(f"{where}: image_size: its class reads square sizes only")
     return {
-        "position_embedding": "learned" if _flag(json, "use_absolute_position_embeddings", where) else "none",
+        "position_embedding": "learned"
+        if _flag(json, "use_absolute_position_embeddings", where)
+        else "none",
         "relative_position_bias": any(tables),
         "layer_scale": scale != 0 and _number(scale, "layer_scale_init_value", where, float) > 0,
         "pool": "mean" if is_mean else "cls",
@@ -252,16 +300,24 @@ def _beit_fields(json: Json, where: str) -> dict[str, Any]:
 
 
 def _placed_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:
-    """Resize positions; a table that all blocks share is added to each block's own, as the class adds both."""
+    """Resize positions; a table that all blocks share is added to each block's own, as the class
+    adds both.
+    """
     shape = relative_table_size(config.grid), config.heads
     name = "shared.relative_position_bias_table"
     shared = taken(tensors, name, shape, where) if name in tensors else None
     for index in range(config.depth if config.relative_position_bias else 0):
         name = f"blocks.{index}.attn.relative_position_bias_table"
-        own = taken(tensors, name, shape, where) if name in tensors or shared is None else torch.zeros(shape)
+        own = (
+            taken(tensors, name, shape, where)
+            if name in tensors or shared is None
+            else torch.zeros(shape)
+        )
         tensors[name] = own if shared is None else own + shared
     if config.position_embedding == "learned":
-        tensors["pos_embed"] = taken(tensors, "pos_embed", (1, config.position_tokens, config.width), where)
+        tensors["pos_embed"] = taken(
+            tensors, "pos_embed", (1, config.position_tokens, config.width), where
+        )
     resized = resized_config(config, size, where)
     return resized, resized_positions(tensors, config, resized, antialias=False)
 
@@ -277,20 +333,30 @@ def _siglip_fields(json: Json, where: str) -> dict[str, Any]:
 
 
 def _placed_tower(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:
-    """Give positions, an `nn.Embedding` [tokens, D], and the CLS token, a vector [D], the model's shapes."""
-    tensors["pos_embed"] = taken(tensors, "pos_embed", (config.position_tokens, config.width), where).unsqueeze(0)
+    """Give positions, an `nn.Embedding` [tokens, D], and the CLS token, a vector [D], the model's
+    shapes.
+    """
+    tensors["pos_embed"] = taken(
+        tensors, "pos_embed", (config.position_tokens, config.width), where
+    ).unsqueeze(0)
     if config.class_token:
         tensors["cls_token"] = taken(tensors, "cls_token", (config.width,), where).reshape(1, 1, -1)
     for kind in ("weight", "bias") if config.pool == "attention" else ():
         shape = (3 * config.width, config.width) if kind == "weight" else (3 * config.width,)
         joined = taken(tensors, f"vision_model.head.attention.in_proj_{kind}", shape, where)
-        tensors |= {f"attn_pool.q.{kind}": joined[: config.width], f"attn_pool.kv.{kind}": joined[config.width :]}
+        tensors |= {
+            f"attn_pool.q.{kind}": joined[: config.width],
+            f"attn_pool.kv.{kind}": joined[config.width :],
+        }
     return config, tensors
 
 
 _VIT: Final = Family("ViTForImageClassification", "vit", "ViTImageProcessor")
 _DEIT: Final = Family(
-    "DeiTForImageClassification", "deit", "DeiTImageProcessor", architecture={"distillation_token": True}
+    "DeiTForImageClassification",
+    "deit",
+    "DeiTImageProcessor",
+    architecture={"distillation_token": True},
 )
 _DINOV2: Final = Family(
     "Dinov2ForImageClassification",
@@ -319,7 +385,12 @@ _CLIP: Final = Family(
     # The head reads the mean of the patches before the last norm, which is therefore unused.
     unused=r"vision_model\.(post_layernorm\..*|embeddings\.position_ids)",
     place=_placed_tower,
-    architecture={"patch_bias": False, "norm_before_blocks": True, "pool": "mean", "final_norm": False},
+    architecture={
+        "patch_bias": False,
+        "norm_before_blocks": True,
+        "pool": "mean",
+        "final_norm": False,
+    },
     # Those of CLIPVisionConfig: nested configs name only what differs from their class.
     vision_defaults={
         "hidden_size": 768,

@@ -1,7 +1,9 @@
-"""An image processor's JSON, as transformers' PIL image processors read it (image_processing_backends.py).
+"""An image processor's JSON, as transformers' PIL image processors read it
+(image_processing_backends.py).
 
-What a file leaves open is the attribute of the class that it names; only where no file names a class is it that of the
-model's own family. Sizes, filter and statistics that come from a class are listed as assumed.
+What a file leaves open is the attribute of the class that it names; only where no file names a
+class is it that of the model's own family. Sizes, filter and statistics that come from a class are
+listed as assumed.
 """
 
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -36,7 +38,8 @@ class _Defaults(NamedTuple):
 
     Attributes:
         center_crop: whether a centre is cut out.
-        square: whether a `size` that is one number means a square, or the shorter edge (`default_to_square`).
+        square: whether a `size` that is one number means a square, or the shorter edge
+        (`default_to_square`).
         numbers: sizes, filter and statistics.
     """
 
@@ -47,15 +50,25 @@ class _Defaults(NamedTuple):
 
 _PROCESSORS: Final = {
     "ViT": _Defaults(False, True, _HALF | {"size": _SQUARE, "resample": 2}),
-    "DeiT": _Defaults(True, True, _HALF | {"size": {"height": 256, "width": 256}, "crop_size": _SQUARE, "resample": 3}),
-    "Bit": _Defaults(True, False, _OPENAI | {"size": _SHORTEST, "crop_size": _SQUARE, "resample": 3}),
+    "DeiT": _Defaults(
+        True,
+        True,
+        _HALF | {"size": {"height": 256, "width": 256}, "crop_size": _SQUARE, "resample": 3},
+    ),
+    "Bit": _Defaults(
+        True, False, _OPENAI | {"size": _SHORTEST, "crop_size": _SQUARE, "resample": 3}
+    ),
     "Beit": _Defaults(False, True, _HALF | {"size": _SQUARE, "crop_size": _SQUARE, "resample": 3}),
-    "CLIP": _Defaults(True, False, _OPENAI | {"size": _SHORTEST, "crop_size": _SQUARE, "resample": 3}),
+    "CLIP": _Defaults(
+        True, False, _OPENAI | {"size": _SHORTEST, "crop_size": _SQUARE, "resample": 3}
+    ),
     "Siglip": _Defaults(False, False, _HALF | {"size": _SQUARE, "resample": 3}),
 }
 # Files of transformers 4 name classes that transformers 5 no longer has: FeatureExtractor and Fast.
 _SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
-_CLASSES: Final = {name + suffix: attributes for name, attributes in _PROCESSORS.items() for suffix in _SUFFIXES}
+_CLASSES: Final = {
+    name + suffix: attributes for name, attributes in _PROCESSORS.items() for suffix in _SUFFIXES
+}
 
 Edge = Annotated[int, Field(ge=1)]
 Pair = Annotated[list[Edge], Field(min_length=2, max_length=2)]  # (rows, columns)
@@ -75,7 +88,9 @@ class _Sides(BaseModel):
 
 
 class _Processor(BaseModel):
-    """The fields of an image processor's JSON that change pixels; steps that are not read must be off."""
+    """The fields of an image processor's JSON that change pixels; steps that are not read must be
+    off.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -110,12 +125,16 @@ def carried_preprocess(files: Files, family: Family) -> Carried | None:
     Raises:
         CheckpointError: a processor, a step or a number that is not read here.
     """
-    if files.overlay is not None and (files.overlay.path(PROCESSOR_FILE) or files.overlay.path(PREPROCESSOR_FILE)):
+    if files.overlay is not None and (
+        files.overlay.path(PROCESSOR_FILE) or files.overlay.path(PREPROCESSOR_FILE)
+    ):
         files = files.overlay
     if files.path(PROCESSOR_FILE) is not None:
         nested = files.json(PROCESSOR_FILE).get("image_processor")
         if isinstance(nested, dict):
-            carried = _read(nested, family, files, f"{files.where(PROCESSOR_FILE)}: image_processor")
+            carried = _read(
+                nested, family, files, f"{files.where(PROCESSOR_FILE)}: image_processor"
+            )
             return _compared(carried, family, files)
     if files.path(PREPROCESSOR_FILE) is None:
         return None
@@ -123,11 +142,15 @@ def carried_preprocess(files: Files, family: Family) -> Carried | None:
 
 
 def _compared(carried: Carried, family: Family, files: Files) -> Carried:
-    """Return the preprocessing of `processor_config.json`, and say so if `preprocessor_config.json` has another."""
+    """Return the preprocessing of `processor_config.json`, and say so if `preprocessor_config.json`
+    has another.
+    """
     if files.path(PREPROCESSOR_FILE) is None:
         return carried
     try:
-        other = read_preprocessor(files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE))
+        other = read_preprocessor(
+            files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE)
+        )
     except CheckpointError:
         other = None
     if other is not None and other.preprocess == carried.preprocess:
@@ -140,7 +163,9 @@ def _compared(carried: Carried, family: Family, files: Files) -> Carried:
 
 
 def _read(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
-    """Return what an image processor's JSON describes; the refusal names the setting that takes its place."""
+    """Return what an image processor's JSON describes; the refusal names the setting that takes its
+    place.
+    """
     try:
         return read_preprocessor(json, family, files, where)
     except CheckpointError as error:
@@ -148,7 +173,8 @@ def _read(json: dict[str, Any], family: Family, files: Files, where: str) -> Car
 
 
 def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
-    """Return the preprocessing that an image processor's JSON describes; `where` is what messages call it.
+    """Return the preprocessing that an image processor's JSON describes; `where` is what messages
+    call it.
 
     Raises:
         CheckpointError: a processor, a step or a number that is not read here.
@@ -157,20 +183,30 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
     named += [files.config.get("image_processor_type"), family.image_processor]
     kind = next(name for name in named if name is not None)
     if not isinstance(kind, str) or kind not in _CLASSES:
-        raise CheckpointError(f"{where}: image_processor_type {kind!r:.100} is not read by this version")
+        raise CheckpointError(
+            f"{where}: image_processor_type {kind!r:.100} is not read by this version"
+        )
     defaults = _CLASSES[kind]
     with validating(where):
         processor = _Processor.model_validate(defaults.numbers | json)
-    is_square = defaults.square if processor.default_to_square is None else processor.default_to_square
+    is_square = (
+        defaults.square if processor.default_to_square is None else processor.default_to_square
+    )
     resize, resize_size = _sized(processor.size, is_square, f"{where}: size")
     size = resize_size
-    has_crop = defaults.center_crop if processor.do_center_crop is None else processor.do_center_crop
+    has_crop = (
+        defaults.center_crop if processor.do_center_crop is None else processor.do_center_crop
+    )
     if has_crop:
         crop, size = _sized(processor.crop_size, True, f"{where}: crop_size")
         if crop == "shortest_edge":
-            raise CheckpointError(f"{where}: crop_size is a shortest_edge: expected a number, or height and width")
+            raise CheckpointError(
+                f"{where}: crop_size is a shortest_edge: expected a number, or height and width"
+            )
     elif resize == "shortest_edge":
-        raise CheckpointError(f"{where}: size keeps the aspect and do_center_crop is false: no one input size")
+        raise CheckpointError(
+            f"{where}: size keeps the aspect and do_center_crop is false: no one input size"
+        )
     is_raw = processor.do_normalize is False
     fields = {
         "size": size,
@@ -184,7 +220,9 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
     used = {"size", "resample"} | ({"crop_size"} if has_crop else set())
     used |= set() if is_raw else {"image_mean", "image_std"}
     names = ", ".join(name for name in defaults.numbers if name in used - json.keys())
-    assumed = (f"preprocessing: {names} of {kind}, because {where} does not state it (VIT_PREPROCESS)",)
+    assumed = (
+        f"preprocessing: {names} of {kind}, because {where} does not state it (VIT_PREPROCESS)",
+    )
     with validating(where, "image_"):
         return Carried(PreprocessConfig.model_validate(fields), assumed if names else ())
 

@@ -1,8 +1,10 @@
-"""CLIPModel and SiglipModel whole, SigLIP 2 of one resolution among them: labels are texts, and make the head.
+"""CLIPModel and SiglipModel whole, SigLIP 2 of one resolution among them: labels are texts, and
+make the head.
 
-The image's tower pools the CLS token and projects it (CLIP), or pools by attention (SigLIP). Features of the labels,
-times the scale, are the head's rows, so that the model is served as any other. The tokenizer is the library's: of its
-files only data are taken, so that nothing in a checkpoint names code to run.
+The image's tower pools the CLS token and projects it (CLIP), or pools by attention (SigLIP).
+Features of the labels, times the scale, are the head's rows, so that the model is served as any
+other. The tokenizer is the library's: of its files only data are taken, so that nothing in a
+checkpoint names code to run.
 """
 
 import json
@@ -30,7 +32,12 @@ from model.network.text_tower import TextConfig, TextTower
 _PREFIXES: Final = ("text_model.", "text_projection.")
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
-_TOKENIZER_FILES: Final = (*_VOCABULARIES, "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_FILES: Final = (
+    *_VOCABULARIES,
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 _INSTALL: Final = "pip install 'vitserve[text]'"
 _BATCH: Final = 32
 
@@ -45,7 +52,8 @@ _CLIP_DEFAULTS: Final = {
     "layer_norm_eps": 1e-5,
     "eos_token_id": 49407,
 }
-# Of CLIPTextConfig and SiglipTextConfig: nested configs name only what differs from the defaults of their class.
+# Of CLIPTextConfig and SiglipTextConfig: nested configs name only what differs from the defaults of
+# their class.
 _SIGLIP_DEFAULTS: Final = _CLIP_DEFAULTS | {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -116,7 +124,8 @@ def read_texts(
 
 
 class TextEmbedder:
-    """Features of texts, as the library's `get_text_features` with the pipeline's arguments for the tokenizer.
+    """Features of texts, as the library's `get_text_features` with the pipeline's arguments for the
+    tokenizer.
 
     Args:
         files: of the checkpoint, for its config and tokenizer.
@@ -127,7 +136,8 @@ class TextEmbedder:
         config: of the tower.
 
     Raises:
-        CheckpointError: transformers is not installed, or a tensor or the tokenizer is missing or wrong.
+        CheckpointError: transformers is not installed, or a tensor or the tokenizer is missing or
+        wrong.
     """
 
     def __init__(self, files: Files, tensors: Mapping[str, Tensor], width: int) -> None:
@@ -135,14 +145,18 @@ class TextEmbedder:
         self.config = _tower_config(config, width, files.where(CONFIG_FILE))
         with torch.device("meta"):
             self._tower = TextTower(self.config)
-        named = {name: tensor for name, tensor in tensors.items() if not name.endswith(".position_ids")}
+        named = {
+            name: tensor for name, tensor in tensors.items() if not name.endswith(".position_ids")
+        }
         native = renamed(named, CLIP.rules, where)
         join_parts(native)
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tower.state_dict().items()}
         native = checked(native, shapes, f"{where}: text tower")
         for name, tensor in native.items():
             if not torch.isfinite(tensor).all():
-                raise CheckpointError(f"{where}: {name} of the text tower holds values that are not finite")
+                raise CheckpointError(
+                    f"{where}: {name} of the text tower holds values that are not finite"
+                )
         self._tower.load_state_dict(native, assign=True)
         self._tower.eval().requires_grad_(False)
         self._tokenizer = _tokenizer(files, str(config["model_type"]))
@@ -155,7 +169,9 @@ class TextEmbedder:
             self(["a"])
         # A tokenizer without a token for padding, for example, fails at its first text.
         except Exception as error:  # noqa: BLE001
-            raise CheckpointError(f"{where}: its tokenizer fails on a text: {first_line(error)}") from None
+            raise CheckpointError(
+                f"{where}: its tokenizer fails on a text: {first_line(error)}"
+            ) from None
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -166,7 +182,9 @@ class TextEmbedder:
         parts = []
         for start in range(0, len(texts), _BATCH):
             batch = list(texts[start : start + _BATCH])
-            inputs = self._tokenizer(batch, padding=padding, truncation=True, max_length=length, return_tensors="pt")
+            inputs = self._tokenizer(
+                batch, padding=padding, truncation=True, max_length=length, return_tensors="pt"
+            )
             seen = inputs.get("attention_mask")
             parts.append(self._tower(inputs["input_ids"], None if seen is None else seen.bool()))
         features: NDArray[np.float32] = torch.cat(parts).numpy()
@@ -179,7 +197,8 @@ def _tower_config(config: Mapping[str, Any], width: int, where: str) -> TextConf
     stated = (_CLIP_DEFAULTS if causal else _SIGLIP_DEFAULTS) | tower_config(config, "text", where)
     fields = {ours: stated[theirs] for ours, theirs in _NAMES.items()}
     fields["activation"] = activation(fields["activation"], f"{where}: text_config")
-    # `eos_token_id` of CLIP's first files, whose texts end with the highest number (transformers #24773).
+    # `eos_token_id` of CLIP's first files, whose texts end with the highest number (transformers
+    # #24773).
     if not causal or fields["end"] == 2:
         fields["end"] = None
     with validating(where, "text_config: ", _NAMES):
@@ -196,18 +215,24 @@ def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:
 
 
 def _labels(labels: str | None) -> tuple[str, ...]:
-    """Return the labels of VIT_LABELS; without it, or with numbers, which say nothing, a request brings its labels."""
+    """Return the labels of VIT_LABELS; without it, or with numbers, which say nothing, a request
+    brings its labels.
+    """
     if labels is None or labels == "numbers":
         return ()
     return read_labels(labels, None)
 
 
 def _tokenizer(files: Files, model_type: str) -> Any:
-    """Return the tokenizer of a checkpoint, which is made of a copy of its files that names no code."""
+    """Return the tokenizer of a checkpoint, which is made of a copy of its files that names no
+    code.
+    """
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415  an optional extra that takes seconds to import
     except ImportError:
-        raise CheckpointError(f"{files.place}: a text tower needs transformers: {_INSTALL}") from None
+        raise CheckpointError(
+            f"{files.place}: a text tower needs transformers: {_INSTALL}"
+        ) from None
     paths = {name: path for name in _TOKENIZER_FILES if (path := files.path(name)) is not None}
     if not paths.keys() & set(_VOCABULARIES):
         raise CheckpointError(
@@ -216,20 +241,34 @@ def _tokenizer(files: Files, model_type: str) -> Any:
         )
     config = files.json(_TOKENIZER_CONFIG) if files.path(_TOKENIZER_CONFIG) is not None else {}
     where = files.where(_TOKENIZER_CONFIG)
-    config = {name: value for name, value in config.items() if name not in ("auto_map", "chat_template")}
+    config = {
+        name: value for name, value in config.items() if name not in ("auto_map", "chat_template")
+    }
     with tempfile.TemporaryDirectory(prefix="vitserve-tokenizer-") as folder:
         for name, path in paths.items():
             (Path(folder) / name).symlink_to(path)
         (Path(folder) / _TOKENIZER_CONFIG).write_text(json.dumps(config))
         # Else the library warns of its own defaults, which no tokenizer reads.
         (Path(folder) / CONFIG_FILE).write_text(
-            json.dumps({"model_type": model_type, "text_config": {"bos_token_id": None, "eos_token_id": None}})
+            json.dumps(
+                {
+                    "model_type": model_type,
+                    "text_config": {"bos_token_id": None, "eos_token_id": None},
+                }
+            )
         )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        # What the library raises on a broken file is of any type, plain exceptions of its Rust part among them.
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        # What the library raises on a broken file is of any type, plain exceptions of its Rust part
+        # among them.
         except Exception as error:  # noqa: BLE001
-            raise CheckpointError(f"{where}: no tokenizer that transformers reads: {first_line(error)}") from None
+            raise CheckpointError(
+                f"{where}: no tokenizer that transformers reads: {first_line(error)}"
+            ) from None
     if model_type == "clip" and tokenizer.padding_side != "right":
-        raise CheckpointError(f"{where}: padding_side {tokenizer.padding_side!r:.20}: expected 'right'")
+        raise CheckpointError(
+            f"{where}: padding_side {tokenizer.padding_side!r:.20}: expected 'right'"
+        )
     return tokenizer

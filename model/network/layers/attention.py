@@ -1,7 +1,8 @@
-"""Multi-head self-attention, the row of it that a map is made of, and the kernels that compute either.
+"""Multi-head self-attention, the row of it that a map is made of, and the kernels that compute
+either.
 
-`Attention.attend` computes softmax(QK^T / sqrt(d)) V. Such a kernel takes q, k and v, [B, heads, N, head_dim], q
-perhaps with fewer tokens than k and v, and returns q's shape.
+`Attention.attend` computes softmax(QK^T / sqrt(d)) V. Such a kernel takes q, k and v, [B, heads, N,
+head_dim], q perhaps with fewer tokens than k and v, and returns q's shape.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from model.config import ViTConfig
 from model.network.layers.position import relative_position_index, relative_table_size
 from model.network.layers.rotary import Rotary
 
-# Bound on the bytes of scores that are alive at once in `chunked_attention`: a core's share of the cache.
+# Bound on the bytes of scores that are alive at once in `chunked_attention`: a core's share of the
+# cache.
 SCORES_BYTES: Final = 8 << 20
 
 
@@ -73,16 +75,22 @@ class Attention(nn.Module):
             self.register_buffer("relative_position_index", index, persistent=False)
 
     def forward(
-        self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False
+        self,
+        x: Tensor,
+        return_attention: bool = False,
+        queries: int | None = None,
+        keep: bool = False,
     ) -> tuple[Tensor, Tensor | None, Heads]:
-        """Return the attended tokens, the attention row that a map is made of or None, and the heads' inputs.
+        """Return the attended tokens, the attention row that a map is made of or None, and the
+        heads' inputs.
 
         Args:
             x: [B, N, D].
             return_attention: whether to return the attention row, too.
-            queries: how many of the first tokens are queries; None means all. Keys and values are always all.
-            keep: whether something multiplies with keys and values again: each head's then lie together in memory,
-                as products would copy them each time otherwise.
+            queries: how many of the first tokens are queries; None means all. Keys and values are
+            always all.
+            keep: whether something multiplies with keys and values again: each head's then lie
+                together in memory, as products would copy them each time otherwise.
 
         Returns:
             [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with.
@@ -101,7 +109,9 @@ class Attention(nn.Module):
         return x, row, Heads(q, k, v)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of [B, N, D] as the heads attend with them, each [B, heads, N, head_dim]."""
+        """Return q, k and v of [B, N, D] as the heads attend with them, each [B, heads, N,
+        head_dim].
+        """
         fused = self.qkv(x)
         qkv = fused.reshape(*fused.shape[:2], 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
@@ -117,7 +127,9 @@ class Attention(nn.Module):
         q = self._project_rows(x[:, :queries], slice(self.inner_width))
         kv = self._project_rows(x, slice(self.inner_width, None))
         q = q.reshape(batch, -1, self.heads, self.head_dim).transpose(1, 2)
-        k, v = kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        k, v = (
+            kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        )
         return *self._placed(q, k), v
 
     def _project_rows(self, x: Tensor, rows: slice) -> Tensor:
@@ -129,26 +141,32 @@ class Attention(nn.Module):
         """Return the bias on the scores, [1, heads, N, N], or None."""
         if self.relative_position_bias_table is None or self.fixed_bias is not None:
             return self.fixed_bias
-        return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).unsqueeze(0)
+        return (
+            self.relative_position_bias_table[self.relative_position_index]
+            .permute(2, 0, 1)
+            .unsqueeze(0)
+        )
 
     @torch.no_grad()
     def fix_bias(self) -> None:
         """Compute the bias once, for a model on its device whose weights change no more.
 
-        Gathering it from its table at each pass costs as much as a small product, and an index cannot be captured in
-        a CUDA graph from another device.
+        Gathering it from its table at each pass costs as much as a small product, and an index
+        cannot be captured in a CUDA graph from another device.
         """
         bias = self.bias()
         if bias is not None:
-            # Fused kernels read rows at multiples of 16 elements, and would pad a copy of the bias at each call.
+            # Fused kernels read rows at multiples of 16 elements, and would pad a copy of the bias
+            # at each call.
             padded = F.pad(bias, (0, -bias.shape[-1] % 16))
             self.fixed_bias = padded[..., : bias.shape[-1]]
 
     def _attention_row(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
         """Return the attention row that a map is made of: [B, heads, N] float32.
 
-        Softmax rows are independent, so the CLS row needs q_cls alone and never the N x N matrix.
-        A model that reads no CLS token has no single query; its row is the mean over the patch queries.
+        Softmax rows are independent, so the CLS row needs q_cls alone and never the N x N matrix. A
+        model that reads no CLS token has no single query; its row is the mean over the patch
+        queries.
         """
         scale = self.head_dim**-0.5
         if self.cls_query:
@@ -164,9 +182,9 @@ class Attention(nn.Module):
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention step by step, for as many images at a time as keep the scores in cache.
 
-    In bfloat16 on a CPU with native support it takes 0.6 to 0.9 of the time of the fused kernel, which
-    computes in float32 there, as long as an image's scores are within `SCORES_BYTES`; beyond, and in
-    float32, the fused kernel is faster and is what runs.
+    In bfloat16 on a CPU with native support it takes 0.6 to 0.9 of the time of the fused kernel,
+    which computes in float32 there, as long as an image's scores are within `SCORES_BYTES`; beyond,
+    and in float32, the fused kernel is faster and is what runs.
     """
     batch, heads, queries, _ = q.shape
     image_bytes = heads * queries * k.shape[2] * q.element_size()
@@ -182,8 +200,8 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention step by step.
 
-    On a CPU in bfloat16, forward and backward, it is two (577 tokens) to five times (33) faster than the
-    fused kernel; in float32 the fused kernel is faster.
+    On a CPU in bfloat16, forward and backward, it is two (577 tokens) to five times (33) faster
+    than the fused kernel; in float32 the fused kernel is faster.
     """
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     attended: Tensor = scores.softmax(dim=-1) @ v
@@ -193,8 +211,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def mean_row(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Return the mean over queries of softmax(QK^T), [B, heads, N] float32.
 
-    As many queries are taken at a time as keep the scores of eight images in cache. The number does not depend on the
-    batch: compiled code serves any.
+    As many queries are taken at a time as keep the scores of eight images in cache. The number does
+    not depend on the batch: compiled code serves any.
 
     Args:
         q: scaled, [B, heads, Q, head_dim].

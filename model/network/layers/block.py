@@ -13,7 +13,9 @@ from model.network.layers.attention import Attention, norm_or_none
 ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # the approximation that OpenAI's CLIP was trained with
+    "quick_gelu": lambda x: (
+        x * torch.sigmoid(1.702 * x)
+    ),  # the approximation that OpenAI's CLIP was trained with
     "relu": F.relu,
     "silu": F.silu,
     "tanh": torch.tanh,
@@ -51,7 +53,9 @@ class Mlp(nn.Module):
 
 
 class SwiGLU(Mlp):
-    """Computes act(gate) * value, both from one projection, gate first (Shazeer 2020, timm's `SwiGLUPacked`)."""
+    """Computes act(gate) * value, both from one projection, gate first (Shazeer 2020, timm's
+    `SwiGLUPacked`).
+    """
 
     parts = 2
 
@@ -93,7 +97,8 @@ class Kept(NamedTuple):
 class Block(nn.Module):
     """Encoder block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    In post-norm it is norm(x + attention(x)) and so on, in residual post-norm x + norm(attention(x)).
+    In post-norm it is norm(x + attention(x)) and so on, in residual post-norm x +
+    norm(attention(x)).
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -108,15 +113,24 @@ class Block(nn.Module):
         self.ls2: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
 
     def forward(
-        self, x: Tensor, return_attention: bool = False, queries: int | None = None, keep: bool = False
+        self,
+        x: Tensor,
+        return_attention: bool = False,
+        queries: int | None = None,
+        keep: bool = False,
     ) -> tuple[Tensor, Tensor | None, Kept | None]:
-        """Map [B, N, D] to ([B, queries or N, D], [B, heads, N] float32 or None, what is kept of it or None).
+        """Map [B, N, D] to ([B, queries or N, D], [B, heads, N] float32 or None, what is kept of it
+        or None).
 
         See `Attention.forward`.
         """
         y, row, heads = self.attn(self.attention_input(x), return_attention, queries, keep)
         attended = self.attended(x, y)
-        hidden = self.mlp.fc1(self.norm2(attended)) if keep and queries is not None and self.norm_first else None
+        hidden = (
+            self.mlp.fc1(self.norm2(attended))
+            if keep and queries is not None and self.norm_first
+            else None
+        )
         kept = Kept(x, attended, hidden, *heads) if keep else None
         return self.finish(attended, hidden), row, kept
 
@@ -126,13 +140,17 @@ class Block(nn.Module):
         return y
 
     def attended(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the tokens after the attention, [B, Q, D], of the block's input and the attention's output."""
+        """Return the tokens after the attention, [B, Q, D], of the block's input and the
+        attention's output.
+        """
         x = x[:, : y.shape[1]] + self.ls1(self.norm1(y) if self.norm_branch else y)
         z: Tensor = x if self.norm_first or self.norm_branch else self.norm1(x)
         return z
 
     def finish(self, attended: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return the block's output, [B, Q, D]; `hidden` is what the MLP's first layer gave, if that is known."""
+        """Return the block's output, [B, Q, D]; `hidden` is what the MLP's first layer gave, if
+        that is known.
+        """
         if hidden is None:
             y = self.mlp(self.norm2(attended) if self.norm_first else attended)
         else:

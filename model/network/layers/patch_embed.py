@@ -1,4 +1,6 @@
-"""Patch embeddings, which turn pixels into tokens, and PatchDropout, which trains on a random part of these."""
+"""Patch embeddings, which turn pixels into tokens, and PatchDropout, which trains on a random part
+of these.
+"""
 
 from typing import cast
 
@@ -13,7 +15,8 @@ from model.network.layers.resnet import ResNetV2
 
 
 class PatchEmbed(nn.Module):
-    """Non-overlapping patches, each through the same linear map: a convolution with stride = kernel.
+    """Non-overlapping patches, each through the same linear map: a convolution with stride =
+    kernel.
 
     With a stem the patches are those of its last feature map.
 
@@ -31,8 +34,13 @@ class PatchEmbed(nn.Module):
             channels, patch = config.stem.channels, config.patch_size // config.stem.stride
         if config.conv_stem is not None:
             self.backbone = ConvStem(config.conv_stem, config.in_channels)
-            channels, patch = config.conv_stem.widths[-1], config.patch_size // config.conv_stem.stride
-        self.proj = nn.Conv2d(channels, config.width, kernel_size=patch, stride=patch, bias=config.patch_bias)
+            channels, patch = (
+                config.conv_stem.widths[-1],
+                config.patch_size // config.conv_stem.stride,
+            )
+        self.proj = nn.Conv2d(
+            channels, config.width, kernel_size=patch, stride=patch, bias=config.patch_bias
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map [B, C, H, W] to [B, gh*gw, D], row by row."""
@@ -40,7 +48,9 @@ class PatchEmbed(nn.Module):
             pixels = self.backbone(pixels)
         if self.as_product:
             weight = self.proj.weight
-            return F.linear(_flat_patches(pixels, weight.shape[-1]), weight.flatten(1), self.proj.bias)
+            return F.linear(
+                _flat_patches(pixels, weight.shape[-1]), weight.flatten(1), self.proj.bias
+            )
         x: Tensor = self.proj(pixels)
         return x.flatten(2).transpose(1, 2)
 
@@ -64,8 +74,8 @@ class ConvStem(nn.ModuleList):
         for convolution, pool in zip(self, self.pools, strict=True):
             assert isinstance(convolution, nn.Conv2d)
             if pool > 1:
-                # Biases come last: OpenVINO 2026.4 would move an activation that follows a maximum to before it, as if
-                # all were monotonic.
+                # Biases come last: OpenVINO 2026.4 would move an activation that follows a maximum
+                # to before it, as if all were monotonic.
                 x = F.conv2d(x, convolution.weight, None, convolution.stride, convolution.padding)
                 x = F.max_pool2d(x, pool) + cast(Tensor, convolution.bias)[:, None, None]
             else:
@@ -75,7 +85,9 @@ class ConvStem(nn.ModuleList):
 
 
 class LinearPatchEmbed(nn.Module):
-    """A patch embedding as one matrix product over flattened patches (channels, then rows, then columns)."""
+    """A patch embedding as one matrix product over flattened patches (channels, then rows, then
+    columns).
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -92,7 +104,9 @@ class LinearPatchEmbed(nn.Module):
 
 
 def _flat_patches(pixels: Tensor, patch: int) -> Tensor:
-    """Map [B, C, H, W] to [B, gh*gw, C*patch*patch]; rows and columns that fill no patch are left out."""
+    """Map [B, C, H, W] to [B, gh*gw, C*patch*patch]; rows and columns that fill no patch are left
+    out.
+    """
     batch, channels, height, width = pixels.shape
     rows, columns = height // patch, width // patch
     pixels = pixels[:, :, : rows * patch, : columns * patch]
@@ -101,7 +115,8 @@ def _flat_patches(pixels: Tensor, patch: int) -> Tensor:
 
 
 def drop_patches(x: Tensor, rate: float, prefix_tokens: int) -> Tensor:
-    """Keep all prefix tokens and a random choice of the patches, drawn for each image, in their order.
+    """Keep all prefix tokens and a random choice of the patches, drawn for each image, in their
+    order.
 
     Liu et al. 2022, https://arxiv.org/abs/2208.07220; timm's `timm/layers/patch_dropout.py`.
 
@@ -117,6 +132,8 @@ def drop_patches(x: Tensor, rate: float, prefix_tokens: int) -> Tensor:
     keep = max(1, round(patches * (1 - rate)))
     if keep == patches:
         return x
-    chosen = torch.rand((batch, patches), device=x.device).argsort(dim=1)[:, :keep].sort(dim=1).values
+    chosen = (
+        torch.rand((batch, patches), device=x.device).argsort(dim=1)[:, :keep].sort(dim=1).values
+    )
     kept = x[:, prefix_tokens:].gather(1, chosen[:, :, None].expand(-1, -1, width))
     return torch.cat((x[:, :prefix_tokens], kept), dim=1)

@@ -10,7 +10,8 @@ from torch import Tensor
 def sincos2d_position_embedding(
     grid: tuple[int, int], width: int, *, prefix_tokens: int = 0, temperature: float = 10_000.0
 ) -> Tensor:
-    """Return fixed sine and cosine position embeddings, as big_vision's `posemb_sincos_2d` (Beyer et al. 2022).
+    """Return fixed sine and cosine position embeddings, as big_vision's `posemb_sincos_2d` (Beyer
+    et al. 2022).
 
     Args:
         grid: (rows, columns) of patches.
@@ -27,7 +28,9 @@ def sincos2d_position_embedding(
         indexing="ij",
     )
     quarter = width // 4
-    omega = temperature ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / max(quarter - 1, 1))
+    omega = temperature ** -(
+        torch.arange(quarter, dtype=torch.float64, device="cpu") / max(quarter - 1, 1)
+    )
     x, y = columns.reshape(-1, 1) * omega, rows.reshape(-1, 1) * omega
     embedding = torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), dim=1).float()
     return torch.cat((torch.zeros(prefix_tokens, width, device="cpu"), embedding)).unsqueeze(0)
@@ -41,14 +44,15 @@ def resize_position_embedding(
     new_grid: tuple[int, int],
     antialias: bool = True,
 ) -> Tensor:
-    """Interpolate learned position embeddings to another grid, 2D bicubic in float32; prefix tokens are kept.
+    """Interpolate learned position embeddings to another grid, 2D bicubic in float32; prefix tokens
+    are kept.
 
     Args:
         pos_embed: [1, prefix_tokens + old_rows*old_columns, D].
         prefix_tokens: embeddings before the grid's.
         old_grid, new_grid: (rows, columns) of patches.
-        antialias: low-pass before shrinking, as timm's `resample_abs_pos_embed` (timm/layers/pos_embed.py), and
-            unlike most of transformers' `interpolate_pos_encoding`.
+        antialias: low-pass before shrinking, as timm's `resample_abs_pos_embed`
+            (timm/layers/pos_embed.py), and unlike most of transformers' `interpolate_pos_encoding`.
 
     Returns:
         [1, prefix_tokens + new_rows*new_columns, D], same dtype.
@@ -65,7 +69,8 @@ def resize_position_embedding(
 
 @lru_cache(maxsize=2)
 def relative_position_index(grid: tuple[int, int], class_token: bool = True) -> Tensor:
-    """Return which entry of a relative position bias table each pair of tokens reads (Bao et al. 2021, BEiT).
+    """Return which entry of a relative position bias table each pair of tokens reads (Bao et al.
+    2021, BEiT).
 
     Args:
         grid: (rows, columns) of patches.
@@ -94,20 +99,29 @@ def relative_position_index(grid: tuple[int, int], class_token: bool = True) -> 
 
 
 def relative_table_size(grid: tuple[int, int], class_token: bool = True) -> int:
-    """Return the number of entries of a relative position bias table; see `relative_position_index`."""
+    """Return the number of entries of a relative position bias table; see
+    `relative_position_index`.
+    """
     return (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3 * class_token
 
 
-def resize_relative_table(table: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Interpolate a relative position bias table to another grid, bilinearly as transformers' BEiT does.
+def resize_relative_table(
+    table: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]
+) -> Tensor:
+    """Interpolate a relative position bias table to another grid, bilinearly as transformers' BEiT
+    does.
 
-    [`relative_table_size(old_grid)`, heads] becomes [`relative_table_size(new_grid)`, heads] float32; entries of a CLS
-    token, if there are any, stay as they are.
+    [`relative_table_size(old_grid)`, heads] becomes [`relative_table_size(new_grid)`, heads]
+    float32; entries of a CLS token, if there are any, stay as they are.
     """
     if old_grid == new_grid:
         return table
     entries = relative_table_size(old_grid, class_token=False)
     offsets, rest = table[:entries], table[entries:]
-    picture = offsets.reshape(1, 2 * old_grid[0] - 1, 2 * old_grid[1] - 1, -1).permute(0, 3, 1, 2).float()
-    picture = F.interpolate(picture, size=(2 * new_grid[0] - 1, 2 * new_grid[1] - 1), mode="bilinear")
+    picture = (
+        offsets.reshape(1, 2 * old_grid[0] - 1, 2 * old_grid[1] - 1, -1).permute(0, 3, 1, 2).float()
+    )
+    picture = F.interpolate(
+        picture, size=(2 * new_grid[0] - 1, 2 * new_grid[1] - 1), mode="bilinear"
+    )
     return torch.cat((picture.permute(0, 2, 3, 1).reshape(-1, table.shape[1]), rest.float()))

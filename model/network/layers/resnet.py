@@ -1,4 +1,5 @@
-"""The ResNetV2 of the hybrid ViT: weight-standardised convolutions, group norm, post-activation bottlenecks.
+"""The ResNetV2 of the hybrid ViT: weight-standardised convolutions, group norm, post-activation
+bottlenecks.
 
 Kolesnikov et al. 2019 (BiT, https://arxiv.org/abs/1912.11370); parameter names are timm's
 (`timm/models/resnetv2.py`, `preact=False`).
@@ -16,15 +17,22 @@ _GROUPS = 32
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad [B, C, H, W] as TensorFlow's SAME: the output is ceil(size / stride), the odd pixel goes below and right."""
+    """Pad [B, C, H, W] as TensorFlow's SAME: the output is ceil(size / stride), the odd pixel goes
+    below and right.
+    """
     height, width = x.shape[-2:]
     rows = max((math.ceil(height / stride) - 1) * stride + kernel - height, 0)
     columns = max((math.ceil(width / stride) - 1) * stride + kernel - width, 0)
-    return F.pad(x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2), value=value)
+    return F.pad(
+        x, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2), value=value
+    )
 
 
 class StandardizedConv2d(nn.Conv2d):
-    """A convolution whose filters are brought to mean 0 and variance 1 before use (Qiao et al. 2019)."""
+    """A convolution whose filters are brought to mean 0 and variance 1 before use (Qiao et al.
+
+    2019).
+    """
 
     def __init__(self, channels: int, out_channels: int, kernel: int, *, stride: int = 1) -> None:
         # With stride 1 torch's own padding is the same as TensorFlow's.
@@ -63,7 +71,9 @@ class Bottleneck(nn.Module):
         self.downsample: nn.Module | None = None
         if first:
             shortcut = StandardizedConv2d(channels, out_channels, 1, stride=stride)
-            self.downsample = nn.Sequential(OrderedDict(conv=shortcut, norm=nn.GroupNorm(_GROUPS, out_channels)))
+            self.downsample = nn.Sequential(
+                OrderedDict(conv=shortcut, norm=nn.GroupNorm(_GROUPS, out_channels))
+            )
         self.conv1 = StandardizedConv2d(channels, middle, 1)
         self.norm1 = nn.GroupNorm(_GROUPS, middle)
         self.conv2 = StandardizedConv2d(middle, middle, 3, stride=stride)
@@ -80,13 +90,18 @@ class Bottleneck(nn.Module):
 
 
 class ResNetV2(nn.Sequential):
-    """Maps pixels [B, C, H, W] to a feature map [B, config.channels, H / config.stride, W / config.stride]."""
+    """Maps pixels [B, C, H, W] to a feature map [B, config.channels, H / config.stride, W /
+    config.stride].
+    """
 
     def __init__(self, config: ResNetStem, in_channels: int) -> None:
         channels = [64, *(256 * 2**i for i in range(len(config.layers)))]
         stages = []
         for i, depth in enumerate(config.layers):
             blocks = [Bottleneck(channels[i], channels[i + 1], 1 if i == 0 else 2, first=True)]
-            blocks += [Bottleneck(channels[i + 1], channels[i + 1], 1, first=False) for _ in range(1, depth)]
+            blocks += [
+                Bottleneck(channels[i + 1], channels[i + 1], 1, first=False)
+                for _ in range(1, depth)
+            ]
             stages.append(nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks))))
         super().__init__(OrderedDict(stem=Root(in_channels), stages=nn.Sequential(*stages)))

@@ -1,7 +1,9 @@
-"""Rotary positions: queries and keys are turned by angles that grow with the row and the column of their patch.
+"""Rotary positions: queries and keys are turned by angles that grow with the row and the column of
+their patch.
 
-Su et al. 2021, https://arxiv.org/abs/2104.09864; for pictures Heo et al. 2024, https://arxiv.org/abs/2403.13298, and
-timm/layers/pos_embed_sincos.py. A score then depends on where the key is from the query. Values are not turned.
+Su et al. 2021, https://arxiv.org/abs/2104.09864; for pictures Heo et al. 2024,
+https://arxiv.org/abs/2403.13298, and timm/layers/pos_embed_sincos.py. A score then depends on where
+the key is from the query. Values are not turned.
 """
 
 import math
@@ -14,7 +16,8 @@ from model.config import RotaryPositions, Size, ViTConfig
 
 
 class Rotary(nn.Module):
-    """Turns feature i of each head together with feature i + head_dim / 2; prefix tokens stay as they are.
+    """Turns feature i of each head together with feature i + head_dim / 2; prefix tokens stay as
+    they are.
 
     Attributes:
         frequencies: of rows and of columns, [2, heads, head_dim / 2], where they are learned.
@@ -26,11 +29,17 @@ class Rotary(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         assert config.rotary is not None
-        self.positions, self.grid, self.prefix_tokens = config.rotary, config.grid, config.prefix_tokens
+        self.positions, self.grid, self.prefix_tokens = (
+            config.rotary,
+            config.grid,
+            config.prefix_tokens,
+        )
         self.frequencies: nn.Parameter | None = None
         pairs, table = config.inner_width // config.heads // 2, None
         if config.rotary.learned:
-            self.frequencies = nn.Parameter(torch.zeros(2, config.heads, pairs), requires_grad=False)
+            self.frequencies = nn.Parameter(
+                torch.zeros(2, config.heads, pairs), requires_grad=False
+            )
         else:
             table = _fixed_table(config.rotary, config.grid, pairs, config.prefix_tokens)
         self.register_buffer("table", table, persistent=False)
@@ -41,7 +50,9 @@ class Rotary(nn.Module):
         self.table = self._cosines_and_sines()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn queries or keys, of all tokens or of the first ones: [B, heads, Q, head_dim] to the same."""
+        """Turn queries or keys, of all tokens or of the first ones: [B, heads, Q, head_dim] to the
+        same.
+        """
         cosines, sines = self._cosines_and_sines()[..., : x.shape[2], :]
         first, second = x.chunk(2, dim=-1)
         return torch.addcmul(x * cosines, torch.cat((second, first), dim=-1), sines)
@@ -51,26 +62,33 @@ class Rotary(nn.Module):
             assert self.table is not None
             return self.table
         learned = self.frequencies.float()
-        table = _table(_places(self.positions, self.grid).to(learned.device), learned, self.prefix_tokens)
+        table = _table(
+            _places(self.positions, self.grid).to(learned.device), learned, self.prefix_tokens
+        )
         return table.to(self.frequencies.dtype)
 
 
 @lru_cache(maxsize=2)
 @torch.inference_mode(mode=False)
 def _fixed_table(positions: RotaryPositions, grid: Size, pairs: int, prefix_tokens: int) -> Tensor:
-    """Return the `_table` of frequencies that fall geometrically, the first half of rows, the second of columns.
+    """Return the `_table` of frequencies that fall geometrically, the first half of rows, the
+    second of columns.
 
     It is on the CPU, shared between callers and must not be written to.
     """
     half = pairs // 2
-    falling = 1 / positions.temperature ** (torch.arange(half, dtype=torch.float32, device="cpu") / half)
+    falling = 1 / positions.temperature ** (
+        torch.arange(half, dtype=torch.float32, device="cpu") / half
+    )
     none = torch.zeros_like(falling)
     frequencies = torch.stack((torch.cat((falling, none)), torch.cat((none, falling))))
     return _table(_places(positions, grid), frequencies, prefix_tokens)
 
 
 def _places(positions: RotaryPositions, grid: Size) -> Tensor:
-    """Return the row and the column of each patch in the units of `positions`: float32 [2, patches] on the CPU."""
+    """Return the row and the column of each patch in the units of `positions`: float32 [2, patches]
+    on the CPU.
+    """
     axes = []
     for index, size in enumerate(grid):
         place = torch.arange(size, dtype=torch.float32, device="cpu")

@@ -1,4 +1,6 @@
-"""The backend that runs the network in torch on a GPU, through the batch launcher and its captured graphs."""
+"""The backend that runs the network in torch on a GPU, through the batch launcher and its captured
+graphs.
+"""
 
 import logging
 import threading
@@ -39,7 +41,8 @@ _CAPTURED_TOP_K: Final = 32
 
 
 class Cuda(TorchBackend):
-    """Torch on a GPU: everything from normalisation to the top-k runs there, as one CUDA graph a launch size.
+    """Torch on a GPU: everything from normalisation to the top-k runs there, as one CUDA graph a
+    launch size.
 
     Raises:
         DeviceError: not enough memory for the weights, or the images of the largest batch.
@@ -47,8 +50,8 @@ class Cuda(TorchBackend):
 
     def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
         if options.dtype == torch.float32:
-            # The switch is of the whole process, and is never turned back. Other models of the process lose nothing:
-            # in bfloat16 and float16 their convolutions are not float32's.
+            # The switch is of the whole process, and is never turned back. Other models of the
+            # process lose nothing: in bfloat16 and float16 their convolutions are not float32's.
             torch.backends.cudnn.allow_tf32 = False
         super().__init__(options)
         self._captured_k = min(_CAPTURED_TOP_K, self.config.logits)
@@ -57,7 +60,9 @@ class Cuda(TorchBackend):
         self.compiles_beside = self.compilation.state is CompilationState.COMPILING
         shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
         try:
-            self._launcher = BatchLauncher(ops, self._compute, shape=shape, max_batch=largest, slots=streams)
+            self._launcher = BatchLauncher(
+                ops, self._compute, shape=shape, max_batch=largest, slots=streams
+            )
         except RuntimeError as error:  # of host memory that cannot be pinned, too
             raise batch_too_large(str(options.device), largest) from error
 
@@ -70,7 +75,8 @@ class Cuda(TorchBackend):
         return self.batch_sizes is None or request.of_network in self.usual
 
     def compile(self) -> None:
-        """Compile, capture a graph of each launch size, and compare what they give with the uncompiled network.
+        """Compile, capture a graph of each launch size, and compare what they give with the
+        uncompiled network.
 
         Batches are computed uncompiled and without graphs until all of that is done.
 
@@ -104,7 +110,9 @@ class Cuda(TorchBackend):
             self.compilation = outcome
 
     def _run_plain(self, error: Exception) -> None:
-        """Compute uncompiled and without graphs from now on, as what should replace that has failed."""
+        """Compute uncompiled and without graphs from now on, as what should replace that has
+        failed.
+        """
         logger.error("the model runs uncompiled and without CUDA graphs: %s", first_line(error))
         self._compiled = None
         self._launcher.forget_graphs()
@@ -112,10 +120,14 @@ class Cuda(TorchBackend):
         try:
             self._launch(trial_images(self.config, 1), BatchRequest())
         except RuntimeError as lost:  # the device, on which nothing runs any more
-            raise NewProcessNeeded(f"{self._device}: {first_line(error)}", "compile", "off") from lost
+            raise NewProcessNeeded(
+                f"{self._device}: {first_line(error)}", "compile", "off"
+            ) from lost
 
     def _capture(self) -> None:
-        """Turn each launch size into a graph, of the compiled model or, failing that, of the uncompiled one."""
+        """Turn each launch size into a graph, of the compiled model or, failing that, of the
+        uncompiled one.
+        """
         started, sizes = time.monotonic(), self._options.sizes
         requests = [replace(request, top_k=self._captured_k) for request in self.usual]
         try:
@@ -125,25 +137,39 @@ class Cuda(TorchBackend):
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise batch_too_large(str(self._device), sizes[-1]) from error
             raise NewProcessNeeded(f"{self._device}: {error}", "compile", WITHOUT_GRAPHS) from error
-        logger.info("captured for batches of %s in %.0f s", ", ".join(map(str, sizes)), time.monotonic() - started)
+        logger.info(
+            "captured for batches of %s in %.0f s",
+            ", ".join(map(str, sizes)),
+            time.monotonic() - started,
+        )
 
     def _require_same_answers(self) -> None:
-        """Compare a batch of each launch size, with and without a map, with the uncompiled network's answer.
+        """Compare a batch of each launch size, with and without a map, with the uncompiled
+        network's answer.
 
         Raises:
             DeviceError: they differ by more than rounding explains.
         """
         for size in self._options.sizes:
             for turn, usual in enumerate(self.usual):
-                request = replace(usual, logits=True, embeddings=("transfer",) if usual.transfer else ())
-                images = noise_images(size, (*self.config.image_size, self.config.in_channels), seed=turn)
+                request = replace(
+                    usual, logits=True, embeddings=("transfer",) if usual.transfer else ()
+                )
+                images = noise_images(
+                    size, (*self.config.image_size, self.config.in_channels), seed=turn
+                )
                 outputs = self._launch(images, request)
                 expected = self._launch(images, request, self._uncompiled)
-                exact, source = self._options.dtype == torch.float32, f"for {size} images the launched model"
+                exact, source = (
+                    self._options.dtype == torch.float32,
+                    f"for {size} images the launched model",
+                )
                 require_close(outputs, expected, exact=exact, source=source)
 
     @torch.inference_mode()
-    def _launch(self, images: Images, request: BatchRequest, compute: Compute | None = None) -> HostOutputs:
+    def _launch(
+        self, images: Images, request: BatchRequest, compute: Compute | None = None
+    ) -> HostOutputs:
         """Return a batch's outputs on the host.
 
         Args:
@@ -151,7 +177,9 @@ class Cuda(TorchBackend):
         """
         request = replace(request, top_k=max(request.top_k, self._captured_k))
         size = launch_size(len(images), self.batch_sizes)
-        return on_host(BatchOutputs.of(self._launcher.run(images, request, size=size, compute=compute)))
+        return on_host(
+            BatchOutputs.of(self._launcher.run(images, request, size=size, compute=compute))
+        )
 
     def _compute(self, pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
         """Compute where there is no graph; a request that is not usual waits for no compiler."""
@@ -175,17 +203,22 @@ class Cuda(TorchBackend):
 
 
 def with_best(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOutputs[Tensor]:
-    """Return the outputs of a network with the `top_k` best classes of each image, by the rule of `Head.best`."""
+    """Return the outputs of a network with the `top_k` best classes of each image, by the rule of
+    `Head.best`.
+    """
     assert outputs.logits is not None
     logits = outputs.logits.float()
     scaled = logits / head.temperature
     if head.form != SOFTMAX:  # see `Form.falls`
         below = scaled.amax(dim=-1, keepdim=True) - scaled
-        scaled = -((below * (-below).exp().sum(dim=-1, keepdim=True) ** head.form.crowding) ** head.form.power)
+        scaled = -(
+            (below * (-below).exp().sum(dim=-1, keepdim=True) ** head.form.crowding)
+            ** head.form.power
+        )
     scores = scaled.sigmoid() if head.independent else scaled.softmax(dim=-1)
     # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
     finite = scores.isfinite().all(dim=-1)
-    # Logits are ranked, as of saturated sigmoids several are 1; of equal ones, many in bfloat16, the first is best, and
-    # `topk` leaves open which of them it takes.
+    # Logits are ranked, as of saturated sigmoids several are 1; of equal ones, many in bfloat16,
+    # the first is best, and `topk` leaves open which of them it takes.
     indices = logits.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
     return outputs._replace(scores=scores.gather(1, indices), indices=indices, finite=finite)

@@ -4,9 +4,10 @@
     thread B                    pinned <- images  | upload (while A computes) ...
     device                       copy stream A    | graph A | graph B      |
 
-Each caller has a slot of its own (pinned memory, device memory, copy stream), so that one batch's upload runs
-while another computes. All computation is put on one stream under one lock: graphs share their memory, and two of
-them never run at the same time. Nobody waits for the device while holding the lock.
+Each caller has a slot of its own (pinned memory, device memory, copy stream), so that one batch's
+upload runs while another computes. All computation is put on one stream under one lock: graphs
+share their memory, and two of them never run at the same time. Nobody waits for the device while
+holding the lock.
 
 Nothing here is particular to CUDA; `model.runtime.cuda.ops` holds what is.
 """
@@ -41,10 +42,13 @@ class DeviceOps(Protocol):
     device: torch.device
 
     def stream(self) -> Any:
-        """Return a queue of work for batches, opaque to the launcher; other models may be given the same one."""
+        """Return a queue of work for batches, opaque to the launcher; other models may be given the
+        same one.
+        """
 
     def capture_stream(self) -> Any:
-        """Return a queue of work that no batch of any model runs on, and no other model captures on.
+        """Return a queue of work that no batch of any model runs on, and no other model captures
+        on.
 
         Raises:
             DeviceError: there are no more.
@@ -65,7 +69,8 @@ class DeviceOps(Protocol):
     def capture(self, work: Callable[[], None], stream: Any) -> Callable[[], None]:
         """Run the work, record it, and return a function that runs it again on the same memory.
 
-        After a failure the process can capture no more, and what it allocates is not to be relied on.
+        After a failure the process can capture no more, and what it allocates is not to be relied
+        on.
         """
 
     def synchronize(self) -> None:
@@ -73,7 +78,9 @@ class DeviceOps(Protocol):
 
 
 class CaptureFailed(RuntimeError):
-    """The capture of a graph broke off, which leaves torch's allocator in a state that asserts later."""
+    """The capture of a graph broke off, which leaves torch's allocator in a state that asserts
+    later.
+    """
 
 
 class _Slot(NamedTuple):
@@ -85,7 +92,9 @@ class _Slot(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """A recorded batch, and the tensors that it writes: whoever holds them keeps their memory from other graphs."""
+    """A recorded batch, and the tensors that it writes: whoever holds them keeps their memory from
+    other graphs.
+    """
 
     replay: Callable[[], None]
     outputs: dict[str, Tensor]
@@ -95,7 +104,8 @@ class BatchLauncher:
     """Runs batches of uint8 images through `compute` on a device.
 
     Args:
-        compute: called on the launcher's stream, by one thread at a time, for batches without a graph.
+        compute: called on the launcher's stream, by one thread at a time, for batches without a
+        graph.
         shape: (H, W, C) of an image.
         slots: callers served at the same time; further ones wait.
 
@@ -103,14 +113,23 @@ class BatchLauncher:
         RuntimeError: as torch raises it (out of memory).
     """
 
-    def __init__(self, ops: DeviceOps, compute: Compute, *, shape: tuple[int, ...], max_batch: int, slots: int) -> None:
+    def __init__(
+        self,
+        ops: DeviceOps,
+        compute: Compute,
+        *,
+        shape: tuple[int, ...],
+        max_batch: int,
+        slots: int,
+    ) -> None:
         self._ops = ops
         self._compute = compute
         self._stream = ops.stream()
         self._lock = threading.Lock()
-        # Graphs read from here whichever slot the images came through. A copy within the device is cheap: 9.6 MB (64
-        # images of 224 pixels) at 4 TB/s are microseconds, while a graph for each slot would double their number.
-        # It is an inference tensor, as all that is made of it: a compiler makes other code for each of the two kinds.
+        # Graphs read from here whichever slot the images came through. A copy within the device is
+        # cheap: 9.6 MB (64 images of 224 pixels) at 4 TB/s are microseconds, while a graph for each
+        # slot would double their number. It is an inference tensor, as all that is made of it: a
+        # compiler makes other code for each of the two kinds.
         with torch.inference_mode():
             self._input = torch.zeros((max_batch, *shape), dtype=torch.uint8, device=ops.device)
         self._graphs: dict[tuple[int, BatchRequest], _Graph] = {}
@@ -119,16 +138,20 @@ class BatchLauncher:
             pinned = ops.pinned((max_batch, *shape))
             pixels = torch.empty_like(self._input)
             self._slots.put(_Slot(pinned, pixels, ops.stream(), ops.event(), ops.event()))
-        # Host memory that is freed, at any moment and by any thread, records an event on the stream that it was
-        # downloaded on. So nothing is captured on the stream of the batches; all graphs share their memory, and torch
-        # wants one stream for them. Nothing else runs there: the workspaces of the products, which a graph keeps the
-        # addresses of, are then taken from the graphs' memory, and stay (pytorch/pytorch#193402).
+        # Host memory that is freed, at any moment and by any thread, records an event on the stream
+        # that it was downloaded on. So nothing is captured on the stream of the batches; all graphs
+        # share their memory, and torch wants one stream for them. Nothing else runs there: the
+        # workspaces of the products, which a graph keeps the addresses of, are then taken from the
+        # graphs' memory, and stay (pytorch/pytorch#193402).
         self._captures: Any = None
         ops.synchronize()  # the streams above do not wait for what was made before them
 
     @torch.inference_mode()
-    def capture(self, compute: Compute, sizes: Sequence[int], requests: Sequence[BatchRequest]) -> None:
-        """Record a graph of `compute` for each batch size and request; batches may run meanwhile, with a `compute`.
+    def capture(
+        self, compute: Compute, sizes: Sequence[int], requests: Sequence[BatchRequest]
+    ) -> None:
+        """Record a graph of `compute` for each batch size and request; batches may run meanwhile,
+        with a `compute`.
 
         Raises:
             CaptureFailed: a capture broke off; see `DeviceOps.capture`.
@@ -161,10 +184,14 @@ class BatchLauncher:
             try:
                 graph = _Graph(self._ops.capture(work, self._captures), outputs)
             except Exception as error:  # noqa: BLE001  whatever it was, the allocator is left as it is
-                # A capture that broke off fails once more when it is ended: what failed first is the context.
+                # A capture that broke off fails once more when it is ended: what failed first is
+                # the context.
                 cause = error.__context__ or error
-                raise CaptureFailed(f"the capture of {size} images failed: {first_line(cause)}") from cause
-        # On the stream of the batches: graphs share their memory, and one of another launch may be running.
+                raise CaptureFailed(
+                    f"the capture of {size} images failed: {first_line(cause)}"
+                ) from cause
+        # On the stream of the batches: graphs share their memory, and one of another launch may be
+        # running.
         with self._lock, self._ops.on(self._stream):
             for tensor in outputs.values():
                 tensor.zero_()  # so that a graph which does nothing has no answer
@@ -180,7 +207,8 @@ class BatchLauncher:
         Args:
             images: B images, each uint8 [H, W, C].
             size: how many to launch, B ... max_batch; what the rows beyond B hold is of no account.
-            compute: what computes it instead of its graph, or of the launcher's own where it has no graph.
+            compute: what computes it instead of its graph, or of the launcher's own where it has no
+            graph.
 
         Returns:
             On the host, by name: what every request gets, and what this one asks for.
@@ -205,7 +233,9 @@ class BatchLauncher:
         graph = self._graphs.get((size, request.computed)) if compute is None else None
         unwanted = _ON_REQUEST - {*request.embeddings, *(["logits"] if request.logits else [])}
         with ops.on(slot.copies):
-            np.stack(list(images), out=slot.pinned[:count].numpy())  # the images' only copy on the host
+            np.stack(
+                list(images), out=slot.pinned[:count].numpy()
+            )  # the images' only copy on the host
             slot.pixels[:count].copy_(slot.pinned[:count], non_blocking=True)
             slot.uploaded.record(slot.copies)
         with self._lock, ops.on(self._stream):
@@ -216,7 +246,11 @@ class BatchLauncher:
                 outputs = graph.outputs
             else:
                 outputs = (compute or self._compute)(self._input[:size], request)
-            host = {name: ops.download(each[:count]) for name, each in outputs.items() if name not in unwanted}
+            host = {
+                name: ops.download(each[:count])
+                for name, each in outputs.items()
+                if name not in unwanted
+            }
             slot.finished.record(self._stream)
         slot.finished.synchronize()
         return host

@@ -1,7 +1,8 @@
-"""The operations of CUDA for `model.runtime.cuda.batch_launcher`: streams, events, pinned memory, captured graphs.
+"""The operations of CUDA for `model.runtime.cuda.batch_launcher`: streams, events, pinned memory,
+captured graphs.
 
-See https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, pinned memory, CUDA graphs). Nothing here runs on
-a machine without a GPU; its tests are skipped there.
+See https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, pinned memory, CUDA graphs).
+Nothing here runs on a machine without a GPU; its tests are skipped there.
 """
 
 import threading
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from model.errors import DeviceError
 
-# torch has so many streams of each priority, and hands them out in turn, again and again (pytorch/pytorch#173729).
+# torch has so many streams of each priority, and hands them out in turn, again and again
+# (pytorch/pytorch#173729).
 _STREAMS_OF_A_PRIORITY: Final = 32
-# The priority of capture streams. Batches run at priority 0, so no batch stream is ever a capture stream.
+# The priority of capture streams. Batches run at priority 0, so no batch stream is ever a capture
+# stream.
 _CAPTURE_PRIORITY: Final = -1
 
 
@@ -31,10 +34,12 @@ class CudaOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # cuDNN builds a plan for each shape and thread, which takes 0.4 s, and before torch 2.10 it reads beyond its
-        # memory (pytorch/pytorch#169849). The switch is of the whole process, and is never turned back.
+        # cuDNN builds a plan for each shape and thread, which takes 0.4 s, and before torch 2.10 it
+        # reads beyond its memory (pytorch/pytorch#169849). The switch is of the whole process, and
+        # is never turned back.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # One pool for all graphs: they run one after another, and none needs what another has left behind.
+        # One pool for all graphs: they run one after another, and none needs what another has left
+        # behind.
         self._pool = torch.cuda.graph_pool_handle()
 
     def stream(self) -> torch.cuda.Stream:
@@ -44,7 +49,8 @@ class CudaOps:
     def capture_stream(self) -> torch.cuda.Stream:
         """Return a stream that no batch runs on, and that no other loaded model captures on.
 
-        A graph holds all work of its capture stream, and the workspaces of that stream's matrix products.
+        A graph holds all work of its capture stream, and the workspaces of that stream's matrix
+        products.
 
         Raises:
             DeviceError: the loaded models hold all capture streams.
@@ -64,7 +70,9 @@ class CudaOps:
         return torch.cuda.stream(stream)
 
     def event(self) -> torch.cuda.Event:
-        """Return an event for which threads wait asleep: spinning would take a core from the decoders."""
+        """Return an event for which threads wait asleep: spinning would take a core from the
+        decoders.
+        """
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def pinned(self, shape: Sequence[int]) -> Tensor:
@@ -72,7 +80,9 @@ class CudaOps:
         return torch.zeros(tuple(shape), dtype=torch.uint8, pin_memory=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Return a pinned copy, which is one more item of the stream's work; it is read after an event."""
+        """Return a pinned copy, which is one more item of the stream's work; it is read after an
+        event.
+        """
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
@@ -83,12 +93,15 @@ class CudaOps:
             RuntimeError: the work cannot be captured; this error hides what the work raised.
         """
         graph = torch.cuda.CUDAGraph()
-        # The capture's own random state is made here and must not be an inference tensor, or a later capture outside
-        # of inference mode fails (pytorch/pytorch#166792). Other threads may go on using the device meanwhile.
+        # The capture's own random state is made here and must not be an inference tensor, or a
+        # later capture outside of inference mode fails (pytorch/pytorch#166792). Other threads may
+        # go on using the device meanwhile.
         with (
             CudaOps._captures_or_waits,
             torch.inference_mode(False),
-            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ),
             torch.inference_mode(),
         ):
             work()

@@ -1,8 +1,9 @@
-"""The backend that runs the network in OpenVINO on the CPU, as graphs that are each compiled for a batch size.
+"""The backend that runs the network in OpenVINO on the CPU, as graphs that are each compiled for a
+batch size.
 
-Its fused kernels take less time than torch's operators, most of all for few images at a time. A graph comes from a
-trace of the torch module in float32, or is one that was kept; OpenVINO rounds to bfloat16 itself.
-https://docs.openvino.ai
+Its fused kernels take less time than torch's operators, most of all for few images at a time. A
+graph comes from a trace of the torch module in float32, or is one that was kept; OpenVINO rounds to
+bfloat16 itself. https://docs.openvino.ai
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ REASON: Final = "OpenVINO is installed, has the dtype and agrees with torch"
 # The plugin's names of each dtype: for the capability, and for the hint.
 PRECISIONS: Final = {"float32": ("FP32", "f32"), "bfloat16": ("BF16", "bf16")}
 
-# Kernels that the plugin generates for chains of small operations. A ViT takes as long without them, and each of its
-# graphs takes 10 to 20 MiB less. The option is not documented: versions that do not know it refuse it.
+# Kernels that the plugin generates for chains of small operations. A ViT takes as long without
+# them, and each of its graphs takes 10 to 20 MiB less. The option is not documented: versions that
+# do not know it refuse it.
 _LEAN: Final = {"SNIPPETS_MODE": "DISABLE"}
 
 
@@ -70,14 +72,17 @@ def unsupported_reason(dtype: str) -> str | None:
         return f"it has no {dtype} here"
     capability, _ = PRECISIONS[dtype]
     offered = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return None if capability in offered else f"this CPU has no {capability} instructions that it uses"
+    return (
+        None if capability in offered else f"this CPU has no {capability} instructions that it uses"
+    )
 
 
 class CompiledGraph:
-    """A graph compiled for one batch size, or for any, and its infer requests, of which each serves one caller.
+    """A graph compiled for one batch size, or for any, and its infer requests, of which each serves
+    one caller.
 
-    In a graph for any size each operation finds out its shapes and looks up its kernels anew whenever a batch has
-    another size than the one before.
+    In a graph for any size each operation finds out its shapes and looks up its kernels anew
+    whenever a batch has another size than the one before.
 
     Args:
         threads: of all streams together.
@@ -85,13 +90,20 @@ class CompiledGraph:
     """
 
     def __init__(
-        self, graph: openvino.Model, dtype: str, *, threads: int, streams: int, size: int | None = None
+        self,
+        graph: openvino.Model,
+        dtype: str,
+        *,
+        threads: int,
+        streams: int,
+        size: int | None = None,
     ) -> None:
         options = {
             "INFERENCE_PRECISION_HINT": PRECISIONS[dtype][1],
             "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": streams,
-            # Decoding takes turns with computing on the same cores: the system knows better which one is free.
+            # Decoding takes turns with computing on the same cores: the system knows better which
+            # one is free.
             "ENABLE_CPU_PINNING": False,
         }
         if size is not None:
@@ -126,7 +138,9 @@ class CompiledGraph:
                 request.start_async([images], share_inputs=True)
             for request in requests:
                 request.wait()
-            return [[output.data.copy() for output in request.output_tensors] for request in requests]
+            return [
+                [output.data.copy() for output in request.output_tensors] for request in requests
+            ]
         finally:
             for request in requests:
                 self._free.put(request)
@@ -145,13 +159,14 @@ def core() -> openvino.Core:
 def _start() -> openvino.Core:
     """Return a core, which is never freed.
 
-    The CPU plugin gives the thread that first uses a core another stack for signal handlers, and unmaps that stack
-    when the core is freed. Freed on another thread, as the garbage collector may, it stays in use: the next signal that
-    Python handles on the first thread ends the process.
+    The CPU plugin gives the thread that first uses a core another stack for signal handlers, and
+    unmaps that stack when the core is freed. Freed on another thread, as the garbage collector may,
+    it stays in use: the next signal that Python handles on the first thread ends the process.
     """
     package = openvino_package()
-    # These fill tables of the bindings when they are first called, under a lock of C++ and with Python code in between:
-    # two threads that came first at the same time would wait for each other for ever.
+    # These fill tables of the bindings when they are first called, under a lock of C++ and with
+    # Python code in between: two threads that came first at the same time would wait for each other
+    # for ever.
     package.Type.u8.to_dtype()
     package.Tensor(np.zeros(1, np.uint8))
     made: openvino.Core = package.Core()
@@ -159,7 +174,9 @@ def _start() -> openvino.Core:
 
 
 def openvino_package() -> Any:
-    """Import the package without its telemetry, which would report the import to a server of its maker."""
+    """Import the package without its telemetry, which would report the import to a server of its
+    maker.
+    """
     # None makes the telemetry's import fail, for which the package has a stand-in.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino  # noqa: PLC0415  optional, and loaded once it is silenced
@@ -167,11 +184,12 @@ def openvino_package() -> Any:
     return openvino
 
 
-# What the graphs of all sizes may take together, more or less; the one for an image that is alone comes on top, and
-# with relevance there are as many again.
+# What the graphs of all sizes may take together, more or less; the one for an image that is alone
+# comes on top, and with relevance there are as many again.
 _FIXED_BYTES: Final = 160 << 20
 
-# What a graph for one size takes beside its weights, about: kernels, and descriptions of its operations.
+# What a graph for one size takes beside its weights, about: kernels, and descriptions of its
+# operations.
 _GRAPH_BYTES: Final = 7 << 20
 
 # What each of its streams adds.
@@ -185,10 +203,11 @@ class NetworkGraph(NamedTuple):
     """A network as a graph of OpenVINO.
 
     Attributes:
-        model: takes images, uint8 [B, H, W, C] with B of any number, and normalises them itself; its outputs are
-            float32.
+        model: takes images, uint8 [B, H, W, C] with B of any number, and normalises them itself;
+            its outputs are float32.
         outputs: their names, in the model's order: of `BatchOutputs`.
-        request: what they are: the last layer's attention row where it is given, and perhaps relevance.
+        request: what they are: the last layer's attention row where it is given, and perhaps
+        relevance.
         reference: torch's own outputs for the first `REFERENCE_COUNT` of `noise_images`.
     """
 
@@ -199,19 +218,23 @@ class NetworkGraph(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """The images that a graph computes at once, None for any number, and whether it does so on all threads."""
+    """The images that a graph computes at once, None for any number, and whether it does so on all
+    threads.
+    """
 
     size: int | None
     lone: bool
 
 
 class OpenVinoNetwork:
-    """Computes logits and the last layer's attention row of any number of images, for several callers at once.
+    """Computes logits and the last layer's attention row of any number of images, for several
+    callers at once.
 
-    A small network has a graph for each of a few numbers of images. These are faster than a graph for any number, and
-    most where numbers change from batch to batch, but take more memory. An image that is alone has a graph that
-    computes it on all threads; a batch that is alone is divided among the streams. Each graph is compiled when it is
-    first needed, or by `complete`; then it is run on every stream, and its outputs are compared with torch's.
+    A small network has a graph for each of a few numbers of images. These are faster than a graph
+    for any number, and most where numbers change from batch to batch, but take more memory. An
+    image that is alone has a graph that computes it on all threads; a batch that is alone is
+    divided among the streams. Each graph is compiled when it is first needed, or by `complete`;
+    then it is run on every stream, and its outputs are compared with torch's.
 
     Args:
         graph: the network, in float32: OpenVINO rounds to the dtype itself.
@@ -231,10 +254,14 @@ class OpenVinoNetwork:
         self.request, self.dtype = graph.request, dtype
         self._graph, self._threads, self._streams = graph, threads, streams
         self._shape = [side.get_length() for side in list(graph.model.inputs[0].partial_shape)[1:]]
-        room = len(SIZES) * (weights_bytes(graph.model, dtype) + _GRAPH_BYTES + streams * _STREAM_BYTES)
+        room = len(SIZES) * (
+            weights_bytes(graph.model, dtype) + _GRAPH_BYTES + streams * _STREAM_BYTES
+        )
         self._any_size = room > _FIXED_BYTES
         self._compiled: dict[_Key, CompiledGraph] = {}
-        self._locks = {_Key(size, lone): threading.Lock() for size in (None, *SIZES) for lone in (False, True)}
+        self._locks = {
+            _Key(size, lone): threading.Lock() for size in (None, *SIZES) for lone in (False, True)
+        }
         self._parts = ThreadPoolExecutor(max(threads, streams), thread_name_prefix="openvino-part")
         list(self._parts.map(self._of, {self._key(1), _Key(1, streams > 1)}))
 
@@ -257,18 +284,26 @@ class OpenVinoNetwork:
     def _compile(self, key: _Key) -> CompiledGraph:
         streams = 1 if key.lone else self._streams
         try:
-            made = CompiledGraph(self._graph.model, self.dtype, threads=self._threads, streams=streams, size=key.size)
-            # In a graph for any size a constant that the trace made of a size shows with other sizes than were traced.
+            made = CompiledGraph(
+                self._graph.model, self.dtype, threads=self._threads, streams=streams, size=key.size
+            )
+            # In a graph for any size a constant that the trace made of a size shows with other
+            # sizes than were traced.
             for count in (key.size,) if key.size else (1, 3):
                 for outputs in made.infer_on_all(noise_images(count, self._shape)):
                     exact = self.dtype == "float32"
-                    require_close(self._named(outputs), self._graph.reference, exact=exact, source="OpenVINO")
+                    require_close(
+                        self._named(outputs), self._graph.reference, exact=exact, source="OpenVINO"
+                    )
         except RuntimeError as error:
-            raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
+            raise DeviceError(
+                f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}"
+            ) from error
         return made
 
     def __call__(self, images: NDArray[np.uint8], *, alone: bool) -> HostOutputs:
-        """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all streams are busy.
+        """Compute a batch uint8 [B, H, W, C], on all threads if no other computes; block while all
+        streams are busy.
 
         Returns:
             What `request` asks for.
@@ -283,7 +318,9 @@ class OpenVinoNetwork:
         if len(images) == 1:
             return self._named(self._of(_Key(1, lone=True)).infer(images))
         parts = np.array_split(images, min(self._streams, len(images)))
-        return joined(list(self._parts.map(self._infer, [piece for part in parts for piece in pieces(part)])))
+        return joined(
+            list(self._parts.map(self._infer, [piece for part in parts for piece in pieces(part)]))
+        )
 
     def _infer(self, piece: NDArray[np.uint8]) -> HostOutputs:
         return self._named(self._of(self._key(len(piece))).infer(piece))
@@ -293,26 +330,32 @@ class OpenVinoNetwork:
 
 
 def weights_bytes(model: openvino.Model, dtype: str) -> int:
-    """Return the bytes of a graph's constants once they are rounded to a dtype; what is smaller already stays so."""
+    """Return the bytes of a graph's constants once they are rounded to a dtype; what is smaller
+    already stays so.
+    """
     bits = {"float32": 32, "bfloat16": 16}[dtype]
     constants = (each.output(0) for each in model.get_ops() if each.get_type_name() == "Constant")
-    sizes = [int(math.prod(each.shape)) * min(int(each.element_type.bitwidth), bits) for each in constants]
+    sizes = [
+        int(math.prod(each.shape)) * min(int(each.element_type.bitwidth), bits)
+        for each in constants
+    ]
     return sum(sizes) // 8
 
 
 class OpenVino(Backend):
-    """Computes all but rows of other layers than the last, some embeddings, and explanations, which are torch's.
+    """Computes all but rows of other layers than the last, some embeddings, and explanations, which
+    are torch's.
 
-    Relevance and transfer features each have a network of their own, which shares the float32 weights. It is made on a
-    thread when it is first asked for. Until then, or if that fails, torch computes; where torch is not loaded, `defers`
-    says so beforehand.
+    Relevance and transfer features each have a network of their own, which shares the float32
+    weights. It is made on a thread when it is first asked for. Until then, or if that fails, torch
+    computes; where torch is not loaded, `defers` says so beforehand.
 
     Args:
         network: the plain one.
         head: the checkpoint's.
         threads: counts the batches under way.
-        make_torch: imports torch, which takes a second and 180 MiB, and returns its backend, which takes the same
-            threads; called by one thread when torch is first needed.
+        make_torch: imports torch, which takes a second and 180 MiB, and returns its backend, which
+            takes the same threads; called by one thread when torch is first needed.
         make_network: returns another network; raises DeviceError or RuntimeError.
     """
 
@@ -328,7 +371,12 @@ class OpenVino(Backend):
         self.name = f"openvino {network.version}"
         self.largest_tried = 1  # for others it compiles behind the service
         self.usual = (BatchRequest(), network.request)
-        self._network, self._head, self._threads, self._make_torch = network, head, threads, make_torch
+        self._network, self._head, self._threads, self._make_torch = (
+            network,
+            head,
+            threads,
+            make_torch,
+        )
         self._make_network = make_network
         self._networks: dict[GraphKind, OpenVinoNetwork] = {"plain": network}
         self._begun: set[GraphKind] = {"plain"}
@@ -351,7 +399,9 @@ class OpenVino(Backend):
         if network is not None:
             try:
                 with self._threads as alone:
-                    return with_best(network(stacked(images), alone=alone), self._head, request.top_k)
+                    return with_best(
+                        network(stacked(images), alone=alone), self._head, request.top_k
+                    )
             except DeviceError as error:  # of a graph that was compiled just now
                 logger.warning("torch computes a batch: %s", error)
         return self.load_torch().predict(images, request)

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from model.runtime.openvino.kept import Keep
 
-# Sizes become constants, as all but the first may; and tracing is deprecated. Set once and for all, as a context that
-# ignores warnings is of all threads: its end in another one would end it while a graph is traced.
+# Sizes become constants, as all but the first may; and tracing is deprecated. Set once and for all,
+# as a context that ignores warnings is of all threads: its end in another one would end it while a
+# graph is traced.
 warnings.filterwarnings("ignore", category=TracerWarning)
 warnings.filterwarnings("ignore", module=r"torch\.jit")
 
@@ -55,12 +56,20 @@ def trace(options: TorchOptions, kind: GraphKind = "plain") -> NetworkGraph:
     try:
         model = convert(module, torch.from_numpy(images[:2]))
     except RuntimeError as error:
-        raise DeviceError(f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}") from error
+        raise DeviceError(
+            f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}"
+        ) from error
     return NetworkGraph(model, tuple(expected.tensors()), request, on_host(expected))
 
 
 def traced_network(
-    options: TorchOptions, parameters: int, keep: Keep | None, kind: GraphKind, *, threads: int, streams: int
+    options: TorchOptions,
+    parameters: int,
+    keep: Keep | None,
+    kind: GraphKind,
+    *,
+    threads: int,
+    streams: int,
 ) -> OpenVinoNetwork:
     """Return a network whose graph is traced now, and kept.
 
@@ -92,7 +101,8 @@ def convert(module: nn.Module, example: Tensor) -> openvino.Model:
     with torch.inference_mode(mode=False), torch.no_grad():
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         frontend = FrontEndManager().load_by_framework("pytorch")
-        # The decoder has a name because the frontend reads it until the graph is made, but does not keep it.
+        # The decoder has a name because the frontend reads it until the graph is made, but does not
+        # keep it.
         decoder = TorchScriptPythonDecoder(traced, example_input=(example,))
         graph = frontend.convert(frontend.load(decoder))
     graph.reshape({0: PartialShape([-1, *example.shape[1:]])})
@@ -100,14 +110,18 @@ def convert(module: nn.Module, example: Tensor) -> openvino.Model:
 
 
 class _Traced(nn.Module):
-    """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and the network."""
+    """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and
+    the network.
+    """
 
     def __init__(self, model: Classifier, normalise: Normalise, request: BatchRequest) -> None:
         super().__init__()
         self.model = model
         self.normalise = normalise
         self.request = request
-        self.folded = fold(model) if request.relevance and isinstance(model, VisionTransformer) else None
+        self.folded = (
+            fold(model) if request.relevance and isinstance(model, VisionTransformer) else None
+        )
 
     def outputs(self, images: Tensor) -> BatchOutputs[Tensor]:
         return run_network(self.model, self.normalise(images), self.request, self.folded)

@@ -1,4 +1,6 @@
-"""The server, the methods of the service, and the way of a call, as `service.web.middleware` is that of a request."""
+"""The server, the methods of the service, and the way of a call, as `service.web.middleware` is
+that of a request.
+"""
 
 import asyncio
 import logging
@@ -32,7 +34,13 @@ from service.web.inference_protocol.descriptions import (
     model_statistics,
     server_metadata,
 )
-from service.web.inference_protocol.inference import BYTES_A_VALUE, check_version, find_model, infer, read
+from service.web.inference_protocol.inference import (
+    BYTES_A_VALUE,
+    check_version,
+    find_model,
+    infer,
+    read,
+)
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, Answered, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of
@@ -41,7 +49,8 @@ from vitserve import __version__
 
 logger = logging.getLogger(__name__)
 
-# It logs each answer that was not sent because its caller had left, by which callers could fill the log.
+# It logs each answer that was not sent because its caller had left, by which callers could fill the
+# log.
 logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
 STATUS_CODES: Final = {
@@ -70,7 +79,9 @@ _OWN_GRACE_SECONDS: Final = 1.0
 """The same once only messages of its own caller wait."""
 
 _ARRIVALS_OF_EACH: Final = 2
-"""Messages of one caller that arrive at the same time: callers that send none leave the other turns free."""
+"""Messages of one caller that arrive at the same time: callers that send none leave the other turns
+free.
+"""
 
 _FEWEST_ARRIVALS: Final = 8
 
@@ -108,12 +119,14 @@ class Call:
     async def message(self) -> bytes:
         """Return the message, when it is its turn to arrive.
 
-        The library holds the bytes of a message until it is whole, and does not count them. So few messages arrive at
-        the same time, and two of one caller. A slow one gives way when others wait.
+        The library holds the bytes of a message until it is whole, and does not count them. So few
+        messages arrive at the same time, and two of one caller. A slow one gives way when others
+        wait.
 
         Raises:
             MalformedRequest: there is none.
-            QueueFull, DeadlineExceeded, RequestTimeout: others are read for all of its time; or it came too slowly.
+            QueueFull, DeadlineExceeded, RequestTimeout: others are read for all of its time; or it
+            came too slowly.
         """
         with self._arrivals.turn(self.caller, 1, self.deadline) as turn:
             await turn
@@ -127,7 +140,9 @@ class Call:
                     is_late = self._arrivals.is_crowded and seconds > _GRACE_SECONDS
                     if is_late or (turn.delays_own and seconds > _OWN_GRACE_SECONDS):
                         raise RequestTimeout("the message came too slowly while others waited")
-                    await asyncio.wait({arrival}, timeout=min(self.deadline.remaining(), _GRACE_SECONDS / 4))
+                    await asyncio.wait(
+                        {arrival}, timeout=min(self.deadline.remaining(), _GRACE_SECONDS / 4)
+                    )
             finally:
                 arrival.cancel()
         if arrival.result() is grpc.aio.EOF:
@@ -163,7 +178,9 @@ Method = Callable[[Service, Call], Awaitable[bytes]]
 
 
 class Calls:
-    """Answers calls: gives each its id, checks its key, counts and logs it, and answers errors by status codes."""
+    """Answers calls: gives each its id, checks its key, counts and logs it, and answers errors by
+    status codes.
+    """
 
     def __init__(self, service: Service, guard: KeyGuard, count: Count) -> None:
         self._service = service
@@ -171,9 +188,15 @@ class Calls:
         self._count = count
         settings = service.settings
         # As many as largest bodies fit into this worker's part of the bytes to be received.
-        most = max(_FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers)
-        self.watches = Lane("watchers", lambda: _WATCHES, clock=service.clock, each=_WATCHES_OF_EACH)
-        self.reflections = Lane("reflection", lambda: _REFLECTIONS, clock=service.clock, each=_ARRIVALS_OF_EACH)
+        most = max(
+            _FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers
+        )
+        self.watches = Lane(
+            "watchers", lambda: _WATCHES, clock=service.clock, each=_WATCHES_OF_EACH
+        )
+        self.reflections = Lane(
+            "reflection", lambda: _REFLECTIONS, clock=service.clock, each=_ARRIVALS_OF_EACH
+        )
         self._arrivals = Lane("messages", lambda: most, clock=service.clock, each=_ARRIVALS_OF_EACH)
         self._pace = RefusalPace(service.clock, _REFUSALS_A_SECOND)
 
@@ -197,7 +220,11 @@ class Calls:
         status, name, code, client = CLIENT_DISCONNECTED, None, None, call.address
         with nullcontext() if path in PROBES else metrics.inflight.track_inprogress():
             try:
-                key = None if path in PROBES else self._guard.find(str(call.metadata.get("authorization", "")))
+                key = (
+                    None
+                    if path in PROBES
+                    else self._guard.find(str(call.metadata.get("authorization", "")))
+                )
                 if key is not None:
                     name = call.caller = key.name
                 with self._guard.request(key):
@@ -212,7 +239,9 @@ class Calls:
                 metrics.rejected.labels(problem.code).inc()
                 status, code = problem.status, problem.code
                 seconds = problem.headers.get("Retry-After")
-                if seconds is not None:  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
+                if (
+                    seconds is not None
+                ):  # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback
                     trailers.append(("grpc-retry-pushback-ms", f"{seconds}000"))
                 await asyncio.sleep(self._pace.delay(None))
                 number = STATUS_CODES[HTTPStatus(status)]
@@ -222,7 +251,9 @@ class Calls:
                 raise AssertionError("a call that was ended goes on") from error
             finally:
                 taken = self._service.clock() - call.started
-                answered = Answered("gRPC", path, status, taken, call.request_id, name, client, code=code)
+                answered = Answered(
+                    "gRPC", path, status, taken, call.request_id, name, client, code=code
+                )
                 self._count(answered, path)
 
 
@@ -232,7 +263,9 @@ def _encode(document: Mapping[str, Any], message: Message) -> bytes:
 
 
 async def _server_live(service: Service, call: Call) -> bytes:
-    return _encode({"live": True}, messages.ServerLiveResponse())  # no message is read, as its caller may have no key
+    return _encode(
+        {"live": True}, messages.ServerLiveResponse()
+    )  # no message is read, as its caller may have no key
 
 
 async def _server_ready(service: Service, call: Call) -> bytes:
@@ -241,7 +274,10 @@ async def _server_ready(service: Service, call: Call) -> bytes:
 
 async def _model_ready(service: Service, call: Call) -> bytes:
     question = await call.question()
-    return _encode({"ready": _is_ready(service, question.name, question.version)}, messages.ModelReadyResponse())
+    return _encode(
+        {"ready": _is_ready(service, question.name, question.version)},
+        messages.ModelReadyResponse(),
+    )
 
 
 def _is_ready(service: Service, name: str | None = None, version: str = "") -> bool:
@@ -259,7 +295,9 @@ async def _server_metadata(service: Service, call: Call) -> bytes:
     return _encode(server_metadata(__version__, swaps=False), messages.ServerMetadataResponse())
 
 
-def _described(describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind: type[Message]) -> Method:
+def _described(
+    describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind: type[Message]
+) -> Method:
     """Return the method that describes the model that a question names; an empty name is any."""
 
     async def method(service: Service, call: Call) -> bytes:
@@ -276,7 +314,9 @@ async def _model_infer(service: Service, call: Call) -> bytes:
     sender = Sender(call.caller, call.started, call.receive)
     async with AdmittedRequest(service, service.model(), sender) as admitted:
         body = await admitted.read_body()
-        named, request = await admitted.write(partial(decode_request, body), size=len(body) // BYTES_A_VALUE)
+        named, request = await admitted.write(
+            partial(decode_request, body), size=len(body) // BYTES_A_VALUE
+        )
         admitted.choose(await find_model(service, named.name or None, named.version, call.started))
         return await infer(admitted, await read(admitted, body, lambda _: request), encode_answer)
 
@@ -298,15 +338,23 @@ async def _watch(calls: Calls, call: Call) -> None:
 
 
 async def _reflect(calls: Calls, call: Call) -> None:
-    """Answer questions about the services of this port, until the caller ends or the time of a request is up."""
+    """Answer questions about the services of this port, until the caller ends or the time of a
+    request is up.
+    """
     with calls.reflections.turn(call.caller, 1, call.deadline) as turn:
         await turn
         while (message := await call.next_message()) is not None:
-            await call.send(_encode(reflection.answer(_asked(reflection.REQUEST, message)), reflection.RESPONSE()))
+            await call.send(
+                _encode(
+                    reflection.answer(_asked(reflection.REQUEST, message)), reflection.RESPONSE()
+                )
+            )
 
 
 def _asked(kind: type[Message], data: bytes) -> dict[str, Any]:
-    """Return a message of a standard service as a dictionary; raises `MalformedRequest` and `UploadTooLarge`."""
+    """Return a message of a standard service as a dictionary; raises `MalformedRequest` and
+    `UploadTooLarge`.
+    """
     check_cost(memoryview(data), {})
     message = kind()
     try:
@@ -322,10 +370,15 @@ _PROTOCOL: Final[dict[str, Method]] = {
     "ServerReady": _server_ready,
     "ModelReady": _model_ready,
     "ServerMetadata": _server_metadata,
-    "ModelMetadata": _described(lambda info, _: model_metadata(info), messages.ModelMetadataResponse),
-    "ModelConfig": _described(lambda info, _: {"config": model_configuration(info)}, messages.ModelConfigResponse),
+    "ModelMetadata": _described(
+        lambda info, _: model_metadata(info), messages.ModelMetadataResponse
+    ),
+    "ModelConfig": _described(
+        lambda info, _: {"config": model_configuration(info)}, messages.ModelConfigResponse
+    ),
     "ModelStatistics": _described(
-        lambda info, service: model_statistics(info, service.metrics), messages.ModelStatisticsResponse
+        lambda info, service: model_statistics(info, service.metrics),
+        messages.ModelStatisticsResponse,
     ),
     "ModelInfer": _model_infer,
 }
@@ -345,13 +398,22 @@ STREAMS: Final[dict[str, Callable[[Calls, Call], Awaitable[None]]]] = {
 def _handlers(calls: Calls) -> Iterator[grpc.GenericRpcHandler]:
     """Yield the handler of each service.
 
-    On the wire a single message is the same as a stream of messages with one element. grpcio reads a stream when the
-    method does, so that a call is refused before its message arrives.
+    On the wire a single message is the same as a stream of messages with one element. grpcio reads
+    a stream when the method does, so that a call is refused before its message arrives.
     """
-    handlers = {path: grpc.stream_unary_rpc_method_handler(partial(calls.answer, path)) for path in METHODS}
-    handlers |= {path: grpc.stream_stream_rpc_method_handler(partial(calls.converse, path)) for path in STREAMS}
+    handlers = {
+        path: grpc.stream_unary_rpc_method_handler(partial(calls.answer, path)) for path in METHODS
+    }
+    handlers |= {
+        path: grpc.stream_stream_rpc_method_handler(partial(calls.converse, path))
+        for path in STREAMS
+    }
     for service in sorted({path.split("/")[1] for path in handlers}):
-        own = {path.split("/")[2]: each for path, each in handlers.items() if path.split("/")[1] == service}
+        own = {
+            path.split("/")[2]: each
+            for path, each in handlers.items()
+            if path.split("/")[1] == service
+        }
         yield grpc.method_handlers_generic_handler(service, own)
 
 
@@ -376,8 +438,11 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
 
 
 @asynccontextmanager
-async def serving(service: Service, guard: KeyGuard, count: Count, port: int) -> AsyncIterator[None]:
-    """Serve on this port as long as the context lasts, and then until the accepted calls are answered.
+async def serving(
+    service: Service, guard: KeyGuard, count: Count, port: int
+) -> AsyncIterator[None]:
+    """Serve on this port as long as the context lasts, and then until the accepted calls are
+    answered.
 
     Raises `RuntimeError` if the port is not available.
     """

@@ -1,4 +1,6 @@
-"""The service `grpc.health.v1.Health`: `/readyz` and `/v2/models/NAME/ready` for probes that speak gRPC."""
+"""The service `grpc.health.v1.Health`: `/readyz` and `/v2/models/NAME/ready` for probes that speak
+gRPC.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,7 @@
 """Messages of gRPC as the requests and answers of `service.web.inference_protocol`.
 
-A message is bounded before it is parsed: a few bytes may stand for a large object, and a message has millions.
-https://protobuf.dev/programming-guides/encoding/
+A message is bounded before it is parsed: a few bytes may stand for a large object, and a message
+has millions. https://protobuf.dev/programming-guides/encoding/
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,15 +10,25 @@ from typing import Any, Final, TypeVar
 from google.protobuf.message import DecodeError
 
 from service.errors import MalformedRequest, UploadTooLarge
-from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse, ModelRequest
+from service.web.grpc.open_inference_pb2 import (
+    InferParameter,
+    ModelInferRequest,
+    ModelInferResponse,
+    ModelRequest,
+)
 from service.web.inference_protocol import VERSION
-from service.web.inference_protocol.tensors import InferenceRequest, InputTensor, OutputTensor, RequestedOutput
+from service.web.inference_protocol.tensors import (
+    InferenceRequest,
+    InputTensor,
+    OutputTensor,
+    RequestedOutput,
+)
 
 _Fields = Mapping[int, Any]
 
 _TENSORS: Final[_Fields] = {7: None, 5: {5: {8: None}}, 6: {}}
-"""Numbers of the fields in whose bytes tensors lie, `raw_input_contents` and `inputs.contents.bytes_contents`, and of
-other messages whose fields are counted: `outputs`."""
+"""Numbers of the fields in whose bytes tensors lie, `raw_input_contents` and
+`inputs.contents.bytes_contents`, and of other messages whose fields are counted: `outputs`."""
 
 _VARINT, _BYTES = 0, 2
 _FIXED: Final = {1: 8, 5: 4}
@@ -27,7 +37,9 @@ _FIXED: Final = {1: 8, 5: 4}
 _MAX_VARINT_BYTES: Final = 10
 
 _MAX_COST: Final = 1_000_000
-"""About the time and memory of the largest JSON that is read: each byte costs 1, but for those of tensors."""
+"""About the time and memory of the largest JSON that is read: each byte costs 1, but for those of
+tensors.
+"""
 _FIELD_COST: Final = 1000
 
 M = TypeVar("M", ModelRequest, ModelInferRequest)
@@ -44,7 +56,8 @@ def parse(kind: type[M], data: bytes | bytearray) -> M:
 
 
 def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
-    """Return the model that a message names, and the request in it; the message's bytes are dropped.
+    """Return the model that a message names, and the request in it; the message's bytes are
+    dropped.
 
     Raises `MalformedRequest`, and `UploadTooLarge` if the message has very many fields or numbers.
     """
@@ -53,24 +66,38 @@ def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
     data.clear()
     contents = list(message.raw_input_contents)
     if contents and len(contents) != len(message.inputs):
-        raise MalformedRequest(f"{len(contents)} raw_input_contents, and {len(message.inputs)} inputs")
+        raise MalformedRequest(
+            f"{len(contents)} raw_input_contents, and {len(message.inputs)} inputs"
+        )
     inputs = []
     for position, tensor in enumerate(message.inputs):
         content: Any = memoryview(contents[position]) if contents else None
         if tensor.HasField("contents"):
             if contents:
-                raise MalformedRequest(f"input {tensor.name!r:.80} has contents beside raw_input_contents")
+                raise MalformedRequest(
+                    f"input {tensor.name!r:.80} has contents beside raw_input_contents"
+                )
             typed = tensor.contents
-            content = list(typed.bytes_contents if tensor.datatype == "BYTES" else typed.uint_contents)
+            content = list(
+                typed.bytes_contents if tensor.datatype == "BYTES" else typed.uint_contents
+            )
         parameters = _parameters(tensor.parameters)
-        inputs.append(InputTensor(tensor.name, tensor.datatype, list(tensor.shape), content, parameters))
-    outputs = [RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs]
+        inputs.append(
+            InputTensor(tensor.name, tensor.datatype, list(tensor.shape), content, parameters)
+        )
+    outputs = [
+        RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs
+    ]
     named = ModelRequest(name=message.model_name, version=message.model_version)
-    return named, InferenceRequest(inputs, message.id or None, outputs, _parameters(message.parameters))
+    return named, InferenceRequest(
+        inputs, message.id or None, outputs, _parameters(message.parameters)
+    )
 
 
 def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
-    chosen = {name: (value, value.WhichOneof("parameter_choice")) for name, value in parameters.items()}
+    chosen = {
+        name: (value, value.WhichOneof("parameter_choice")) for name, value in parameters.items()
+    }
     return {name: getattr(value, kind) if kind else None for name, (value, kind) in chosen.items()}
 
 

@@ -1,4 +1,5 @@
-"""Messages of the standard services `grpc.health.v1` and `grpc.reflection`, in a descriptor pool of their own.
+"""Messages of the standard services `grpc.health.v1` and `grpc.reflection`, in a descriptor pool of
+their own.
 
 The default pool takes each name once, and other packages of a process may bring the generated ones.
 
@@ -22,7 +23,11 @@ _HEALTH_FILE: Final = "grpc/health/v1/health.proto"
 
 
 def _field(name: str, number: int, kind: str, **more: Any) -> dict[str, Any]:
-    type_ = {"type_name": kind, "type": "TYPE_MESSAGE"} if kind.startswith(".") else {"type": f"TYPE_{kind}"}
+    type_ = (
+        {"type_name": kind, "type": "TYPE_MESSAGE"}
+        if kind.startswith(".")
+        else {"type": f"TYPE_{kind}"}
+    )
     return {"name": name, "number": number, "label": "LABEL_OPTIONAL", **type_, **more}
 
 
@@ -30,9 +35,17 @@ def _method(name: str, asked: str, answered: str, **more: Any) -> dict[str, Any]
     return {"name": name, "input_type": asked, "output_type": answered, **more}
 
 
-def _file(name: str, package: str, messages: dict[str, list[dict[str, Any]]], **more: Any) -> FileDescriptorProto:
+def _file(
+    name: str, package: str, messages: dict[str, list[dict[str, Any]]], **more: Any
+) -> FileDescriptorProto:
     described = [{"name": message, "field": fields} for message, fields in messages.items()]
-    document = {"name": name, "package": package, "syntax": "proto3", "message_type": described, **more}
+    document = {
+        "name": name,
+        "package": package,
+        "syntax": "proto3",
+        "message_type": described,
+        **more,
+    }
     return json_format.ParseDict(document, FileDescriptorProto())
 
 
@@ -44,7 +57,9 @@ def _health() -> FileDescriptorProto:
         "grpc.health.v1",
         {
             "HealthCheckRequest": [_field("service", 1, "STRING")],
-            "HealthCheckResponse": [_field("status", 1, "ENUM", type_name=f"{answered}.ServingStatus")],
+            "HealthCheckResponse": [
+                _field("status", 1, "ENUM", type_name=f"{answered}.ServingStatus")
+            ],
         },
         service=[
             {
@@ -60,7 +75,9 @@ def _health() -> FileDescriptorProto:
         {"name": name, "number": number}
         for number, name in enumerate(("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"))
     ]
-    json_format.ParseDict({"name": "ServingStatus", "value": values}, file.message_type[1].enum_type.add())
+    json_format.ParseDict(
+        {"name": "ServingStatus", "value": values}, file.message_type[1].enum_type.add()
+    )
     return file
 
 
@@ -86,19 +103,33 @@ def _reflection(package: str) -> FileDescriptorProto:
             answered: [
                 _field("valid_host", 1, "STRING"),
                 _field("original_request", 2, f"{within}{asked}"),
-                _field("file_descriptor_response", 4, f"{within}FileDescriptorResponse", oneof_index=0),
-                _field("all_extension_numbers_response", 5, f"{within}ExtensionNumberResponse", oneof_index=0),
+                _field(
+                    "file_descriptor_response", 4, f"{within}FileDescriptorResponse", oneof_index=0
+                ),
+                _field(
+                    "all_extension_numbers_response",
+                    5,
+                    f"{within}ExtensionNumberResponse",
+                    oneof_index=0,
+                ),
                 _field("list_services_response", 6, f"{within}ListServiceResponse", oneof_index=0),
                 _field("error_response", 7, f"{within}ErrorResponse", oneof_index=0),
             ],
-            "FileDescriptorResponse": [_field("file_descriptor_proto", 1, "BYTES", label="LABEL_REPEATED")],
+            "FileDescriptorResponse": [
+                _field("file_descriptor_proto", 1, "BYTES", label="LABEL_REPEATED")
+            ],
             "ExtensionNumberResponse": [
                 _field("base_type_name", 1, "STRING"),
                 _field("extension_number", 2, "INT32", label="LABEL_REPEATED"),
             ],
-            "ListServiceResponse": [_field("service", 1, f"{within}ServiceResponse", label="LABEL_REPEATED")],
+            "ListServiceResponse": [
+                _field("service", 1, f"{within}ServiceResponse", label="LABEL_REPEATED")
+            ],
             "ServiceResponse": [_field("name", 1, "STRING")],
-            "ErrorResponse": [_field("error_code", 1, "INT32"), _field("error_message", 2, "STRING")],
+            "ErrorResponse": [
+                _field("error_code", 1, "INT32"),
+                _field("error_message", 2, "STRING"),
+            ],
         },
         service=[
             {
@@ -115,7 +146,10 @@ def _reflection(package: str) -> FileDescriptorProto:
             }
         ],
     )
-    for message, oneof in ((file.message_type[0], "message_request"), (file.message_type[2], "message_response")):
+    for message, oneof in (
+        (file.message_type[0], "message_request"),
+        (file.message_type[2], "message_response"),
+    ):
         message.oneof_decl.add().name = oneof
     return file
 

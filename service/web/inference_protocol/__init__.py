@@ -1,6 +1,8 @@
-"""The Open Inference Protocol, version 2: its tensors, its documents, and what becomes of an inference request.
+"""The Open Inference Protocol, version 2: its tensors, its documents, and what becomes of an
+inference request.
 
-https://github.com/kserve/open-inference-protocol, with the extensions of Triton that `EXTENSIONS` names.
+https://github.com/kserve/open-inference-protocol, with the extensions of Triton that `EXTENSIONS`
+names.
 """
 
 from typing import Final

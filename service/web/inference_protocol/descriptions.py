@@ -11,7 +11,9 @@ from vitserve.documents import ListedModel
 
 _PLATFORM: Final = "vitserve"
 _NANOSECONDS: Final = 1_000_000_000
-_CONFIGURED: Final = {"BYTES": "TYPE_STRING"} | {name: f"TYPE_{name}" for name in ("BOOL", "UINT8", "INT64", "FP32")}
+_CONFIGURED: Final = {"BYTES": "TYPE_STRING"} | {
+    name: f"TYPE_{name}" for name in ("BOOL", "UINT8", "INT64", "FP32")
+}
 _REQUESTS: Final = (
     "/v2/models/{name}/infer",
     "/v2/models/{name}/versions/{version}/infer",
@@ -41,15 +43,22 @@ def model_metadata(info: ModelInfo) -> dict[str, Any]:
 
 
 def _tensors(info: ModelInfo) -> dict[str, list[dict[str, Any]]]:
-    outputs = {name: (output.datatype, [-1, *output.shape(info)]) for name, output in outputs_of(info).items()}
+    outputs = {
+        name: (output.datatype, [-1, *output.shape(info)])
+        for name, output in outputs_of(info).items()
+    }
     return {
-        kind: [{"name": name, "datatype": datatype, "shape": shape} for name, (datatype, shape) in tensors.items()]
+        kind: [
+            {"name": name, "datatype": datatype, "shape": shape}
+            for name, (datatype, shape) in tensors.items()
+        ]
         for kind, tensors in {"inputs": inputs_of(info), "outputs": outputs}.items()
     }
 
 
 def model_configuration(info: ModelInfo) -> dict[str, Any]:
-    """Return the model's configuration, with the fields of Triton's `ModelConfig` that say something here.
+    """Return the model's configuration, with the fields of Triton's `ModelConfig` that say
+    something here.
 
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_configuration.md
     """
@@ -62,8 +71,17 @@ def model_configuration(info: ModelInfo) -> dict[str, Any]:
         "max_batch_size": 0,
         "input": [_configured(tensor) | {"optional": True} for tensor in tensors["inputs"]],
         "output": [_configured(tensor) for tensor in tensors["outputs"]],
-        "dynamic_batching": {"preferred_batch_size": [info.max_batch], "max_queue_delay_microseconds": 0},
-        "instance_group": [{"name": info.name, "kind": "KIND_CPU" if info.device == "cpu" else "KIND_GPU", "count": 1}],
+        "dynamic_batching": {
+            "preferred_batch_size": [info.max_batch],
+            "max_queue_delay_microseconds": 0,
+        },
+        "instance_group": [
+            {
+                "name": info.name,
+                "kind": "KIND_CPU" if info.device == "cpu" else "KIND_GPU",
+                "count": 1,
+            }
+        ],
         "parameters": {
             "architecture": {"string_value": info.architecture},
             "device": {"string_value": info.device},
@@ -73,7 +91,11 @@ def model_configuration(info: ModelInfo) -> dict[str, Any]:
 
 
 def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": tensor["name"], "data_type": _CONFIGURED[tensor["datatype"]], "dims": tensor["shape"]}
+    return {
+        "name": tensor["name"],
+        "data_type": _CONFIGURED[tensor["datatype"]],
+        "dims": tensor["shape"],
+    }
 
 
 def model_statistics(info: ModelInfo, metrics: Metrics) -> dict[str, Any]:
@@ -86,7 +108,10 @@ def model_statistics(info: ModelInfo, metrics: Metrics) -> dict[str, Any]:
     stages = {"queue": "queue", "compute_input": "decode", "compute_infer": "inference"}
     statistics = {
         "success": _duration(totals, "vit_request_duration_seconds", "ok"),
-        **{name: _duration(totals, "vit_stage_duration_seconds", stage) for name, stage in stages.items()},
+        **{
+            name: _duration(totals, "vit_stage_duration_seconds", stage)
+            for name, stage in stages.items()
+        },
     }
     return {
         "model_stats": [
@@ -109,7 +134,9 @@ def _duration(totals: Mapping[tuple[str, str], float], metric: str, key: str) ->
 
 
 def _totals(metrics: Metrics) -> dict[tuple[str, str], float]:
-    """Return the sum of each metric by stage, of the service as a whole; requests for inference are `ok`."""
+    """Return the sum of each metric by stage, of the service as a whole; requests for inference are
+    `ok`.
+    """
     totals: dict[tuple[str, str], float] = {}
     for family in metrics.collect():
         for sample in family.samples:

@@ -1,4 +1,6 @@
-"""What becomes of an inference request: its inputs checked, its pictures computed, its outputs chosen."""
+"""What becomes of an inference request: its inputs checked, its pictures computed, its outputs
+chosen.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +42,8 @@ class Output:
 
     Attributes:
         shape: for one picture, where -1 is `top_k`.
-        values: for one picture, from its outputs and the labels of its classes; None without what it is made of.
+        values: for one picture, from its outputs and the labels of its classes; None without what
+        it is made of.
         exists: whether a model has it.
     """
 
@@ -68,13 +71,18 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     "label": Output(
         "BYTES",
         lambda info: [-1],
-        lambda outputs, labels: np.array([labels[each] for each in outputs.indices.tolist()], object),
+        lambda outputs, labels: np.array(
+            [labels[each] for each in outputs.indices.tolist()], object
+        ),
         _has_classes,
     ),
     "index": Output("INT64", lambda info: [-1], lambda outputs, _: outputs.indices, _has_classes),
     "score": Output("FP32", lambda info: [-1], lambda outputs, _: outputs.scores, _has_classes),
     "logits": Output(
-        "FP32", lambda info: [info.config.num_classes or -1], lambda outputs, _: outputs.logits, _has_classes
+        "FP32",
+        lambda info: [info.config.num_classes or -1],
+        lambda outputs, _: outputs.logits,
+        _has_classes,
     ),
     "attention": Output(
         "FP32",
@@ -97,7 +105,9 @@ OUTPUTS: Final[Mapping[str, Output]] = {
     "set_size": Output(
         "INT64",
         lambda info: [1],
-        lambda outputs, _: None if outputs.label_set is None else np.array([len(outputs.label_set)], np.int64),
+        lambda outputs, _: (
+            None if outputs.label_set is None else np.array([len(outputs.label_set)], np.int64)
+        ),
         lambda info: info.coverage is not None,
     ),
     "abstained": Output(
@@ -121,7 +131,8 @@ _PARAMETERS: Final[Mapping[str, frozenset[str]]] = {
 }
 _INPUT_PARAMETERS: Final = ("binary_data_size",)
 _OUTPUT_PARAMETERS: Final = ("classification", "binary_data")
-# Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not counted.
+# Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not
+# counted.
 _MAX_ID: Final = 1024
 # Bytes of base64 that are read in the time of one number.
 BYTES_A_VALUE: Final = 256
@@ -175,15 +186,17 @@ class Inference:
         """Return what a request asks of a model, of at most `limit` pictures.
 
         Raises:
-            InvalidParameter, InputError: the model has no such input, output or parameter; an output or
-                parameter does not apply.
+            InvalidParameter, InputError: the model has no such input, output or parameter; an
+                output or parameter does not apply.
             TooManyImages: there are too many pictures, which are then not read.
             MalformedRequest: see `service.web.inference_protocol.tensors`.
         """
         _check_parameters(request)
         pictures = _pictures(request, info, limit)
         if len(request.id or "") > _MAX_ID:
-            raise InvalidParameter(f"the id has {len(request.id or '')} characters: at most {_MAX_ID} are allowed")
+            raise InvalidParameter(
+                f"the id has {len(request.id or '')} characters: at most {_MAX_ID} are allowed"
+            )
         if len(pictures) == 0:
             raise InvalidParameter("there is no picture in the request")
         has_labels = info.config.num_classes or request.parameters.get("labels") is not None
@@ -192,17 +205,28 @@ class Inference:
             by_default += ("abstained",)
         outputs = request.outputs or [RequestedOutput(name) for name in by_default]
         requested = _requested(request.parameters, outputs, info)
-        return cls(request.id, pictures, outputs, requested, bool(request.parameters.get("binary_data_output")))
+        return cls(
+            request.id,
+            pictures,
+            outputs,
+            requested,
+            bool(request.parameters.get("binary_data_output")),
+        )
 
     def size(self, info: ModelInfo) -> int:
         """Return the number of values in all outputs."""
         shapes = (OUTPUTS[output.name].shape(info) for output in self.outputs)
-        values = sum(math.prod(self.requested.top_k if side == -1 else side for side in shape) for shape in shapes)
+        values = sum(
+            math.prod(self.requested.top_k if side == -1 else side for side in shape)
+            for shape in shapes
+        )
         return len(self.pictures) * values
 
 
 def _check_parameters(request: InferenceRequest) -> None:
-    """Raise `InvalidParameter` if a parameter of the request, an input or an output is unknown, or not a flag."""
+    """Raise `InvalidParameter` if a parameter of the request, an input or an output is unknown, or
+    not a flag.
+    """
     require_known(request.parameters, _PARAMETERS)
     for tensor in request.inputs:
         require_known(tensor.parameters, _INPUT_PARAMETERS, f"input {tensor.name!r:.80}: ")
@@ -219,36 +243,54 @@ def _check_parameters(request: InferenceRequest) -> None:
 def _pictures(request: InferenceRequest, info: ModelInfo, limit: int) -> Pictures:
     """Return the pictures of a request; raises as `Inference.of`."""
     if len(request.inputs) != 1:
-        raise InvalidParameter(f"{len(request.inputs)} inputs: expected 'image' or 'pixels', and not both")
+        raise InvalidParameter(
+            f"{len(request.inputs)} inputs: expected 'image' or 'pixels', and not both"
+        )
     [tensor] = request.inputs
     if tensor.data is None:
         raise InvalidParameter(f"input {tensor.name!r} has no data")
     if tensor.shape and tensor.shape[0] > limit:
-        raise TooManyImages(f"{tensor.shape[0]} pictures: at most {limit} are allowed in one request")
+        raise TooManyImages(
+            f"{tensor.shape[0]} pictures: at most {limit} are allowed in one request"
+        )
     if tensor.name not in inputs_of(info):
         raise InvalidParameter(f"input {tensor.name!r:.80}: the model has 'image' and 'pixels'")
     datatype, [_, *sides] = inputs_of(info)[tensor.name]
     is_column = tensor.name == "image" and tensor.shape[1:] == [1]
-    if tensor.datatype != datatype or not tensor.shape or not (tensor.shape[1:] == sides or is_column):
+    if (
+        tensor.datatype != datatype
+        or not tensor.shape
+        or not (tensor.shape[1:] == sides or is_column)
+    ):
         shape = ", ".join(map(str, ["N", *sides]))
         raise InvalidParameter(f"input {tensor.name!r} is {datatype} of shape [{shape}]")
     return tensor.files() if datatype == "BYTES" else tensor.pixels()
 
 
-def _requested(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], info: ModelInfo) -> RequestedOutputs:
+def _requested(
+    parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], info: ModelInfo
+) -> RequestedOutputs:
     """Return what is asked of the engine; raises as `Inference.of`."""
     names, text = _names(outputs, info), parameters.get("labels")
-    labels = labels_of_request(text, info.zero_shot, info.config) if text is not None or names & _OF_CLASSES else ()
+    labels = (
+        labels_of_request(text, info.zero_shot, info.config)
+        if text is not None or names & _OF_CLASSES
+        else ()
+    )
     config = with_labels(info.config, labels)
     pool = parameters.get("pool", "head")
     if labels and pool != "head":
-        raise InvalidParameter("pool: does not apply beside labels, which are compared with what the head reads")
+        raise InvalidParameter(
+            "pool: does not apply beside labels, which are compared with what the head reads"
+        )
     method = _map_method(parameters, names, config)
     embedding = parse_embedding(info.config, pool, parameters.get("normalize", False))
     for name, affected in _PARAMETERS.items():
         if affected and parameters.get(name) is not None and not names & affected:
             wanted = " or ".join(sorted(affected))
-            raise InvalidParameter(f"{name}: does not apply to these outputs; ask for the output {wanted}")
+            raise InvalidParameter(
+                f"{name}: does not apply to these outputs; ask for the output {wanted}"
+            )
     return RequestedOutputs(
         _top_k(parameters, outputs, config.num_classes),
         map=parse_maps(config, info.labels, method=method)[0] if names & _OF_MAPS else None,
@@ -260,7 +302,9 @@ def _requested(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput]
 
 
 def _names(outputs: Sequence[RequestedOutput], info: ModelInfo) -> set[str]:
-    """Return the names of outputs; raises `InvalidParameter` or `InputError` if the model has no such output."""
+    """Return the names of outputs; raises `InvalidParameter` or `InputError` if the model has no
+    such output.
+    """
     available = outputs_of(info)
     names = {output.name for output in outputs}
     if len(names) < len(outputs):
@@ -270,7 +314,9 @@ def _names(outputs: Sequence[RequestedOutput], info: ModelInfo) -> set[str]:
             require_classes(info.config)
             if output.name in _OF_MAPS and not methods_of(info.config):
                 parse_maps(info.config, info.labels)  # raises what the model is instead
-            raise InvalidParameter(f"output {output.name!r:.80}: the model has {', '.join(available)}")
+            raise InvalidParameter(
+                f"output {output.name!r:.80}: the model has {', '.join(available)}"
+            )
         if "classification" in output.parameters and output.name != "score":
             raise InvalidParameter("the parameter 'classification' is for the output 'score'")
     return names
@@ -293,7 +339,9 @@ def _top_k(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], cl
     counts = [(name, each[name]) for name, each in asked if each.get(name) is not None]
     for name, count in counts:
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
-            allowed = f"expected 1 to {classes}" if classes else "there are no classes and no labels"
+            allowed = (
+                f"expected 1 to {classes}" if classes else "there are no classes and no labels"
+            )
             raise InvalidParameter(f"{name} {count!r:.40}: {allowed}")
     return max((count for _, count in counts), default=min(DEFAULT_TOP_K, max(classes, 1)))
 
@@ -301,7 +349,8 @@ def _top_k(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], cl
 async def read(
     admitted: AdmittedRequest, body: bytearray, decode: Callable[[bytearray], InferenceRequest]
 ) -> Inference:
-    """Return what a body asks of the request's model; its bytes are dropped as soon as they are copied.
+    """Return what a body asks of the request's model; its bytes are dropped as soon as they are
+    copied.
 
     A thread reads a large one. Raises as `Inference.of`, and what `decode` raises.
     """
@@ -318,15 +367,19 @@ async def read(
 
 
 async def infer(
-    admitted: AdmittedRequest, asked: Inference, encode: Callable[[str, str | None, Sequence[OutputTensor]], T]
+    admitted: AdmittedRequest,
+    asked: Inference,
+    encode: Callable[[str, str | None, Sequence[OutputTensor]], T],
 ) -> T:
-    """Compute the pictures of a request, which take their places first, and return its encoded answer.
+    """Compute the pictures of a request, which take their places first, and return its encoded
+    answer.
 
     `encode` runs on a thread where there are many values.
 
     Raises:
         QueueFull: there are not as many places as pictures.
-        ImageError, ServiceError: of the first picture that failed, its position named if there are several.
+        ImageError, ServiceError: of the first picture that failed, its position named if there are
+        several.
     """
     info = admitted.model.info
     await admitted.take(len(asked.pictures))
@@ -348,12 +401,18 @@ async def _compute(
     if not isinstance(picture, bytearray):
         return await admitted.infer(picture, asked.requested)
     if len(picture) > limit:
-        raise UploadTooLarge(f"{len(picture)} bytes: at most {limit} are allowed (VIT_MAX_UPLOAD_BYTES)")
+        raise UploadTooLarge(
+            f"{len(picture)} bytes: at most {limit} are allowed (VIT_MAX_UPLOAD_BYTES)"
+        )
     return (await admitted.classify(picture, asked.requested))[1]
 
 
-def make_outputs(results: Sequence[InferenceResult], asked: Inference, labels: Sequence[str]) -> list[OutputTensor]:
-    """Return the selected outputs: [N, K], [N, C] of logits, [N, rows, columns] of attention, [N, D]."""
+def make_outputs(
+    results: Sequence[InferenceResult], asked: Inference, labels: Sequence[str]
+) -> list[OutputTensor]:
+    """Return the selected outputs: [N, K], [N, C] of logits, [N, rows, columns] of attention, [N,
+    D].
+    """
     labels = asked.requested.labels or labels
 
     def stacked(name: str, count: int | None = None) -> NDArray[Any]:
@@ -366,8 +425,14 @@ def make_outputs(results: Sequence[InferenceResult], asked: Inference, labels: S
         if count is None:
             values = stacked(output.name)
         else:
-            values = _classification(*(stacked(name, count) for name in ("score", "index", "label")))
-        outputs.append(OutputTensor(output.name, values, bool(output.parameters.get("binary_data", asked.binary))))
+            values = _classification(
+                *(stacked(name, count) for name in ("score", "index", "label"))
+            )
+        outputs.append(
+            OutputTensor(
+                output.name, values, bool(output.parameters.get("binary_data", asked.binary))
+            )
+        )
     return outputs
 
 
@@ -380,5 +445,9 @@ def _classification(
     """
     rows = zip(score.tolist(), index.tolist(), label.tolist(), strict=True)
     return np.array(
-        [[f"{value:f}:{number}:{name}" for value, number, name in zip(*row, strict=True)] for row in rows], object
+        [
+            [f"{value:f}:{number}:{name}" for value, number, name in zip(*row, strict=True)]
+            for row in rows
+        ],
+        object,
     )

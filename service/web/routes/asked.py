@@ -28,8 +28,8 @@ R = TypeVar("R")
 class Asked(Generic[Q, R]):
     """A request's query, and what it asks of a model.
 
-    An error of the query is raised at once. Only if the address has no parameters, and the form may have some, is it
-    raised after the body is read.
+    An error of the query is raised at once. Only if the address has no parameters, and the form may
+    have some, is it raised after the body is read.
 
     Args:
         what: returns what a query asks of a model.
@@ -60,7 +60,9 @@ class Asked(Generic[Q, R]):
         try:
             self._results.append(what(query, model.info))
         except (InputError, InvalidParameter) as error:
-            is_form = request.headers.get("content-type", "").lower().startswith("multipart/form-data")
+            is_form = (
+                request.headers.get("content-type", "").lower().startswith("multipart/form-data")
+            )
             if request.scope["query_string"] or not is_form:
                 raise
             self._early = error
@@ -72,7 +74,9 @@ class Asked(Generic[Q, R]):
             raise self._early
         return self._results[-1]
 
-    async def read(self, admitted: AdmittedRequest, *, fields: Collection[str] = (FIELD,)) -> bytearray:
+    async def read(
+        self, admitted: AdmittedRequest, *, fields: Collection[str] = (FIELD,)
+    ) -> bytearray:
         """Read the only picture in the body; raises as `read_all`."""
         [file] = await self.read_all(admitted, several=False, fields=fields)
         return require_file(file)
@@ -87,7 +91,9 @@ class Asked(Generic[Q, R]):
             InvalidParameter, InputError: a value is not allowed.
             UnknownModel, and what `AdmittedRequest.read_upload` raises.
         """
-        upload = await admitted.read_upload(parameters_of(type(self.query)), several=several, fields=fields)
+        upload = await admitted.read_upload(
+            parameters_of(type(self.query)), several=several, fields=fields
+        )
         if upload.fields:
             before = self._name_of(self.query)
             self.query = merged(self.query, self._request.scope["query_string"], upload.fields)

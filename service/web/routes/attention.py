@@ -28,7 +28,15 @@ from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.request import AdmittedRequest, Model, all_of, model_of, service_of
 from service.web.routes.asked import Asked
-from service.web.routes.endpoint import BINARY, ONE_PICTURE, Absent, Endpoint, ModelName, npy_response, problems
+from service.web.routes.endpoint import (
+    BINARY,
+    ONE_PICTURE,
+    Absent,
+    Endpoint,
+    ModelName,
+    npy_response,
+    problems,
+)
 from vitserve.documents import MAPS, AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
@@ -71,12 +79,19 @@ class AttentionQuery(BaseModel, frozen=True):
     ] = None
     labels: Annotated[
         str | Absent,
-        Field(description="for models with a text tower: what `class` names, as on /classify; `relevance` alone"),
+        Field(
+            description="for models with a text tower: what `class` names, as on /classify; `relevance` alone"
+        ),
     ] = None
-    layer: Annotated[int | Absent, Field(description="`cls`: default the last; negatives count from the end")] = None
+    layer: Annotated[
+        int | Absent, Field(description="`cls`: default the last; negatives count from the end")
+    ] = None
     head: Annotated[
         str | Absent,
-        Field(description="`cls`: `mean` (default), `max`, or a head's number", json_schema_extra={"pattern": _HEAD}),
+        Field(
+            description="`cls`: `mean` (default), `max`, or a head's number",
+            json_schema_extra={"pattern": _HEAD},
+        ),
     ] = None
     format: Literal["png", "json", "npy"] = "png"
     overlay: Annotated[bool | Absent, Field(description="PNG: over a picture; default true")] = None
@@ -91,13 +106,19 @@ class AttentionQuery(BaseModel, frozen=True):
         Annotated[float, Field(ge=0, le=1)] | Absent,
         Field(description="PNG: opacity of the map where it is highest; default 0.7"),
     ] = None
-    colormap: Annotated[str | Absent, Field(description="PNG", json_schema_extra={"enum": list(COLORMAPS)})] = None
-    size: Annotated[
-        Annotated[int, Field(ge=1, le=MAX_SIZE)] | Absent, Field(description="PNG: longer side in pixels")
+    colormap: Annotated[
+        str | Absent, Field(description="PNG", json_schema_extra={"enum": list(COLORMAPS)})
     ] = None
-    smooth: Annotated[bool | Absent, Field(description="PNG: no steps between patches; default true")] = None
+    size: Annotated[
+        Annotated[int, Field(ge=1, le=MAX_SIZE)] | Absent,
+        Field(description="PNG: longer side in pixels"),
+    ] = None
+    smooth: Annotated[
+        bool | Absent, Field(description="PNG: no steps between patches; default true")
+    ] = None
     caption: Annotated[
-        bool | Absent, Field(description="PNG: class, score, method and colours in words below; default true")
+        bool | Absent,
+        Field(description="PNG: class, score, method and colours in words below; default true"),
     ] = None
 
 
@@ -106,12 +127,17 @@ class StoredPictureQuery(AttentionQuery):
 
     id: Annotated[str, Field(description="from the answer of /classify")]
     view: Annotated[
-        Literal["input"] | Absent, Field(description="PNG: over what the model saw; the photo itself is not kept")
+        Literal["input"] | Absent,
+        Field(description="PNG: over what the model saw; the photo itself is not kept"),
     ] = None
 
 
-@router.get("/attention", response_class=Response, responses=_ANSWERS | problems(404, 422, 503, 504))
-async def attention_of_kept_picture(request: Request, query: Annotated[StoredPictureQuery, Query()]) -> Response:
+@router.get(
+    "/attention", response_class=Response, responses=_ANSWERS | problems(404, 422, 503, 504)
+)
+async def attention_of_kept_picture(
+    request: Request, query: Annotated[StoredPictureQuery, Query()]
+) -> Response:
     """Draw the map of a picture that was classified before and is still stored."""
     service = service_of(request)
     model = await model_of(request, query.model)
@@ -119,7 +145,9 @@ async def attention_of_kept_picture(request: Request, query: Annotated[StoredPic
     with model.generation.request():  # another one may take over while the picture comes
         picture = await service.kept(query.id, model)
         if picture is None:
-            raise NotFound("no picture of this id is kept for this model: it is unknown, expired or pushed out")
+            raise NotFound(
+                "no picture of this id is kept for this model: it is unknown, expired or pushed out"
+            )
         async with service.admit(request, model) as admitted:
             await admitted.take(1)
             explained = await _explain(admitted, requests, picture)
@@ -144,7 +172,9 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
         turn.leave()
         picture = decoded.picture
         explained = await _explain(admitted, requests, picture)
-        admitted.service.metrics.count_image(model.info.name, explained[0] if model.info.config.num_classes else None)
+        admitted.service.metrics.count_image(
+            model.info.name, explained[0] if model.info.config.num_classes else None
+        )
         image_id = await admitted.service.keep(picture, model)
         view, photo = query.view or default_view(model.info.config.image_size), None
         if query.format == "png" and view == "photo" and query.overlay is not False:
@@ -169,17 +199,27 @@ async def _answer(
     image_id: str | None,
     photo: ModelInput | None = None,
 ) -> Response:
-    """Return maps in the format of the query; PNG over the photo, if there is one, else over the picture."""
+    """Return maps in the format of the query; PNG over the photo, if there is one, else over the
+    picture.
+    """
     maps = [outputs.map for outputs in explained if outputs.map is not None]
-    # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for something else.
+    # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for
+    # something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
     if image_id is not None:
-        headers["Content-Location"] = f"{admitted.sender.prefix}/attention?id={image_id}{query_of(admitted)}"
+        headers["Content-Location"] = (
+            f"{admitted.sender.prefix}/attention?id={image_id}{query_of(admitted)}"
+        )
     labels = _labels(query, admitted.model.info) or admitted.model.info.labels
     if query.format == "json":
         region = region_document(picture.region)
-        documents = [AttentionDocument(id=image_id, region=region, **map_fields(each, labels)) for each in maps]
-        content = MAPS.dump_json(documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True)
+        documents = [
+            AttentionDocument(id=image_id, region=region, **map_fields(each, labels))
+            for each in maps
+        ]
+        content = MAPS.dump_json(
+            documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True
+        )
         return Response(content, media_type="application/json", headers=headers)
     if query.format == "npy":
         values = np.stack([each.values for each in maps]).astype(np.float32)
@@ -200,11 +240,15 @@ def _png(
     """Return the maps over a picture, of which they cover a region, with a caption each."""
     look = query.model_dump(include=_LOOK - {"view", "caption"}, exclude_none=True)
     captioned = None if query.caption is False else labels
-    return encode_png(draw_maps(maps, captioned, picture=shown, region=region, max_width=MAX_SIZE, **look))
+    return encode_png(
+        draw_maps(maps, captioned, picture=shown, region=region, max_width=MAX_SIZE, **look)
+    )
 
 
 def query_of(admitted: AdmittedRequest, model: Model | None = None) -> str:
-    """Return what a path ends with that asks a model again, by default the request's; nothing for the default one."""
+    """Return what a path ends with that asks a model again, by default the request's; nothing for
+    the default one.
+    """
     chosen, default = (model or admitted.model).info.name, admitted.service.models.default.info
     return "" if default is not None and chosen == default.name else f"&model={chosen}"
 
@@ -234,9 +278,13 @@ def region_document(region: Region) -> RegionDocument:
 
 
 def _requests(query: AttentionQuery, info: ModelInfo) -> list[RequestedOutputs]:
-    """Return what makes the maps of a query; raises `InvalidParameter` or `InputError` if the query is not allowed."""
+    """Return what makes the maps of a query; raises `InvalidParameter` or `InputError` if the query
+    is not allowed.
+    """
     selected, labels = query.model_dump(include={"method", "layer", "head"}), _labels(query, info)
-    maps = parse_maps(with_labels(info.config, labels), labels or info.labels, classes=query.class_, **selected)
+    maps = parse_maps(
+        with_labels(info.config, labels), labels or info.labels, classes=query.class_, **selected
+    )
     if labels and maps[0].method != "relevance":
         raise InvalidParameter(f"labels does not apply to method {maps[0].method!r}")
     _check_drawing(query)
@@ -245,16 +293,22 @@ def _requests(query: AttentionQuery, info: ModelInfo) -> list[RequestedOutputs]:
 
 def _labels(query: AttentionQuery, info: ModelInfo) -> tuple[str, ...]:
     """Return the labels of a query, none without; raises as `labels_of_request`."""
-    return () if query.labels is None else labels_of_request(query.labels, info.zero_shot, info.config)
+    return (
+        () if query.labels is None else labels_of_request(query.labels, info.zero_shot, info.config)
+    )
 
 
 def _check_drawing(query: AttentionQuery) -> None:
-    """Raise `InvalidParameter` if a parameter of drawing does not apply, or the colormap is unknown."""
+    """Raise `InvalidParameter` if a parameter of drawing does not apply, or the colormap is
+    unknown.
+    """
     if query.format != "png":
         for name in sorted(query.model_dump(include=_LOOK, exclude_none=True)):
             raise InvalidParameter(f"{name} does not apply to format {query.format!r}")
     if query.colormap is not None and query.colormap not in COLORMAPS:
-        raise InvalidParameter(f"colormap {query.colormap!r}: expected one of {', '.join(COLORMAPS)}")
+        raise InvalidParameter(
+            f"colormap {query.colormap!r}: expected one of {', '.join(COLORMAPS)}"
+        )
     for name in ("alpha", "view") if query.overlay is False else ():
         if getattr(query, name) is not None:
             raise InvalidParameter(f"{name} does not apply without overlay")

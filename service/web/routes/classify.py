@@ -1,4 +1,5 @@
-"""POST /classify and POST /classify/batch, and what clients of TorchServe and of SageMaker's containers call instead.
+"""POST /classify and POST /classify/batch, and what clients of TorchServe and of SageMaker's
+containers call instead.
 
 https://pytorch.org/serve/inference_api.html
 https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html
@@ -21,16 +22,38 @@ from model.errors import ImageError, InputError
 from model.heads import labels_of_request, of_image, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, Outputs, RequestedOutputs, parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import InvalidParameter, MissingImage, ServiceError, UnknownModel, UploadTooLarge
+from service.errors import (
+    InvalidParameter,
+    MissingImage,
+    ServiceError,
+    UnknownModel,
+    UploadTooLarge,
+)
 from service.web.decoders import Decoded
 from service.web.image_stores import new_image_id
 from service.web.inference_protocol.inference import find_model
 from service.web.middleware import request_context
 from service.web.problems import INTERNAL_ERROR, problem_of
-from service.web.request import AdmittedRequest, Model, all_of, model_of, require_file, scored, service_of
+from service.web.request import (
+    AdmittedRequest,
+    Model,
+    all_of,
+    model_of,
+    require_file,
+    scored,
+    service_of,
+)
 from service.web.routes.asked import Asked
 from service.web.routes.attention import map_fields, query_of, region_document
-from service.web.routes.endpoint import NAME, ONE_PICTURE, SEVERAL_PICTURES, Absent, Endpoint, ModelQuery, problems
+from service.web.routes.endpoint import (
+    NAME,
+    ONE_PICTURE,
+    SEVERAL_PICTURES,
+    Absent,
+    Endpoint,
+    ModelQuery,
+    problems,
+)
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     FIELD,
@@ -65,7 +88,9 @@ class ClassifyQuery(ModelQuery, frozen=True):
 
     model: Annotated[
         str | Absent,
-        Field(description="which of GET /models answers; /classify: several, comma-separated, or `*` for all"),
+        Field(
+            description="which of GET /models answers; /classify: several, comma-separated, or `*` for all"
+        ),
     ] = None
     top_k: Annotated[
         Annotated[int, Field(ge=1)] | Absent,
@@ -73,16 +98,21 @@ class ClassifyQuery(ModelQuery, frozen=True):
     ] = None
     attention: Annotated[
         bool | Literal["relevance"] | Absent,
-        Field(description="answer with the last layer's attention map, too, or with the relevance of the best class"),
+        Field(
+            description="answer with the last layer's attention map, too, or with the relevance of the best class"
+        ),
         WithJsonSchema({"type": "string", "enum": ["false", "true", "0", "1", "relevance"]}),
     ] = None  # FastAPI would document a default that is no string
     embedding: Annotated[bool, Field(description="answer with what the head reads, too")] = False
     labels: Annotated[
         str | Absent,
-        Field(description="names to compare with, comma-separated or a JSON array; for models with a text tower"),
+        Field(
+            description="names to compare with, comma-separated or a JSON array; for models with a text tower"
+        ),
     ] = None
     min_score: Annotated[
-        Annotated[float, Field(ge=0, le=1)] | Absent, Field(description="leave lower predictions out")
+        Annotated[float, Field(ge=0, le=1)] | Absent,
+        Field(description="leave lower predictions out"),
     ] = None
 
     @property
@@ -126,7 +156,9 @@ async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -
     responses=problems(400, 404, 408, 413, 415, 422, 503),
 )
 async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
-    """Classify several pictures (multipart fields `file`); each gets its own answer or its own error."""
+    """Classify several pictures (multipart fields `file`); each gets its own answer or its own
+    error.
+    """
     if query.names_several:
         raise InvalidParameter("model: one is expected here; POST /classify takes several")
     model = await model_of(request, query.model)
@@ -155,7 +187,11 @@ def _requested(query: ClassifyQuery, info: ModelInfo, *, cap: bool = False) -> R
         labels = labels_of_request(query.labels, info.zero_shot, config)
         config = with_labels(config, labels)
     if query.top_k is not None and query.top_k > config.num_classes and not cap:
-        compared = f"there are {len(labels)} labels" if labels else f"the model has {config.num_classes} classes"
+        compared = (
+            f"there are {len(labels)} labels"
+            if labels
+            else f"the model has {config.num_classes} classes"
+        )
         raise InvalidParameter(f"top_k {query.top_k}: {compared}")
     maps = []
     if query.attention:
@@ -172,7 +208,10 @@ def _requested(query: ClassifyQuery, info: ModelInfo, *, cap: bool = False) -> R
 
 
 async def _answer(
-    admitted: AdmittedRequest, requested: RequestedOutputs, min_score: float | None, picture: bytearray
+    admitted: AdmittedRequest,
+    requested: RequestedOutputs,
+    min_score: float | None,
+    picture: bytearray,
 ) -> bytes:
     """Return a picture's `Classification` as JSON; the picture is put into the image store."""
     decoded, result = await admitted.classify(picture, requested)
@@ -184,7 +223,8 @@ async def _answer(
         fields |= {"timings_ms": _timings(admitted, [(decoded, result)])}
         return msgspec.json.encode(fields if image_id is None else {"id": image_id, **fields})
 
-    # A document of many classes is large, and lives only until it is JSON: a batch has many such documents.
+    # A document of many classes is large, and lives only until it is JSON: a batch has many such
+    # documents.
     return await admitted.write(write, size=requested.top_k)
 
 
@@ -210,7 +250,9 @@ def _fields(
         region = region_document(decoded.picture.region)
         attention = Attention(url=url, region=region, **map_fields(outputs.map, labels))
     predicted = outputs.predicted(min_score)
-    predictions = ranked(labels, outputs.indices[predicted].tolist(), outputs.scores[predicted].tolist())
+    predictions = ranked(
+        labels, outputs.indices[predicted].tolist(), outputs.scores[predicted].tolist()
+    )
     abstained_by = outputs.abstained_by(min_score)
     fields = {
         "model": model.info.name,
@@ -218,19 +260,31 @@ def _fields(
         **set_fields(labels, None if outputs.label_set is None else outputs.label_set.tolist()),
         "abstained": abstained_by is not None,
         "abstained_by": abstained_by,
-        "attention": None if attention is None else attention.model_dump(exclude_none=True, by_alias=True),
+        "attention": None
+        if attention is None
+        else attention.model_dump(exclude_none=True, by_alias=True),
         "embedding": None if outputs.embedding is None else outputs.embedding.tolist(),
         "batch_size": result.batch_size,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _timings(admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, InferenceResult]]) -> dict[str, float]:
-    """Return the milliseconds of each stage, of the pass that took longest, and since the request's head."""
-    stages = [(decoded.seconds, result.queue_seconds, result.inference_seconds) for decoded, result in passes]
+def _timings(
+    admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, InferenceResult]]
+) -> dict[str, float]:
+    """Return the milliseconds of each stage, of the pass that took longest, and since the request's
+    head.
+    """
+    stages = [
+        (decoded.seconds, result.queue_seconds, result.inference_seconds)
+        for decoded, result in passes
+    ]
     longest = map(max, zip(*stages, strict=True)) if stages else (0.0, 0.0, 0.0)
     times = (*longest, admitted.service.clock() - admitted.sender.started)
-    return {stage: round(1000 * each, 2) for stage, each in zip(Timings.model_fields, times, strict=True)}
+    return {
+        stage: round(1000 * each, 2)
+        for stage, each in zip(Timings.model_fields, times, strict=True)
+    }
 
 
 # Several models
@@ -287,35 +341,49 @@ async def _several(request: Request, query: ClassifyQuery) -> _Several:
         except (InputError, ServiceError) as error:
             failed[name] = error
         else:
-            groups.setdefault((model.info.backbone or name, model.info.preprocess), []).append((model, requested))
+            groups.setdefault((model.info.backbone or name, model.info.preprocess), []).append(
+                (model, requested)
+            )
     members = [each for group in groups.values() for each in group]
-    return _Several(names, list(groups.values()), failed, members[0][0] if members else service.model())
+    return _Several(
+        names, list(groups.values()), failed, members[0][0] if members else service.model()
+    )
 
 
 def _names(query: ClassifyQuery, every: Sequence[str]) -> list[str]:
-    """Return the models that a query names, each once; raises `InvalidParameter` of more names than models."""
+    """Return the models that a query names, each once; raises `InvalidParameter` of more names than
+    models.
+    """
     if query.model == "*":
         return list(every)
     text = query.model or ""
     if text.count(",") >= len(every):
-        raise InvalidParameter(f"model: {text.count(',') + 1} names; there are {len(every)} models, and * names all")
+        raise InvalidParameter(
+            f"model: {text.count(',') + 1} names; there are {len(every)} models, and * names all"
+        )
     return list(dict.fromkeys(each.strip() for each in text.split(",")))
 
 
 async def _answer_by_several(
     admitted: AdmittedRequest, several: _Several, picture: bytearray, query: ClassifyQuery
 ) -> bytes:
-    """Return `Classifications` as JSON: one pass for each backbone and preprocessing, which takes one slot."""
+    """Return `Classifications` as JSON: one pass for each backbone and preprocessing, which takes
+    one slot.
+    """
     passes: list[_Pass] = []
     image_id = new_image_id()
     if several.groups:
         await admitted.take(len(several.groups))
-        passes = await all_of(_pass(admitted, picture, group, image_id, query) for group in several.groups)
+        passes = await all_of(
+            _pass(admitted, picture, group, image_id, query) for group in several.groups
+        )
     answers = {name: _item(admitted, error) for name, error in several.failed.items()}
     answers |= {name: answer for each in passes for name, answer in each.answers.items()}
     document: dict[str, object] = {"id": image_id} if any(each.is_kept for each in passes) else {}
     document |= {"models": {name: answers[name] for name in several.names}}
-    document |= {"timings_ms": _timings(admitted, [each.took for each in passes if each.took is not None])}
+    document |= {
+        "timings_ms": _timings(admitted, [each.took for each in passes if each.took is not None])
+    }
     size = sum(asked.top_k for group in several.groups for _, asked in group)
     return await admitted.write(partial(msgspec.json.encode, document), size=size)
 
@@ -323,13 +391,17 @@ async def _answer_by_several(
 async def _found(request: Request, name: str) -> Model | ServiceError:
     """Return a model, or why it does not answer; others have half of the request's time left."""
     try:
-        return await service_of(request).find(name, request_context(request.scope).started, share=0.5)
+        return await service_of(request).find(
+            name, request_context(request.scope).started, share=0.5
+        )
     except ServiceError as error:
         return error
 
 
 class _Pass(NamedTuple):
-    """What the models of one pass say of a picture, by name, what it took, and whether the picture is kept."""
+    """What the models of one pass say of a picture, by name, what it took, and whether the picture
+    is kept.
+    """
 
     answers: dict[str, dict[str, Any]]
     took: tuple[Decoded, InferenceResult] | None = None
@@ -337,7 +409,11 @@ class _Pass(NamedTuple):
 
 
 async def _pass(
-    admitted: AdmittedRequest, picture: bytearray, members: _Members, image_id: str, query: ClassifyQuery
+    admitted: AdmittedRequest,
+    picture: bytearray,
+    members: _Members,
+    image_id: str,
+    query: ClassifyQuery,
 ) -> _Pass:
     """Ask the models of one backbone and preprocessing; raises an error of the picture itself."""
     answers: dict[str, dict[str, Any]] = {}
@@ -348,7 +424,8 @@ async def _pass(
             return _Pass(answers)
         first = replace(members[0][0], taught=None)
         asked, *others = [
-            wanted if model.taught is None else of_image(wanted, model.taught) for model, wanted in members
+            wanted if model.taught is None else of_image(wanted, model.taught)
+            for model, wanted in members
         ]
         by_first = admitted.by(first)
         decoded, result = await by_first.classify(picture, replace(asked, more=tuple(others)))
@@ -372,7 +449,9 @@ async def _pass(
 
 
 def _scored(members: _Members, outputs: Outputs) -> list[Outputs | Exception]:
-    """Return what each model of a pass answers, or why it does not: a head that fails costs itself alone."""
+    """Return what each model of a pass answers, or why it does not: a head that fails costs itself
+    alone.
+    """
     answers: list[Outputs | Exception] = []
     for (model, wanted), own in zip(members, (outputs, *outputs.more), strict=True):
         try:
@@ -385,7 +464,9 @@ def _scored(members: _Members, outputs: Outputs) -> list[Outputs | Exception]:
 async def _load(
     admitted: AdmittedRequest, picture: bytearray, members: _Members
 ) -> tuple[_Members, dict[str, dict[str, Any]]]:
-    """Load models that are unloaded once a picture is seen to be one; return who answers, and others' problems."""
+    """Load models that are unloaded once a picture is seen to be one; return who answers, and
+    others' problems.
+    """
     _, turn = await admitted.by(members[0][0]).decoded(picture)
     turn.leave()
     loaded: _Members = []
@@ -411,7 +492,9 @@ def _item(admitted: AdmittedRequest, error: Exception) -> dict[str, Any]:
 
 
 async def answer_each(
-    admitted: AdmittedRequest, pictures: Sequence[UploadedFile], answer: Callable[[bytearray], Awaitable[bytes]]
+    admitted: AdmittedRequest,
+    pictures: Sequence[UploadedFile],
+    answer: Callable[[bytearray], Awaitable[bytes]],
 ) -> Response:
     """Return for each picture of a batch what `answer` makes of it as JSON, or its problem."""
 
@@ -466,23 +549,32 @@ async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]
 
 
 @others.post(
-    "/predictions/{name:path}", response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS
+    "/predictions/{name:path}",
+    response_model=dict[str, float],
+    openapi_extra=_PREDICTION,
+    responses=_REFUSALS,
 )
 async def predictions(request: Request, query: Annotated[PredictionQuery, Query()]) -> Response:
-    """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best stays.
+    """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best
+    stays.
 
-    With VIT_COVERAGE they are those in the set of labels, with thresholds those that reach theirs: none where the model
-    abstains.
+    With VIT_COVERAGE they are those in the set of labels, with thresholds those that reach theirs:
+    none where the model abstains.
 
-    The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST /classify.
+    The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST
+    /classify.
     """
-    path: str = request.path_params["name"]  # a model's name may have slashes, and a version may follow it
+    path: str = request.path_params[
+        "name"
+    ]  # a model's name may have slashes, and a version may follow it
     service, started = service_of(request), request_context(request.scope).started
     name, _, version = path.rpartition("/")
     with suppress(UnknownModel):
         service.models.find(path)
         name, version = path, ""
-    model = await find_model(service, name or path, version.removesuffix(".0") if name else "", started)
+    model = await find_model(
+        service, name or path, version.removesuffix(".0") if name else "", started
+    )
     asked = Asked(request, query, model, _of_labels)
     async with service.admit(request, model) as admitted:
         picture = await asked.read(admitted, fields=_FIELDS)
@@ -495,12 +587,16 @@ async def predictions(request: Request, query: Annotated[PredictionQuery, Query(
     if outputs.label_set is not None:
         predicted[len(outputs.label_set) :] = False  # it has the best ones
     by_label: dict[str, float] = {}
-    for index, score in zip(outputs.indices[predicted].tolist(), outputs.scores[predicted].tolist(), strict=True):
+    for index, score in zip(
+        outputs.indices[predicted].tolist(), outputs.scores[predicted].tolist(), strict=True
+    ):
         by_label.setdefault(names[index], significant(score))
     return JSONResponse(by_label)
 
 
 @others.put(_PATH, response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
-async def predictions_by_put(request: Request, query: Annotated[PredictionQuery, Query()]) -> Response:
+async def predictions_by_put(
+    request: Request, query: Annotated[PredictionQuery, Query()]
+) -> Response:
     """Answer as POST does: TorchServe's examples send the picture by `curl -T`, which is a PUT."""
     return await predictions(request, query)

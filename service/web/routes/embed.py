@@ -48,7 +48,9 @@ class EmbedQuery(ModelQuery, frozen=True):
     normalize: Annotated[bool, Field(description="divide by the L2 norm")] = False
     format: Annotated[
         Literal["json", "npy", "base64"],
-        Field(description="numbers; a NumPy file of float32; JSON with the bytes of little-endian float32 in base64"),
+        Field(
+            description="numbers; a NumPy file of float32; JSON with the bytes of little-endian float32 in base64"
+        ),
     ] = "json"
 
 
@@ -57,7 +59,9 @@ class EmbedOneQuery(EmbedQuery, frozen=True):
 
     text: Annotated[
         tuple[str, ...],
-        Field(description="embed this instead of a picture; repeat it for several; for models with a text tower"),
+        Field(
+            description="embed this instead of a picture; repeat it for several; for models with a text tower"
+        ),
     ] = ()
 
 
@@ -70,10 +74,13 @@ def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
     "/embed",
     response_class=Response,
     openapi_extra={"requestBody": ONE_PICTURE["requestBody"] | {"required": False}},
-    responses=_answers(Embedding | TextEmbeddings) | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
+    responses=_answers(Embedding | TextEmbeddings)
+    | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> Response:
-    """Return the embedding of one picture: a multipart field `file`, or the raw body; or those of texts."""
+    """Return the embedding of one picture: a multipart field `file`, or the raw body; or those of
+    texts.
+    """
     model = await model_of(request, query.model)
     if query.text:
         return await _embed_texts(request, query, model)
@@ -86,7 +93,9 @@ async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> R
         await admitted.take(1)
         if query.format == "npy":
             return npy_response((await embed_all(admitted, asked.wanted, [picture]))[0])
-        return Response(await _answer(admitted, query, asked.wanted, picture), media_type="application/json")
+        return Response(
+            await _answer(admitted, query, asked.wanted, picture), media_type="application/json"
+        )
 
 
 @router.post(
@@ -98,7 +107,8 @@ async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> R
 async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -> Response:
     """Return the embeddings of several pictures (multipart fields `file`).
 
-    Each gets its own answer or its own error; with `npy`, the first that fails is the error of the request.
+    Each gets its own answer or its own error; with `npy`, the first that fails is the error of the
+    request.
     """
     model = await model_of(request, query.model)
     asked = Asked(request, query, model, _requested)
@@ -107,7 +117,9 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
         await admitted.take(len(pictures))
         if asked.query.format == "npy":
             return npy_response(np.stack(await embed_all(admitted, asked.wanted, pictures)))
-        return await answer_each(admitted, pictures, partial(_answer, admitted, asked.query, asked.wanted))
+        return await answer_each(
+            admitted, pictures, partial(_answer, admitted, asked.query, asked.wanted)
+        )
 
 
 def _requested(query: EmbedQuery, info: ModelInfo) -> RequestedOutputs:
@@ -125,10 +137,14 @@ def embedding_of(admitted: AdmittedRequest, result: InferenceResult) -> NDArray[
 async def embed_all(
     admitted: AdmittedRequest, requested: RequestedOutputs, pictures: Sequence[UploadedFile]
 ) -> list[NDArray[np.float32]]:
-    """Return the embedding of each picture, float32 [D]; the first error is raised, with its place among several."""
+    """Return the embedding of each picture, float32 [D]; the first error is raised, with its place
+    among several.
+    """
 
     async def row(picture: UploadedFile) -> NDArray[np.float32]:
-        return embedding_of(admitted, (await admitted.classify(require_file(picture), requested))[1])
+        return embedding_of(
+            admitted, (await admitted.classify(require_file(picture), requested))[1]
+        )
 
     return await of_each(row, pictures)
 
@@ -140,7 +156,9 @@ async def _answer(
     decoded, result = await admitted.classify(picture, requested)
     embedding = _written(embedding_of(admitted, result), query)
     image_id = await admitted.service.keep(decoded.picture, admitted.model)
-    return to_json(Embedding(id=image_id, model=admitted.model.info.name, pool=query.pool, embedding=embedding))
+    return to_json(
+        Embedding(id=image_id, model=admitted.model.info.name, pool=query.pool, embedding=embedding)
+    )
 
 
 async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> Response:
@@ -160,7 +178,9 @@ async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> 
     if query.format == "npy":
         return npy_response(features)
     embeddings = [_written(row, query) for row in features]
-    content = to_json(TextEmbeddings(model=model.info.name, texts=list(texts), embeddings=embeddings))
+    content = to_json(
+        TextEmbeddings(model=model.info.name, texts=list(texts), embeddings=embeddings)
+    )
     return Response(content, media_type="application/json")
 
 

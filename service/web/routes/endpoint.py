@@ -1,8 +1,9 @@
 """An application and its routes that FastAPI describes and that run without FastAPI's layers.
 
-Between a route and its function FastAPI enters exit stacks, resolves dependencies and translates errors, which would
-cost a request as much of the event loop's time as all of our code. Here the query is validated by the pydantic model
-that OpenAPI shows, the function is called, and errors rise to `service.web.middleware.ProblemMiddleware`.
+Between a route and its function FastAPI enters exit stacks, resolves dependencies and translates
+errors, which would cost a request as much of the event loop's time as all of our code. Here the
+query is validated by the pydantic model that OpenAPI shows, the function is called, and errors rise
+to `service.web.middleware.ProblemMiddleware`.
 """
 
 import io
@@ -69,17 +70,28 @@ _SCHEME = "api_key"
 
 
 def _body(file: dict[str, Any], **raw: Any) -> dict[str, Any]:
-    """Return the description of a body: a form with the field `file`, or one of the media types `raw`."""
+    """Return the description of a body: a form with the field `file`, or one of the media types
+    `raw`.
+    """
     form = {"schema": {"type": "object", "required": [FIELD], "properties": {FIELD: file}}}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": form, **raw}}}
 
 
-_JSON = {"type": "object", "required": ["image"], "properties": {"image": {"type": "string", "format": "byte"}}}
-ONE_PICTURE = _body(BINARY, **{"application/octet-stream": {"schema": BINARY}, "application/json": {"schema": _JSON}})
+_JSON = {
+    "type": "object",
+    "required": ["image"],
+    "properties": {"image": {"type": "string", "format": "byte"}},
+}
+ONE_PICTURE = _body(
+    BINARY,
+    **{"application/octet-stream": {"schema": BINARY}, "application/json": {"schema": _JSON}},
+)
 SEVERAL_PICTURES = _body({"type": "array", "minItems": 1, "items": BINARY})
 
 
-ModelName = Annotated[str | Absent, Field(description="which of GET /models answers; default the default one")]
+ModelName = Annotated[
+    str | Absent, Field(description="which of GET /models answers; default the default one")
+]
 """The parameter `model`."""
 
 
@@ -92,14 +104,19 @@ class ModelQuery(BaseModel, frozen=True):
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the description of a route's error answers, which all have the same schema."""
     content = {MEDIA_TYPE: {"schema": {"$ref": f"#/components/schemas/{ProblemDocument.__name__}"}}}
-    return {status: {"description": "Problem details (RFC 9457)", "content": content} for status in statuses}
+    return {
+        status: {"description": "Problem details (RFC 9457)", "content": content}
+        for status in statuses
+    }
 
 
 class Application(FastAPI):
-    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context open.
+    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context
+    open.
 
     Attributes:
-        endpoints: by method and path those whose path has no parameters, which are found without matching all paths.
+        endpoints: by method and path those whose path has no parameters, which are found without
+        matching all paths.
     """
 
     endpoints: "Mapping[tuple[str, str], Endpoint]" = MappingProxyType({})
@@ -132,12 +149,13 @@ class Application(FastAPI):
 class Endpoint(APIRoute):
     """One method of one path, served by `function(request)` or `function(request, query)`.
 
-    The function is a coroutine. Its `query` is annotated `Annotated[Model, fastapi.Query()]`, with a frozen pydantic
-    model. It returns a response, or a pydantic model that is answered as JSON with the
-    status of the route. Its name is the operation's id in
-    OpenAPI, and names the method of generated clients.
+    The function is a coroutine. Its `query` is annotated `Annotated[Model, fastapi.Query()]`, with
+    a frozen pydantic model. It returns a response, or a pydantic model that is answered as JSON
+    with the status of the route. Its name is the operation's id in OpenAPI, and names the method of
+    generated clients.
 
-    Unknown parameters are refused, but for probes and the files of pages, where machines and browsers add some.
+    Unknown parameters are refused, but for probes and the files of pages, where machines and
+    browsers add some.
 
     Attributes:
         is_loose: whether the route takes any parameters; they have no effect.
@@ -155,7 +173,9 @@ class Endpoint(APIRoute):
 
     @property
     def allowed_methods(self) -> set[str]:
-        """Return the methods of the route; GET implies HEAD, whose answer the server sends without its body."""
+        """Return the methods of the route; GET implies HEAD, whose answer the server sends without
+        its body.
+        """
         methods = set(self.methods or ())
         return methods | {"HEAD"} if "GET" in methods else methods
 
@@ -166,9 +186,13 @@ class Endpoint(APIRoute):
         return super().matches(scope)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request to this path; raises `MethodNotAllowed`, and what `parse_query` and the function raise."""
+        """Answer a request to this path; raises `MethodNotAllowed`, and what `parse_query` and the
+        function raise.
+        """
         if scope["method"] not in self.allowed_methods:
-            routes = (route for route in scope["app"].routes if route.path_regex.match(scope["path"]))
+            routes = (
+                route for route in scope["app"].routes if route.path_regex.match(scope["path"])
+            )
             allowed = sorted({method for route in routes for method in route.allowed_methods})
             wrong = f"{scope['method']} {scope['path']}: no such method on this path; there are {', '.join(allowed)}"
             raise MethodNotAllowed(wrong, allowed)
@@ -179,15 +203,21 @@ class Endpoint(APIRoute):
                 _require_no_parameters(scope)
             answer = await self.endpoint(request)
         else:
-            answer = await self.endpoint(request, parse_query(self._query_model, scope["query_string"]))
+            answer = await self.endpoint(
+                request, parse_query(self._query_model, scope["query_string"])
+            )
         if isinstance(answer, BaseModel):
-            content = answer.model_dump_json(exclude_none=self.response_model_exclude_none, by_alias=True)
+            content = answer.model_dump_json(
+                exclude_none=self.response_model_exclude_none, by_alias=True
+            )
             answer = Response(content, self.status_code or 200, media_type="application/json")
         await answer(scope, receive, send)
 
 
 class PageEndpoint(Endpoint):
-    """The route of a page or of one of its files, which browsers ask for with parameters of their own."""
+    """The route of a page or of one of its files, which browsers ask for with parameters of their
+    own.
+    """
 
     is_loose = True
 
@@ -217,7 +247,8 @@ def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None 
 
 
 async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request that no route takes: raises `NotFound`, which names the route that was probably meant.
+    """Refuse a request that no route takes: raises `NotFound`, which names the route that was
+    probably meant.
 
     The bare prefix of a proxy leads to the page, whose relative links need the slash at its end.
     """
@@ -240,8 +271,8 @@ async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
 def _meant(path: str, known: Collection[str]) -> str:
     """Return the path of the route that an unknown path was probably meant to be, or an empty text.
 
-    It is one that the path ends with, beside slashes, case, and a prefix (`/api/v1/classify/`), one that
-    has another name in other servers, or the one most like the path.
+    It is one that the path ends with, beside slashes, case, and a prefix (`/api/v1/classify/`), one
+    that has another name in other servers, or the one most like the path.
     """
     parts = [part for part in re.split("[/:]", path[:_MAX_LIKENED].lower()) if part]
     for start in range(len(parts)):
@@ -276,16 +307,22 @@ def validated(model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
         InvalidParameter: a parameter is missing, unknown, given twice or not what the model allows.
     """
     query: dict[str, Any] = {}
-    tuples = {name for name, field in model.model_fields.items() if get_origin(field.annotation) is tuple}
+    tuples = {
+        name for name, field in model.model_fields.items() if get_origin(field.annotation) is tuple
+    }
     for name, value in pairs:
         if name in tuples:
             query[name] = (*query.get(name, ()), value)
         elif query.setdefault(name, value) != value:
-            raise InvalidParameter(f"{name:.50}: given as {query[name]!r:.50} and as {value!r:.50}: send one")
+            raise InvalidParameter(
+                f"{name:.50}: given as {query[name]!r:.50} and as {value!r:.50}: send one"
+            )
     known = parameters_of(model)
     unknown = next((name for name in query if name not in known), None)
     if unknown is not None:
-        raise InvalidParameter(f"{unknown:.50}: no such parameter; there are {', '.join(by_likeness(unknown, known))}")
+        raise InvalidParameter(
+            f"{unknown:.50}: no such parameter; there are {', '.join(by_likeness(unknown, known))}"
+        )
     try:
         return model.model_validate(query)
     except ValidationError as error:
@@ -307,9 +344,11 @@ def _describe_form_fields(document: dict[str, Any]) -> None:
 
 
 def _describe_keys(document: dict[str, Any], public: Collection[str], *, required: bool) -> None:
-    """Add to an OpenAPI document, in place, which operations take a key, and the 401 that they may answer.
+    """Add to an OpenAPI document, in place, which operations take a key, and the 401 that they may
+    answer.
 
-    Paths in `public` take none. A key is `required` where keys are set, else documented as optional.
+    Paths in `public` take none. A key is `required` where keys are set, else documented as
+    optional.
     """
     document["components"]["securitySchemes"] = {
         _SCHEME: {

@@ -38,7 +38,15 @@ from service.web.middleware import request_context
 from service.web.request import AdmittedRequest, model_of, of_each, require_file, service_of
 from service.web.routes.asked import Asked
 from service.web.routes.embed import embedding_of
-from service.web.routes.endpoint import BINARY, NAME, SEVERAL_PICTURES, Absent, Endpoint, problems, to_json
+from service.web.routes.endpoint import (
+    BINARY,
+    NAME,
+    SEVERAL_PICTURES,
+    Absent,
+    Endpoint,
+    problems,
+    to_json,
+)
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     AddedExamples,
@@ -53,8 +61,14 @@ from vitserve.documents import (
 router = APIRouter(tags=["teaching"], route_class=Endpoint)
 
 _NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
-_PICTURES: Final = {"requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False}, "parameters": [NAME]}
-_FILE: Final = {"content": {"application/octet-stream": {"schema": BINARY}}, "description": "One safetensors file"}
+_PICTURES: Final = {
+    "requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False},
+    "parameters": [NAME],
+}
+_FILE: Final = {
+    "content": {"application/octet-stream": {"schema": BINARY}},
+    "description": "One safetensors file",
+}
 
 
 class LabelQuery(BaseModel, frozen=True):
@@ -66,13 +80,18 @@ class LabelQuery(BaseModel, frozen=True):
 class ExampleQuery(BaseModel, frozen=True):
     """The query of POST /heads/NAME/examples, whose parameters may be fields of its form."""
 
-    label: Annotated[str | Absent, Field(description="what is on the pictures; required, here or in the form")] = None
+    label: Annotated[
+        str | Absent, Field(description="what is on the pictures; required, here or in the form")
+    ] = None
     id: Annotated[
-        str | Absent, Field(description="a kept picture, from the answer of /classify, instead of a body")
+        str | Absent,
+        Field(description="a kept picture, from the answer of /classify, instead of a body"),
     ] = None
     backbone: Annotated[
         str | Absent,
-        Field(description="with the first example: the model whose features the head reads; default the default one"),
+        Field(
+            description="with the first example: the model whose features the head reads; default the default one"
+        ),
     ] = None
     file_name: Annotated[
         Annotated[str, Field(max_length=256)] | Absent,
@@ -84,11 +103,17 @@ class PageQuery(BaseModel, frozen=True):
     """The query of GET /heads/NAME/examples."""
 
     after: Annotated[
-        Annotated[int, Field(ge=0)], Field(description="list examples with higher numbers: the last one of a page")
+        Annotated[int, Field(ge=0)],
+        Field(description="list examples with higher numbers: the last one of a page"),
     ] = 0
 
 
-@router.get("/heads", response_model=HeadList, response_model_exclude_none=True, responses=problems(422, 503, 504))
+@router.get(
+    "/heads",
+    response_model=HeadList,
+    response_model_exclude_none=True,
+    responses=problems(422, 503, 504),
+)
 async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models has all that answer."""
     examples = service_of(request).taught.examples
@@ -106,7 +131,8 @@ async def list_heads(request: Request) -> HeadList:
     responses=problems(400, 403, 404, 408, 409, 413, 415, 422, 500, 503, 504),
 )
 async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]) -> AddedExamples:
-    """Add one or several pictures to what a head learns from, under one label; the first one begins the head.
+    """Add one or several pictures to what a head learns from, under one label; the first one begins
+    the head.
 
     All are added, or none. The head is fitted in the background; until then the one before answers.
     """
@@ -126,7 +152,9 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
             backbone = service.models.name_of(service.taught.base(head))
         model = await model_of(request, backbone)
         admitted.choose(model)
-        asked = Asked(request, query, model, _checked_label, lambda query: query.backbone or backbone)
+        asked = Asked(
+            request, query, model, _checked_label, lambda query: query.backbone or backbone
+        )
         features, pixels = await _features(admitted, asked, head)
         info = admitted.model.info
         of = features_of(info, _kind(head, info)), info.name
@@ -150,7 +178,9 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     responses=problems(404, 422, 503, 504),
 )
 async def list_examples(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
-    """List the examples of a head, without their features, in pages of 1,000: the pictures are not kept."""
+    """List the examples of a head, without their features, in pages of 1,000: the pictures are not
+    kept.
+    """
     examples = _examples(request)
 
     def write() -> bytes:
@@ -223,10 +253,14 @@ async def delete_example(request: Request) -> ExampleCounts:
     responses=problems(404, 422, 503, 504),
 )
 async def describe_head(request: Request) -> HeadDescription:
-    """Describe a head: its examples, how often it is right, what it takes for what, and which labels look wrong."""
+    """Describe a head: its examples, how often it is right, what it takes for what, and which
+    labels look wrong.
+    """
     examples, name = _examples(request), request.path_params["name"]
     async with _admitted(request) as admitted:
-        await service_of(request).taught.look()  # so that what is described here is what answers here
+        await service_of(
+            request
+        ).taught.look()  # so that what is described here is what answers here
         head, facts = await admitted.with_examples(partial(_described, examples, name))
     try:
         service_of(request).taught.base(head)
@@ -239,14 +273,21 @@ def _described(examples: Examples, name: str) -> tuple[HeadRow, dict[str, Any]]:
     """Return a head, and the fields of its description; raises `NotFound`."""
     head = examples.head(name)
     counts, content = examples.state(head)
-    facts: dict[str, Any] = {"head": head.name, "examples": counts, "backbone": head.backbone, "model": head.model}
+    facts: dict[str, Any] = {
+        "head": head.name,
+        "examples": counts,
+        "backbone": head.backbone,
+        "model": head.model,
+    }
     facts |= {"reason": head.reason or None, "up_to_date": head.fitted_revision == head.revision}
     if content is not None:
         try:
             taught = TaughtHead.from_bytes(content, head.name)
             facts |= dict(Knowledge.model_validate_json(taught.statistics))
         except (CheckpointError, ValidationError):
-            facts |= {"reason": "its fit is damaged: add or remove an example, and it is fitted again"}
+            facts |= {
+                "reason": "its fit is damaged: add or remove an example, and it is fitted again"
+            }
     return head, facts
 
 
@@ -281,12 +322,16 @@ async def export_head(request: Request) -> Response:
     if content is None:
         raise NotFound(f"{name}: it is not fitted yet: GET /heads/{name} says why")
     file_name = f'attachment; filename="{name}.safetensors"'
-    return Response(content, headers={"Content-Disposition": file_name}, media_type="application/octet-stream")
+    return Response(
+        content, headers={"Content-Disposition": file_name}, media_type="application/octet-stream"
+    )
 
 
 @asynccontextmanager
 async def _admitted(request: Request) -> AsyncIterator[AdmittedRequest]:
-    """Admit a request that asks no model, with a slot, until its answer is written or its caller leaves."""
+    """Admit a request that asks no model, with a slot, until its answer is written or its caller
+    leaves.
+    """
     async with service_of(request).admit(request) as admitted:
         await admitted.take(1)
         yield admitted
@@ -307,18 +352,24 @@ def _checked_label(query: ExampleQuery, _: ModelInfo) -> str:
 
 
 def _checked_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> None:
-    """Raise `InvalidParameter` or `InputError` if a file's name is sent that is not kept, or is none."""
+    """Raise `InvalidParameter` or `InputError` if a file's name is sent that is not kept, or is
+    none.
+    """
     if query.file_name is None:
         return
     if not settings.teach_thumbnails:
-        raise InvalidParameter("file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS")
+        raise InvalidParameter(
+            "file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS"
+        )
     if count != 1:
         raise InvalidParameter(f"file_name: needs exactly one picture, and there are {count}")
     checked_texts([query.file_name], "file_name", 1)
 
 
 def _require_own(request: Request, head: HeadRow) -> None:
-    """Raise `Forbidden` where keys are set, and the request has neither the head's own key nor the admin key."""
+    """Raise `Forbidden` where keys are set, and the request has neither the head's own key nor the
+    admin key.
+    """
     if head.owner != _owner(request) and service_of(request).settings.api_keys:
         _require_admin(request)
 
@@ -348,7 +399,8 @@ def _kind(head: HeadRow | None, info: ModelInfo) -> Features:
 async def _features(
     admitted: AdmittedRequest, asked: Asked[ExampleQuery, str], head: HeadRow | None
 ) -> tuple[NDArray[np.float32], list[NDArray[np.uint8]]]:
-    """Return what the head reads of each picture of a request, [N, D], all finite, and the pixels that are kept.
+    """Return what the head reads of each picture of a request, [N, D], all finite, and the pixels
+    that are kept.
 
     The first error is the request's.
     """
@@ -356,21 +408,31 @@ async def _features(
 
     def wanted() -> RequestedOutputs:
         """Return what is asked of each picture, once the form has named the model."""
-        return RequestedOutputs(1, embedding=EmbeddingRequest(_kind(head, admitted.model.info).pool))
+        return RequestedOutputs(
+            1, embedding=EmbeddingRequest(_kind(head, admitted.model.info).pool)
+        )
 
     if query.id is not None:
         if await admitted.read_body():
-            raise InvalidParameter("id: there is a body, too: send pictures, or the id of a kept one")
+            raise InvalidParameter(
+                "id: there is a body, too: send pictures, or the id of a kept one"
+            )
         _checked_file_name(query, settings, count=1)
         picture = await admitted.service.kept(query.id, admitted.model)
         if picture is None:
-            raise InvalidParameter("id: no picture of this id is kept as the head's backbone sees it")
+            raise InvalidParameter(
+                "id: no picture of this id is kept as the head's backbone sees it"
+            )
         await admitted.take(1)
-        rows = [(embedding_of(admitted, await admitted.infer(picture.pixels, wanted())), picture.pixels)]
+        rows = [
+            (embedding_of(admitted, await admitted.infer(picture.pixels, wanted())), picture.pixels)
+        ]
     else:
         pictures = await asked.read_all(admitted)
         if asked.query.id is not None:
-            raise InvalidParameter("id: there are pictures, too: send pictures, or the id of a kept one")
+            raise InvalidParameter(
+                "id: there are pictures, too: send pictures, or the id of a kept one"
+            )
         _checked_file_name(asked.query, settings, count=len(pictures))
         await admitted.take(len(pictures))
 

@@ -1,6 +1,8 @@
-"""The Open Inference Protocol, version 2, under /v2; `service.web.inference_protocol` has its tensors and documents.
+"""The Open Inference Protocol, version 2, under /v2; `service.web.inference_protocol` has its
+tensors and documents.
 
-A model's name may hold slashes, so longer paths come first. Of a function's decorators the lowest is the first.
+A model's name may hold slashes, so longer paths come first. Of a function's decorators the lowest
+is the first.
 """
 
 from functools import partial
@@ -82,20 +84,28 @@ async def v2_configuration(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/stats")
 async def v2_statistics(request: Request) -> Response:
     """Return the statistics of the model since the start; its name may be left out."""
-    return json_response(model_statistics((await model_of(request, _name(request))).info, service_of(request).metrics))
+    return json_response(
+        model_statistics(
+            (await model_of(request, _name(request))).info, service_of(request).metrics
+        )
+    )
 
 
 @router.post(f"{_MODEL}/infer")
 @router.post(f"{_VERSIONED}/infer")
 async def v2_infer(request: Request) -> Response:
     """Classify the pictures of the tensor `image` or `pixels`."""
-    async with service_of(request).admit(request, await model_of(request, _name(request))) as admitted:
+    async with service_of(request).admit(
+        request, await model_of(request, _name(request))
+    ) as admitted:
         body, length = await admitted.read_body(), _header_length(request)
         asked = await read(admitted, body, partial(decode_request, header_length=length))
         content, header_length = await infer(admitted, asked, encode_answer)
     if header_length is None:
         return Response(content, media_type="application/json")
-    return Response(content, headers={_HEADER_LENGTH: str(header_length)}, media_type="application/octet-stream")
+    return Response(
+        content, headers={_HEADER_LENGTH: str(header_length)}, media_type="application/octet-stream"
+    )
 
 
 def _header_length(request: Request) -> int | None:
@@ -133,12 +143,16 @@ async def v2_repository_index(request: Request) -> Response:
     """List all models, or with `ready` those that answer."""
     question = decoded(await small_body(request), _Question)
     models = service_of(request).models.describe()
-    return json_response([repository_entry(each) for each in models if each.state == "ready" or not question.ready])
+    return json_response(
+        [repository_entry(each) for each in models if each.state == "ready" or not question.ready]
+    )
 
 
 @router.post("/repository/models/{name:path}/load")
 async def v2_load(request: Request) -> Response:
-    """Load what the parameters say in a model's place, or what was unloaded again, and answer when it serves."""
+    """Load what the parameters say in a model's place, or what was unloaded again, and answer when
+    it serves.
+    """
     service, name = service_of(request), request.path_params["name"]
     require_admin(request, service.settings)
     body = await small_body(request)
@@ -158,6 +172,8 @@ async def v2_unload(request: Request) -> Response:
     service, name = service_of(request), request.path_params["name"]
     require_admin(request, service.settings)
     command = decoded(await small_body(request), _Command)
-    require_known(command.parameters, ["unload_dependents"])  # there are no ensembles, so it has no effect
+    require_known(
+        command.parameters, ["unload_dependents"]
+    )  # there are no ensembles, so it has no effect
     await service.models.unload(name)
     return json_response(repository_entry(service.models.status_of(service.models.key(name))))

@@ -1,4 +1,5 @@
-"""The models of the service: GET, PUT and DELETE /models. Changing them takes the admin key, and no other.
+"""The models of the service: GET, PUT and DELETE /models. Changing them takes the admin key, and no
+other.
 
 Whoever has it decides what is served. What is named over HTTP lies below VIT_CHECKPOINT_FOLDER.
 """
@@ -28,7 +29,10 @@ router = APIRouter(tags=["models"], route_class=Endpoint)
 _MAX_BODY: Final = 64 << 10
 _SETTINGS: Final = {
     "parameters": [NAME],
-    "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    },
 }
 
 
@@ -47,9 +51,11 @@ async def models(request: Request) -> Response:
     | {201: {"model": ListedModel, "description": "A new name"}},
 )
 async def put_model(request: Request) -> Response:
-    """Load a model, or replace one, and answer when it serves. The body has the settings that a `NAME.toml` may have.
+    """Load a model, or replace one, and answer when it serves. The body has the settings that a
+    `NAME.toml` may have.
 
-    Requests that were admitted are answered by the version that they began with. A load that fails changes nothing.
+    Requests that were admitted are answered by the version that they began with. A load that fails
+    changes nothing.
     """
     service, name = service_of(request), request.path_params["name"]
     require_admin(request, service.settings)
@@ -77,7 +83,9 @@ async def delete_model(request: Request) -> Response:
 
 
 def require_admin(request: Request, settings: Settings) -> None:
-    """Raise `Unauthorized` without a key that is known, `Forbidden` if it is not the admin key, or nobody has one."""
+    """Raise `Unauthorized` without a key that is known, `Forbidden` if it is not the admin key, or
+    nobody has one.
+    """
     authorization = request.headers.get("authorization", "")
     needed = "the admin key is needed: Authorization: Bearer KEY"
     if settings.api_keys and not authorization:
@@ -92,7 +100,8 @@ def require_admin(request: Request, settings: Settings) -> None:
 
 
 async def load(service: Service, name: str, what: What) -> tuple[ListedModel, bool]:
-    """Load a model, or replace the one of a name, and return its status, and whether the name is new.
+    """Load a model, or replace the one of a name, and return its status, and whether the name is
+    new.
 
     Raises:
         InvalidParameter: it is no name for a model.
@@ -126,7 +135,8 @@ def allowed(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
     Raises:
         InvalidParameter: there is no such setting, or not such a value.
-        Forbidden: it names a file that does not lie below the folder for this, or there is no such folder.
+        Forbidden: it names a file that does not lie below the folder for this, or there is no such
+        folder.
     """
     given = model_settings(written)
     for name in PATHS:
@@ -137,7 +147,9 @@ def allowed(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _below(name: str, value: object, settings: Settings) -> object:
-    """Return the resolved path that a caller names, or the value where it names no file; raises as `allowed`."""
+    """Return the resolved path that a caller names, or the value where it names no file; raises as
+    `allowed`.
+    """
     if name == "checkpoint" and settings.checkpoint_folder is None:
         raise Forbidden("no checkpoint may be named: VIT_CHECKPOINT_FOLDER is not set")
     # Without a folder no file lies below it.
@@ -147,5 +159,7 @@ def _below(name: str, value: object, settings: Settings) -> object:
     try:
         path = located(name, value, folder)
     except Forbidden:
-        raise Forbidden(f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER") from None
+        raise Forbidden(
+            f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER"
+        ) from None
     return value if path is None else str(Path(path).resolve())

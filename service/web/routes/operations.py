@@ -36,7 +36,9 @@ _prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = We
 class DescribedQuery(ModelQuery, frozen=True):
     """The query of GET /model."""
 
-    prepare_maps: Annotated[bool, Field(description="begin with what takes seconds of the first map")] = False
+    prepare_maps: Annotated[
+        bool, Field(description="begin with what takes seconds of the first map")
+    ] = False
 
 
 class Status(BaseModel):
@@ -55,7 +57,9 @@ async def model(request: Request, query: Annotated[DescribedQuery, Query()]) -> 
     if query.prepare_maps:
         _prepare_maps(current.generation)
     info, config = current.info, current.info.config
-    facts = attributes(ModelDescription.model_fields, info, config, current.generation.engine.status)
+    facts = attributes(
+        ModelDescription.model_fields, info, config, current.generation.engine.status
+    )
     if current.unloaded:
         facts["compiled"] = "unloaded"
     if isinstance(config, LibraryConfig):

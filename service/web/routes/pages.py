@@ -1,4 +1,5 @@
-"""GET / and GET /docs: pages with a strict policy, the files that they load from this host alone, and /openapi.json.
+"""GET / and GET /docs: pages with a strict policy, the files that they load from this host alone,
+and /openapi.json.
 
 Browsers ask for a file again each time, and are answered with 304 while it is the same.
 """
@@ -64,7 +65,9 @@ async def file(request: Request) -> Response:
     path = _FILES[request.scope["path"]]
     media_type = _MEDIA_TYPES[(path.with_suffix("") if path.suffix == ".gz" else path).suffix]
     is_packed = path.suffix == ".gz"
-    unpack = is_packed and not re.search(_TAKES_GZIP, request.headers.get("accept-encoding", ""), re.IGNORECASE)
+    unpack = is_packed and not re.search(
+        _TAKES_GZIP, request.headers.get("accept-encoding", ""), re.IGNORECASE
+    )
     content, tag = _content(path, unpack)
     headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "ETag": tag}
     if media_type == "text/html":

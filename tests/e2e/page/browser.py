@@ -10,7 +10,15 @@ from urllib.parse import urlsplit
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Route, expect, sync_playwright  # noqa: E402
+from playwright.sync_api import (  # noqa: E402
+    Browser,
+    ConsoleMessage,
+    Page,
+    Request,
+    Route,
+    expect,
+    sync_playwright,
+)
 
 from tests.launcher import PATIENCE  # noqa: E402
 
@@ -36,12 +44,18 @@ new PerformanceObserver((list) => {
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """Start Debian's Chromium; skips the test where there is none."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    path = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if path is None:
         pytest.skip("no Chromium is installed (on Debian: apt-get install chromium)")
     with sync_playwright() as driver:
         # As root, as in a container, Chromium has no sandbox.
-        yield driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield driver.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
 
 
 @dataclass
@@ -49,8 +63,10 @@ class Tab:
     """One page in a profile of its own.
 
     Attributes:
-        complaints: what the console said, scripts that failed, and requests to anywhere but the service.
-        refusals_expected: whether the test provokes answers that are errors, which the console reports too.
+        complaints: what the console said, scripts that failed, and requests to anywhere but the
+        service.
+        refusals_expected: whether the test provokes answers that are errors, which the console
+        reports too.
     """
 
     page: Page
@@ -71,7 +87,10 @@ class Tab:
 
     def _on_request(self, request: Request) -> None:
         parts = urlsplit(request.url)
-        if parts.scheme not in {"blob", "data"} and f"{parts.scheme}://{parts.netloc}" != self.origin:
+        if (
+            parts.scheme not in {"blob", "data"}
+            and f"{parts.scheme}://{parts.netloc}" != self.origin
+        ):
             self.complaints.append(f"a request to {request.url}")
 
     def check(self) -> None:
@@ -79,7 +98,11 @@ class Tab:
         self.complaints += self.page.evaluate("window.violations")
         # Only now, as refusals may come before the test has said that it expects them.
         refusal = "Failed to load resource"
-        unexpected = [text for text in self.complaints if not (self.refusals_expected and text.startswith(refusal))]
+        unexpected = [
+            text
+            for text in self.complaints
+            if not (self.refusals_expected and text.startswith(refusal))
+        ]
         assert unexpected == [], unexpected
 
 

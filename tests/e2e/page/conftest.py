@@ -16,7 +16,8 @@ from tests.e2e.serving import Served
 @contextmanager
 def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     """A server on the CPU."""
-    # A minute for each request, so that a busy machine refuses no map: their thread has little priority.
+    # A minute for each request, so that a busy machine refuses no map: their thread has little
+    # priority.
     settings |= {"device": "cpu", "compile": "off", "max_batch": 4, "request_timeout": 60}
     served = Served(folder / "server.log", warm=True, **settings)
     try:
@@ -25,8 +26,8 @@ def serving(folder: Path, **settings: Any) -> Iterator[Served]:
         served.kill()
 
 
-# Not for the whole session: while the browser runs, Playwright's event loop counts as running in this thread, and
-# other tests could start none of their own.
+# Not for the whole session: while the browser runs, Playwright's event loop counts as running in
+# this thread, and other tests could start none of their own.
 
 
 @pytest.fixture(scope="package")
@@ -38,12 +39,16 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="package")
 def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serves the bundled model."""
-    with serving(tmp_path_factory.mktemp("page"), checkpoint="bundled", max_upload_bytes="200kB") as served:
+    with serving(
+        tmp_path_factory.mktemp("page"), checkpoint="bundled", max_upload_bytes="200kB"
+    ) as served:
         yield served
 
 
 @pytest.fixture(scope="package")
-def locked_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Iterator[Served]:
+def locked_server(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory, shared: Path
+) -> Iterator[Served]:
     """Serves DeiT-tiny behind keys."""
     options: dict[str, Any] = {"api_keys": "secret,other", "metrics_public": False}
     folder, checkpoint = tmp_path_factory.mktemp("page"), shared / "weights/deit_tiny_imagenet"

@@ -1,6 +1,8 @@
-"""Takes the pictures of the page in docs/images: `make screenshots`, or `python -m tests.e2e.page.screenshots`.
+"""Takes the pictures of the page in docs/images: `make screenshots`, or `python -m
+tests.e2e.page.screenshots`.
 
-Asks a service of its own, with DeiT-tiny from the folder that VIT_SHARED names, or else with the bundled model.
+Asks a service of its own, with DeiT-tiny from the folder that VIT_SHARED names, or else with the
+bundled model.
 """
 
 import argparse
@@ -27,7 +29,9 @@ SCREENS: dict[str, dict[str, Any]] = {
 
 
 def take(browser: Browser, url: str, *, compare: bool, **options: Any) -> Image.Image:
-    """Return what the page shows of the dog, and of the maps of two classes beside each other if `compare`."""
+    """Return what the page shows of the dog, and of the maps of two classes beside each other if
+    `compare`.
+    """
     with tab(browser, url, **options) as found:
         page = found.page
         for picture in (CAT, DOG):  # one after the other, so that neither waits for the other
@@ -47,13 +51,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "docs/images")
     output: Path = parser.parse_args().output
-    weights = Path(os.environ.get("VIT_SHARED", REPOSITORY.parent / "shared")) / "weights/deit_tiny_imagenet"
+    weights = (
+        Path(os.environ.get("VIT_SHARED", REPOSITORY.parent / "shared"))
+        / "weights/deit_tiny_imagenet"
+    )
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         log = Path(folder, "server.log")
         with ServerProcess(
             log, checkpoint=weights if weights.is_dir() else "bundled", model_name="deit-tiny"
         ) as server:
-            for name, options in [*SCREENS.items()] * 2:  # in the first round graphs are still being made
+            for name, options in [
+                *SCREENS.items()
+            ] * 2:  # in the first round graphs are still being made
                 screen = take(browser, f"{server.url}/", compare=name == "page_dark", **options)
                 screen.save(output / f"{name}.jpg", quality=78, optimize=True, progressive=True)
 

@@ -31,7 +31,9 @@ def choose(page: Page, *files: Path | dict[str, object]) -> None:
 
 def map_shown(page: Page, index: int = 0) -> None:
     """Wait for a map."""
-    expect(page.locator(".map .readout").nth(index)).to_contain_text(re.compile("^(Coloured|Little speaks)"))
+    expect(page.locator(".map .readout").nth(index)).to_contain_text(
+        re.compile("^(Coloured|Little speaks)")
+    )
     expect(page.locator("figure.map").nth(index)).not_to_have_attribute("aria-busy", "true")
 
 
@@ -43,7 +45,9 @@ def open_choices(page: Page, index: int = 0) -> None:
 def pixels(page: Page, selector: str) -> np.ndarray:
     """The pixels of a canvas: uint8 [rows, columns, 4]."""
     url = page.locator(selector).first.evaluate("(canvas) => canvas.toDataURL('image/png')")
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGBA"))
+    return np.asarray(
+        Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGBA")
+    )
 
 
 def send_event(page: Page, kind: str, files: list[Path], place: str = "#drop") -> None:

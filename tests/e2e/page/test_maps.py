@@ -44,10 +44,14 @@ def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_bel
     document = json.loads(Path(saved.value.path()).read_text())
     expected = server.classify(smaller, "attention=true").json()["attention"]["region"]
     for map_ in (document["classification"]["attention"], *document["maps"]):
-        assert map_["region"] == {name: pytest.approx(value, abs=8) for name, value in expected.items()}
+        assert map_["region"] == {
+            name: pytest.approx(value, abs=8) for name, value in expected.items()
+        }
 
 
-def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(page: Page, server: Served) -> None:
+def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(
+    page: Page, server: Served
+) -> None:
     choose(page, DOG)
     map_shown(page)
     open_choices(page)
@@ -85,7 +89,9 @@ def test_a_map_is_drawn_as_the_service_draws_it(page: Page, server: Served) -> N
     map_shown(page)
     smooth = pixels(page, ".heat")
     scale = smooth.shape[1] / width
-    left, top, across, down = (round(scale * region[name]) for name in ("x", "y", "width", "height"))
+    left, top, across, down = (
+        round(scale * region[name]) for name in ("x", "y", "width", "height")
+    )
     seen = Image.fromarray(smooth[top : top + down, left : left + across]).resize((256, 256))
     actual = np.asarray(seen).astype(int)
     strong = actual[..., 3] > 128
@@ -115,7 +121,12 @@ def test_a_patch_tells_its_share_to_pointer_and_keyboard(page: Page, server: Ser
     with Image.open(DOG) as picture:
         width, height = picture.size
     left, top, across, down = (
-        (region["x"] / width, region["y"] / height, region["width"] / width, region["height"] / height)
+        (
+            region["x"] / width,
+            region["y"] / height,
+            region["width"] / width,
+            region["height"] / height,
+        )
         if region
         else (0, 0, 1, 1)
     )
@@ -159,7 +170,9 @@ def test_the_curl_calls_give_what_is_on_screen(page: Page, tmp_path: Path) -> No
         assert drawn.format == "PNG"
 
 
-def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(page: Page, server: Served) -> None:
+def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(
+    page: Page, server: Served
+) -> None:
     choose(page, DOG)
     labels = answers(page)
     map_shown(page)
@@ -191,8 +204,12 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(page: Pa
     )
     page.keyboard.press("Enter")
     expect(page.locator(".class").nth(1)).to_have_value("frog (6)")
-    expect(page.locator(".readout")).to_have_text([f"Little speaks for {label} here" for label in (labels[2], "frog")])
-    expect(page.locator(".ramp").first).to_have_css("opacity", re.compile("^0"))  # the colours fade with the map
+    expect(page.locator(".readout")).to_have_text(
+        [f"Little speaks for {label} here" for label in (labels[2], "frog")]
+    )
+    expect(page.locator(".ramp").first).to_have_css(
+        "opacity", re.compile("^0")
+    )  # the colours fade with the map
     page.evaluate(
         """() => {
           const { prototype } = CanvasRenderingContext2D, { fillText } = prototype;
@@ -205,7 +222,10 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(page: Pa
     assert saved.value.suggested_filename == "dog-map.png"
     with Image.open(saved.value.path()) as picture:
         assert picture.width > picture.height
-    assert re.match(rf"{labels[2]}, 0.* %, evidence 0.*; frog, 0.* %, evidence 0", "; ".join(page.evaluate("written")))
+    assert re.match(
+        rf"{labels[2]}, 0.* %, evidence 0.*; frog, 0.* %, evidence 0",
+        "; ".join(page.evaluate("written")),
+    )
     # What has no layer offers none.
     expect(page.locator(".layer").first).to_be_hidden()
 

@@ -1,4 +1,6 @@
-"""The page of a service with several models: one is chosen, a second one beside it, and either may go meanwhile."""
+"""The page of a service with several models: one is chosen, a second one beside it, and either may
+go meanwhile.
+"""
 
 import io
 import json
@@ -15,26 +17,56 @@ from PIL import Image
 from model.checkpoint import BUNDLED
 from tests.e2e.page.browser import Browser, Page, Route, Tab, audit, expect, tab
 from tests.e2e.page.conftest import serving
-from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
+from tests.e2e.page.steps import (
+    CAT,
+    DOG,
+    PHONE,
+    Open,
+    answers,
+    choose,
+    map_shown,
+    open_choices,
+    pixels,
+    send_event,
+)
 from tests.e2e.serving import Served
 from tests.launcher import until
 from tests.model.checkpoint import whole_models
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
-GERMAN = ("Flugzeug", "Auto", "Vogel", "Katze", "Hirsch", "Hund", "Frosch", "Pferd", "Schiff", "Lastwagen")
+GERMAN = (
+    "Flugzeug",
+    "Auto",
+    "Vogel",
+    "Katze",
+    "Hirsch",
+    "Hund",
+    "Frosch",
+    "Pferd",
+    "Schiff",
+    "Lastwagen",
+)
 ADMIN = {"Authorization": "Bearer admin"}
 
 
 @pytest.fixture(scope="module")
 def models_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serves the bundled model, with labels in another language, too, and at another size, and one of words."""
+    """Serves the bundled model, with labels in another language, too, and at another size, and one
+    of words.
+    """
     folder = tmp_path_factory.mktemp("models")
     whole_models.clip(folder / "words")
     (folder / "german.txt").write_text("\n".join(GERMAN))
-    for name, setting in (("english", ""), ("german", 'labels = "german.txt"'), ("large", "image_size = 48")):
+    for name, setting in (
+        ("english", ""),
+        ("german", 'labels = "german.txt"'),
+        ("large", "image_size = 48"),
+    ):
         (folder / f"{name}.toml").write_text(f'checkpoint = "{BUNDLED}"\n{setting}\n')
-    with serving(folder, models=folder, admin_key="admin", checkpoint_folder=BUNDLED.parent) as served:
+    with serving(
+        folder, models=folder, admin_key="admin", checkpoint_folder=BUNDLED.parent
+    ) as served:
         until(lambda: all(each["state"] == "ready" for each in served.get("/models").json()))
         yield served
 
@@ -116,7 +148,9 @@ def test_two_models_stand_side_by_side_on_one_picture(page: Page, models_server:
     one, other = (figures.nth(index).bounding_box() for index in (0, 1))
     assert one is not None and other is not None
     assert one["y"] == other["y"] and one["x"] + one["width"] <= other["x"]
-    expect(page.locator("#said[role=status]")).to_have_text(re.compile(r"^dog\.jpg: english: dog, 9.*; large: \w+, "))
+    expect(page.locator("#said[role=status]")).to_have_text(
+        re.compile(r"^dog\.jpg: english: dog, 9.*; large: \w+, ")
+    )
     expect(page.get_by_label("Compare two maps")).to_be_hidden()
     # An answer of the second one has its map drawn there, and nowhere else.
     chosen = lists.nth(1).locator(".answer").nth(2)
@@ -129,11 +163,16 @@ def test_two_models_stand_side_by_side_on_one_picture(page: Page, models_server:
     with page.expect_download() as saved:
         page.get_by_role("button", name="Download JSON").click()
     document = json.loads(Path(saved.value.path()).read_text())
-    assert (document["classification"]["model"], document["beside"]["model"]) == ("english", "large")
+    assert (document["classification"]["model"], document["beside"]["model"]) == (
+        "english",
+        "large",
+    )
     small, large = document["maps"]
     assert (small["grid"], large["grid"]) == ([8, 8], [12, 12])
     query = f"/attention?id={large['id']}&model=large&method=relevance&class={large['class']}&format=json"
-    np.testing.assert_allclose(large["values"], models_server.get(query).json()["values"], atol=1e-6)
+    np.testing.assert_allclose(
+        large["values"], models_server.get(query).json()["values"], atol=1e-6
+    )
     page.get_by_label("Beside it").select_option("")
     expect(figures).to_have_count(1)
     map_shown(page)
@@ -154,15 +193,26 @@ def test_a_heic_picture_is_shown_as_each_of_two_models_saw_it(page: Page) -> Non
 
 
 def test_what_one_of_two_refuses_is_told_at_its_place(page: Page, models_server: Served) -> None:
-    problem = {"type": "about:blank", "title": "Loading", "status": 503, "code": "model_loading", "detail": "so it is"}
+    problem = {
+        "type": "about:blank",
+        "title": "Loading",
+        "status": 503,
+        "code": "model_loading",
+        "detail": "so it is",
+    }
 
     def refuse(name: str, route: Route) -> None:
-        document = models_server.classify(DOG.read_bytes(), urlsplit(route.request.url).query).json()
+        document = models_server.classify(
+            DOG.read_bytes(), urlsplit(route.request.url).query
+        ).json()
         document["models"][name] = {"error": problem | {"request_id": "r"}}
         route.fulfill(json=document)
 
     page.get_by_label("Beside it").select_option("german")
-    for refused, answered, alert in (("german", "dog", ".refusal:visible"), ("english", "Hund", "#error")):
+    for refused, answered, alert in (
+        ("german", "dog", ".refusal:visible"),
+        ("english", "Hund", "#error"),
+    ):
         page.route("**/classify?*", partial(refuse, refused), times=1)
         choose(page, DOG)
         expect(page.locator(alert)).to_contain_text("The model is being loaded")
@@ -184,9 +234,15 @@ def test_one_of_two_compares_words_and_has_a_map_of_each(page: Page) -> None:
     assert asked[:2] == [("english", "5", None), ("words", "2", '["a cat","dog"]')]
     second = page.get_by_role("list", name="Classes by score, words").locator(".answer").nth(1)
     second.click()
-    expect(page.locator(".readout").nth(1)).to_contain_text(f" for {second.locator('.label').inner_text()}")
+    expect(page.locator(".readout").nth(1)).to_contain_text(
+        f" for {second.locator('.label').inner_text()}"
+    )
     map_shown(page, 1)
-    assert (sent[-1]["path"], sent[-1]["model"], sent[-1]["labels"]) == ("/attention", "words", '["a cat","dog"]')
+    assert (sent[-1]["path"], sent[-1]["model"], sent[-1]["labels"]) == (
+        "/attention",
+        "words",
+        '["a cat","dog"]',
+    )
 
 
 def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(
@@ -194,11 +250,16 @@ def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(
 ) -> None:
     def put(**settings: object) -> None:
         body = {"checkpoint": BUNDLED.name} | settings
-        assert models_server.client.put("/models/passing", json=body, headers=ADMIN).status_code in {200, 201}
+        assert models_server.client.put(
+            "/models/passing", json=body, headers=ADMIN
+        ).status_code in {200, 201}
 
     put()
     found.refusals_expected = True
-    which, notice = page.get_by_role("combobox", name="Model", exact=True), page.locator("#notice[role=status]")
+    which, notice = (
+        page.get_by_role("combobox", name="Model", exact=True),
+        page.locator("#notice[role=status]"),
+    )
     which.select_option("passing")
     choose(page, DOG)
     map_shown(page)
@@ -208,10 +269,14 @@ def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(
     expect(page.locator("#model")).to_contain_text("input 48\u00d748")
     map_shown(page)
     side_by_side(page, "german")
-    page.route("**/metrics", lambda route: route.abort())  # so that a picture is the first to hear of it
+    page.route(
+        "**/metrics", lambda route: route.abort()
+    )  # so that a picture is the first to hear of it
     assert models_server.client.delete("/models/passing", headers=ADMIN).status_code == 204
     choose(page, CAT)
-    expect(notice).to_have_text("passing does not answer any more: the pictures are classified anew.")
+    expect(notice).to_have_text(
+        "passing does not answer any more: the pictures are classified anew."
+    )
     expect(which).to_have_value("english")
     expect(page.get_by_label("Beside it")).to_have_value("german")
     expect(page.locator("option", has_text="passing")).to_have_count(0)

@@ -8,13 +8,26 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.e2e.page.browser import Browser, Page, Route, Tab, audit, expect, tab
-from tests.e2e.page.steps import CAT, DOG, PHONE, Open, answers, choose, map_shown, open_choices, pixels, send_event
+from tests.e2e.page.steps import (
+    CAT,
+    DOG,
+    PHONE,
+    Open,
+    answers,
+    choose,
+    map_shown,
+    open_choices,
+    pixels,
+    send_event,
+)
 from tests.e2e.serving import Served
 
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 
-def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(page: Page, server: Served) -> None:
+def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(
+    page: Page, server: Served
+) -> None:
     model = server.get("/model").json()
     expect(page.locator("#model")).to_have_text(
         f"{model['name']} on {model['device']}, {model['dtype']}, input 32\u00d732, 10 classes"
@@ -41,13 +54,17 @@ def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(page: Page
     map_shown(page)
     heat = pixels(page, ".heat")
     assert heat[..., 3].max() > 200  # the strongest patch
-    assert (heat[..., 3] == 0).mean() > 0.2  # the photo stays clear where there is less than the even share
+    assert (
+        heat[..., 3] == 0
+    ).mean() > 0.2  # the photo stays clear where there is less than the even share
     expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")
     assert page.evaluate("shifts.flat()") == []
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
-def test_an_empty_page_shows_only_how_to_give_it_a_picture(open_page: Open, options: dict[str, object]) -> None:
+def test_an_empty_page_shows_only_how_to_give_it_a_picture(
+    open_page: Open, options: dict[str, object]
+) -> None:
     with open_page(**options) as found:
         page = found.page
         first = "Take a photo" if options else "Choose pictures"
@@ -90,7 +107,9 @@ def test_pictures_come_in_every_way(open_page: Open) -> None:
         for number, way in enumerate(("drop", "paste"), start=3):
             send_event(page, way, [CAT])
             expect(page.locator("#pictures button, tbody tr")).to_have_count(number)
-            expect(page.locator("#progress-text")).to_have_text(re.compile(r"^(\d) of \1 answered$"))
+            expect(page.locator("#progress-text")).to_have_text(
+                re.compile(r"^(\d) of \1 answered$")
+            )
             expect(page.locator("#photo-caption")).to_have_text("cat.jpg")
         # Nothing is wider than a small phone.
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -104,8 +123,12 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     expect(page.locator("tr.failed")).to_have_count(1)
     rows = page.locator("tbody tr")
     expect(rows.nth(9)).to_contain_text("dog.jpgdog9")
-    expect(page.locator("#photo-caption")).to_have_text("late.jpg")  # the first of them that was answered
-    expect(page.locator("th[aria-sort]:not([aria-sort=none])")).to_have_count(0)  # they stand as they came
+    expect(page.locator("#photo-caption")).to_have_text(
+        "late.jpg"
+    )  # the first of them that was answered
+    expect(page.locator("th[aria-sort]:not([aria-sort=none])")).to_have_count(
+        0
+    )  # they stand as they came
     page.locator("th button[data-by=name]").click()
     expect(rows.nth(4)).to_contain_text("cat.jpg")
     page.locator("th button[data-by=score]").click()
@@ -113,7 +136,9 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     page.locator("th button[data-by=label]").focus()
     for _ in range(3):
         page.keyboard.press("Tab")
-    expect(page.locator("tr:focus")).to_have_attribute("aria-selected", "true")  # one stop for all rows
+    expect(page.locator("tr:focus")).to_have_attribute(
+        "aria-selected", "true"
+    )  # one stop for all rows
     page.keyboard.press("End")
     expect(rows.last).to_be_focused()
     page.keyboard.press("ArrowUp")
@@ -138,14 +163,19 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
 
 
 def test_another_model_behind_the_page_begins_anew(page: Page, server: Served) -> None:
-    model, answer = server.get("/model").json(), server.classify(DOG.read_bytes(), "attention=relevance").json()
+    model, answer = (
+        server.get("/model").json(),
+        server.classify(DOG.read_bytes(), "attention=relevance").json(),
+    )
     choose(page, DOG)
     map_shown(page)
     page.route(re.compile(r"/model\?"), lambda route: route.fulfill(json=model | {"name": "other"}))
     answer |= {"model": "other", "predictions": [{"label": "loaf", "index": 7, "score": 0.9}]}
     answer["attention"] |= {"label": "loaf", "class": 7}
     page.route("**/classify?*", lambda route: route.fulfill(json=answer))
-    page.route("**/labels", lambda route: route.fulfill(json={"model": "other", "labels": ["loaf"] * 10}))
+    page.route(
+        "**/labels", lambda route: route.fulfill(json={"model": "other", "labels": ["loaf"] * 10})
+    )
     choose(page, CAT)
     expect(page.locator("#notice")).to_contain_text("The model changed")
     expect(page.locator("#model")).to_contain_text("other on")
@@ -163,7 +193,9 @@ def test_another_model_behind_the_page_begins_anew(page: Page, server: Served) -
     expect(page.locator("#pictures button[aria-label='dog.jpg: dog']")).to_have_count(1)
 
 
-def test_a_model_of_words_has_a_box_for_them_and_one_without_maps_shows_the_picture(page: Page, server: Served) -> None:
+def test_a_model_of_words_has_a_box_for_them_and_one_without_maps_shows_the_picture(
+    page: Page, server: Served
+) -> None:
     model, answer = server.get("/model").json(), server.classify(DOG.read_bytes()).json()
     described = model | {"classes": 0, "templates": ["a photo of {}."], "attention_methods": []}
     page.route(re.compile(r"/model\?"), lambda route: route.fulfill(json=described))
@@ -189,7 +221,9 @@ def test_an_address_is_no_picture_and_answers_are_told_aloud(page: Page) -> None
         }"""
     )
     expect(page.get_by_role("status").filter(has_text="This is an address")).to_be_visible()
-    expect(page.locator("#knows")).to_have_text(re.compile("^This one knows: airplane, automobile, "))
+    expect(page.locator("#knows")).to_have_text(
+        re.compile("^This one knows: airplane, automobile, ")
+    )
     choose(page, DOG)
     expect(page.locator("#said[role=status]")).to_have_text(re.compile(r"^dog\.jpg: dog, 9\d"))
 
@@ -206,7 +240,12 @@ def test_what_a_proxy_says_is_told_in_plain_words(page: Page, found: Tab) -> Non
 
     def answer(route):
         [status] = map(int, re.findall(rb'filename="(\d+)', route.request.post_data_buffer))
-        route.fulfill(status=status, body="<html>nginx", content_type="text/html", headers={"Retry-After": "0.01"})
+        route.fulfill(
+            status=status,
+            body="<html>nginx",
+            content_type="text/html",
+            headers={"Retry-After": "0.01"},
+        )
 
     found.refusals_expected = True
     page.route("**/classify?*", answer)
@@ -388,16 +427,33 @@ def test_everything_is_reached_with_the_keyboard(page: Page) -> None:
     for _ in range(28):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
-    assert {"stack", "hold", "answer", "top-k", "opacity", "smooth", "compare", "save-png", "save-json"} <= reached
+    assert {
+        "stack",
+        "hold",
+        "answer",
+        "top-k",
+        "opacity",
+        "smooth",
+        "compare",
+        "save-png",
+        "save-json",
+    } <= reached
 
 
-def test_long_labels_stay_inside_and_the_set_is_told_in_plain_words(open_page: Open, server: Served) -> None:
-    sets = [{"set": ["<i>", "Aufgabe" * 50], "set_size": 2}, {"set": [], "set_size": 0, "abstained": True}]
+def test_long_labels_stay_inside_and_the_set_is_told_in_plain_words(
+    open_page: Open, server: Served
+) -> None:
+    sets = [
+        {"set": ["<i>", "Aufgabe" * 50], "set_size": 2},
+        {"set": [], "set_size": 0, "abstained": True},
+    ]
     sets += [{"set": ["dog"], "set_size": 1}, {"set_size": 140}, {}]
 
     def lengthen(route):
         document = server.classify(DOG.read_bytes()).json()
-        document["predictions"][0]["label"] = "Rindfleischetikettierungsüberwachungsaufgabenübertragungsgesetz, " * 5
+        document["predictions"][0]["label"] = (
+            "Rindfleischetikettierungsüberwachungsaufgabenübertragungsgesetz, " * 5
+        )
         document["predictions"][1]["label"] = "<b>x</b>"
         route.fulfill(json=document | sets[0])
 
@@ -406,7 +462,9 @@ def test_long_labels_stay_inside_and_the_set_is_told_in_plain_words(open_page: O
         page.route("**/classify?*", lengthen)
         choose(page, DOG)
         assert answers(page)[1] == "<b>x</b>"  # labels are text, never markup
-        expect(page.locator("#fits")).to_have_text(re.compile("^Of what it knows, 2 fit: <i>; (Aufgabe){50}\\.$"))
+        expect(page.locator("#fits")).to_have_text(
+            re.compile("^Of what it knows, 2 fit: <i>; (Aufgabe){50}\\.$")
+        )
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         page.locator(".answer .score").first.scroll_into_view_if_needed()
         expect(page.locator(".answer .score").first).to_be_in_viewport(ratio=1)
@@ -418,7 +476,9 @@ def test_long_labels_stay_inside_and_the_set_is_told_in_plain_words(open_page: O
         ):
             sets.pop(0)
             choose(page, DOG)
-            expect(page.locator("#fits")).to_have_text(text) if text else expect(page.locator("#fits")).to_be_hidden()
+            expect(page.locator("#fits")).to_have_text(text) if text else expect(
+                page.locator("#fits")
+            ).to_be_hidden()
 
 
 def test_it_works_behind_a_prefix(browser: Browser, server: Served) -> None:
@@ -427,7 +487,9 @@ def test_it_works_behind_a_prefix(browser: Browser, server: Served) -> None:
         page = found.page
         page.route(
             f"{server.url}/**",
-            lambda route: route.fulfill(status=404, body="outside the prefix", content_type="text/plain"),
+            lambda route: route.fulfill(
+                status=404, body="outside the prefix", content_type="text/plain"
+            ),
         )
         page.route(
             f"{server.url}/vision/**",
@@ -461,6 +523,10 @@ def test_deit_tiny_behind_a_key(browser: Browser, locked_server: Served) -> None
         map_shown(page)
         assert "$VIT_API_KEY" in (page.locator("#curl-text").text_content() or "")
         assert "secret" not in page.content()
-        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [
+            0,
+            0,
+            "",
+        ]
         page.reload()
         expect(page.get_by_label("API key")).to_be_visible()

@@ -1,4 +1,6 @@
-"""The tab Teach in a real browser: labels get pictures, the head learns, is tried, and mistakes are mended."""
+"""The tab Teach in a real browser: labels get pictures, the head learns, is tried, and mistakes are
+mended.
+"""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serves the bundled model, and learns."""
     folder = tmp_path_factory.mktemp("teaching")
-    with serving(folder, checkpoint="bundled", teach=folder / "taught", teach_thumbnails=True) as served:
+    with serving(
+        folder, checkpoint="bundled", teach=folder / "taught", teach_thumbnails=True
+    ) as served:
         yield served
 
 
@@ -60,7 +64,9 @@ def parts(source: Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
         for number in range(count):
             left, top = (int(random.integers(0, length - side + 1)) for length in photo.size)
             file = encode(photo.crop((left, top, left + side, top + side)), "JPEG")
-            found.append({"name": f"{source.stem}-{number}.jpg", "mimeType": "image/jpeg", "buffer": file})
+            found.append(
+                {"name": f"{source.stem}-{number}.jpg", "mimeType": "image/jpeg", "buffer": file}
+            )
         return found
 
 
@@ -83,7 +89,9 @@ def learned(page: Page, count: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
-def test_labels_get_pictures_and_the_head_answers(open_teaching: Open, options: dict[str, object]) -> None:
+def test_labels_get_pictures_and_the_head_answers(
+    open_teaching: Open, options: dict[str, object]
+) -> None:
     with open_teaching(**options) as found:
         page, head = found.page, f"pets-{len(str(options))}"
         begin(page, head)
@@ -92,7 +100,9 @@ def test_labels_get_pictures_and_the_head_answers(open_teaching: Open, options: 
         give(page, "cat", parts(CAT, 6))
         learned(page, 12)
         expect(page.locator("#labels-list li").first).to_contain_text("6 pictures")
-        expect(page.locator("#teach-progress-text")).to_have_text(re.compile(r"^(\d+) of \1 pictures sent$"))
+        expect(page.locator("#teach-progress-text")).to_have_text(
+            re.compile(r"^(\d+) of \1 pictures sent$")
+        )
         page.get_by_label("Picture to try").set_input_files(parts(DOG, 1, seed=9))  # type: ignore[arg-type]
         expect(page.locator("#tried")).to_have_text(re.compile(r"^dog-0\.jpg: dog >?\d+"))
         page.locator("#tryout summary").click()
@@ -127,7 +137,9 @@ def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_remove
         expect(page.locator("#labels-list li").first).to_contain_text("10 pictures")
         expect(page.locator("#labels-list li").last).to_contain_text("8 pictures")
         expect(suspect).to_have_count(0)
-        listed = keyed.get("/heads/keyed/examples", headers={"Authorization": "Bearer own"}).json()["examples"]
+        listed = keyed.get("/heads/keyed/examples", headers={"Authorization": "Bearer own"}).json()[
+            "examples"
+        ]
         assert sorted(each["label"] for each in listed) == ["cat"] * 8 + ["dog"] * 10
 
 
@@ -150,9 +162,13 @@ def test_what_is_no_picture_stays_listed_with_why(page: Page, found: Tab) -> Non
     begin(page, "broken")
     note: dict[str, Any] = {"name": "notes.txt", "mimeType": "", "buffer": b"no picture"}
     give(page, "dog", [*parts(DOG, 2), note])
-    expect(page.locator("#labels-list .failed li")).to_have_text(re.compile("^notes.txt: This file is not a picture"))
+    expect(page.locator("#labels-list .failed li")).to_have_text(
+        re.compile("^notes.txt: This file is not a picture")
+    )
     expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
-    expect(page.locator("#known")).to_have_text(re.compile("^Not yet: two labels with two pictures each"))
+    expect(page.locator("#known")).to_have_text(
+        re.compile("^Not yet: two labels with two pictures each")
+    )
     page.reload()
     begin(page, "broken")
     expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
@@ -190,7 +206,9 @@ def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: P
             begin(page, "by-pictures")
             give(page, "cat", parts(CAT, 2))
             expect(page.locator("#labels-list li")).to_contain_text("2 pictures")
-        assert [server.get(f"/heads/{head}").json()["model"] for head in ("mine", "by-pictures")] == ["large", "large"]
+        assert [
+            server.get(f"/heads/{head}").json()["model"] for head in ("mine", "by-pictures")
+        ] == ["large", "large"]
 
 
 def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(page: Page) -> None:
@@ -215,7 +233,9 @@ def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(page: Page) -> No
     expect(page.locator("#known")).to_contain_text("Give each of two labels two pictures")
 
 
-def test_a_head_that_is_gone_is_not_called_a_picture(page: Page, found: Tab, teaching: Served) -> None:
+def test_a_head_that_is_gone_is_not_called_a_picture(
+    page: Page, found: Tab, teaching: Served
+) -> None:
     found.refusals_expected = True
     begin(page, "short-lived")
     give(page, "dog", parts(DOG, 3))

@@ -26,7 +26,9 @@ PREPROCESS = PreprocessConfig(
     mean=(0.5, 0.5, 0.5),
     std=(0.5, 0.5, 0.5),
 )
-CONFIG = ViTConfig(image_size=(SIZE, SIZE), patch_size=8, width=16, depth=2, heads=2, mlp_width=32, num_classes=3)
+CONFIG = ViTConfig(
+    image_size=(SIZE, SIZE), patch_size=8, width=16, depth=2, heads=2, mlp_width=32, num_classes=3
+)
 
 
 def tiny(config: ViTConfig = CONFIG) -> dict[str, Tensor]:
@@ -47,7 +49,14 @@ def timm_folder(folder: Path) -> Path:
         "num_classes": 3,
         "global_pool": "token",
         "label_names": ["a", "b", "c"],
-        "model_args": {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "img_size": 16},
+        "model_args": {
+            "patch_size": 8,
+            "embed_dim": 16,
+            "depth": 2,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "img_size": 16,
+        },
         "pretrained_cfg": {
             "tag": "mine",
             "input_size": [3, 16, 16],
@@ -104,12 +113,20 @@ def huggingface_folder(folder: Path) -> Path:
     }
     theirs: dict[str, Tensor] = {}
     for name, tensor in tiny().items():
-        parts = dict(zip(("query", "key", "value"), tensor.chunk(3), strict=True)) if ".qkv." in name else {"": tensor}
+        parts = (
+            dict(zip(("query", "key", "value"), tensor.chunk(3), strict=True))
+            if ".qkv." in name
+            else {"": tensor}
+        )
         for part, rows in parts.items():
             named = name.replace("qkv", part) if part else name
             for ours, their in _THEIRS:
                 named = re.sub(ours, their, named)
-            named = named.replace("head.", "classifier.") if name.startswith("head.") else f"vit.{named}"
+            named = (
+                named.replace("head.", "classifier.")
+                if name.startswith("head.")
+                else f"vit.{named}"
+            )
             theirs[named] = rows.contiguous()
     return _written(folder, {"config.json": config, "preprocessor_config.json": processor}, theirs)
 
@@ -118,11 +135,16 @@ def adapter_folder(folder: Path, base: str, rank: int = 2, width: int = 16) -> P
     """A LoRA adapter, as PEFT saves it, of one layer of `huggingface_folder`."""
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "base_model_name_or_path": base}
     module = "base_model.model.vit.encoder.layer.0.attention.attention.query"
-    pair = {f"{module}.lora_A.weight": torch.ones(rank, width), f"{module}.lora_B.weight": torch.ones(width, rank)}
+    pair = {
+        f"{module}.lora_A.weight": torch.ones(rank, width),
+        f"{module}.lora_B.weight": torch.ones(width, rank),
+    }
     return _written(folder, {"adapter_config.json": config}, pair, "adapter_model.safetensors")
 
 
-def _written(folder: Path, documents: dict[str, Any], tensors: dict[str, Tensor], weights: str = "") -> Path:
+def _written(
+    folder: Path, documents: dict[str, Any], tensors: dict[str, Tensor], weights: str = ""
+) -> Path:
     folder.mkdir(exist_ok=True)
     for name, document in documents.items():
         (folder / name).write_text(json.dumps(document))

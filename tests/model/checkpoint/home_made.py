@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from model.checkpoint import Checkpoint, load_checkpoint
 from tests.model.checkpoint.parity import preprocess_file, randomise
 
-ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
+ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "tanh": torch.tanh,
+}
 
 
 class HomeAttention(nn.Module):
-    """Args: order: how the rows of `qkv` are counted: 3 of queries, keys and values, h heads, d numbers of a head."""
+    """Args: order: how the rows of `qkv` are counted: 3 of queries, keys and values, h heads, d
+    numbers of a head.
+    """
 
     def __init__(self, width: int, heads: int, order: str) -> None:
         super().__init__()
@@ -57,7 +63,16 @@ class HomeBlock(nn.Module):
 
 
 _USUAL: Final[dict[str, Any]] = {
-    **{"size": 16, "patch": 4, "channels": 3, "width": 48, "depth": 2, "heads": 3, "hidden": 192, "classes": 5},
+    **{
+        "size": 16,
+        "patch": 4,
+        "channels": 3,
+        "width": 48,
+        "depth": 2,
+        "heads": 3,
+        "hidden": 192,
+        "classes": 5,
+    },
     **{"activation": "gelu", "eps": 1e-6, "norm_first": True, "final_norm": True, "pool": "token"},
     **{"qkv_order": "3hd"},
 }
@@ -96,7 +111,11 @@ def made(**options: Any) -> HomeMade:
 
 
 def load(
-    state: Any, folder: Path, architecture: str | None = None, name: str = "weights.pth", **options: Any
+    state: Any,
+    folder: Path,
+    architecture: str | None = None,
+    name: str = "weights.pth",
+    **options: Any,
 ) -> Checkpoint:
     """Save what `torch.save` takes, and read it as a model of 16 px and five classes."""
     file = folder / name

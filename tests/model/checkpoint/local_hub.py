@@ -35,13 +35,18 @@ class Hub:
         refusals = {
             # The hub does not tell strangers which repositories exist.
             (401, "RepoNotFound"): not commits,
-            (401, "GatedRepo"): repository in self.gated and authorization != f"Bearer {self.token}",
+            (401, "GatedRepo"): repository in self.gated
+            and authorization != f"Bearer {self.token}",
             (404, "RevisionNotFound"): commit not in commits,
             (404, "EntryNotFound"): not (commits.get(commit, Path("/nowhere")) / name).is_file(),
         }
         for (status, code), applies in refusals.items():
             if applies:
-                return status, {"X-Error-Code": code, "X-Error-Message": code, "X-Repo-Commit": commit}, b""
+                return (
+                    status,
+                    {"X-Error-Code": code, "X-Error-Message": code, "X-Repo-Commit": commit},
+                    b"",
+                )
         data = (commits[commit] / name).read_bytes()
         return 200, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": commit}, data
 
@@ -52,7 +57,12 @@ class Hub:
         folder = self.repositories[repository][_BRANCHES.get(revision, revision)]
         files = [file for file in folder.rglob("*") if file.is_file()]
         listed = [
-            {"type": "file", "path": str(file.relative_to(folder)), "oid": "0", "size": file.stat().st_size}
+            {
+                "type": "file",
+                "path": str(file.relative_to(folder)),
+                "oid": "0",
+                "size": file.stat().st_size,
+            }
             for file in files
         ]
         return 200, {"Content-Type": "application/json"}, json.dumps(listed).encode()

@@ -1,4 +1,6 @@
-"""What the parity tests share: random weights that leave no part unseen, a preprocessing, the measure of agreement."""
+"""What the parity tests share: random weights that leave no part unseen, a preprocessing, the
+measure of agreement.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,9 @@ EXACT = 1e-5
 
 
 def randomise(module: nn.Module, seed: int = 0) -> None:
-    """Random values everywhere: libraries start some parts at zero or at one, where mistakes do not show."""
+    """Random values everywhere: libraries start some parts at zero or at one, where mistakes do not
+    show.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -59,8 +63,12 @@ def assert_same_logits(checkpoint: Checkpoint, reference: Any, what: str) -> Ten
     return pixels
 
 
-def assert_same_embeddings(checkpoint: Checkpoint, pixels: Tensor, expected: dict[str, Tensor]) -> None:
-    """Compare embeddings by their pooling; those of a pass that spares tokens are those of a whole one."""
+def assert_same_embeddings(
+    checkpoint: Checkpoint, pixels: Tensor, expected: dict[str, Tensor]
+) -> None:
+    """Compare embeddings by their pooling; those of a pass that spares tokens are those of a whole
+    one.
+    """
     network, config = checkpoint.build(), checkpoint.vit
     with torch.inference_mode():
         whole, spared = network(pixels, (), 0, True), network(pixels)
@@ -82,7 +90,9 @@ def assert_same_rows(checkpoint: Checkpoint, pixels: Tensor, whole: Tensor) -> N
     assert rows is not None
     is_cls = config.attention_source == "cls"
     expected = whole[:, :, :, 0] if is_cls else whole[:, :, :, config.prefix_tokens :].mean(dim=3)
-    last = config.depth - 1 if config.attention_source == "pool_query" else config.depth  # that is the pooling's own
+    last = (
+        config.depth - 1 if config.attention_source == "pool_query" else config.depth
+    )  # that is the pooling's own
     torch.testing.assert_close(rows[:, :last], expected[:, :last], atol=1e-5, rtol=0)
 
 

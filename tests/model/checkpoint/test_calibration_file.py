@@ -1,4 +1,6 @@
-"""`calibration.json` of a native folder: what it changes, and when it is refused, left aside or removed."""
+"""`calibration.json` of a native folder: what it changes, and when it is refused, left aside or
+removed.
+"""
 
 import hashlib
 import json
@@ -18,7 +20,9 @@ from model.heads import Form
 from tests.model.checkpoint.folders import edit, edit_tensors, put, refusal
 from tests.service.cli.command_line import write_checkpoint
 
-CALIBRATION = Calibration.of("pictures", 50, Fit(1.5), np.linspace(0, 1, 39), np.linspace(-1, 3, 39))
+CALIBRATION = Calibration.of(
+    "pictures", 50, Fit(1.5), np.linspace(0, 1, 39), np.linspace(-1, 3, 39)
+)
 
 
 @pytest.fixture
@@ -33,14 +37,20 @@ def test_a_calibration_gives_temperature_and_sets(folder: Path) -> None:
     checkpoint = load_checkpoint(str(folder))
     assert checkpoint.temperature == 1.5
     assert label_sets_of(checkpoint.calibration, 0.95, "m").least_energy == -1
-    with pytest.raises(CheckpointError, match=r"on 39 pictures, too few for .* 0\.99: 199 are enough"):
+    with pytest.raises(
+        CheckpointError, match=r"on 39 pictures, too few for .* 0\.99: 199 are enough"
+    ):
         label_sets_of(checkpoint.calibration, 0.99, "m")
     (folder / CALIBRATION_FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"^m: is not calibrated, .*VIT_COVERAGE.*: `vitserve calibrate"):
+    with pytest.raises(
+        CheckpointError, match=r"^m: is not calibrated, .*VIT_COVERAGE.*: `vitserve calibrate"
+    ):
         label_sets_of(load_checkpoint(str(folder)).calibration, 0.95, "m")
 
 
-def test_a_form_of_the_scores_goes_with_it_and_with_the_weights_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_form_of_the_scores_goes_with_it_and_with_the_weights_alone(
+    folder: Path, tmp_path: Path
+) -> None:
     form = Form(power=1.8, crowding=0.25)
     native.write_calibration(folder, CALIBRATION.model_copy(update={"form": form}))
     checkpoint = load_checkpoint(str(folder))
@@ -55,19 +65,25 @@ def test_a_form_of_the_scores_goes_with_it_and_with_the_weights_alone(folder: Pa
 def test_folders_of_versions_without_forms_are_read_as_they_were(folder: Path) -> None:
     for file in ("config.json", CALIBRATION_FILE):
         edit(folder / file, lambda written: written.pop("form"))
-    config, written = (json.loads((folder / file).read_text()) for file in ("config.json", CALIBRATION_FILE))
+    config, written = (
+        json.loads((folder / file).read_text()) for file in ("config.json", CALIBRATION_FILE)
+    )
     signed = [
         {name: each for name, each in written.items() if name != "digest"},
         hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
         *(config[name] for name in ("architecture", "preprocess")),
     ]
-    assert written["digest"] == hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()
+    assert (
+        written["digest"] == hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()
+    )
     checkpoint = load_checkpoint(str(folder))
     assert (checkpoint.temperature, checkpoint.form) == (1.5, Form())
 
 
 def _other_weights(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({name: each / 2 for name, each in tensors.items()}))
+    edit_tensors(
+        folder, lambda tensors: tensors.update({name: each / 2 for name, each in tensors.items()})
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,13 +95,18 @@ def _other_weights(folder: Path) -> None:
         _other_weights,
     ],
 )
-def test_a_calibration_of_something_else_is_refused(change: Callable[[Path], None], folder: Path) -> None:
+def test_a_calibration_of_something_else_is_refused(
+    change: Callable[[Path], None], folder: Path
+) -> None:
     change(folder)
     assert re.search(r"calibration\.json: is not what .* wrote .*: remove", refusal(folder))
 
 
 def test_labels_and_temperature_of_the_config_may_be_written_anew(folder: Path) -> None:
-    edit(folder / "config.json", lambda config: config.update(labels=["Katze", "Hund"], temperature=3))
+    edit(
+        folder / "config.json",
+        lambda config: config.update(labels=["Katze", "Hund"], temperature=3),
+    )
     checkpoint = load_checkpoint(str(folder))
     assert (checkpoint.labels, checkpoint.temperature) == (("Katze", "Hund"), 1.5)
 

@@ -1,5 +1,5 @@
-"""Weights that are missing, damaged or hostile are refused in one line, whatever was changed, and nothing in
-them is run.
+"""Weights that are missing, damaged or hostile are refused in one line, whatever was changed, and
+nothing in them is run.
 """
 
 import argparse
@@ -24,7 +24,15 @@ from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.tensor_files import read_tensor_file
 from model.errors import CheckpointError
-from tests.model.checkpoint.folders import CONFIG, FOLDERS, PREPROCESS, edit, native_folder, refusal, tiny
+from tests.model.checkpoint.folders import (
+    CONFIG,
+    FOLDERS,
+    PREPROCESS,
+    edit,
+    native_folder,
+    refusal,
+    tiny,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,14 +41,34 @@ BASE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_what_torch_saved_is_read_with_what_training_scripts_save_beside_it(zipped: bool, tmp_path: Path) -> None:
+def test_what_torch_saved_is_read_with_what_training_scripts_save_beside_it(
+    zipped: bool, tmp_path: Path
+) -> None:
     held: dict[str, Any] = {
         "model": OrderedDict(
-            view=BASE.transpose(0, 2), half=BASE.half(), brain=BASE.bfloat16(), empty=torch.zeros(0, 5)
+            view=BASE.transpose(0, 2),
+            half=BASE.half(),
+            brain=BASE.bfloat16(),
+            empty=torch.zeros(0, 5),
         ),
         "args": argparse.Namespace(lr=0.1, out=Path("a")),
-        "numbers": [np.float64(0.5), np.int64(3), np.float32(1), np.random.default_rng(0).random(3)],
-        "text": ["ä", b"bytes", None, True, 2**70, (), {"a": {1, 2}}, torch.Size([1]), torch.device("cpu")],
+        "numbers": [
+            np.float64(0.5),
+            np.int64(3),
+            np.float32(1),
+            np.random.default_rng(0).random(3),
+        ],
+        "text": [
+            "ä",
+            b"bytes",
+            None,
+            True,
+            2**70,
+            (),
+            {"a": {1, 2}},
+            torch.Size([1]),
+            torch.device("cpu"),
+        ],
     }
     torch.save(held, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
     read = read_tensor_file(tmp_path / "a.pth")
@@ -60,11 +88,14 @@ class _Evil:
         return (print, ("run!",))
 
 
-def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_with_code_is_refused_and_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "weights.pth"
     torch.save({"head.weight": torch.zeros(2), "evil": _Evil()}, file)
     assert re.search(
-        r"refused, it is not plain tensors: it holds the Python object [\w.]*print; no code", refusal(file)
+        r"refused, it is not plain tensors: it holds the Python object [\w.]*print; no code",
+        refusal(file),
     )
     file.write_bytes(pickle.dumps(_Evil()))
     refusal(file)
@@ -81,7 +112,10 @@ def test_a_pickled_model_is_told_to_save_its_weights_or_a_folder(tmp_path: Path)
     pickled = b"\x80\x02ctransformers.models.vit.modeling_vit\nViTForImageClassification\n)\x81."
     (tmp_path / "model.bin").write_bytes(pickled)
     message = refusal(tmp_path / "model.bin")
-    assert "it holds the Python object transformers.models.vit.modeling_vit.ViTForImageClassification" in message
+    assert (
+        "it holds the Python object transformers.models.vit.modeling_vit.ViTForImageClassification"
+        in message
+    )
     assert "model.save_pretrained(FOLDER)" in message
 
 
@@ -91,24 +125,36 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
         assert "expected a state dict of tensors" in refusal(tmp_path / "weights.pth")
     arrays: dict[str, Any] = {"embedding/kernel": np.array([{"a": 1}], dtype=object)}
     np.savez(tmp_path / "model.npz", **arrays)
-    assert "not a valid .npz file, or damaged, or it holds more than arrays" in refusal(tmp_path / "model.npz")
+    assert "not a valid .npz file, or damaged, or it holds more than arrays" in refusal(
+        tmp_path / "model.npz"
+    )
 
 
-def test_weights_that_are_overwritten_while_they_serve_stay_as_they_were_read(tmp_path: Path) -> None:
+def test_weights_that_are_overwritten_while_they_serve_stay_as_they_were_read(
+    tmp_path: Path,
+) -> None:
     config = CONFIG.model_copy(update={"width": 128})
-    checkpoint = Checkpoint("a", "a", "vitserve", "a", config, PREPROCESS, ("a", "b", "c"), tiny(config))
+    checkpoint = Checkpoint(
+        "a", "a", "vitserve", "a", config, PREPROCESS, ("a", "b", "c"), tiny(config)
+    )
     native.write(tmp_path, checkpoint, dtype=torch.float32)
     model = load_checkpoint(str(tmp_path)).build()
     os.truncate(tmp_path / "model.safetensors", 9)  # SIGBUS, where a file is mapped
-    assert all(torch.equal(one, checkpoint.tensors[name]) for name, one in model.state_dict().items())
+    assert all(
+        torch.equal(one, checkpoint.tensors[name]) for name, one in model.state_dict().items()
+    )
 
 
-def test_an_index_that_its_shards_contradict_or_that_leads_outside_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_its_shards_contradict_or_that_leads_outside_is_refused(
+    tmp_path: Path,
+) -> None:
     folder = native_folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     names = load_file(folder / "part.safetensors")
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys([*names, "more"], "part.safetensors")}))
+    index.write_text(
+        json.dumps({"weight_map": dict.fromkeys([*names, "more"], "part.safetensors")})
+    )
     assert "'more' is in the index or in the shards, but not in both" in refusal(folder)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../part.safetensors")}))
     assert "is not the name of a .safetensors file beside it" in refusal(folder)
@@ -120,8 +166,26 @@ JSON = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from([0, 1, -1, 2, 16, 10**18, 10**400, "\x1b", "gelu", "vit", [16, 16], [3, 16, 16], float("nan")]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    | st.sampled_from(
+        [
+            0,
+            1,
+            -1,
+            2,
+            16,
+            10**18,
+            10**400,
+            "\x1b",
+            "gelu",
+            "vit",
+            [16, 16],
+            [3, 16, 16],
+            float("nan"),
+        ]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
     max_leaves=6,
 )
 
@@ -129,14 +193,22 @@ JSON = st.recursive(
 def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a JSON value."""
     found = [at] if at else []
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         found += paths(inner, (*at, key))
     return found
 
 
 FUZZ = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -191,7 +263,9 @@ def test_any_change_to_a_config_is_a_refusal_or_a_right_model(
 
 @FUZZ
 @given(data=st.data())
-def test_any_change_to_a_safetensors_header_is_a_refusal_or_a_right_model(data: st.DataObject, tmp_path: Path) -> None:
+def test_any_change_to_a_safetensors_header_is_a_refusal_or_a_right_model(
+    data: st.DataObject, tmp_path: Path
+) -> None:
     weights = native_folder(tmp_path / "model") / "model.safetensors"
     whole = weights.read_bytes()
     length = struct.unpack("<Q", whole[:8])[0]
@@ -208,7 +282,12 @@ def _files() -> dict[str, bytes]:
     torch.save(tiny(), old, _use_new_zipfile_serialization=False)
     arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tiny().items()}
     np.savez_compressed(packed, **arrays)
-    return {".pth": zipped.getvalue(), ".bin": old.getvalue(), ".npz": packed.getvalue(), ".safetensors": save(tiny())}
+    return {
+        ".pth": zipped.getvalue(),
+        ".bin": old.getvalue(),
+        ".npz": packed.getvalue(),
+        ".safetensors": save(tiny()),
+    }
 
 
 FILES = _files()

@@ -1,4 +1,6 @@
-"""Hub ids, through the real huggingface_hub client against a local server that speaks the hub's protocol, or none."""
+"""Hub ids, through the real huggingface_hub client against a local server that speaks the hub's
+protocol, or none.
+"""
 
 import json
 import shutil
@@ -15,7 +17,9 @@ from model.errors import CheckpointError
 from tests.model.checkpoint.folders import adapter_folder, huggingface_folder, native_folder
 from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, running
 
-constants = pytest.importorskip("huggingface_hub.constants", reason="the extra 'hub' is not installed")
+constants = pytest.importorskip(
+    "huggingface_hub.constants", reason="the extra 'hub' is not installed"
+)
 
 Load = Callable[..., dict[str, Any]]
 """Reads an id through a hub or none; see the fixture `load`."""
@@ -24,7 +28,8 @@ Load = Callable[..., dict[str, Any]]
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     commits = {
-        commit: native_folder(tmp_path / commit, (first, "b", "c")) for commit, first in ((MAIN, "new"), (OLD, "old"))
+        commit: native_folder(tmp_path / commit, (first, "b", "c"))
+        for commit, first in ((MAIN, "new"), (OLD, "old"))
     }
     with running(Hub({"owner/name": commits})) as hub:
         yield hub
@@ -34,7 +39,9 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     """Reads an id in this process, as the client would in one with these settings from its start."""
 
-    def load(source: str, hub: Hub | None, *, offline: bool = False, token: str = "") -> dict[str, Any]:
+    def load(
+        source: str, hub: Hub | None, *, offline: bool = False, token: str = ""
+    ) -> dict[str, Any]:
         endpoint = hub.endpoint if hub else "http://127.0.0.1:9"
         settings = {
             "ENDPOINT": endpoint,
@@ -54,13 +61,18 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
             assert "\n" not in str(error)
             return {"error": str(error)}
         checkpoint.build()
-        return {"label": checkpoint.labels[0], "revision": checkpoint.revision, "notes": checkpoint.notes}
+        return {
+            "label": checkpoint.labels[0],
+            "revision": checkpoint.revision,
+            "notes": checkpoint.notes,
+        }
 
     return load
 
 
 @pytest.mark.parametrize(
-    ("revision", "label", "commit"), [("", "new", MAIN), ("@v1", "old", OLD), (f"@{OLD}", "old", OLD)]
+    ("revision", "label", "commit"),
+    [("", "new", MAIN), ("@v1", "old", OLD), (f"@{OLD}", "old", OLD)],
 )
 def test_an_id_is_read_at_its_revision_and_says_which_commit(
     revision: str, label: str, commit: str, hub: Hub, load: Load
@@ -69,7 +81,9 @@ def test_an_id_is_read_at_its_revision_and_says_which_commit(
     assert (answer["label"], answer["revision"]) == (label, commit)
 
 
-def test_what_is_cached_is_read_offline_and_without_a_network(hub: Hub, load: Load, tmp_path: Path) -> None:
+def test_what_is_cached_is_read_offline_and_without_a_network(
+    hub: Hub, load: Load, tmp_path: Path
+) -> None:
     load("owner/name", hub)
     hub.requests.clear()
     assert load("owner/name", hub, offline=True)["label"] == "new"
@@ -92,19 +106,27 @@ def test_a_hub_that_takes_connections_and_answers_nothing_is_not_waited_for(
 
 def test_what_cannot_be_had_is_said(hub: Hub, load: Load) -> None:
     no_folder = "no folder owner/nothing here (write ./ before a folder's name); on the hub: "
-    assert load("owner/nothing", hub)["error"].startswith(f"{no_folder}no such repository, or a private")
-    assert "it is not in the cache and the hub cannot be reached" in load("owner/name", None)["error"]
+    assert load("owner/nothing", hub)["error"].startswith(
+        f"{no_folder}no such repository, or a private"
+    )
+    assert (
+        "it is not in the cache and the hub cannot be reached" in load("owner/name", None)["error"]
+    )
     assert "no revision 'v9'" in load("owner/name@v9", hub)["error"]
     hub.gated.add("owner/name")
     hub.token = "hf_secret"
-    assert "gated: accept its terms on its page, then set HF_TOKEN" in load("owner/name", hub)["error"]
+    assert (
+        "gated: accept its terms on its page, then set HF_TOKEN" in load("owner/name", hub)["error"]
+    )
     assert load("owner/name", hub, token="hf_secret")["label"] == "new"
     assert hub.requests[-1][2] == "Bearer hf_secret"
 
 
 def test_a_repository_that_is_no_vit_costs_no_weights(hub: Hub, load: Load, tmp_path: Path) -> None:
     hub.repositories["owner/bert"] = {MAIN: huggingface_folder(tmp_path / "bert")}
-    (tmp_path / "bert" / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
+    (tmp_path / "bert" / "config.json").write_text(
+        json.dumps({"architectures": ["BertModel"], "model_type": "bert"})
+    )
     assert "BertModel" in load("owner/bert", hub)["error"]
     assert not any("safetensors" in path for _, path, _ in hub.requests)
 
@@ -125,16 +147,23 @@ def test_an_adapter_and_its_base_on_the_hub_are_read_without_a_network_once_they
         assert offline["label"] == "a"
         assert "owner/base (from the cache: " in offline["notes"][-1]
     shutil.rmtree(tmp_path / "cache" / "models--owner--base")
-    assert "it is not in the cache and offline mode" in load("owner/adapter", hub, offline=True)["error"]
+    assert (
+        "it is not in the cache and offline mode"
+        in load("owner/adapter", hub, offline=True)["error"]
+    )
 
 
-def test_an_adapter_on_the_hub_names_no_base_on_this_machine(hub: Hub, load: Load, tmp_path: Path) -> None:
+def test_an_adapter_on_the_hub_names_no_base_on_this_machine(
+    hub: Hub, load: Load, tmp_path: Path
+) -> None:
     base = huggingface_folder(tmp_path / "base")
     hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", str(base))}
     assert "as its base, which is no hub id: set VIT_BASE" in load("owner/adapter", hub)["error"]
 
 
-def test_a_model_in_a_subfolder_of_a_repository_is_read(hub: Hub, load: Load, tmp_path: Path) -> None:
+def test_a_model_in_a_subfolder_of_a_repository_is_read(
+    hub: Hub, load: Load, tmp_path: Path
+) -> None:
     huggingface_folder(tmp_path / MAIN / "nested")
     (tmp_path / MAIN / "config.json").unlink()
     assert "there is a model in nested: give owner/name:nested" in load("owner/name", hub)["error"]
@@ -142,6 +171,9 @@ def test_a_model_in_a_subfolder_of_a_repository_is_read(hub: Hub, load: Load, tm
         answer = load(source, hub)
         assert (answer["label"], answer["revision"]) == ("a", MAIN)
     assert load("owner/name:nested", hub, offline=True)["label"] == "a"
-    assert "there is a model in nested: give owner/name:nested" in load("owner/name", hub, offline=True)["error"]
+    assert (
+        "there is a model in nested: give owner/name:nested"
+        in load("owner/name", hub, offline=True)["error"]
+    )
     (tmp_path / MAIN / "modules.json").write_text('[{"path": "nested"}]')
     assert load("owner/name", hub)["label"] == "a"

@@ -1,5 +1,5 @@
-"""transformers' classes, saved by transformers and read by us: logits, attention rows, preprocessing; and, of whole
-CLIP and SigLIP checkpoints, features of texts and images, and scores.
+"""transformers' classes, saved by transformers and read by us: logits, attention rows,
+preprocessing; and, of whole CLIP and SigLIP checkpoints, features of texts and images, and scores.
 """
 
 import contextlib
@@ -55,17 +55,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit-patch14-336": ("ViTForImageClassification", SMALL | {"image_size": 336, "patch_size": 14}),
     "vit-not-square": ("ViTForImageClassification", SMALL | {"image_size": [24, 56]}),
     "vit-no-qkv-bias": ("ViTForImageClassification", SMALL | {"qkv_bias": False}),
-    "vit-7-classes-5-layers": ("ViTForImageClassification", SMALL | {"num_labels": 7, "num_hidden_layers": 5}),
-    "vit-relu": ("ViTForImageClassification", SMALL | {"hidden_act": "relu", "layer_norm_eps": 1e-3}),
+    "vit-7-classes-5-layers": (
+        "ViTForImageClassification",
+        SMALL | {"num_labels": 7, "num_hidden_layers": 5},
+    ),
+    "vit-relu": (
+        "ViTForImageClassification",
+        SMALL | {"hidden_act": "relu", "layer_norm_eps": 1e-3},
+    ),
     "vit-greyscale": ("ViTForImageClassification", SMALL | {"num_channels": 1}),
     "vit-remainder": ("ViTForImageClassification", SMALL | {"image_size": 35}),
     "deit": ("DeiTForImageClassification", SMALL),
     "deit-teacher": ("DeiTForImageClassificationWithTeacher", SMALL | {"num_labels": 7}),
     "dinov2": ("Dinov2ForImageClassification", DINO),
     "dinov2-swiglu": ("Dinov2ForImageClassification", DINO | {"use_swiglu_ffn": True}),
-    "dinov2-no-mask-token": ("Dinov2ForImageClassification", DINO | {"use_mask_token": False, "qkv_bias": False}),
-    "dinov2-registers": ("Dinov2WithRegistersForImageClassification", DINO | {"num_register_tokens": 3}),
-    "dinov2-registers-swiglu": ("Dinov2WithRegistersForImageClassification", DINO | {"use_swiglu_ffn": True}),
+    "dinov2-no-mask-token": (
+        "Dinov2ForImageClassification",
+        DINO | {"use_mask_token": False, "qkv_bias": False},
+    ),
+    "dinov2-registers": (
+        "Dinov2WithRegistersForImageClassification",
+        DINO | {"num_register_tokens": 3},
+    ),
+    "dinov2-registers-swiglu": (
+        "Dinov2WithRegistersForImageClassification",
+        DINO | {"use_swiglu_ffn": True},
+    ),
     "beit": ("BeitForImageClassification", SMALL | {"use_relative_position_bias": True}),
     "beit-shared": (
         "BeitForImageClassification",
@@ -74,7 +89,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "beit-absolute-cls": (
         "BeitForImageClassification",
         SMALL
-        | {"use_absolute_position_embeddings": True, "use_mean_pooling": False, "use_mask_token": True}
+        | {
+            "use_absolute_position_embeddings": True,
+            "use_mean_pooling": False,
+            "use_mask_token": True,
+        }
         | {"layer_scale_init_value": 0.0},
     ),
     "beit-both": (
@@ -86,7 +105,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "metaclip-2": ("MetaClip2ForImageClassification", SMALL),
     "vit-msn": ("ViTMSNForImageClassification", SMALL),
     "ijepa": ("IJepaForImageClassification", SMALL),
-    "data2vec": ("Data2VecVisionForImageClassification", SMALL | {"use_relative_position_bias": True}),
+    "data2vec": (
+        "Data2VecVisionForImageClassification",
+        SMALL | {"use_relative_position_bias": True},
+    ),
     "data2vec-shared-cls": (
         "Data2VecVisionForImageClassification",
         SMALL | {"use_shared_relative_position_bias": True, "use_mean_pooling": False},
@@ -98,7 +120,10 @@ MobileNetV2 MobileViT MobileViTV2 PPLCNet PoolFormer Pvt PvtV2 RegNet ResNet Seg
 SwiftFormer Swin Swinv2 TextNet"""
 NO_PLAIN_TRANSFORMERS = {f"{name}ForImageClassification" for name in _OTHERS.split()} | {
     "LevitForImageClassificationWithTeacher",
-    *(f"PerceiverForImageClassification{kind}" for kind in ("Learned", "Fourier", "ConvProcessing")),
+    *(
+        f"PerceiverForImageClassification{kind}"
+        for kind in ("Learned", "Fourier", "ConvProcessing")
+    ),
 }
 """Convolutions, windows, pyramids, decoders, and pictures of any aspect."""
 
@@ -144,24 +169,32 @@ def write_preprocessor(folder: Path, rows: int, columns: int, channels: int = 3)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_embeddings_and_attention_rows_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_embeddings_and_attention_rows_are_those_of_transformers(
+    case: str, tmp_path: Path
+) -> None:
     model = make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
-    pixels = assert_same_logits(checkpoint, lambda pixels: model(pixels).logits, f"transformers {case}")
+    pixels = assert_same_logits(
+        checkpoint, lambda pixels: model(pixels).logits, f"transformers {case}"
+    )
     assert checkpoint.labels == tuple(f"LABEL_{i}" for i in range(checkpoint.config.num_classes))
     read: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.endswith("classifier"):
             module.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     with torch.inference_mode():
-        whole = torch.stack(model(pixels, output_attentions=True).attentions, dim=1)  # [B, layers, heads, N, N]
+        whole = torch.stack(
+            model(pixels, output_attentions=True).attentions, dim=1
+        )  # [B, layers, heads, N, N]
     assert len(read) == (2 if case == "deit-teacher" else 1)
     # Of two heads it is the mean of what they read, as in timm.
     assert_same_embeddings(checkpoint, pixels, {"head": torch.stack(read).mean(dim=0)})
     assert_same_rows(checkpoint, pixels, whole)
 
 
-@pytest.mark.parametrize("case", ["vit", "deit-teacher", "dinov2-swiglu", "dinov2-registers", "beit", "vit-msn"])
+@pytest.mark.parametrize(
+    "case", ["vit", "deit-teacher", "dinov2-swiglu", "dinov2-registers", "beit", "vit-msn"]
+)
 def test_names_that_transformers_uses_in_memory_are_read_too(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path, save_original_format=False)
     assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, case)
@@ -169,14 +202,21 @@ def test_names_that_transformers_uses_in_memory_are_read_too(case: str, tmp_path
 
 def test_every_plain_vision_transformer_that_transformers_classifies_with_is_read() -> None:
     transformers()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
+    )
 
-    names = {name for value in CLASSES.values() for name in ((value,) if isinstance(value, str) else value)}
+    names = {
+        name
+        for value in CLASSES.values()
+        for name in ((value,) if isinstance(value, str) else value)
+    }
     classifiers = {family.class_name for family in FAMILIES if family not in (CLIP, SIGLIP)}
     assert names - NO_PLAIN_TRANSFORMERS == classifiers | {"TimmWrapperForImageClassification"}
 
 
-# Fields of a class's config that no reader looks at: a change of one changes neither logits nor features.
+# Fields of a class's config that no reader looks at: a change of one changes neither logits nor
+# features.
 _WITHOUT_EFFECT = """
 return_dict output_attentions output_hidden_states dtype chunk_size_feed_forward is_encoder_decoder transformers_version
 _name_or_path
@@ -187,7 +227,9 @@ out_features out_indices stage_names apply_layernorm reshape_hidden_states add_f
 use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs auxiliary_concat_input
 semantic_loss_ignore_index pad_token_id projection_size
 """
-"""Of outputs and types; of training; of heads and tasks that are not read; of shapes that tensors tell."""
+"""Of outputs and types; of training; of heads and tasks that are not read; of shapes that tensors
+tell.
+"""
 _READ = """
 architectures model_type vision_config text_config id2label label2id problem_type
 hidden_size num_hidden_layers num_attention_heads intermediate_size mlp_ratio num_channels image_size patch_size
@@ -209,25 +251,37 @@ def test_sharded_safetensors_are_read_through_their_index(tmp_path: Path) -> Non
     model = make("vit", tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert not (tmp_path / "model.safetensors").exists()
-    assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "sharded")
+    assert_same_logits(
+        load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "sharded"
+    )
 
 
 def test_a_pickled_state_dict_is_read_as_data_where_there_is_no_safetensors(tmp_path: Path) -> None:
     model = make("vit", tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "pytorch_model.bin")
+    assert_same_logits(
+        load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "pytorch_model.bin"
+    )
 
 
 def test_sharded_pickles_are_read_by_their_index(tmp_path: Path) -> None:
     model = make("vit", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    names = {name: f"pytorch_model-0000{1 + index % 2}-of-00002.bin" for index, name in enumerate(tensors)}
+    names = {
+        name: f"pytorch_model-0000{1 + index % 2}-of-00002.bin"
+        for index, name in enumerate(tensors)
+    }
     for file in set(names.values()):
-        torch.save({name: tensor for name, tensor in tensors.items() if names[name] == file}, tmp_path / file)
+        torch.save(
+            {name: tensor for name, tensor in tensors.items() if names[name] == file},
+            tmp_path / file,
+        )
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
-    assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "sharded pickles")
+    assert_same_logits(
+        load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "sharded pickles"
+    )
     put(tmp_path / "pytorch_model.bin.index.json", "weight_map.x", "../x.bin")
     assert "is not the name of a .bin file beside it" in refusal(tmp_path)
 
@@ -246,7 +300,12 @@ def test_a_size_mends_a_processor_of_another(wanted: tuple[int, int], tmp_path: 
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        *(("dinov2", (16, 16)), ("dinov2", (24, 40)), ("dinov2-registers", (24, 40)), ("dinov2-registers", (40, 40))),
+        *(
+            ("dinov2", (16, 16)),
+            ("dinov2", (24, 40)),
+            ("dinov2-registers", (24, 40)),
+            ("dinov2-registers", (40, 40)),
+        ),
         *(("beit", (48, 48)), ("beit-absolute-cls", (48, 48))),
     ],
 )
@@ -261,7 +320,9 @@ def test_positions_are_resized_to_what_it_is_given_as_the_class_does(
 
 
 @pytest.mark.parametrize("size", [(24, 40), (48, 48)])
-def test_another_input_size_agrees_with_interpolate_pos_encoding(size: tuple[int, int], tmp_path: Path) -> None:
+def test_another_input_size_agrees_with_interpolate_pos_encoding(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
     model = make("vit", tmp_path)
     checkpoint = load_checkpoint(str(tmp_path), image_size=size)
     assert checkpoint.preprocess.size == size
@@ -297,7 +358,9 @@ def test_beit_without_a_head_gives_the_mean_that_its_library_gives(tmp_path: Pat
         ("dinov2", [32, 24], ": 12 positions are not a square, as its class needs"),
     ],
 )
-def test_a_size_that_a_class_does_not_read_is_refused(case: str, size: Any, message: str, tmp_path: Path) -> None:
+def test_a_size_that_a_class_does_not_read_is_refused(
+    case: str, size: Any, message: str, tmp_path: Path
+) -> None:
     make(case, tmp_path)
     put(tmp_path / "config.json", "image_size", size)
     assert re.match(f"{tmp_path}[^:]*{re.escape(message)}", refusal(tmp_path))
@@ -306,7 +369,10 @@ def test_a_size_that_a_class_does_not_read_is_refused(case: str, size: Any, mess
 def test_labels_and_multi_label_come_from_the_config(tmp_path: Path) -> None:
     make("vit", tmp_path)
     labels = {str(i): f"class {i}" for i in range(5)}
-    edit(tmp_path / "config.json", lambda c: c.update(id2label=labels, problem_type="multi_label_classification"))
+    edit(
+        tmp_path / "config.json",
+        lambda c: c.update(id2label=labels, problem_type="multi_label_classification"),
+    )
     checkpoint = load_checkpoint(str(tmp_path))
     assert checkpoint.labels == tuple(labels.values())
     assert checkpoint.multi_label
@@ -330,7 +396,9 @@ def pipeline_scores(model: Any, folder: Path, pixels: Tensor, labels: tuple[str,
     pipeline = library.ZeroShotImageClassificationPipeline(
         model=model,
         tokenizer=tokenizer,
-        image_processor=lambda images, return_tensors: library.BatchFeature({"pixel_values": pixels}),
+        image_processor=lambda images, return_tensors: library.BatchFeature(
+            {"pixel_values": pixels}
+        ),
         device="cpu",
     )
     from PIL import Image
@@ -347,11 +415,15 @@ def own_scores(checkpoint: Checkpoint, pixels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_the_pipeline_and_features_those_of_the_library(name: str, tmp_path: Path) -> None:
+def test_scores_are_those_of_the_pipeline_and_features_those_of_the_library(
+    name: str, tmp_path: Path
+) -> None:
     model = MODELS[name](tmp_path)
     # The pipeline cuts texts of SigLIP that are too long, and fails on those of CLIP.
     labels = LABELS if name.startswith("siglip") else LABELS[:3]
-    checkpoint = load_checkpoint(str(tmp_path), labels=CSV.rsplit(",", len(LABELS) - len(labels))[0])
+    checkpoint = load_checkpoint(
+        str(tmp_path), labels=CSV.rsplit(",", len(LABELS) - len(labels))[0]
+    )
     assert checkpoint.labels == labels
     pixels = pictures(checkpoint, 1)
     expected = pipeline_scores(model, tmp_path, pixels, labels)
@@ -359,13 +431,17 @@ def test_scores_are_those_of_the_pipeline_and_features_those_of_the_library(name
     torch.testing.assert_close(own_scores(checkpoint, pixels), expected, atol=1e-5, rtol=0)
     length, padding = (64, "max_length") if checkpoint.multi_label else (77, True)
     tokenizer = transformers().AutoTokenizer.from_pretrained(tmp_path)
-    inputs = tokenizer(list(LABELS), padding=padding, truncation=True, max_length=length, return_tensors="pt")
+    inputs = tokenizer(
+        list(LABELS), padding=padding, truncation=True, max_length=length, return_tensors="pt"
+    )
     with torch.inference_mode():
         of_texts = model.get_text_features(**inputs).pooler_output
         of_images = model.get_image_features(pixels).pooler_output
         own = checkpoint.build()(pixels).embeddings["head"]
     assert checkpoint.embed_texts is not None
-    torch.testing.assert_close(torch.from_numpy(checkpoint.embed_texts(LABELS)), of_texts, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.from_numpy(checkpoint.embed_texts(LABELS)), of_texts, atol=1e-5, rtol=1e-5
+    )
     torch.testing.assert_close(own, of_images, atol=1e-5, rtol=1e-5)
     # Each text alone, as it is cached.
     alone = np.concatenate([checkpoint.embed_texts([text]) for text in LABELS])
@@ -377,21 +453,32 @@ def test_labels_of_a_request_have_the_scores_and_maps_of_labels_of_the_start(
     name: str, backend: Any, tmp_path: Path
 ) -> None:
     MODELS[name](tmp_path)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "compile_mode": MODES[backend], "threads": 1}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "compile_mode": MODES[backend],
+        "threads": 1,
+    }
     checkpoint = load_checkpoint(str(tmp_path), labels=CSV)
-    bare, full = (Predictor(each, **options) for each in (load_checkpoint(str(tmp_path)), checkpoint))
+    bare, full = (
+        Predictor(each, **options) for each in (load_checkpoint(str(tmp_path)), checkpoint)
+    )
     assert (bare.checkpoint.labels, bare.checkpoint.config.num_classes) == ((), 0)
     zero_shot = checkpoint.zero_shot
     assert zero_shot is not None
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8)
     head = zero_shot.head(LABELS, bare.embed_texts(zero_shot.prompts(LABELS)))
     embedded = bare.predict(images, RequestedOutputs(1, embedding=EmbeddingRequest()))
-    for image, outputs, expected in zip(images, embedded, full.predict(images, RequestedOutputs(4)), strict=True):
+    for image, outputs, expected in zip(
+        images, embedded, full.predict(images, RequestedOutputs(4)), strict=True
+    ):
         found = compared(outputs, head, RequestedOutputs(4, labels=LABELS))
         np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
         assert found.indices.tolist() == expected.indices.tolist()
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(image[None]))
-        np.testing.assert_allclose(expected.scores, own_scores(checkpoint, pixels).numpy()[expected.indices], atol=1e-5)
+        np.testing.assert_allclose(
+            expected.scores, own_scores(checkpoint, pixels).numpy()[expected.indices], atol=1e-5
+        )
         wanted = of_image(RequestedOutputs(1, MapRequest("relevance"), labels=LABELS), head)
         [of_label] = bare.predict(image[None], wanted)
         with torch.no_grad():
@@ -428,13 +515,18 @@ def text_config(**fields: object) -> Callable[[Path], None]:
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer .*processor.save_pretrained"),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "no tokenizer .*processor.save_pretrained",
+    ),
     "a broken tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
         "no tokenizer that transformers",
     ),
     "a tokenizer of more tokens": (
-        lambda folder: change_json(folder / "tokenizer_config.json", extra_special_tokens=["<one>", "<more>"]),
+        lambda folder: change_json(
+            folder / "tokenizer_config.json", extra_special_tokens=["<one>", "<more>"]
+        ),
         "the tokenizer has .* tokens, the text tower",
     ),
     "a token of a high number": (
@@ -465,21 +557,33 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "padding_side 'left': expected 'right'",
     ),
     "a layer less": (text_config(num_hidden_layers=1), "text tower: unexpected key 'blocks.1"),
-    "heads that do not divide": (text_config(num_attention_heads=5), "text_config: .*multiple of heads"),
+    "heads that do not divide": (
+        text_config(num_attention_heads=5),
+        "text_config: .*multiple of heads",
+    ),
     "very many layers": (text_config(num_hidden_layers=10**9), "text_config: num_hidden_layers"),
-    "another activation": (text_config(hidden_act="mish"), "text_config: hidden_act: activation 'mish'"),
-    "other positions": (text_config(max_position_embeddings=78), "text tower: pos_embed.weight has shape"),
+    "another activation": (
+        text_config(hidden_act="mish"),
+        "text_config: hidden_act: activation 'mish'",
+    ),
+    "other positions": (
+        text_config(max_position_embeddings=78),
+        "text tower: pos_embed.weight has shape",
+    ),
     "no scale": (
         lambda folder: edit_tensors(folder, lambda tensors: tensors.pop("logit_scale")),
         "missing key 'logit_scale'",
     ),
     "an endless scale": (
-        lambda folder: edit_tensors(folder, lambda tensors: tensors["logit_scale"].fill_(torch.inf)),
+        lambda folder: edit_tensors(
+            folder, lambda tensors: tensors["logit_scale"].fill_(torch.inf)
+        ),
         "logit_scale: expected one number",
     ),
     "no text tower": (
         lambda folder: edit_tensors(
-            folder, lambda t: [t.pop(name) for name in list(t) if name.startswith("text_model.encoder")]
+            folder,
+            lambda t: [t.pop(name) for name in list(t) if name.startswith("text_model.encoder")],
         ),
         "text tower: missing key 'blocks.0",
     ),
@@ -499,7 +603,9 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_whole_checkpoint_that_lacks_something_is_refused_in_one_line(case: str, copy: Path) -> None:
+def test_a_whole_checkpoint_that_lacks_something_is_refused_in_one_line(
+    case: str, copy: Path
+) -> None:
     spoil, message = REFUSALS[case]
     spoil(copy)
     with pytest.raises(CheckpointError, match=message) as refusal:
@@ -522,23 +628,31 @@ def test_labels_are_checked(options: dict[str, str], message: str, whole: Path) 
 def test_a_siglip_without_its_vision_head_is_refused(tmp_path: Path) -> None:
     whole_models.siglip(tmp_path)
     put(tmp_path / "config.json", "vision_config.vision_use_head", False)
-    assert "vision_use_head is not true: without its head the tower gives no features" in refusal(tmp_path)
+    assert "vision_use_head is not true: without its head the tower gives no features" in refusal(
+        tmp_path
+    )
 
 
 def test_code_that_a_tokenizer_names_is_never_run(copy: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     (copy / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
     change_json(
-        copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, tokenizer_class="Evil"
+        copy / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
+        tokenizer_class="Evil",
     )
     with contextlib.suppress(CheckpointError):
         load_checkpoint(str(copy), labels="cat,dog")
     assert not ran.exists()
 
 
-def test_without_the_extra_the_message_says_how_to_install_it(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_message_says_how_to_install_it(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(CheckpointError, match=re.escape("needs transformers: pip install 'vitserve[text]'")):
+    with pytest.raises(
+        CheckpointError, match=re.escape("needs transformers: pip install 'vitserve[text]'")
+    ):
         load_checkpoint(str(whole), labels="cat,dog")
 
 
@@ -554,11 +668,16 @@ def call_the_head(folder: Path, name: str) -> None:
 def test_a_folder_with_a_head_of_its_own_is_read(name: str, tmp_path: Path) -> None:
     model = make("vit", tmp_path)
     call_the_head(tmp_path, name)
-    assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, f"head {name}")
+    assert_same_logits(
+        load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, f"head {name}"
+    )
 
 
 def test_a_likely_head_of_a_folder_is_named(tmp_path: Path) -> None:
     make("vit", tmp_path)
     call_the_head(tmp_path, "species")
-    with pytest.raises(CheckpointError, match=r"'species.weight' .* is likely the head: .* save the layer as 'classif"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'species.weight' .* is likely the head: .* save the layer as 'classif",
+    ):
         load_checkpoint(str(tmp_path))

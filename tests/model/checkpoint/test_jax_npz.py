@@ -13,7 +13,9 @@ from tests.timm_reference import timm
 
 
 def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
-    """The published layout of a ViT's arrays, from a timm model: the inverse of what vit_jax's users convert."""
+    """The published layout of a ViT's arrays, from a timm model: the inverse of what vit_jax's
+    users convert.
+    """
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     heads, width = model.blocks[0].attn.num_heads, model.embed_dim
     mha, mlp, norm2 = ("0", "0", "1") if big_vision else ("1", "3", "2")
@@ -24,13 +26,17 @@ def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
         "Transformer/encoder_norm/bias": state["norm.bias"],
         "head/kernel": state["head.weight"].T,
         "head/bias": state["head.bias"],
-        ("pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"): state["pos_embed"],
+        ("pos_embedding" if big_vision else "Transformer/posembed_input/pos_embedding"): state[
+            "pos_embed"
+        ],
     }
     if "cls_token" in state:
         arrays["cls"] = state["cls_token"]
 
     def norm(theirs: str, ours: str) -> None:
-        arrays.update({f"{theirs}/scale": state[f"{ours}.weight"], f"{theirs}/bias": state[f"{ours}.bias"]})
+        arrays.update(
+            {f"{theirs}/scale": state[f"{ours}.weight"], f"{theirs}/bias": state[f"{ours}.bias"]}
+        )
 
     def attention(theirs: str, ours: str, *fused: str) -> None:
         """`fused` are the layers whose rows are those of queries, keys and values."""
@@ -76,7 +82,12 @@ def stacked(arrays: dict[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:
 JAX: dict[str, tuple[dict[str, Any], bool, str, bool]] = {
     "augreg": ({}, False, "", False),
     "augreg-opt": ({}, False, "opt/target/", False),
-    "big-vision-gap": ({"class_token": False, "global_pool": "avg", "fc_norm": False}, True, "params/", False),
+    "big-vision-gap": (
+        {"class_token": False, "global_pool": "avg", "fc_norm": False},
+        True,
+        "params/",
+        False,
+    ),
     "big-vision-cls": ({"no_embed_class": True}, True, "params/", False),
     "big-vision-map": ({"class_token": False, "global_pool": "map"}, True, "params/img/", False),
     "big-vision-scan": ({"class_token": False, "global_pool": "map"}, True, "params/img/", True),
@@ -84,7 +95,9 @@ JAX: dict[str, tuple[dict[str, Any], bool, str, bool]] = {
 
 
 @pytest.mark.parametrize("case", JAX)
-def test_jax_logits_are_those_of_the_timm_model_that_timm_loads_from_the_same_file(case: str, tmp_path: Path) -> None:
+def test_jax_logits_are_those_of_the_timm_model_that_timm_loads_from_the_same_file(
+    case: str, tmp_path: Path
+) -> None:
     options, big_vision, prefix, scan = JAX[case]
 
     def model() -> Any:
@@ -108,7 +121,9 @@ def test_jax_logits_are_those_of_the_timm_model_that_timm_loads_from_the_same_fi
     np.savez(file, **{prefix + name: array for name, array in arrays.items()})
     loaded = model()
     loaded.load_pretrained(str(file))
-    checkpoint = load_checkpoint(str(file), preprocess=preprocess_file(tmp_path, 48, 48), labels="numbers")
+    checkpoint = load_checkpoint(
+        str(file), preprocess=preprocess_file(tmp_path, 48, 48), labels="numbers"
+    )
     assert_same_logits(checkpoint, loaded, f"jax {case}")
 
 
@@ -127,7 +142,9 @@ POSITIONS = "Transformer/posembed_input/pos_embedding"
 def test_an_array_of_a_shape_that_no_model_has_is_refused(
     name: str, shape: tuple[int, ...], message: str | None, tmp_path: Path
 ) -> None:
-    model = timm().create_model("vit_tiny_patch16_224", img_size=16, depth=1, embed_dim=48, num_classes=2)
+    model = timm().create_model(
+        "vit_tiny_patch16_224", img_size=16, depth=1, embed_dim=48, num_classes=2
+    )
     file = tmp_path / "model.npz"
     np.savez(file, **(jax_arrays(model) | {name: np.zeros(shape, np.float32)}))
     options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 16, 16), "labels": "numbers"}

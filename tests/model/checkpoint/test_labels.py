@@ -51,19 +51,29 @@ def test_labels_are_read_in_each_form(name: str, encoding: str, tmp_path: Path) 
 
 
 def test_files_of_the_field_are_read(shared: Path) -> None:
-    names = ("class_to_idx.json", "data.yaml", "id2label.json", "imagenet_class_index.json", "labels.csv")
+    names = (
+        "class_to_idx.json",
+        "data.yaml",
+        "id2label.json",
+        "imagenet_class_index.json",
+        "labels.csv",
+    )
     for name in (*names, "labels_bom.txt"):
         assert read_labels(str(shared / "data" / "field" / name), 3) == LABELS, name
 
 
-@pytest.mark.parametrize("text", ['cat,dog,"red fox"', '["cat", "dog", "red fox"]', '{"cat":0,"dog":1,"red fox":2}'])
+@pytest.mark.parametrize(
+    "text", ['cat,dog,"red fox"', '["cat", "dog", "red fox"]', '{"cat":0,"dog":1,"red fox":2}']
+)
 def test_labels_may_stand_in_the_setting(text: str) -> None:
     assert read_labels(text, 3) == LABELS
 
 
 def test_what_is_neither_a_file_nor_names_is_refused() -> None:
     for name in ("cats.txt", "cats, dogs.csv", "cats"):
-        with pytest.raises(CheckpointError, match="neither a file, nor names like cat,dog, nor one of imagenet-1k"):
+        with pytest.raises(
+            CheckpointError, match="neither a file, nor names like cat,dog, nor one of imagenet-1k"
+        ):
             read_labels(name, 2)
 
 
@@ -93,13 +103,22 @@ REFUSED = {
     "numbers.json": ("[1, 2]", "entry 0: 1: a label must be text"),
     "damaged.json": ('["cat", ', "not JSON"),
     "key.json": ('{"a": "cat", "b": "dog"}', "neither from index to label nor from label to index"),
-    "gap.csv": ("index,label\n0,cat\n2,dog\n", "no label for index 1: its 2 labels have the indices 0 to 2"),
+    "gap.csv": (
+        "index,label\n0,cat\n2,dog\n",
+        "no label for index 1: its 2 labels have the indices 0 to 2",
+    ),
     "twice.csv": ("index,label\n0,cat\n0,dog\n", "line 3: index 0 is 'cat' and 'dog'"),
     "from-one.csv": ("1,cat\n2,dog\n", "no label for index 0.*count from 0"),
     "from-one.txt": ("1 cat\n2 dog\n", "no label for index 0.*count from 0"),
-    "no-index.csv": ("n01440764,tench\nn01443537,goldfish\n", "do not tell which are index and label"),
+    "no-index.csv": (
+        "n01440764,tench\nn01443537,goldfish\n",
+        "do not tell which are index and label",
+    ),
     "cells.csv": ("index,label\n0,cat\n1,dog,x\n", "line 3 has 3 cells, expected 2"),
-    "unlabelled.csv": ("index,label\n0,cat\n1,\n", "line 3: '': a label must be text that is not empty"),
+    "unlabelled.csv": (
+        "index,label\n0,cat\n1,\n",
+        "line 3: '': a label must be text that is not empty",
+    ),
     "hole.csv": ("index,label\n0,cat\n\n1,dog\n", "line 3 has 0 cells, expected 2"),
     "hole.txt": ("cat\n\ndog\n", "line 2 is empty"),
     "nothing.txt": (" \n", "holds no labels"),

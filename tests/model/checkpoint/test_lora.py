@@ -12,7 +12,13 @@ from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
 from service.engine.loading import checkpoint_from
 from service.settings import Settings
-from tests.model.checkpoint.folders import adapter_folder, edit, huggingface_folder, native_folder, timm_folder
+from tests.model.checkpoint.folders import (
+    adapter_folder,
+    edit,
+    huggingface_folder,
+    native_folder,
+    timm_folder,
+)
 from tests.model.checkpoint.parity import assert_same_logits, randomise
 from tests.timm_reference import timm, transformers
 
@@ -24,7 +30,12 @@ def peft() -> Any:
 
 def base_folder(folder: Path, class_name: str = "ViTForImageClassification") -> Any:
     hub = transformers()
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     config = hub.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=3)
     model = getattr(hub, class_name)(config).eval()
     randomise(model)
@@ -35,7 +46,10 @@ def base_folder(folder: Path, class_name: str = "ViTForImageClassification") -> 
 
 KINDS: dict[str, dict[str, Any]] = {
     "query and value": {"target_modules": ["q_proj", "v_proj"]},
-    "all layers, head saved whole": {"target_modules": "all-linear", "modules_to_save": ["classifier"]},
+    "all layers, head saved whole": {
+        "target_modules": "all-linear",
+        "modules_to_save": ["classifier"],
+    },
     "rank and alpha patterns": {
         "target_modules": ["q_proj", "fc1", "fc2"],
         "rank_pattern": {"layers.1.mlp.fc1": 2},
@@ -44,7 +58,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "rank-stabilised": {"target_modules": ["o_proj"], "use_rslora": True},
     "convolution": {"target_modules": ["projection", "q_proj"]},
     "biases": {"target_modules": ["q_proj", "k_proj"], "bias": "lora_only"},
-    "said to be transposed": {"target_modules": ["q_proj"], "fan_in_fan_out": True},  # of linear layers it is not
+    "said to be transposed": {
+        "target_modules": ["q_proj"],
+        "fan_in_fan_out": True,
+    },  # of linear layers it is not
 }
 
 
@@ -54,11 +71,18 @@ def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> No
     library = peft()
     base = base_folder(tmp_path / "base")
     base.name_or_path = str(tmp_path / "base")
-    adapted = library.get_peft_model(base, library.LoraConfig(r=4, lora_alpha=7, **KINDS[kind])).eval()
+    adapted = library.get_peft_model(
+        base, library.LoraConfig(r=4, lora_alpha=7, **KINDS[kind])
+    ).eval()
     randomise(adapted, seed=5)  # the base that was saved stays as it is
     adapted = library.PeftModel.from_pretrained(
         transformers().ViTForImageClassification.from_pretrained(tmp_path / "base").eval(),
-        saved(adapted, tmp_path / "adapter", str(tmp_path / "base"), KINDS[kind].get("fan_in_fan_out", False)),
+        saved(
+            adapted,
+            tmp_path / "adapter",
+            str(tmp_path / "base"),
+            KINDS[kind].get("fan_in_fan_out", False),
+        ),
     )
     merged = adapted.merge_and_unload().eval()
     checkpoint = load_checkpoint(str(tmp_path / "adapter"))
@@ -66,7 +90,10 @@ def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> No
     expected = merged.state_dict()
     name = next(n for n in expected if n.endswith("layers.0.attention.q_proj.weight"))
     assert torch.equal(checkpoint.tensors["blocks.0.attn.qkv.weight"][:32], expected[name])
-    assert checkpoint.notes[-1] == f"the LoRA adapter {tmp_path / 'adapter'} is merged into {tmp_path / 'base'}"
+    assert (
+        checkpoint.notes[-1]
+        == f"the LoRA adapter {tmp_path / 'adapter'} is merged into {tmp_path / 'base'}"
+    )
 
 
 def saved(adapted: Any, folder: Path, base: str, fan_in_fan_out: bool = False) -> Path:
@@ -93,13 +120,22 @@ def test_a_base_without_a_head_takes_the_adapters(tmp_path: Path) -> None:
         load_checkpoint(str(folder))
     merged = adapted.merge_and_unload().eval()
     checkpoint = load_checkpoint(str(folder), labels="numbers")
-    assert_same_logits(checkpoint, lambda pixels: merged(pixels).logits, "LoRA on a base without a head")
+    assert_same_logits(
+        checkpoint, lambda pixels: merged(pixels).logits, "LoRA on a base without a head"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file")
 @pytest.mark.parametrize("classes", [3, 7])
 def test_the_head_of_an_adapter_of_timms_model_counts(classes: int, tmp_path: Path) -> None:
-    sizes = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "img_size": 16}
+    sizes = {
+        "patch_size": 8,
+        "embed_dim": 16,
+        "depth": 2,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "img_size": 16,
+    }
     timm_folder(tmp_path / "base")
     model = timm().create_model("vit_tiny_patch16_224", num_classes=3, **sizes)
     model.load_state_dict(load_file(tmp_path / "base" / "model.safetensors"))
@@ -112,16 +148,21 @@ def test_the_head_of_an_adapter_of_timms_model_counts(classes: int, tmp_path: Pa
         if "lora_" in name or "modules_to_save" in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
     folder = saved(adapted, tmp_path / "adapter", str(tmp_path / "base"))
-    with pytest.raises(CheckpointError, match=f"no labels for its {classes} classes: set VIT_LABELS"):
+    with pytest.raises(
+        CheckpointError, match=f"no labels for its {classes} classes: set VIT_LABELS"
+    ):
         load_checkpoint(str(folder))
     checkpoint = load_checkpoint(str(folder), labels="numbers")
-    assert_same_logits(checkpoint, adapted.merge_and_unload().eval(), "LoRA with a new head on timm's model")
+    assert_same_logits(
+        checkpoint, adapted.merge_and_unload().eval(), "LoRA with a new head on timm's model"
+    )
 
 
 def test_a_base_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "adapter", "/elsewhere/vit")
     with pytest.raises(
-        CheckpointError, match=r"adapter: an adapter, whose base '/elsewhere/vit' is not on .* VIT_BASE"
+        CheckpointError,
+        match=r"adapter: an adapter, whose base '/elsewhere/vit' is not on .* VIT_BASE",
     ):
         load_checkpoint(str(folder))
 
@@ -148,7 +189,9 @@ def test_labels_of_a_base_are_not_the_adapters(format_: str, tmp_path: Path) -> 
     new = {f"{module}.weight": torch.ones(3, 16), f"{module}.bias": torch.tensor([1.0, 2.0, 3.0])}
     assert load_checkpoint(str(folder)).labels == ("a", "b", "c")
     save_file(pair | new, folder / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="no labels for its 3 classes: set VIT_LABELS") as refused:
+    with pytest.raises(
+        CheckpointError, match="no labels for its 3 classes: set VIT_LABELS"
+    ) as refused:
         load_checkpoint(str(folder))
     advised = f"if they are the base's, to {base / 'config.json'}"
     assert (advised in str(refused.value)) == (format_ == "huggingface")
@@ -157,9 +200,16 @@ def test_labels_of_a_base_are_not_the_adapters(format_: str, tmp_path: Path) -> 
     assert torch.equal(checkpoint.tensors["head.bias"], new[f"{module}.bias"])
     assert checkpoint.assumed[-1].startswith("activation: that of the base")
     if format_ == "huggingface":
-        assert load_checkpoint(str(folder), labels=str(base / "config.json")).labels == ("a", "b", "c")
+        assert load_checkpoint(str(folder), labels=str(base / "config.json")).labels == (
+            "a",
+            "b",
+            "c",
+        )
     if format_ != "native":
-        names = {"id2label": {"0": "p", "1": "q", "2": "r"}, "problem_type": "multi_label_classification"}
+        names = {
+            "id2label": {"0": "p", "1": "q", "2": "r"},
+            "problem_type": "multi_label_classification",
+        }
         (folder / "config.json").write_text(json.dumps(names))
         checkpoint = load_checkpoint(str(folder), base=str(base))
         assert checkpoint.labels == ("p", "q", "r")
@@ -169,13 +219,22 @@ def test_labels_of_a_base_are_not_the_adapters(format_: str, tmp_path: Path) -> 
 def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Tensor]:
     """Write an adapter of a native folder by the formula, as PEFT lays it out."""
     folder.mkdir(exist_ok=True)
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "base_model_name_or_path": str(base)} | fields
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 6,
+        "base_model_name_or_path": str(base),
+    } | fields
     (folder / "adapter_config.json").write_text(json.dumps(config))
     weight = load_file(base / "model.safetensors")["blocks.0.mlp.fc1.weight"]
     generator = torch.Generator().manual_seed(2)
     pair = {
-        "base_model.model.blocks.0.mlp.fc1.lora_A.weight": torch.randn(2, weight.shape[1], generator=generator),
-        "base_model.model.blocks.0.mlp.fc1.lora_B.weight": torch.randn(weight.shape[0], 2, generator=generator),
+        "base_model.model.blocks.0.mlp.fc1.lora_A.weight": torch.randn(
+            2, weight.shape[1], generator=generator
+        ),
+        "base_model.model.blocks.0.mlp.fc1.lora_B.weight": torch.randn(
+            weight.shape[0], 2, generator=generator
+        ),
     }
     save_file(pair, folder / "adapter_model.safetensors")
     return pair
@@ -195,7 +254,9 @@ def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Te
         ({"alpha_pattern": ["fc1"]}, "alpha_pattern is not of names of modules"),
     ],
 )
-def test_what_cannot_be_merged_exactly_is_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_merged_exactly_is_refused_by_name(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     native_folder(tmp_path / "base")
     plain_adapter(tmp_path / "adapter", tmp_path / "base", **fields)
     with pytest.raises(CheckpointError, match=message):
@@ -228,19 +289,29 @@ def test_an_adapter_beside_a_model_is_not_chosen_silently(tmp_path: Path) -> Non
     native_folder(tmp_path / "base")
     plain_adapter(tmp_path / "base", tmp_path / "base")
     with pytest.raises(
-        CheckpointError, match=r"no file says whether they are merged: --base \S+/base \(VIT_BASE\) reads"
+        CheckpointError,
+        match=r"no file says whether they are merged: --base \S+/base \(VIT_BASE\) reads",
     ):
         load_checkpoint(str(tmp_path / "base"))
     native_folder(tmp_path / "other")
     checkpoint = load_checkpoint(str(tmp_path / "base"), base=str(tmp_path / "other"))
-    assert checkpoint.notes == (f"the LoRA adapter {tmp_path / 'base'} is merged into {tmp_path / 'other'}",)
+    assert checkpoint.notes == (
+        f"the LoRA adapter {tmp_path / 'base'} is merged into {tmp_path / 'other'}",
+    )
 
 
-def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_the_adapter_does(tmp_path: Path) -> None:
+def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_the_adapter_does(
+    tmp_path: Path,
+) -> None:
     folder, outside = tmp_path / "models", huggingface_folder(tmp_path / "outside")
     folder.mkdir()
     huggingface_folder(folder / "inside")
-    for name, base in (("in", folder / "inside"), ("out", outside), ("up", folder / ".." / "outside"), ("hub", "a/b")):
+    for name, base in (
+        ("in", folder / "inside"),
+        ("out", outside),
+        ("up", folder / ".." / "outside"),
+        ("hub", "a/b"),
+    ):
         adapter_folder(folder / name, str(base))
 
     def loaded(name: str, base: str | None = None) -> str:
@@ -259,7 +330,10 @@ def test_an_adapter_of_the_models_may_name_a_hub_id(tmp_path: Path) -> None:
     adapter_folder(tmp_path / "models" / "hub", "vitserve-tests/none")
     adapter_folder(tmp_path / "models" / "out", str(huggingface_folder(tmp_path / "outside")))
     models = str(tmp_path / "models")
-    for name, message in (("hub", "vitserve-tests/none"), ("out", "does not lie below .* VIT_MODELS")):
+    for name, message in (
+        ("hub", "vitserve-tests/none"),
+        ("out", "does not lie below .* VIT_MODELS"),
+    ):
         with pytest.raises(CheckpointError, match=message) as refused:
             checkpoint_from(Settings(models=models, checkpoint=f"{models}/{name}"))
         assert ("does not lie below" in str(refused.value)) == (name == "out")

@@ -13,7 +13,9 @@ def test_a_timm_folder_is_named_as_itself(tmp_path: Path) -> None:
     assert load_checkpoint(str(timm_folder(tmp_path / "birds"))).name == "birds"
 
 
-def test_a_transformers_folder_is_named_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_folder_is_named_as_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = huggingface_folder(tmp_path / "birds")
     put(folder / "config.json", "_name_or_path", "google/vit-base-patch16-224")
     assert load_checkpoint(str(folder)).name == "birds"

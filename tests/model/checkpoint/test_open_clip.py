@@ -1,4 +1,5 @@
-"""Folders of open_clip and of sentence-transformers, and models in subfolders, made as their code writes them.
+"""Folders of open_clip and of sentence-transformers, and models in subfolders, made as their code
+writes them.
 
 timm has open_clip's towers, too: its models are the reference.
 """
@@ -38,7 +39,8 @@ THEIRS: Final = (
     (r"^head\.weight$", "proj"),
 )
 SMALL: Final = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
-# timm's name and arguments, those of open_clip's own tower, and whether its activation is `quick_gelu`.
+# timm's name and arguments, those of open_clip's own tower, and whether its activation is
+# `quick_gelu`.
 OWN: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]]] = {
     "openai": ("vit_base_patch16_clip_quickgelu_224", {}, {}, True),
     "laion": ("vit_base_patch16_clip_224", {}, {}, False),
@@ -48,14 +50,26 @@ OWN: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]]] = {
         {"pool_type": "avg", "final_ln_after_pool": True, "no_ln_pre": True, "ls_init_value": 0.1},
         False,
     ),
-    "mean": ("vit_base_patch16_clip_224", {"global_pool": "avg", "fc_norm": False}, {"pool_type": "avg"}, False),
+    "mean": (
+        "vit_base_patch16_clip_224",
+        {"global_pool": "avg", "fc_norm": False},
+        {"pool_type": "avg"},
+        False,
+    ),
 }
 
 
-def written(folder: Path, tensors: dict[str, Tensor], vision: dict[str, Any], *, quick: bool = False) -> Path:
+def written(
+    folder: Path, tensors: dict[str, Tensor], vision: dict[str, Any], *, quick: bool = False
+) -> Path:
     """Write a folder of open_clip with a piece of a text's tower."""
     config = {
-        "model_cfg": {"embed_dim": WIDTH, "quick_gelu": quick, "vision_cfg": vision, "text_cfg": {"width": 8}},
+        "model_cfg": {
+            "embed_dim": WIDTH,
+            "quick_gelu": quick,
+            "vision_cfg": vision,
+            "text_cfg": {"width": 8},
+        },
         "preprocess_cfg": {
             "mean": [0.5, 0.4, 0.3],
             "std": [0.2, 0.3, 0.4],
@@ -66,7 +80,8 @@ def written(folder: Path, tensors: dict[str, Tensor], vision: dict[str, Any], *,
     (folder / CONFIG).write_text(json.dumps(config))
     text = {"text_projection": torch.ones(8, WIDTH), "logit_scale": torch.ones(())}
     save_file(
-        text | {f"visual.{name}": t.contiguous() for name, t in tensors.items()}, folder / "open_clip_model.safetensors"
+        text | {f"visual.{name}": t.contiguous() for name, t in tensors.items()},
+        folder / "open_clip_model.safetensors",
     )
     return folder
 
@@ -103,7 +118,11 @@ def test_open_clips_own_towers_give_its_embedding(case: str, tmp_path: Path) -> 
     with torch.inference_mode():
         assert_same_embeddings(checkpoint, pixels, {"head": model(pixels)})
     preprocess = checkpoint.preprocess
-    assert (preprocess.size, preprocess.resize, preprocess.interpolation) == ((32, 32), "squash", "bilinear")
+    assert (preprocess.size, preprocess.resize, preprocess.interpolation) == (
+        (32, 32),
+        "squash",
+        "bilinear",
+    )
     assert (preprocess.mean, preprocess.std) == ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
@@ -118,7 +137,11 @@ TIMMS: Final[dict[str, tuple[str, str, str | None]]] = {
 def test_open_clips_towers_of_timm_give_its_embedding(case: str, tmp_path: Path) -> None:
     name, pool, projection = TIMMS[case]
     classes = WIDTH if projection is None else 0
-    model = timm().create_model(name, num_classes=classes, **({"global_pool": pool} if pool else {})).eval()
+    model = (
+        timm()
+        .create_model(name, num_classes=classes, **({"global_pool": pool} if pool else {}))
+        .eval()
+    )
     randomise(model)
     if classes:
         torch.nn.init.zeros_(model.head.bias)
@@ -137,10 +160,22 @@ def test_open_clips_towers_of_timm_give_its_embedding(case: str, tmp_path: Path)
 
 REFUSED: Final[dict[str, tuple[str, object, str]]] = {
     "a ResNet": ("model_cfg.vision_cfg.layers", [3, 4, 6, 3], "its image tower is a ResNet"),
-    "CoCa": ("model_cfg.vision_cfg.attentional_pool", True, "vision_cfg.attentional_pool: expected False"),
-    "norms of queries": ("model_cfg.vision_cfg.qk_norm", True, "vision_cfg.qk_norm: expected False"),
+    "CoCa": (
+        "model_cfg.vision_cfg.attentional_pool",
+        True,
+        "vision_cfg.attentional_pool: expected False",
+    ),
+    "norms of queries": (
+        "model_cfg.vision_cfg.qk_norm",
+        True,
+        "vision_cfg.qk_norm: expected False",
+    ),
     "an unknown field": ("model_cfg.vision_cfg.new", 1, "vision_cfg.new: "),
-    "padding": ("preprocess_cfg.resize_mode", "longest", "set VIT_PREPROCESS to another preprocessing"),
+    "padding": (
+        "preprocess_cfg.resize_mode",
+        "longest",
+        "set VIT_PREPROCESS to another preprocessing",
+    ),
     "a network of timm": (
         "model_cfg.vision_cfg.timm_model_name",
         "convnext_tiny",
@@ -167,7 +202,10 @@ def test_labels_for_a_tower_without_texts_are_refused(tmp_path: Path) -> None:
 def test_a_file_of_open_clip_by_itself_names_its_folder(tmp_path: Path) -> None:
     own_folder(tmp_path, "laion")
     message = refusal(tmp_path / "open_clip_model.safetensors", architecture="vit")
-    assert "give its folder, where it is called open_clip_pytorch_model.bin or open_clip_model.safetensors" in message
+    assert (
+        "give its folder, where it is called open_clip_pytorch_model.bin or open_clip_model.safetensors"
+        in message
+    )
 
 
 def sentence_folder(folder: Path, *further: str) -> Path:
@@ -198,4 +236,6 @@ def test_modules_that_are_not_computed_are_refused(tmp_path: Path) -> None:
 def test_the_subfolders_that_hold_models_are_named(tmp_path: Path) -> None:
     huggingface_folder(tmp_path / "checkpoint-500")
     (tmp_path / "logs").mkdir()
-    assert f"there is a model in checkpoint-500: give {tmp_path}/checkpoint-500; else" in refusal(tmp_path)
+    assert f"there is a model in checkpoint-500: give {tmp_path}/checkpoint-500; else" in refusal(
+        tmp_path
+    )

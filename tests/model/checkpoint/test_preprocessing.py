@@ -1,4 +1,6 @@
-"""The pixels of transformers' image processors and of timm's evaluation transforms, on real pictures."""
+"""The pixels of transformers' image processors and of timm's evaluation transforms, on real
+pictures.
+"""
 
 import io
 import itertools
@@ -41,10 +43,22 @@ PROCESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ViTForImageClassification",
         {"size": {"height": 384, "width": 384}, "resample": 3},
     ),
-    "vit-not-square": ("ViTImageProcessorPil", "ViTForImageClassification", {"size": {"height": 160, "width": 240}}),
+    "vit-not-square": (
+        "ViTImageProcessorPil",
+        "ViTForImageClassification",
+        {"size": {"height": 160, "width": 240}},
+    ),
     "deit": ("DeiTImageProcessorPil", "DeiTForImageClassification", {}),
-    "dinov2": ("BitImageProcessorPil", "Dinov2ForImageClassification", {"size": {"shortest_edge": 256}}),
-    "dinov2-odd": ("BitImageProcessorPil", "Dinov2ForImageClassification", {"size": {"shortest_edge": 257}}),
+    "dinov2": (
+        "BitImageProcessorPil",
+        "Dinov2ForImageClassification",
+        {"size": {"shortest_edge": 256}},
+    ),
+    "dinov2-odd": (
+        "BitImageProcessorPil",
+        "Dinov2ForImageClassification",
+        {"size": {"shortest_edge": 257}},
+    ),
     "beit": ("BeitImageProcessorPil", "BeitForImageClassification", {}),
     "clip": ("CLIPImageProcessorPil", "CLIPForImageClassification", {}),
     "siglip": ("SiglipImageProcessorPil", "SiglipForImageClassification", {}),
@@ -73,7 +87,12 @@ SIZES: dict[str, Any] = {
     "list": [90, 120],
 }
 
-NUMBERS = {"crop_size": 80, "resample": 3, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+NUMBERS = {
+    "crop_size": 80,
+    "resample": 3,
+    "image_mean": [0.1, 0.2, 0.3],
+    "image_std": [0.4, 0.5, 0.6],
+}
 """What a file has to hold beside its size; all that is done with them is left open."""
 
 
@@ -84,7 +103,9 @@ def generated() -> list[bytes]:
     found = []
     for width, height in ((301, 200), (200, 301), (97, 640), (255, 257), (64, 64), (500, 333)):
         low = numbers.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
-        found.append(encode(Image.fromarray(low).resize((width, height), Image.Resampling.BICUBIC), "PNG"))
+        found.append(
+            encode(Image.fromarray(low).resize((width, height), Image.Resampling.BICUBIC), "PNG")
+        )
     return found
 
 
@@ -92,7 +113,9 @@ def generated() -> list[bytes]:
 def photographs(shared: Path) -> list[tuple[bytes, Image.Image]]:
     """Every fifth file of each folder with its picture, which all cases begin with."""
     folders = (shared / "data" / "imagenet-samples", shared / "data" / "photos")
-    lists = [[p for p in sorted(f.iterdir()) if p.suffix.lower() in (".jpeg", ".jpg")] for f in folders]
+    lists = [
+        [p for p in sorted(f.iterdir()) if p.suffix.lower() in (".jpeg", ".jpg")] for f in folders
+    ]
     files = [path.read_bytes() for paths in lists for path in paths[::5]]
     assert len(files) > 10
     return [(data, upright(data)) for data in files]
@@ -112,10 +135,14 @@ def huggingface_case(case: str, folder: Path) -> tuple[PreprocessConfig, Any]:
 
 
 def resized_by(processor: Any) -> Any:
-    """The pixels 0...255 that an image processor of transformers makes of a picture, before it normalises them."""
+    """The pixels 0...255 that an image processor of transformers makes of a picture, before it
+    normalises them.
+    """
 
     def reference(image: Image.Image) -> NDArray[np.float64]:
-        pixels = processor(image, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"][0]
+        pixels = processor(image, do_rescale=False, do_normalize=False, return_tensors="np")[
+            "pixel_values"
+        ][0]
         return np.asarray(pixels, dtype=np.float64).transpose(1, 2, 0)
 
     return reference
@@ -123,7 +150,11 @@ def resized_by(processor: Any) -> Any:
 
 def timm_case(case: str) -> tuple[PreprocessConfig, Any]:
     library = timm()
-    fields = {"input_size": [3, 224, 224], "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]} | CROPS[case]
+    fields = {
+        "input_size": [3, 224, 224],
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+    } | CROPS[case]
     config = Pretrained.model_validate(fields).preprocess()
     transform = library.data.create_transform(**fields, is_training=False, normalize=False)
 
@@ -148,12 +179,16 @@ def test_pixels_are_those_of_transformers_processors(case: str, tmp_path: Path) 
     assert max(largest_difference(config, reference, data) for data in generated()) <= 1
 
 
-def assert_read_as_by_transformers(file: dict[str, Any], family: Family, folder: Path, **config: Any) -> None:
-    """The processor that transformers chooses for this family and file does to a picture what is read here.
+def assert_read_as_by_transformers(
+    file: dict[str, Any], family: Family, folder: Path, **config: Any
+) -> None:
+    """The processor that transformers chooses for this family and file does to a picture what is
+    read here.
 
     Where its pictures have no one size, the file is refused.
     """
-    # transformers has no processor of its own for DINOv2 with registers; the released models name DINOv2's.
+    # transformers has no processor of its own for DINOv2 with registers; the released models name
+    # DINOv2's.
     model_type = family.model_type.removesuffix("_with_registers")
     (folder / "config.json").write_text(json.dumps({"model_type": model_type} | config))
     (folder / "preprocessor_config.json").write_text(json.dumps(file))
@@ -178,21 +213,32 @@ def assert_carried_as_by_transformers(family: Family, folder: Path) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    ("family", "name"), [*((family, None) for family in BY_CLASS), *itertools.product(OF_PROCESSORS, CLASSES)]
+    ("family", "name"),
+    [*((family, None) for family in BY_CLASS), *itertools.product(OF_PROCESSORS, CLASSES)],
 )
 def test_what_a_file_leaves_open_is_what_the_class_that_it_names_does(
     family: str, name: str | None, size: str, tmp_path: Path
 ) -> None:
     named = {} if name is None else {"feature_extractor_type": f"{name}FeatureExtractor"}
-    assert_read_as_by_transformers(NUMBERS | {"size": SIZES[size]} | named, BY_CLASS[family], tmp_path)
+    assert_read_as_by_transformers(
+        NUMBERS | {"size": SIZES[size]} | named, BY_CLASS[family], tmp_path
+    )
 
 
-@pytest.mark.parametrize("missing", ["size", "crop_size", "resample", "image_mean", "image_std", "all"])
+@pytest.mark.parametrize(
+    "missing", ["size", "crop_size", "resample", "image_mean", "image_std", "all"]
+)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_missing_number_is_that_of_the_class(name: str, missing: str, tmp_path: Path) -> None:
-    file = {} if missing == "all" else {k: v for k, v in (NUMBERS | {"size": 256}).items() if k != missing}
+    file = (
+        {}
+        if missing == "all"
+        else {k: v for k, v in (NUMBERS | {"size": 256}).items() if k != missing}
+    )
     family = BY_CLASS["ViTForImageClassification"]
-    assert_read_as_by_transformers(file | {"image_processor_type": f"{name}ImageProcessor"}, family, tmp_path)
+    assert_read_as_by_transformers(
+        file | {"image_processor_type": f"{name}ImageProcessor"}, family, tmp_path
+    )
 
 
 def test_a_missing_number_is_listed_as_assumed(tmp_path: Path) -> None:
@@ -204,8 +250,12 @@ def test_a_missing_number_is_listed_as_assumed(tmp_path: Path) -> None:
 NESTED: dict[str, dict[str, Any]] = {
     "nested alone": {"processor_config.json": {"image_processor": NUMBERS | {"size": 96}}},
     "nested beside the other file": {
-        "processor_config.json": {"processor_class": "CLIPProcessor", "image_processor": NUMBERS | {"size": 96}},
-        "preprocessor_config.json": NUMBERS | {"size": 90, "crop_size": 70, "image_mean": [0.5, 0.5, 0.5]},
+        "processor_config.json": {
+            "processor_class": "CLIPProcessor",
+            "image_processor": NUMBERS | {"size": 96},
+        },
+        "preprocessor_config.json": NUMBERS
+        | {"size": 90, "crop_size": 70, "image_mean": [0.5, 0.5, 0.5]},
     },
     "nothing nested": {
         "processor_config.json": {"processor_class": "CLIPProcessor"},
@@ -219,7 +269,9 @@ NESTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", NESTED)
-def test_the_image_processor_within_another_is_preferred_as_by_transformers(case: str, tmp_path: Path) -> None:
+def test_the_image_processor_within_another_is_preferred_as_by_transformers(
+    case: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
     for name, content in NESTED[case].items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -234,28 +286,52 @@ def test_pixels_are_those_of_timms_transforms(case: str) -> None:
 
 @pytest.mark.parametrize("crop_mode", ["center", "squash"])
 def test_every_share_is_rounded_as_by_timm(crop_mode: str) -> None:
-    fields: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop_mode": crop_mode}
-    for percent, size in itertools.product(range(800, 1001, 5), ((224, 224), (384, 384), (448, 336), (97, 518))):
+    fields: dict[str, Any] = {
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "interpolation": "bicubic",
+        "crop_mode": crop_mode,
+    }
+    for percent, size in itertools.product(
+        range(800, 1001, 5), ((224, 224), (384, 384), (448, 336), (97, 518))
+    ):
         stated = fields | {"crop_pct": percent / 1000, "input_size": [3, 224, 224]}
-        transform = timm().data.create_transform(**stated | {"input_size": [3, *size]}, is_training=False)
+        transform = timm().data.create_transform(
+            **stated | {"input_size": [3, *size]}, is_training=False
+        )
         expected = transform.transforms[0].size
         expected = (expected, expected) if isinstance(expected, int) else tuple(expected)
-        assert resized_preprocess(Pretrained.model_validate(stated).preprocess(), size).resize_size == expected
+        assert (
+            resized_preprocess(Pretrained.model_validate(stated).preprocess(), size).resize_size
+            == expected
+        )
 
 
 def test_a_share_is_kept_by_a_converted_folder(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(timm_folder(tmp_path / "timm")))
     native.write(tmp_path / "native", checkpoint)
     resized = load_checkpoint(str(tmp_path / "native"), image_size=(40, 40))
-    assert resized.preprocess == load_checkpoint(str(tmp_path / "timm"), image_size=(40, 40)).preprocess
+    assert (
+        resized.preprocess
+        == load_checkpoint(str(tmp_path / "timm"), image_size=(40, 40)).preprocess
+    )
     assert resized.preprocess.resize_size == (44, 44)
 
 
 def test_an_operators_share_stands_for_a_size(tmp_path: Path) -> None:
     folder = str(timm_folder(tmp_path))
-    fields = {"size": [16, 16], "resize": "shortest_edge", "interpolation": "bicubic", "mean": [0], "std": [1]}
+    fields = {
+        "size": [16, 16],
+        "resize": "shortest_edge",
+        "interpolation": "bicubic",
+        "mean": [0],
+        "std": [1],
+    }
     told = {"mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 0.9}
-    assert load_checkpoint(folder, preprocess=json.dumps(fields | told)).preprocess.resize_size == (17, 17)
+    assert load_checkpoint(folder, preprocess=json.dumps(fields | told)).preprocess.resize_size == (
+        17,
+        17,
+    )
     with pytest.raises(CheckpointError, match=r"is not floor\(size / crop_pct\), \(17, 17\)"):
         load_checkpoint(folder, preprocess=json.dumps(fields | told | {"resize_size": [18, 18]}))
     with pytest.raises(CheckpointError, match="crop_pct"):
@@ -272,7 +348,9 @@ def test_timms_border_is_refused_with_a_remedy(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", [*PROCESSORS, *CROPS])
-def test_pixels_on_real_pictures(case: str, photographs: list[tuple[bytes, Image.Image]], tmp_path: Path) -> None:
+def test_pixels_on_real_pictures(
+    case: str, photographs: list[tuple[bytes, Image.Image]], tmp_path: Path
+) -> None:
     config, reference = huggingface_case(case, tmp_path) if case in PROCESSORS else timm_case(case)
     worst = max(largest_difference(config, reference, *photograph) for photograph in photographs)
     print(f"preprocessing {case}: {worst:.0f} of 255 on {len(photographs)} pictures")  # noqa: T201

@@ -1,4 +1,6 @@
-"""What is not exactly as a format demands, or may not be read, is refused in one line that names file and thing."""
+"""What is not exactly as a format demands, or may not be read, is refused in one line that names
+file and thing.
+"""
 
 import os
 import re
@@ -41,13 +43,16 @@ def test_tensors_that_are_not_exactly_the_networks_are_named(kind: str, tmp_path
     spoilt = {
         "unexpected key 'surprise'": good | {"surprise": torch.zeros(2)},
         "head.bias has shape [4], expected [3]": good | {bias: torch.zeros(4)},
-        "head.bias holds values that are not finite": good | {bias: torch.tensor([0, float("nan"), 0])},
+        "head.bias holds values that are not finite": good
+        | {bias: torch.tensor([0, float("nan"), 0])},
         "head.bias is torch.int64, expected floating point, and dense": good
         | {bias: torch.zeros(3, dtype=torch.int64)},
     }
     ours = {"classifier.bias": "head.bias", "vit.layernorm.weight": "norm.weight"}
     for name in (min(good), max(good)):
-        spoilt[f": missing key '{ours.get(name, name)}'"] = {each: good[each] for each in good.keys() - {name}}
+        spoilt[f": missing key '{ours.get(name, name)}'"] = {
+            each: good[each] for each in good.keys() - {name}
+        }
     for message, tensors in spoilt.items():
         save_file(tensors, folder / "model.safetensors")
         said = refusal(folder)
@@ -80,7 +85,9 @@ def test_tensors_that_are_not_exactly_the_networks_are_named(kind: str, tmp_path
         ("huggingface", "config.json", "image_size"),
     ],
 )
-def test_what_is_absent_is_named_and_never_assumed(kind: str, file: str, key: str, tmp_path: Path) -> None:
+def test_what_is_absent_is_named_and_never_assumed(
+    kind: str, file: str, key: str, tmp_path: Path
+) -> None:
     folder = FOLDERS[kind](tmp_path)
     put(folder / file, key)
     message = refusal(folder)
@@ -124,9 +131,27 @@ def test_a_crop_that_is_not_named_is_the_centre_as_timm_takes_it(tmp_path: Path)
         ("timm", "config.json", "pretrained_cfg.crop_mode", "random", "crop_mode"),
         ("timm", "config.json", "pretrained_cfg.std", [0, 1, 1], "std"),
         ("timm", "config.json", "pretrained_cfg.mean", [0.5], "mean"),
-        ("timm", "config.json", "pretrained_cfg.input_size", [3, 10**9, 10**9], "pretrained_cfg.size"),
-        ("huggingface", "config.json", "architectures", ["ViTModel"], r"unexpected key 'head\.bias'"),
-        ("huggingface", "config.json", "architectures", ["Dinov2Model"], "model_type 'vit': expected 'dinov2'"),
+        (
+            "timm",
+            "config.json",
+            "pretrained_cfg.input_size",
+            [3, 10**9, 10**9],
+            "pretrained_cfg.size",
+        ),
+        (
+            "huggingface",
+            "config.json",
+            "architectures",
+            ["ViTModel"],
+            r"unexpected key 'head\.bias'",
+        ),
+        (
+            "huggingface",
+            "config.json",
+            "architectures",
+            ["Dinov2Model"],
+            "model_type 'vit': expected 'dinov2'",
+        ),
         (
             *("huggingface", "config.json", "architectures", ["ViTHybridForImageClassification"]),
             "is not a Vision Transformer that is read; this version reads the ForImageClassification of ViT, ViTMSN, ",
@@ -143,7 +168,13 @@ def test_a_crop_that_is_not_named_is_the_centre_as_timm_takes_it(tmp_path: Path)
         ("huggingface", "config.json", "num_attention_heads", 3, "not a multiple of heads"),
         ("huggingface", "config.json", "image_size", 32, "has shape"),
         ("huggingface", "config.json", "id2label", {"0": "a"}, "expected one for each of 0...2"),
-        ("huggingface", "config.json", "id2label", {"0": "a", "1": "b", "9": "c"}, "expected one for each of 0...2"),
+        (
+            "huggingface",
+            "config.json",
+            "id2label",
+            {"0": "a", "1": "b", "9": "c"},
+            "expected one for each of 0...2",
+        ),
         (
             *("huggingface", "config.json", "id2label", {"0": 7, "1": 8, "2": 9}),
             "id2label: '0': 7: a label must be text, in quotes",
@@ -152,15 +183,51 @@ def test_a_crop_that_is_not_named_is_the_centre_as_timm_takes_it(tmp_path: Path)
             *("huggingface", "config.json", "id2label", {"0": "a", "1": None, "2": "c"}),
             "id2label: '1': None: a label must be text, in quotes",
         ),
-        ("huggingface", "config.json", "id2label", {"a": "0", "b": "1", "c": "2"}, "'a': '0': expected a class index"),
-        ("huggingface", "config.json", "id2label", {"9" * 9999: "a"}, "expected a class index and its label"),
-        ("huggingface", "preprocessor_config.json", "image_processor_type", "DetrImageProcessor", "is not read"),
+        (
+            "huggingface",
+            "config.json",
+            "id2label",
+            {"a": "0", "b": "1", "c": "2"},
+            "'a': '0': expected a class index",
+        ),
+        (
+            "huggingface",
+            "config.json",
+            "id2label",
+            {"9" * 9999: "a"},
+            "expected a class index and its label",
+        ),
+        (
+            "huggingface",
+            "preprocessor_config.json",
+            "image_processor_type",
+            "DetrImageProcessor",
+            "is not read",
+        ),
         ("huggingface", "preprocessor_config.json", "rescale_factor", 0.1, "rescale_factor"),
-        ("huggingface", "preprocessor_config.json", "do_resize", False, "do_resize.*VIT_PREPROCESS"),
-        ("huggingface", "preprocessor_config.json", "size", {"height": "16", "width": 16}, "size.*integer"),
+        (
+            "huggingface",
+            "preprocessor_config.json",
+            "do_resize",
+            False,
+            "do_resize.*VIT_PREPROCESS",
+        ),
+        (
+            "huggingface",
+            "preprocessor_config.json",
+            "size",
+            {"height": "16", "width": 16},
+            "size.*integer",
+        ),
         ("huggingface", "preprocessor_config.json", "resample", 9, "resample"),
         ("huggingface", "preprocessor_config.json", "use_square_size", True, "use_square_size"),
-        ("huggingface", "preprocessor_config.json", "size", {"shortest_edge": 16}, "no one input size"),
+        (
+            "huggingface",
+            "preprocessor_config.json",
+            "size",
+            {"shortest_edge": 16},
+            "no one input size",
+        ),
         (
             "huggingface",
             "preprocessor_config.json",
@@ -178,9 +245,17 @@ def test_a_crop_that_is_not_named_is_the_centre_as_timm_takes_it(tmp_path: Path)
     ],
 )
 def test_what_is_wrong_is_named(
-    kind: str, file: str, key: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    file: str,
+    key: str,
+    value: Any,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(library, "is_installed", lambda: False)  # with timm, its own code runs other architectures
+    monkeypatch.setattr(
+        library, "is_installed", lambda: False
+    )  # with timm, its own code runs other architectures
     folder = FOLDERS[kind](tmp_path)
     put(folder / file, key, value)
     found = refusal(folder)
@@ -190,17 +265,28 @@ def test_what_is_wrong_is_named(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mlp_width": 131072, "image_size": [512, 512]}, "537,001,984 numbers in a layer: at most 134,217,728"),
-        ({"mlp_width": 16384, "mlp": "swiglu", "image_size": [512, 512]}, "134,250,496 numbers in a layer"),
+        (
+            {"mlp_width": 131072, "image_size": [512, 512]},
+            "537,001,984 numbers in a layer: at most 134,217,728",
+        ),
+        (
+            {"mlp_width": 16384, "mlp": "swiglu", "image_size": [512, 512]},
+            "134,250,496 numbers in a layer",
+        ),
         ({"image_size": [8192, 8192], "patch_size": 1024}, "201,326,592 numbers in a layer"),
-        ({"stem": {"layers": []}, "image_size": [3072, 3072], "patch_size": 64}, "150,994,944 numbers in a layer"),
+        (
+            {"stem": {"layers": []}, "image_size": [3072, 3072], "patch_size": 64},
+            "150,994,944 numbers in a layer",
+        ),
         (
             *({"relative_position_bias": True, "heads": 16, "image_size": [480, 480]},),
             "207,475,216 numbers in a layer",
         ),
     ],
 )
-def test_an_architecture_of_too_large_layers_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_architecture_of_too_large_layers_is_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     folder = native_folder(tmp_path)
     edit(folder / "config.json", lambda config: config["architecture"].update(fields))
     assert message in refusal(folder)
@@ -209,18 +295,33 @@ def test_an_architecture_of_too_large_layers_is_refused(fields: dict[str, Any], 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_a_config_that_is_no_json_object_is_refused(kind: str, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path)
-    texts = ["", "[]", "null", '"a"', "{}", '{"a": 1', "[" * 100_000, "{" + '"a":' * 50_000, "1" * 5000, "\ufeff{}"]
+    texts = [
+        "",
+        "[]",
+        "null",
+        '"a"',
+        "{}",
+        '{"a": 1',
+        "[" * 100_000,
+        "{" + '"a":' * 50_000,
+        "1" * 5000,
+        "\ufeff{}",
+    ]
     for text in texts:
         (folder / "config.json").write_text(text, encoding="utf-8")
         assert "config.json" in refusal(folder)
 
 
-def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(tmp_path: Path) -> None:
+def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(
+    tmp_path: Path,
+) -> None:
     folder = huggingface_folder(tmp_path)
     (folder / "preprocessor_config.json").unlink()
     message = refusal(folder)
     assert "neither preprocessor_config.json nor processor_config.json" in message
-    first, advice = message.split("save the processor into this folder: processor.save_pretrained(FOLDER), or ")
+    first, advice = message.split(
+        "save the processor into this folder: processor.save_pretrained(FOLDER), or "
+    )
     assert "VIT_PREPROCESS" not in first
     assert advice.startswith("set VIT_PREPROCESS to a JSON file or to one of ")
 
@@ -230,12 +331,21 @@ def test_an_input_size_that_cannot_be_is_refused(size: tuple[int, int], tmp_path
     assert "size" in refusal(native_folder(tmp_path), image_size=size)
 
 
-@pytest.mark.parametrize(("kind", "key"), [("native", "labels"), ("timm", "label_names"), ("huggingface", "id2label")])
+@pytest.mark.parametrize(
+    ("kind", "key"), [("native", "labels"), ("timm", "label_names"), ("huggingface", "id2label")]
+)
 def test_a_label_that_no_answer_could_hold_is_refused(kind: str, key: str, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path)
-    for label, said in (("\ud800", "label 1, '\\ud800', has control"), ("x" * 1001, "label 1 has 1001 characters")):
+    for label, said in (
+        ("\ud800", "label 1, '\\ud800', has control"),
+        ("x" * 1001, "label 1 has 1001 characters"),
+    ):
         labels = ["a", label, "c"]
-        put(folder / "config.json", key, dict(zip("012", labels, strict=True)) if kind == "huggingface" else labels)
+        put(
+            folder / "config.json",
+            key,
+            dict(zip("012", labels, strict=True)) if kind == "huggingface" else labels,
+        )
         message = refusal(folder)
         # pydantic itself knows no text that cannot be encoded.
         assert said in message or "labels.1: expected a valid string" in message
@@ -268,15 +378,29 @@ def unix_socket(path: Path) -> None:
         (os.mkfifo, "a device, pipe or socket, expected a regular file"),
         (unix_socket, "a device, pipe or socket, expected a regular file"),
         (Path.mkdir, "a folder, expected a regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "a symbolic link out of its folder: put the file itself there"),
-        (lambda path: path.symlink_to("/etc/hostname"), "a symbolic link out of its folder: put the file itself there"),
+        (
+            lambda path: path.symlink_to("/dev/zero"),
+            "a symbolic link out of its folder: put the file itself there",
+        ),
+        (
+            lambda path: path.symlink_to("/etc/hostname"),
+            "a symbolic link out of its folder: put the file itself there",
+        ),
         # The same words: nobody learns through a link what exists outside.
-        (lambda path: path.symlink_to("/no/such/file"), "a symbolic link out of its folder: put the file itself there"),
+        (
+            lambda path: path.symlink_to("/no/such/file"),
+            "a symbolic link out of its folder: put the file itself there",
+        ),
         (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
     ],
 )
 def test_a_part_that_is_no_regular_file_of_its_folder_is_refused(
-    kind: str, name: str, put: Callable[[Path], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    name: str,
+    put: Callable[[Path], None],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = FOLDERS[kind](tmp_path / "model")
     monkeypatch.chdir(folder)  # the path of a socket is short
@@ -341,9 +465,13 @@ def test_what_may_not_be_read_is_said() -> None:
             part.chmod(mode)
 
 
-def test_content_tells_models_apart_that_have_one_name_and_stays_with_one_that_moves(tmp_path: Path) -> None:
+def test_content_tells_models_apart_that_have_one_name_and_stays_with_one_that_moves(
+    tmp_path: Path,
+) -> None:
     def content(change: dict[str, Any], folder: str) -> str:
-        checkpoint = Checkpoint("a", "a", "vitserve", "a", CONFIG, PREPROCESS, ("a", "b", "c"), tiny())
+        checkpoint = Checkpoint(
+            "a", "a", "vitserve", "a", CONFIG, PREPROCESS, ("a", "b", "c"), tiny()
+        )
         native.write(tmp_path / folder, replace(checkpoint, **change), dtype=torch.float32)
         (tmp_path / "served").unlink(missing_ok=True)
         (tmp_path / "served").symlink_to(tmp_path / folder)  # as releases are switched
@@ -353,5 +481,8 @@ def test_content_tells_models_apart_that_have_one_name_and_stays_with_one_that_m
     assert re.fullmatch("[0-9a-f]{16}", first)
     assert content({}, "moved") == first
     changed = {name: tensor + (name == "head.bias") for name, tensor in tiny().items()}
-    others = [content({"tensors": changed}, "weights"), content({"labels": ("a", "b", "d")}, "labels")]
+    others = [
+        content({"tensors": changed}, "weights"),
+        content({"labels": ("a", "b", "d")}, "labels"),
+    ]
     assert len({first, *others}) == 3

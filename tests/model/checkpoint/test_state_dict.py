@@ -50,7 +50,11 @@ Change = Callable[[dict[str, Tensor]], Any]
 
 STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
     "timm": ("vit_tiny_patch16_224,pre_norm=false", {}, lambda s: s),
-    "data-parallel": ("vit_tiny_patch16_224", {}, lambda s: {"state_dict": {f"module.{n}": t for n, t in s.items()}}),
+    "data-parallel": (
+        "vit_tiny_patch16_224",
+        {},
+        lambda s: {"state_dict": {f"module.{n}": t for n, t in s.items()}},
+    ),
     "prefixes": (
         "vit_tiny_patch16_224",
         {},
@@ -60,7 +64,10 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
     "deit3-gamma": (
         "deit3_small_patch16_224",
         {},
-        lambda s: {n.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): t for n, t in s.items()},
+        lambda s: {
+            n.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): t
+            for n, t in s.items()
+        },
     ),
     "mae-finetuned": ("vit_tiny_patch16_224,global_pool=avg", {"global_pool": "avg"}, lambda s: s),
     "linear-patches": (
@@ -77,19 +84,26 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
     "beit": (
         "beit_base_patch16_224",
         {},
-        lambda s: {"model": s | {"blocks.0.attn.relative_position_index": torch.zeros(10, 10, dtype=torch.int64)}},
+        lambda s: {
+            "model": s
+            | {"blocks.0.attn.relative_position_index": torch.zeros(10, 10, dtype=torch.int64)}
+        },
     ),
 }
 
 
-def assert_read_exactly(model: Any, state: Any, file: Path, architecture: str, size: tuple[int, int]) -> None:
+def assert_read_exactly(
+    model: Any, state: Any, file: Path, architecture: str, size: tuple[int, int]
+) -> None:
     """Save a state dict where `file` says, and compare what is read of it with a model."""
     if file.suffix == ".pth":
         torch.save(state, file)
     else:
         save_file({n: t.contiguous() for n, t in state.items()}, file)
     preprocess = preprocess_file(file.parent, *size)
-    checkpoint = load_checkpoint(str(file), architecture=architecture, preprocess=preprocess, labels="numbers")
+    checkpoint = load_checkpoint(
+        str(file), architecture=architecture, preprocess=preprocess, labels="numbers"
+    )
     assert checkpoint.config.num_classes == model.num_classes
     assert_same_logits(checkpoint, model, f"state dict {architecture}")
 
@@ -103,51 +117,85 @@ def test_plain_state_dicts(case: str, tmp_path: Path) -> None:
     size = options.get("img_size", 48)
     model = (
         timm()
-        .create_model(architecture.split(",")[0], **({"img_size": size, "num_classes": 6} | SMALL | options))
+        .create_model(
+            architecture.split(",")[0], **({"img_size": size, "num_classes": 6} | SMALL | options)
+        )
         .eval()
     )
     randomise(model)
     state = change(dict(model.state_dict()))
     given = architecture + "".join(f",{key}={value}" for key, value in SMALL.items())
-    given += ",norm_order=pre" if architectures()[architecture.split(",")[0]].get("family") != "eva" else ""
+    given += (
+        ",norm_order=pre"
+        if architectures()[architecture.split(",")[0]].get("family") != "eva"
+        else ""
+    )
     suffix = ".safetensors" if case in ("timm", "prefixes") else ".pth"
     assert_read_exactly(model, state, tmp_path / f"weights{suffix}", given, (size, size))
 
 
 def test_a_size_mends_a_state_dict_of_another(tmp_path: Path) -> None:
-    model = timm().create_model("vit_small_patch14_dinov2", **SMALL, img_size=70, num_classes=4).eval()
+    model = (
+        timm().create_model("vit_small_patch14_dinov2", **SMALL, img_size=70, num_classes=4).eval()
+    )
     randomise(model)
     torch.save(model.state_dict(), tmp_path / "dinov2.pth")
-    given = "vit_small_patch14_dinov2,norm_order=pre" + "".join(f",{key}={value}" for key, value in SMALL.items())
-    options: dict[str, Any] = {"architecture": given, "preprocess": preprocess_file(tmp_path, 28, 28)}
-    with pytest.raises(CheckpointError, match="gives 28x28 pixels, the model takes 70x70: --image-size 28x28"):
+    given = "vit_small_patch14_dinov2,norm_order=pre" + "".join(
+        f",{key}={value}" for key, value in SMALL.items()
+    )
+    options: dict[str, Any] = {
+        "architecture": given,
+        "preprocess": preprocess_file(tmp_path, 28, 28),
+    }
+    with pytest.raises(
+        CheckpointError, match="gives 28x28 pixels, the model takes 70x70: --image-size 28x28"
+    ):
         load_checkpoint(str(tmp_path / "dinov2.pth"), labels="numbers", **options)
-    checkpoint = load_checkpoint(str(tmp_path / "dinov2.pth"), labels="numbers", image_size=(28, 28), **options)
+    checkpoint = load_checkpoint(
+        str(tmp_path / "dinov2.pth"), labels="numbers", image_size=(28, 28), **options
+    )
     model.set_input_size((28, 28))
     assert_same_logits(checkpoint, model, "a state dict at 28")
 
 
 def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     model = (
-        timm().create_model("vit_giant_patch14_reg4_dinov2", embed_dim=48, depth=2, img_size=42, num_classes=4).eval()
+        timm()
+        .create_model(
+            "vit_giant_patch14_reg4_dinov2", embed_dim=48, depth=2, img_size=42, num_classes=4
+        )
+        .eval()
     )
     randomise(model)
     state = dict(model.state_dict())
     position = torch.randn(1, 1, 48)
-    original = {n.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3"): t for n, t in state.items()}
+    original = {
+        n.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3"): t for n, t in state.items()
+    }
     original["register_tokens"] = original.pop("reg_token")
     original["cls_token"] = original["cls_token"] - position
     original["pos_embed"] = torch.cat((position, original["pos_embed"]), dim=1)
     original["mask_token"] = torch.zeros(1, 48)
-    for name, shape in (("register_tokens", (4, 48)), ("pos_embed", (10, 48)), ("pos_embed", (1, 1, 48))):
-        with pytest.raises(CheckpointError, match=rf"^a: .*{name} has shape {re.escape(str(list(shape)))}.*width\]$"):
+    for name, shape in (
+        ("register_tokens", (4, 48)),
+        ("pos_embed", (10, 48)),
+        ("pos_embed", (1, 1, 48)),
+    ):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"^a: .*{name} has shape {re.escape(str(list(shape)))}.*width\]$",
+        ):
             in_layout(original | {name: torch.zeros(shape)}, "a")
     given = "vit_giant_patch14_reg4_dinov2,embed_dim=48,depth=2,num_heads=24,norm_order=pre"
     assert_read_exactly(model, original, tmp_path / "dinov2.pth", given, (42, 42))
 
 
 def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Path) -> None:
-    model = timm().create_model("vit_tiny_patch16_224", img_size=(32, 128), depth=2, num_classes=3).eval()
+    model = (
+        timm()
+        .create_model("vit_tiny_patch16_224", img_size=(32, 128), depth=2, num_classes=3)
+        .eval()
+    )
     randomise(model)
     given = "vit_tiny_patch16_224,depth=2,norm_order=pre"
     assert_read_exactly(model, model.state_dict(), tmp_path / "weights.pth", given, (32, 128))
@@ -157,7 +205,10 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
     ("architecture", "message"),
     [
         (None, "--architecture vit,num_heads=N,.* a name of timm says all of it"),
-        ("vit_nothing", f"'vit_nothing' is none of the {len(architectures())} architectures of timm"),
+        (
+            "vit_nothing",
+            f"'vit_nothing' is none of the {len(architectures())} architectures of timm",
+        ),
         ("vit_small_patch16_224", "has shape .*192.*, expected .*384"),
         ("vit_tiny_patch16_224,depth=11,norm_order=pre", "unexpected key 'blocks.11"),
         ("vit_tiny_patch16_224,patch_size=8", "no square grid|has shape"),
@@ -166,7 +217,10 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
         ("vit_tiny_patch16_224,global_pool=avg", "missing key 'fc_norm.bias'"),
         ("vit_tiny_patch16_224,qk_norm=true", "missing key"),
         ("vit_tiny_patch16_224,nonsense=1", "nonsense"),
-        ("vit_tiny_patch16_224,img_size=32", "'img_size=32': img_size is read from the file and need not be given"),
+        (
+            "vit_tiny_patch16_224,img_size=32",
+            "'img_size=32': img_size is read from the file and need not be given",
+        ),
         ("vit_tiny_patch16_224,depth", "'depth': expected argument=value"),
     ],
 )
@@ -175,15 +229,24 @@ def test_an_architecture_that_the_tensors_contradict_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(
-            str(tiny), architecture=architecture, preprocess=preprocess_file(tmp_path, 48, 48), labels="numbers"
+            str(tiny),
+            architecture=architecture,
+            preprocess=preprocess_file(tmp_path, 48, 48),
+            labels="numbers",
         )
 
 
 @pytest.mark.parametrize(
     ("content", "suffix"),
-    [("a\nb\nc\n\n", ".txt"), ('["a", "b", "c"]', ".json"), ('{"0": "a", "2": "c", "1": "b"}', ".json")],
+    [
+        ("a\nb\nc\n\n", ".txt"),
+        ('["a", "b", "c"]', ".json"),
+        ('{"0": "a", "2": "c", "1": "b"}', ".json"),
+    ],
 )
-def test_labels_come_from_a_file_of_lines_or_json(content: str, suffix: str, tiny: Path, tmp_path: Path) -> None:
+def test_labels_come_from_a_file_of_lines_or_json(
+    content: str, suffix: str, tiny: Path, tmp_path: Path
+) -> None:
     labels = tmp_path / f"labels{suffix}"
     labels.write_text(content)
     preprocess = preprocess_file(tmp_path, 48, 48)
@@ -207,7 +270,9 @@ def test_labels_come_from_a_file_of_lines_or_json(content: str, suffix: str, tin
         ({"preprocess": "FILE", "labels": "imagenet-1k"}, "1000 labels for 3 classes"),
     ],
 )
-def test_what_a_format_lacks_is_asked_for(options: dict[str, Any], message: str, tiny: Path, tmp_path: Path) -> None:
+def test_what_a_format_lacks_is_asked_for(
+    options: dict[str, Any], message: str, tiny: Path, tmp_path: Path
+) -> None:
     if options.get("preprocess") == "FILE":
         options = options | {"preprocess": preprocess_file(tmp_path, 48, 48)}
     with pytest.raises(CheckpointError, match=message):
@@ -228,14 +293,21 @@ def test_what_a_format_lacks_is_asked_for(options: dict[str, Any], message: str,
         ({"architecture": "vit,norm_epz=1"}, "did you mean norm_eps"),
         ({"architecture": "eva02_base_patch14_448,pre_norm=true"}, "has no argument 'pre_norm'"),
         ({"labels": "not/there.txt"}, "^VIT_LABELS 'not/there.txt': neither a file, nor names"),
-        ({"preprocess": "not/there.json"}, "^VIT_PREPROCESS 'not/there.json': neither a file nor one of"),
+        (
+            {"preprocess": "not/there.json"},
+            "^VIT_PREPROCESS 'not/there.json': neither a file nor one of",
+        ),
     ],
 )
 def test_a_wrong_option_is_blamed_and_not_the_file_which_is_not_read(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.pth").write_bytes(b"no weights")
-    good: dict[str, Any] = {"architecture": "vit_tiny_patch16_224", "preprocess": "deit-224", "labels": "numbers"}
+    good: dict[str, Any] = {
+        "architecture": "vit_tiny_patch16_224",
+        "preprocess": "deit-224",
+        "labels": "numbers",
+    }
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(str(tmp_path / "mine.pth"), **(good | options))
 
@@ -274,7 +346,10 @@ def with_names_of_its_own(state: dict[str, Tensor]) -> dict[str, Tensor]:
         mine = re.sub(r"blocks\.(\d)\.attn\.proj", r"layers.\1.mix", name)
         if ".qkv." in name:
             parts = zip("qkv", tensor.chunk(3), strict=True)
-            result |= {re.sub(r"blocks\.(\d)\.attn\.qkv", rf"layers.\1.{part}", name): rows for part, rows in parts}
+            result |= {
+                re.sub(r"blocks\.(\d)\.attn\.qkv", rf"layers.\1.{part}", name): rows
+                for part, rows in parts
+            }
         else:
             result[mine] = tensor.T if mine.endswith("mix.weight") else tensor
     return result | {f"layers.{i}.clock": torch.ones(3) for i in range(2)}
@@ -285,7 +360,9 @@ def test_a_map_makes_an_odd_file_exact(tmp_path: Path) -> None:
     keys = tmp_path / "map.toml"
     keys.write_text(MAP)
     state = with_names_of_its_own(dict(model.state_dict()))
-    with pytest.raises(CheckpointError, match=r"such as 'cls_token'.*: a file of VIT_KEYS says which tensor"):
+    with pytest.raises(
+        CheckpointError, match=r"such as 'cls_token'.*: a file of VIT_KEYS says which tensor"
+    ):
         load(state, tmp_path, PLAIN)
     assert_same_logits(load(state, tmp_path, PLAIN, keys=str(keys)), model, "a map of names")
 
@@ -294,13 +371,18 @@ def test_the_order_of_a_projection_that_is_fused_by_name_alone_is_asked_for(tmp_
     model = made(heads=4, qkv_order="h3d")
     keys, given = tmp_path / "map.toml", PLAIN.replace("num_heads=3", "num_heads=4")
     entries = [
-        f'[[tensor]]\nfrom = "blocks.{{}}.look.{k}"\nto = "blocks.{{}}.attn.qkv.{k}"' for k in ("weight", "bias")
+        f'[[tensor]]\nfrom = "blocks.{{}}.look.{k}"\nto = "blocks.{{}}.attn.qkv.{k}"'
+        for k in ("weight", "bias")
     ]
     keys.write_text("\n".join(entries))
-    state = {name.replace("attn.qkv", "look"): tensor for name, tensor in model.state_dict().items()}
+    state = {
+        name.replace("attn.qkv", "look"): tensor for name, tensor in model.state_dict().items()
+    }
     with pytest.raises(CheckpointError, match=r"no file says its qkv_order: .*qkv_order=3hd"):
         load(state, tmp_path, given, keys=str(keys))
-    assert_same_logits(load(state, tmp_path, f"{given},qkv_order=h3d", keys=str(keys)), model, "h3d")
+    assert_same_logits(
+        load(state, tmp_path, f"{given},qkv_order=h3d", keys=str(keys)), model, "h3d"
+    )
     with pytest.raises(CheckpointError, match="qkv_order 'hhd': expected one of"):
         load(state, tmp_path, f"{given},qkv_order=hhd", keys=str(keys))
 
@@ -320,7 +402,11 @@ def test_the_order_of_a_projection_that_is_fused_by_name_alone_is_asked_for(tmp_
 )
 def test_a_map_that_does_not_fit_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "map.toml").write_text(text)
-    tensors: dict[str, Any] = {"a.0": torch.ones(2, 3), "a.1": torch.ones(2, 3), "b": torch.zeros(3)}
+    tensors: dict[str, Any] = {
+        "a.0": torch.ones(2, 3),
+        "a.1": torch.ones(2, 3),
+        "b": torch.zeros(3),
+    }
     with pytest.raises(CheckpointError, match=message):
         mapped(tensors, read_key_map(str(tmp_path / "map.toml")))
 
@@ -340,13 +426,19 @@ LITTLE = {"image_size": 16, "patch_size": 4, "num_classes": 5, "dim": 48, "depth
         ("ViT", {"heads": 4, "dim_head": 16}, "vit,num_heads=4"),  # inner width 64
         ("ViT", {"heads": 3, "dim_head": 16, "pool": "mean"}, "vit,num_heads=3"),
         ("ViT", {"heads": 2, "dim_head": 24, "mlp_dim": 48}, "vit,num_heads=2"),  # square layers
-        ("SimpleViT", {"heads": 3, "dim_head": 16}, "vit,num_heads=3"),  # positions that no tensor holds
+        (
+            "SimpleViT",
+            {"heads": 3, "dim_head": 16},
+            "vit,num_heads=3",
+        ),  # positions that no tensor holds
     ],
 )
 def test_vit_pytorch(kind: str, options: dict[str, Any], architecture: str, tmp_path: Path) -> None:
     model = getattr(vit_pytorch(), kind)(**(LITTLE | options)).eval()
     randomise(model)
-    with pytest.raises(CheckpointError, match=r"its num_heads: .* --architecture vit,num_heads=N --"):
+    with pytest.raises(
+        CheckpointError, match=r"its num_heads: .* --architecture vit,num_heads=N --"
+    ):
         load(model.state_dict(), tmp_path)
     checkpoint = load(model.state_dict(), tmp_path, architecture)
     assert_same_logits(checkpoint, model, f"vit-pytorch {kind} {options}")
@@ -364,7 +456,9 @@ class EncoderViT(nn.Module):
         layer = nn.TransformerEncoderLayer(
             48, 3, hidden, activation=activation, batch_first=True, norm_first=norm_first
         )
-        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(48), enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            layer, 2, norm=nn.LayerNorm(48), enable_nested_tensor=False
+        )
         self.classifier = nn.Sequential(nn.Dropout(0.1), nn.Linear(48, 5))
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -374,14 +468,20 @@ class EncoderViT(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("order", "activation", "hidden"), [("pre", "relu", 64), ("post", "gelu", 48)])
+@pytest.mark.parametrize(
+    ("order", "activation", "hidden"), [("pre", "relu", 64), ("post", "gelu", 48)]
+)
 def test_torchs_own_encoder(order: str, activation: str, hidden: int, tmp_path: Path) -> None:
     model = EncoderViT(norm_first=order == "pre", activation=activation, hidden=hidden).eval()
     randomise(model)
-    with pytest.raises(CheckpointError, match=r"norm_order=pre,act_layer=gelu,global_pool=token.*only usual"):
+    with pytest.raises(
+        CheckpointError, match=r"norm_order=pre,act_layer=gelu,global_pool=token.*only usual"
+    ):
         load(model.state_dict(), tmp_path)
     given = f"vit,num_heads=3,norm_order={order},act_layer={activation},global_pool=token"
-    assert_same_logits(load(model.state_dict(), tmp_path, given), model, f"TransformerEncoder {order}")
+    assert_same_logits(
+        load(model.state_dict(), tmp_path, given), model, f"TransformerEncoder {order}"
+    )
 
 
 @pytest.mark.parametrize("original", [True, False])
@@ -392,28 +492,45 @@ def test_a_state_dict_of_transformers_without_its_config(original: bool, tmp_pat
     preprocess = preprocess_file(tmp_path, model.config.image_size, model.config.image_size)
     given = f"vit,num_heads={model.config.num_attention_heads}"
     checkpoint = load_checkpoint(
-        str(tmp_path / "alone.safetensors"), architecture=given, preprocess=preprocess, labels="numbers"
+        str(tmp_path / "alone.safetensors"),
+        architecture=given,
+        preprocess=preprocess,
+        labels="numbers",
     )
-    assert_same_logits(checkpoint, lambda pixels: model(pixels).logits, "transformers without a config")
+    assert_same_logits(
+        checkpoint, lambda pixels: model(pixels).logits, "transformers without a config"
+    )
 
 
-@pytest.mark.parametrize("names", [["conv1.weight", "bn1.weight"], ["patch_embed.proj.weight", "h.0.kqv.weight"]])
-def test_names_of_no_known_layout_are_shown_with_the_way_out(names: list[str], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"a layout that is not known .*, such as '.*VIT_KEYS says which") as said:
+@pytest.mark.parametrize(
+    "names", [["conv1.weight", "bn1.weight"], ["patch_embed.proj.weight", "h.0.kqv.weight"]]
+)
+def test_names_of_no_known_layout_are_shown_with_the_way_out(
+    names: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"a layout that is not known .*, such as '.*VIT_KEYS says which"
+    ) as said:
         load({name: torch.zeros(4, 4) for name in names}, tmp_path, "vit_tiny_patch16_224")
     assert "\n" not in str(said.value)
 
 
-def test_a_post_norm_network_under_timms_names_is_never_taken_for_a_pre_norm_one(tmp_path: Path) -> None:
+def test_a_post_norm_network_under_timms_names_is_never_taken_for_a_pre_norm_one(
+    tmp_path: Path,
+) -> None:
     """The names and shapes are the same."""
     model = made(norm_first=False)
     given = "vit_tiny_patch16_224,embed_dim=48,depth=2,num_heads=3,patch_size=4"
     with pytest.raises(CheckpointError, match="norm_order=pre"):
         load(model.state_dict(), tmp_path, given)
-    assert_same_logits(load(model.state_dict(), tmp_path, f"{given},norm_order=post"), model, "post-norm")
+    assert_same_logits(
+        load(model.state_dict(), tmp_path, f"{given},norm_order=post"), model, "post-norm"
+    )
 
 
-def test_what_a_name_says_and_no_file_is_listed_with_the_option_that_says_it(tmp_path: Path) -> None:
+def test_what_a_name_says_and_no_file_is_listed_with_the_option_that_says_it(
+    tmp_path: Path,
+) -> None:
     model = made(width=192, hidden=768, depth=12)
     given = "vit_tiny_patch16_224,patch_size=4,act_layer=gelu"
     assert load(model.state_dict(), tmp_path, given).assumed == tuple(
@@ -423,13 +540,17 @@ def test_what_a_name_says_and_no_file_is_listed_with_the_option_that_says_it(tmp
 
 
 @pytest.mark.parametrize(
-    "given", [PLAIN, "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,norm_order=pre"]
+    "given",
+    [PLAIN, "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,norm_order=pre"],
 )
 def test_a_backbone_without_a_head_is_one_where_that_is_stated(given: str, tmp_path: Path) -> None:
     model = made(hidden=192)
-    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    state = {
+        name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")
+    }
     with pytest.raises(
-        CheckpointError, match=r"no file says its num_classes: .*,num_classes=0 --preprocess \S+ \(.*without a head"
+        CheckpointError,
+        match=r"no file says its num_classes: .*,num_classes=0 --preprocess \S+ \(.*without a head",
     ):
         load(state, tmp_path, given, labels=None)
     checkpoint = load(state, tmp_path, f"{given},num_classes=0", labels=None)
@@ -437,8 +558,12 @@ def test_a_backbone_without_a_head_is_one_where_that_is_stated(given: str, tmp_p
     pixels = pictures(checkpoint)
     model.head = nn.Identity()
     with torch.inference_mode():
-        assert relative_error(checkpoint.build()(pixels).embeddings["head"], model(pixels)) < TOLERANCE
-    with pytest.raises(CheckpointError, match="tell num_classes=5, but VIT_ARCHITECTURE says num_classes=0"):
+        assert (
+            relative_error(checkpoint.build()(pixels).embeddings["head"], model(pixels)) < TOLERANCE
+        )
+    with pytest.raises(
+        CheckpointError, match="tell num_classes=5, but VIT_ARCHITECTURE says num_classes=0"
+    ):
         load(made().state_dict(), tmp_path, f"{given},num_classes=0")
 
 
@@ -460,24 +585,40 @@ def test_what_the_tensors_of_a_network_of_ones_own_tell_need_not_be_stated(
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_classes": 5}
     model = timm().create_model("vit_tiny_patch16_224", **sizes, **options).eval()
     randomise(model)
-    assert_same_logits(load(model.state_dict(), tmp_path, PLAIN), model, f"told by tensors: {options}")
+    assert_same_logits(
+        load(model.state_dict(), tmp_path, PLAIN), model, f"told by tensors: {options}"
+    )
 
 
 @pytest.mark.parametrize(("patch", "size"), [(16, 32), (32, 96)])
-def test_torchvision_logits(patch: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_torchvision_logits(
+    patch: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     model = torchvision().models.VisionTransformer(size, patch, 2, 4, 48, 96, num_classes=7).eval()
     randomise(model)
     state = model.state_dict()
     # As releases of before 2022 name the layers of the MLP.
-    old = {n.replace(".mlp.0.", ".mlp.linear_1.").replace(".mlp.3.", ".mlp.linear_2."): t for n, t in state.items()}
+    old = {
+        n.replace(".mlp.0.", ".mlp.linear_1.").replace(".mlp.3.", ".mlp.linear_2."): t
+        for n, t in state.items()
+    }
     save_file(state, tmp_path / "mine.safetensors")
     torch.save(old, tmp_path / "old.pth")
-    options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, size, size), "labels": "numbers"}
-    with pytest.raises(CheckpointError, match=r"no file says its num_heads: .* --architecture vit,num_heads=N"):
+    options: dict[str, Any] = {
+        "preprocess": preprocess_file(tmp_path, size, size),
+        "labels": "numbers",
+    }
+    with pytest.raises(
+        CheckpointError, match=r"no file says its num_heads: .* --architecture vit,num_heads=N"
+    ):
         load_checkpoint(str(tmp_path / "mine.safetensors"), **options)
-    checkpoint = load_checkpoint(str(tmp_path / "mine.safetensors"), architecture="vit,num_heads=4", **options)
+    checkpoint = load_checkpoint(
+        str(tmp_path / "mine.safetensors"), architecture="vit,num_heads=4", **options
+    )
     assert_same_logits(checkpoint, model, f"torchvision's class in another size, patch {patch}")
-    monkeypatch.setitem(reader.TORCHVISION, (48, patch, 2, 96), ("vit_b_16", 4))  # the real sizes take seconds each
+    monkeypatch.setitem(
+        reader.TORCHVISION, (48, patch, 2, 96), ("vit_b_16", 4)
+    )  # the real sizes take seconds each
     for name in ("mine.safetensors", "old.pth"):
         checkpoint = load_checkpoint(str(tmp_path / name), **options)
         assert checkpoint.architecture == "vit_b_16"
@@ -501,14 +642,30 @@ def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
         for name, preset in PREPROCESS_PRESETS.items()
         if name.startswith("torchvision")
     }
-    for enum in ("ViT_B_16_Weights", "ViT_B_32_Weights", "ViT_L_16_Weights", "ViT_L_32_Weights", "ViT_H_14_Weights"):
+    for enum in (
+        "ViT_B_16_Weights",
+        "ViT_B_32_Weights",
+        "ViT_L_16_Weights",
+        "ViT_L_32_Weights",
+        "ViT_H_14_Weights",
+    ):
         for weights in getattr(torchvision().models, enum):
             published = weights.transforms()
             sizes = published.crop_size[0], published.resize_size[0], published.interpolation.value
             assert (*sizes, tuple(published.mean), tuple(published.std)) in presets, weights
 
 
-HEADS = ("heads", "heads.1", "heads.head", "head.1", "classifier", "classifier.1", "fc", "linear_head", "mlp_head.1")
+HEADS = (
+    "heads",
+    "heads.1",
+    "heads.head",
+    "head.1",
+    "classifier",
+    "classifier.1",
+    "fc",
+    "linear_head",
+    "mlp_head.1",
+)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -520,7 +677,9 @@ def test_a_linear_head_is_read_under_its_name(name: str, tmp_path: Path) -> None
 
 def test_a_new_head_on_torchvisions_model_is_read(tmp_path: Path) -> None:
     model = torchvision().models.VisionTransformer(32, 16, 2, 4, 48, 96).eval()
-    for number, heads in enumerate((nn.Linear(48, 3), nn.Sequential(nn.Dropout(), nn.Linear(48, 3)).eval())):
+    for number, heads in enumerate(
+        (nn.Linear(48, 3), nn.Sequential(nn.Dropout(), nn.Linear(48, 3)).eval())
+    ):
         model.heads = heads
         randomise(model)
         preprocess = preprocess_file(tmp_path, 32, 32)
@@ -531,7 +690,9 @@ def test_a_new_head_on_torchvisions_model_is_read(tmp_path: Path) -> None:
 def test_a_likely_head_is_named_with_its_key_map(tmp_path: Path) -> None:
     model = made()
     state = {n.replace("head.", "species.top."): t for n, t in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"'species.top.weight' \[5, 48\] is likely the head") as refusal:
+    with pytest.raises(
+        CheckpointError, match=r"'species.top.weight' \[5, 48\] is likely the head"
+    ) as refusal:
         load(state, tmp_path)
     (tmp_path / "keys.toml").write_text(str(refusal.value).partition("(VIT_KEYS): ")[2])
     checkpoint = load(state, tmp_path, PLAIN, keys=str(tmp_path / "keys.toml"))
@@ -539,11 +700,17 @@ def test_a_likely_head_is_named_with_its_key_map(tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
-    body = {name: tensor for name, tensor in made().state_dict().items() if not name.startswith("head.")}
+    body = {
+        name: tensor for name, tensor in made().state_dict().items() if not name.startswith("head.")
+    }
     layers = {"classifier.0.weight": torch.zeros(9, 48), "classifier.2.weight": torch.zeros(5, 9)}
-    with pytest.raises(CheckpointError, match=r"several layers, 'classifier.0.weight' .* vitserve train --probe"):
+    with pytest.raises(
+        CheckpointError, match=r"several layers, 'classifier.0.weight' .* vitserve train --probe"
+    ):
         load(body | layers, tmp_path, PLAIN)
-    with pytest.raises(CheckpointError, match=r"'linear_head.weight' \[5, 240\] reads 5 x 48 features"):
+    with pytest.raises(
+        CheckpointError, match=r"'linear_head.weight' \[5, 240\] reads 5 x 48 features"
+    ):
         load(body | {"linear_head.weight": torch.zeros(5, 240)}, tmp_path, PLAIN)
 
 
@@ -553,24 +720,32 @@ class LinearClassifier(nn.Module):
     def __init__(self, registers: int) -> None:
         super().__init__()
         name = "vit_small_patch14_reg4_dinov2" if registers else "vit_small_patch14_dinov2"
-        self.backbone = timm().create_model(name, embed_dim=48, depth=2, num_heads=3, img_size=42, num_classes=0)
+        self.backbone = timm().create_model(
+            name, embed_dim=48, depth=2, num_heads=3, img_size=42, num_classes=0
+        )
         self.prefix = 1 + registers
         self.linear_head = nn.Linear(96, 5)
 
     def forward(self, pixels: Tensor) -> Tensor:
         tokens = self.backbone.forward_features(pixels)
-        logits: Tensor = self.linear_head(torch.cat((tokens[:, 0], tokens[:, self.prefix :].mean(dim=1)), dim=1))
+        logits: Tensor = self.linear_head(
+            torch.cat((tokens[:, 0], tokens[:, self.prefix :].mean(dim=1)), dim=1)
+        )
         return logits
 
 
 @pytest.mark.parametrize("registers", [0, 4])
 @pytest.mark.parametrize("pool", ["", ",global_pool=cls_mean"])
-def test_dinov2s_linear_head_reads_cls_and_the_mean(registers: int, pool: str, tmp_path: Path) -> None:
+def test_dinov2s_linear_head_reads_cls_and_the_mean(
+    registers: int, pool: str, tmp_path: Path
+) -> None:
     model = LinearClassifier(registers).eval()
     randomise(model)
     name = "vit_small_patch14_reg4_dinov2" if registers else "vit_small_patch14_dinov2"
     given = f"{name},embed_dim=48,depth=2,num_heads=3,norm_order=pre{pool}"
-    checkpoint = load(model.state_dict(), tmp_path, given, preprocess=preprocess_file(tmp_path, 42, 42))
+    checkpoint = load(
+        model.state_dict(), tmp_path, given, preprocess=preprocess_file(tmp_path, 42, 42)
+    )
     assert checkpoint.vit.pool == "cls_mean"
     said = "global_pool=cls_mean, because the head reads 2 x 48 features (VIT_ARCHITECTURE)"
     assert (said in checkpoint.assumed) == (not pool)
@@ -578,9 +753,13 @@ def test_dinov2s_linear_head_reads_cls_and_the_mean(registers: int, pool: str, t
     if pool:
         return
     pytest.importorskip("openvino")
-    predictor = Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES["openvino"], max_batch=2)
+    predictor = Predictor(
+        checkpoint, device="cpu", dtype="float32", compile_mode=MODES["openvino"], max_batch=2
+    )
     images = np.random.default_rng(0).integers(0, 256, (2, 42, 42, 3), np.uint8)
     with torch.inference_mode():
         expected = model(Normalise(checkpoint.preprocess)(torch.from_numpy(images)))
-    found = [outputs.logits for outputs in predictor.predict(images, RequestedOutputs(2, logits=True))]
+    found = [
+        outputs.logits for outputs in predictor.predict(images, RequestedOutputs(2, logits=True))
+    ]
     assert relative_error(torch.from_numpy(np.array(found)), expected) < TOLERANCE

@@ -31,7 +31,9 @@ def wrapper_folder(folder: Path) -> Path:
     """The folder of transformers' wrapper around a network of timm."""
     timm_folder(folder)
     weights = folder / "model.safetensors"
-    save_file({f"timm_model.{name}": tensor for name, tensor in load_file(weights).items()}, weights)
+    save_file(
+        {f"timm_model.{name}": tensor for name, tensor in load_file(weights).items()}, weights
+    )
     put(folder / "config.json", "model_type", "timm_wrapper")
     put(folder / "config.json", "model_args.global_pool", "token")
     return folder
@@ -67,8 +69,14 @@ def test_a_regression_is_not_served_as_classes(kind: str, problem: object, tmp_p
 def test_the_wrappers_scores_are_transformers(tmp_path: Path) -> None:
     library = transformers()
     timm()
-    config = library.TimmWrapperConfig(architecture="test_vit", num_labels=4, problem_type="multi_label_classification")
-    config.pretrained_cfg = {"input_size": [3, 160, 160], "crop_pct": 0.95, "interpolation": "bicubic"}
+    config = library.TimmWrapperConfig(
+        architecture="test_vit", num_labels=4, problem_type="multi_label_classification"
+    )
+    config.pretrained_cfg = {
+        "input_size": [3, 160, 160],
+        "crop_pct": 0.95,
+        "interpolation": "bicubic",
+    }
     config.pretrained_cfg |= {"mean": [0.5] * 3, "std": [0.5] * 3}
     model = library.TimmWrapperForImageClassification(config).eval()
     model.save_pretrained(tmp_path)
@@ -100,7 +108,9 @@ def test_an_activation_without_effect_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted(FOLDERS))
 def test_a_setting_changes_what_scores_are(kind: str, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path)
-    own, changed = (load_checkpoint(str(folder), activation=activation) for activation in (None, "sigmoid"))
+    own, changed = (
+        load_checkpoint(str(folder), activation=activation) for activation in (None, "sigmoid")
+    )
     assert changed.head.independent
     assert changed.content != own.content
 
@@ -113,21 +123,28 @@ INDICES = {label: int(index) for index, label in NAMED.items()}
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        ({"a": 1, "b": 0, "c": 2}, "label2id has 'a' at 1, where id2label has 'b': correct the wrong one, or name"),
+        (
+            {"a": 1, "b": 0, "c": 2},
+            "label2id has 'a' at 1, where id2label has 'b': correct the wrong one, or name",
+        ),
         ({"a": 0, "b": 1, "cat": 2}, "label2id has 'cat' at 2, where id2label has 'c'"),
         ({"a": 0, "b": 1}, "label2id lacks 'c'"),
         ({"a": 0, "b": 1, "c": 7}, "label2id has 'c' at 7, where id2label has 'no class'"),
         ({"a": 0, "b": 1, "c": [2]}, r"label2id has 'c' at \[2\]"),
     ],
 )
-def test_contradicting_labels_are_refused(indices: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_contradicting_labels_are_refused(
+    indices: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     folder = huggingface_folder(tmp_path)
     put(folder / "config.json", "label2id", indices)
     assert re.search(message, refusal(folder))
     assert load_checkpoint(str(folder), labels="numbers").labels == ("0", "1", "2")
 
 
-@pytest.mark.parametrize("indices", [INDICES, {"a": "0", "b": "1", "c": "2"}, {"LABEL_0": 0, "LABEL_1": 1}, None])
+@pytest.mark.parametrize(
+    "indices", [INDICES, {"a": "0", "b": "1", "c": "2"}, {"LABEL_0": 0, "LABEL_1": 1}, None]
+)
 def test_agreeing_labels_are_served(indices: dict[str, Any] | None, tmp_path: Path) -> None:
     folder = huggingface_folder(tmp_path)
     put(folder / "config.json", "label2id", indices)
@@ -140,7 +157,9 @@ def test_repeated_labels_are_no_contradiction(tmp_path: Path) -> None:
     folder = huggingface_folder(tmp_path)
     edit(
         folder / "config.json",
-        lambda config: config.update(id2label={"0": "crane", "1": "crane", "2": "c"}, label2id={"crane": 1, "c": 2}),
+        lambda config: config.update(
+            id2label={"0": "crane", "1": "crane", "2": "c"}, label2id={"crane": 1, "c": 2}
+        ),
     )
     assert load_checkpoint(str(folder)).labels == ("crane", "crane", "c")
 
@@ -159,7 +178,9 @@ def test_labels_without_names_are_noted(kind: str, tmp_path: Path) -> None:
     edit(
         folder / "config.json",
         lambda config: config.update(
-            {"id2label": UNNAMED} if kind == "huggingface" else {"label_names": list(UNNAMED.values())}
+            {"id2label": UNNAMED}
+            if kind == "huggingface"
+            else {"label_names": list(UNNAMED.values())}
         ),
     )
     checkpoint = load_checkpoint(str(folder))

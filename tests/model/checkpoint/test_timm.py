@@ -61,28 +61,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deit": ("deit_tiny_patch16_224", {"img_size": 32}),
     "deit-distilled": ("deit_tiny_distilled_patch16_224", {"img_size": 48}),
     "deit3": ("deit3_small_patch16_224", {"img_size": 32, "embed_dim": 48, "num_heads": 3}),
-    "registers-gap": ("vit_little_patch16_reg4_gap_256", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
-    "dinov2-registers": ("vit_base_patch14_reg4_dinov2", {"img_size": 42, "embed_dim": 48, "num_classes": 9}),
-    "dinov2-swiglu": ("vit_giant_patch14_dinov2", {"img_size": 28, "embed_dim": 48, "num_classes": 9}),
+    "registers-gap": (
+        "vit_little_patch16_reg4_gap_256",
+        {"img_size": 48, "embed_dim": 48, "num_heads": 3},
+    ),
+    "dinov2-registers": (
+        "vit_base_patch14_reg4_dinov2",
+        {"img_size": 42, "embed_dim": 48, "num_classes": 9},
+    ),
+    "dinov2-swiglu": (
+        "vit_giant_patch14_dinov2",
+        {"img_size": 28, "embed_dim": 48, "num_classes": 9},
+    ),
     "map": ("vit_so150m_patch16_reg4_map_256", {"img_size": 48, "embed_dim": 56, "num_heads": 7}),
     "map-prefix": ("test_vit3", {"img_size": 32}),
-    "siglip-map": ("vit_so400m_patch14_siglip_384", {"img_size": 46, "embed_dim": 64, "num_classes": 5}),
+    "siglip-map": (
+        "vit_so400m_patch14_siglip_384",
+        {"img_size": 46, "embed_dim": 64, "num_classes": 5},
+    ),
     "beit": ("beit_base_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 4}),
     "beit-token": (
         "beitv2_base_patch16_224",
         {"img_size": (32, 80), "embed_dim": 48, "num_heads": 3, "global_pool": "token"},
     ),
     "relpos": ("vit_relpos_small_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
-    "relpos-shared": ("vit_srelpos_small_patch16_224", {"img_size": (32, 80), "embed_dim": 48, "num_heads": 3}),
-    "relpos-cls": ("vit_relpos_medium_patch16_cls_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
-    "relpos-res-post-norm": ("vit_relpos_base_patch32_plus_rpn_256", {"img_size": 96, "embed_dim": 48, "num_heads": 3}),
+    "relpos-shared": (
+        "vit_srelpos_small_patch16_224",
+        {"img_size": (32, 80), "embed_dim": 48, "num_heads": 3},
+    ),
+    "relpos-cls": (
+        "vit_relpos_medium_patch16_cls_224",
+        {"img_size": 48, "embed_dim": 48, "num_heads": 3},
+    ),
+    "relpos-res-post-norm": (
+        "vit_relpos_base_patch32_plus_rpn_256",
+        {"img_size": 96, "embed_dim": 48, "num_heads": 3},
+    ),
     "beit3": ("beit3_base_patch16_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
-    "res-post-norm": ("vit_base_patch16_rpn_224", {"img_size": 48, "embed_dim": 48, "num_heads": 3}),
+    "res-post-norm": (
+        "vit_base_patch16_rpn_224",
+        {"img_size": 48, "embed_dim": 48, "num_heads": 3},
+    ),
     "eva": ("eva_giant_patch14_224", {"img_size": 28, "embed_dim": 48, "num_heads": 4}),
     "eva02": ("eva02_tiny_patch14_336", {"img_size": (42, 28), "embed_dim": 48}),
     "eva02-apart": ("eva02_base_patch14_448", {"img_size": 42, "embed_dim": 48, "num_classes": 9}),
-    "eva02-clip": ("eva02_large_patch14_clip_224", {"img_size": (28, 56), "embed_dim": 64, "num_classes": 9}),
-    "eva02-resized": ("eva02_tiny_patch14_336", {"img_size": 64, "patch_size": 16, "embed_dim": 48}),
+    "eva02-clip": (
+        "eva02_large_patch14_clip_224",
+        {"img_size": (28, 56), "embed_dim": 64, "num_classes": 9},
+    ),
+    "eva02-resized": (
+        "eva02_tiny_patch14_336",
+        {"img_size": 64, "patch_size": 16, "embed_dim": 48},
+    ),
     "eva02-res-post-norm": (
         "eva02_enormous_patch14_clip_224",
         {"img_size": 28, "embed_dim": 48, "num_heads": 3, "num_classes": 9},
@@ -92,18 +122,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rope": ("vit_small_patch16_rope_224", {"img_size": (48, 80), "embed_dim": 48}),
     "rope-mixed": ("vit_small_patch16_rope_mixed_224", {"img_size": (48, 80), "embed_dim": 48}),
     "rope-mixed-ape": ("vit_base_patch16_rope_mixed_ape_224", {"img_size": 48, "embed_dim": 96}),
-    "dinov3": ("vit_small_patch16_dinov3", {"img_size": (48, 32), "embed_dim": 48, "num_classes": 9}),
+    "dinov3": (
+        "vit_small_patch16_dinov3",
+        {"img_size": (48, 32), "embed_dim": 48, "num_classes": 9},
+    ),
     "dinov3-swiglu-cls": (
         "vit_small_plus_patch16_dinov3_qkvb",
-        {"img_size": (48, 32), "embed_dim": 72, "mlp_ratio": 3.1, "num_classes": 9, "global_pool": "token"},
+        {
+            "img_size": (48, 32),
+            "embed_dim": 72,
+            "mlp_ratio": 3.1,
+            "num_classes": 9,
+            "global_pool": "token",
+        },
     ),
-    "pe-core": ("vit_pe_core_small_patch16_384", {"img_size": (48, 80), "embed_dim": 48, "num_classes": 9}),
-    "pe-lang": ("vit_pe_lang_large_patch14_448", {"img_size": 28, "embed_dim": 64, "num_classes": 9}),
+    "pe-core": (
+        "vit_pe_core_small_patch16_384",
+        {"img_size": (48, 80), "embed_dim": 48, "num_classes": 9},
+    ),
+    "pe-lang": (
+        "vit_pe_lang_large_patch14_448",
+        {"img_size": 28, "embed_dim": 64, "num_classes": 9},
+    ),
     "hybrid-root": ("vit_tiny_r_s16_p8_224", {"img_size": 64}),
     "hybrid-r26": ("vit_small_r26_s32_224", {"img_size": 64, "embed_dim": 48}),
 }
 
-RESIZED = ["vit", "registers-gap", "deit-distilled", "eva02-resized", "rope-resized", "rope-mixed-ape", "pe-core"]
+RESIZED = [
+    "vit",
+    "registers-gap",
+    "deit-distilled",
+    "eva02-resized",
+    "rope-resized",
+    "rope-mixed-ape",
+    "pe-core",
+]
 
 
 def make(case: str, folder: Path) -> Any:
@@ -142,16 +195,24 @@ def test_logits_embeddings_and_attention_rows_are_those_of_timm(case: str, tmp_p
 NUMBERS = ("embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size")
 
 
-def test_every_architecture_has_the_sizes_that_timms_entry_point_passes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_architecture_has_the_sizes_that_timms_entry_point_passes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, arguments in architectures().items():
         entry, built = timm().models.model_entrypoint(name), Mock()
         with monkeypatch.context() as patch:
             patch.setattr(sys.modules[entry.__module__], "build_model_with_cfg", built)
             entry()
-        given = parse_arguments(arguments | {"img_size": arguments.get("img_size", 224), "num_classes": 3})
+        given = parse_arguments(
+            arguments | {"img_size": arguments.get("img_size", 224), "num_classes": 3}
+        )
         passed = built.call_args.kwargs
-        numbers = NUMBERS[:4] if "stem_layers" in arguments else NUMBERS  # patches of a hybrid are its stem's
-        assert [getattr(given, n) for n in numbers] == [passed.get(n, getattr(given, n)) for n in numbers], name
+        numbers = (
+            NUMBERS[:4] if "stem_layers" in arguments else NUMBERS
+        )  # patches of a hybrid are its stem's
+        assert [getattr(given, n) for n in numbers] == [
+            passed.get(n, getattr(given, n)) for n in numbers
+        ], name
         assert numbers[0] not in arguments or arguments["embed_dim"] == passed["embed_dim"], name
         assert given.vit_config().depth == passed.get("depth", 12), name
 
@@ -159,11 +220,18 @@ def test_every_architecture_has_the_sizes_that_timms_entry_point_passes_on(monke
 def test_every_kind_of_architecture_has_timms_parameters() -> None:
     """One block is compared: all of them are alike. Kinds differ by more than sizes."""
     sizes = {*NUMBERS, "img_size", "init_values", "ref_feat_shape", "stem_layers"}
-    kinds = {str(sorted((k, v) for k, v in given.items() if k not in sizes)): n for n, given in architectures().items()}
+    kinds = {
+        str(sorted((k, v) for k, v in given.items() if k not in sizes)): n
+        for n, given in architectures().items()
+    }
     for name in kinds.values():
         with torch.device("meta"), torch.no_grad():
             theirs = timm().create_model(name, num_classes=3, depth=1)
-        given = architectures()[name] | {"img_size": theirs.patch_embed.img_size, "num_classes": 3, "depth": 1}
+        given = architectures()[name] | {
+            "img_size": theirs.patch_embed.img_size,
+            "num_classes": 3,
+            "depth": 1,
+        }
         parsed = parse_arguments(given)
         config = parsed.vit_config()
         with torch.device("meta"):
@@ -173,7 +241,10 @@ def test_every_kind_of_architecture_has_timms_parameters() -> None:
         assert shapes == {name: tensor.shape for name, tensor in expected.items()}, name
         first = theirs.blocks[0]
         assert (config.heads, config.norm_eps) == (first.attn.num_heads, first.norm1.eps), name
-        assert (config.grid, config.prefix_tokens) == (theirs.patch_embed.grid_size, theirs.num_prefix_tokens), name
+        assert (config.grid, config.prefix_tokens) == (
+            theirs.patch_embed.grid_size,
+            theirs.num_prefix_tokens,
+        ), name
         mlp, values = blocks(ours)[0].mlp, torch.linspace(-3, 3, 50)
         assert isinstance(mlp, Mlp | SwiGLU)
         torch.testing.assert_close(mlp.activation(values), first.mlp.act(values), atol=1e-6, rtol=0)
@@ -187,14 +258,20 @@ def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path)
 @pytest.mark.parametrize("case", RESIZED)
 def test_another_input_size_agrees_with_set_input_size(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
-    if case == "deit-distilled":  # this class cannot be resized after it is built; its function is the reference
+    if (
+        case == "deit-distilled"
+    ):  # this class cannot be resized after it is built; its function is the reference
         from timm.layers import resample_abs_pos_embed
 
-        model.pos_embed.data = resample_abs_pos_embed(model.pos_embed.data, (6, 4), (3, 3), num_prefix_tokens=2)
+        model.pos_embed.data = resample_abs_pos_embed(
+            model.pos_embed.data, (6, 4), (3, 3), num_prefix_tokens=2
+        )
         model.patch_embed.strict_img_size = False
     else:
         model.set_input_size((96, 64))
-    assert_same_logits(load_checkpoint(str(tmp_path), image_size=(96, 64)), model, f"timm {case} at another size")
+    assert_same_logits(
+        load_checkpoint(str(tmp_path), image_size=(96, 64)), model, f"timm {case} at another size"
+    )
 
 
 def test_a_size_mends_an_input_size_of_another(tmp_path: Path) -> None:
@@ -203,7 +280,9 @@ def test_a_size_mends_an_input_size_of_another(tmp_path: Path) -> None:
     own = load_checkpoint(str(tmp_path), image_size=(64, 64))
     assert_same_logits(own, model, "the model's own size")
     model.set_input_size((96, 96))
-    assert_same_logits(load_checkpoint(str(tmp_path), image_size=(96, 96)), model, "the input's size")
+    assert_same_logits(
+        load_checkpoint(str(tmp_path), image_size=(96, 96)), model, "the input's size"
+    )
 
 
 def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
@@ -238,8 +317,13 @@ def test_a_folder_of_timm_without_a_head(tmp_path: Path) -> None:
     folder = timm_folder(tmp_path)
     headed, pixels = load_checkpoint(str(folder)), torch.randn(2, 3, 16, 16)
     edit(folder / "config.json", lambda config: config.update(num_classes=0))
-    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("head.")])
-    ours, expected = (each.build()(pixels).embeddings["head"] for each in (load_checkpoint(str(folder)), headed))
+    edit_tensors(
+        folder,
+        lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("head.")],
+    )
+    ours, expected = (
+        each.build()(pixels).embeddings["head"] for each in (load_checkpoint(str(folder)), headed)
+    )
     assert torch.equal(ours, expected)
 
 
@@ -266,7 +350,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "convnext": ("convnext_atto", {**SMALL, "dims": (8, 8, 16, 16), "drop_path_rate": 0.5}),
     "swin": (
         "swin_tiny_patch4_window7_224",
-        {"img_size": 56, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 2), "strict_img_size": True},
+        {
+            "img_size": 56,
+            "embed_dim": 16,
+            "depths": (2, 1),
+            "num_heads": (2, 2),
+            "strict_img_size": True,
+        },
     ),
     "swin-v2": (
         "swinv2_tiny_window8_256",
@@ -284,7 +374,11 @@ def make_library(family: str, folder: Path) -> Any:
     name, arguments = FAMILIES[family]
     torch.manual_seed(0)
     channels = arguments.get("in_chans", 3)
-    small = {"pretrained_cfg_overlay": {"input_size": (channels, 64, 96)}} if family not in FIXED else {}
+    small = (
+        {"pretrained_cfg_overlay": {"input_size": (channels, 64, 96)}}
+        if family not in FIXED
+        else {}
+    )
     model = timm().create_model(name, num_classes=5, **small, **arguments).eval()
     randomise(model)
     for name, statistic in model.named_buffers():
@@ -296,7 +390,9 @@ def make_library(family: str, folder: Path) -> Any:
 
 
 def edited(folder: Path, **changes: Any) -> Path:
-    """The folder, after a change of its config's fields; those of `model_args` and `pretrained_cfg` are added."""
+    """The folder, after a change of its config's fields; those of `model_args` and `pretrained_cfg`
+    are added.
+    """
 
     def change(config: dict[str, Any]) -> None:
         for key, value in changes.items():
@@ -352,10 +448,17 @@ def test_a_predictor_answers_alike(family: str, backend: Any, tmp_path: Path) ->
     model = make_library(family, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
     predictor = Predictor(
-        checkpoint, device="cpu", dtype="float32", compile_mode=MODES[backend], max_batch=4, streams=1
+        checkpoint,
+        device="cpu",
+        dtype="float32",
+        compile_mode=MODES[backend],
+        max_batch=4,
+        streams=1,
     )
     assert predictor.backend.startswith(backend)
-    images = np.random.default_rng(0).integers(0, 256, (3, *checkpoint.config.image_size, 3), np.uint8)
+    images = np.random.default_rng(0).integers(
+        0, 256, (3, *checkpoint.config.image_size, 3), np.uint8
+    )
     with torch.inference_mode():
         expected = model(Normalise(checkpoint.preprocess)(torch.from_numpy(images)))
     outputs = predictor.predict(images, RequestedOutputs(2, logits=True))
@@ -363,13 +466,23 @@ def test_a_predictor_answers_alike(family: str, backend: Any, tmp_path: Path) ->
     assert relative_error(found, expected) < EXACT
 
 
-def test_a_wrapped_network_of_transformers_and_a_plain_state_dict_are_read_alike(tmp_path: Path) -> None:
+def test_a_wrapped_network_of_transformers_and_a_plain_state_dict_are_read_alike(
+    tmp_path: Path,
+) -> None:
     model = make_library("convnext", tmp_path)
     weights, file = tmp_path / "model.safetensors", tmp_path / "weights.pth"
-    save_file({f"timm_model.{name}": tensor for name, tensor in load_file(weights).items()}, weights)
+    save_file(
+        {f"timm_model.{name}": tensor for name, tensor in load_file(weights).items()}, weights
+    )
     assert_same(load_checkpoint(str(edited(tmp_path, model_type="timm_wrapper"))), model, "wrapped")
-    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}, file)
-    with pytest.raises(CheckpointError, match=r"no file says its preprocessing, labels: .*convnext_atto.*--labels n"):
+    torch.save(
+        {"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}},
+        file,
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"no file says its preprocessing, labels: .*convnext_atto.*--labels n",
+    ):
         load_checkpoint(str(file), architecture="convnext_atto")
     options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 32, 64), "labels": "numbers"}
     architecture = "convnext_atto,depths=[1,1,1,1],dims=[8,8,16,16]"
@@ -384,7 +497,9 @@ def test_another_input_size_is_run_where_the_network_takes_any(tmp_path: Path) -
     assert checkpoint.preprocess.size == checkpoint.config.image_size == (96, 64)
     assert_same(checkpoint, model, "another size")
     make_library("swin", tmp_path / "fixed")
-    with pytest.raises(CheckpointError, match="timm's swin_tiny_patch4_window7_224 is made for 56x56"):
+    with pytest.raises(
+        CheckpointError, match="timm's swin_tiny_patch4_window7_224 is made for 56x56"
+    ):
         load_checkpoint(str(tmp_path / "fixed"), image_size=(112, 112))
 
 
@@ -395,7 +510,9 @@ def test_it_has_no_maps_and_one_embedding_and_says_so(small: Path) -> None:
         parse_maps(checkpoint.config, checkpoint.labels, method="rollout")
     with pytest.raises(InputError, match=r"pool 'cls': timm's convnext_atto .* expected head"):
         parse_embedding(checkpoint.config, "cls")
-    with pytest.raises(CheckpointError, match="is timm's convnext_atto: this is for vitserve's own networks"):
+    with pytest.raises(
+        CheckpointError, match="is timm's convnext_atto: this is for vitserve's own networks"
+    ):
         checkpoint.build()
     rows = summarise(checkpoint)
     assert rows["runtime"].startswith("timm 1.")
@@ -405,17 +522,32 @@ def test_it_has_no_maps_and_one_embedding_and_says_so(small: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "resnet_of_nobody"}, "'resnet_of_nobody' is none of the 247 .* and none of timm's others"),
+        (
+            {"architecture": "resnet_of_nobody"},
+            "'resnet_of_nobody' is none of the 247 .* and none of timm's others",
+        ),
         ({"architecture": "hf-hub:evil/model"}, "'hf-hub:evil/model' is none of"),
         ({"architecture": "convnext_atto.d2_in1k"}, "'convnext_atto.d2_in1k' is none of"),
-        ({"architecture": "resnet10t"}, "timm does not make it: .* unexpected keyword argument 'depths'"),
+        (
+            {"architecture": "resnet10t"},
+            "timm does not make it: .* unexpected keyword argument 'depths'",
+        ),
         ({"model_args": {"conv_mlp": False}}, "has shape"),
-        ({"model_args": {"pretrained": True}}, "argument 'pretrained' is none of those that size a network"),
+        (
+            {"model_args": {"pretrained": True}},
+            "argument 'pretrained' is none of those that size a network",
+        ),
         ({"model_args": {"checkpoint_path": "/etc/passwd"}}, "argument 'checkpoint_path' is none"),
-        ({"model_args": {"pretrained_cfg": {"url": "http://x"}}}, "argument 'pretrained_cfg' is none"),
+        (
+            {"model_args": {"pretrained_cfg": {"url": "http://x"}}},
+            "argument 'pretrained_cfg' is none",
+        ),
         ({"model_args": {"norm_layer": "os.system"}}, "norm_layer"),
         ({"model_args": {"depths": "layernorm"}}, "argument depths 'layernorm': expected numbers"),
-        ({"model_args": {"depths": [1, 1, 1, 10**9]}}, "argument depths .*: expected numbers up to 16384"),
+        (
+            {"model_args": {"depths": [1, 1, 1, 10**9]}},
+            "argument depths .*: expected numbers up to 16384",
+        ),
         ({"model_args": {"dims": [8, 8, 16, 16384]}}, "has shape"),
         ({"model_args": {"dims": []}}, "timm does not make it"),
         ({"model_args": {"img_size": 64}}, "timm does not make it"),
@@ -436,9 +568,13 @@ def test_hostile_configs_are_refused_in_one_line(
     assert len(str(caught.value)) < 500 + len(str(folder))
 
 
-def test_without_the_extra_the_refusal_says_how_to_install_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_refusal_says_how_to_install_it(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(library, "is_installed", lambda: False)
-    with pytest.raises(CheckpointError, match=r"'convnext_atto' is none of .*pip install 'vitserve\[timm\]'"):
+    with pytest.raises(
+        CheckpointError, match=r"'convnext_atto' is none of .*pip install 'vitserve\[timm\]'"
+    ):
         load_checkpoint(str(small))
 
 

@@ -1,4 +1,6 @@
-"""Files and fields beside those that are read: each has its effect, is refused with the remedy, or is named."""
+"""Files and fields beside those that are read: each has its effect, is refused with the remedy, or
+is named.
+"""
 
 import json
 import shutil
@@ -70,7 +72,9 @@ def test_a_second_file_of_weights_is_named(tmp_path: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     checkpoint = load_checkpoint(str(folder))
     (note,) = checkpoint.notes
-    assert note.startswith("not read: pytorch_model.bin; read instead: config.json, model.safetensors, ")
+    assert note.startswith(
+        "not read: pytorch_model.bin; read instead: config.json, model.safetensors, "
+    )
     assert checkpoint.content == expected.content
 
 
@@ -90,24 +94,36 @@ def test_processors_that_disagree_are_said(tmp_path: Path) -> None:
     put(folder / "preprocessor_config.json", "image_mean", [0.4, 0.4, 0.4])
     checkpoint = load_checkpoint(str(folder))
     assert checkpoint.preprocess.mean == (0.5, 0.5, 0.5)
-    assert "preprocessing: that of processor_config.json, as transformers takes it" in checkpoint.assumed[0]
+    assert (
+        "preprocessing: that of processor_config.json, as transformers takes it"
+        in checkpoint.assumed[0]
+    )
 
 
 def test_a_wrapper_with_a_processor_of_its_own_is_refused(tmp_path: Path) -> None:
     folder = timm_folder(tmp_path / "model")
     put(folder / "config.json", "model_type", "timm_wrapper")
     tensors = load_file(folder / "model.safetensors")
-    save_file({f"timm_model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {f"timm_model.{name}": tensor for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     assert load_checkpoint(str(folder)).labels == ("a", "b", "c")
     shutil.copy(huggingface_folder(tmp_path / "other") / "preprocessor_config.json", folder)
-    assert "'ViTImageProcessor' stands against the pretrained_cfg of config.json: set VIT_PREPROCESS" in refusal(folder)
+    assert (
+        "'ViTImageProcessor' stands against the pretrained_cfg of config.json: set VIT_PREPROCESS"
+        in refusal(folder)
+    )
 
 
 def test_code_of_a_folder_is_not_run_and_named(tmp_path: Path) -> None:
     folder = huggingface_folder(tmp_path)
     put(folder / "config.json", "auto_map", {"AutoModel": "modeling.Net"})
     (note,) = load_checkpoint(str(folder)).notes
-    assert note == "auto_map: the folder's own code is not run; the model is read as ViTForImageClassification"
+    assert (
+        note
+        == "auto_map: the folder's own code is not run; the model is read as ViTForImageClassification"
+    )
 
 
 def test_rates_of_dropout_do_not_matter(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What people bring, each made anew as they make it: served exactly, or refused in one line that says what to do.
+"""What people bring, each made anew as they make it: served exactly, or refused in one line that
+says what to do.
 
 `pytest -s` prints the parity of each and each refusal.
 """
@@ -80,23 +81,36 @@ def _training(model: nn.Module) -> dict[str, Any]:
         parameter.grad = torch.zeros_like(parameter)
     optimiser.step()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 9)
-    return {"net": model.state_dict(), "optimizer": optimiser.state_dict(), "scheduler": schedule.state_dict()}
+    return {
+        "net": model.state_dict(),
+        "optimizer": optimiser.state_dict(),
+        "scheduler": schedule.state_dict(),
+    }
 
 
 def _pair(*names: str) -> Callable[[nn.Module], dict[str, Any]]:
     """Return a packer of two copies, of which the first is the network's."""
 
     def pack(model: nn.Module) -> dict[str, Any]:
-        copies: dict[str, Any] = {names[0]: model.state_dict(), names[1]: made(heads=1).state_dict()}
+        copies: dict[str, Any] = {
+            names[0]: model.state_dict(),
+            names[1]: made(heads=1).state_dict(),
+        }
         if not names[0].endswith("."):
             return copies
-        return {prefix + name: tensor for prefix, state in copies.items() for name, tensor in state.items()}
+        return {
+            prefix + name: tensor
+            for prefix, state in copies.items()
+            for name, tensor in state.items()
+        }
 
     return pack
 
 
 def _twin(model: nn.Module) -> dict[str, Any]:
-    """Return what a LightningModule saves that keeps an AveragedModel of its network; the averaged one is served."""
+    """Return what a LightningModule saves that keeps an AveragedModel of its network; the averaged
+    one is served.
+    """
     averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
     twin = {f"ema_model.{name}": tensor for name, tensor in averaged.items()}
     return {"state_dict": _lightning(made(heads=1))["state_dict"] | twin, "epoch": 3}
@@ -105,28 +119,37 @@ def _twin(model: nn.Module) -> dict[str, Any]:
 def _backbone_and_head(model: nn.Module) -> dict[str, Any]:
     state = model.state_dict()
     return {
-        "backbone": {name: tensor for name, tensor in state.items() if not name.startswith("head.")},
+        "backbone": {
+            name: tensor for name, tensor in state.items() if not name.startswith("head.")
+        },
         "fc": {name[5:]: tensor for name, tensor in state.items() if name.startswith("head.")},
     }
 
 
 def _wrapped(model: nn.Module, pattern: str, replacement: str) -> dict[str, Any]:
-    return {re.sub(pattern, replacement, name): tensor for name, tensor in model.state_dict().items()}
+    return {
+        re.sub(pattern, replacement, name): tensor for name, tensor in model.state_dict().items()
+    }
 
 
 def _safetensors(folder: Path) -> Brought:
     made_ = saved()(folder)
     both = {f"model.{name}": tensor for name, tensor in made_.network.state_dict().items()}
     save_file(
-        both | {f"ema.{name}": t + 0.01 for name, t in made(heads=1).state_dict().items()}, folder / "b.safetensors"
+        both | {f"ema.{name}": t + 0.01 for name, t in made(heads=1).state_dict().items()},
+        folder / "b.safetensors",
     )
     (folder / "keys.toml").write_text('weights = "model"')
-    return made_._replace(source=folder / "b.safetensors", options=made_.options | {"keys": str(folder / "keys.toml")})
+    return made_._replace(
+        source=folder / "b.safetensors", options=made_.options | {"keys": str(folder / "keys.toml")}
+    )
 
 
 def _timm_wrapper(folder: Path) -> Brought:
     timm_, hub = timm(), transformers()
-    pretrained = timm_.create_model("vit_tiny_patch16_224", depth=1).pretrained_cfg | {"input_size": (3, 48, 48)}
+    pretrained = timm_.create_model("vit_tiny_patch16_224", depth=1).pretrained_cfg | {
+        "input_size": (3, 48, 48)
+    }
     config = hub.TimmWrapperConfig(
         architecture="vit_tiny_patch16_224",
         model_args={"img_size": 48, "depth": 1},
@@ -141,11 +164,24 @@ def _timm_wrapper(folder: Path) -> Brought:
 
 SERVED: Final[dict[str, tuple[Maker, str]]] = {
     "DistributedDataParallel": (saved(lambda model: nn.DataParallel(model).state_dict()), ""),
-    "compile": (saved(lambda model: {f"_orig_mod.{n}": t for n, t in model.state_dict().items()}), ""),
-    "DDP of compile": (saved(lambda model: {f"module._orig_mod.{n}": t for n, t in model.state_dict().items()}), ""),
-    "compiled blocks": (saved(lambda m: _wrapped(m, r"^(blocks\.\d\.)", r"\1_orig_mod.")), "_orig_mod."),
+    "compile": (
+        saved(lambda model: {f"_orig_mod.{n}": t for n, t in model.state_dict().items()}),
+        "",
+    ),
+    "DDP of compile": (
+        saved(lambda model: {f"module._orig_mod.{n}": t for n, t in model.state_dict().items()}),
+        "",
+    ),
+    "compiled blocks": (
+        saved(lambda m: _wrapped(m, r"^(blocks\.\d\.)", r"\1_orig_mod.")),
+        "_orig_mod.",
+    ),
     "checkpointed and sharded": (
-        saved(lambda m: _wrapped(m, r"^(blocks\.\d\.)", r"\1_fsdp_wrapped_module._checkpoint_wrapped_module.")),
+        saved(
+            lambda m: _wrapped(
+                m, r"^(blocks\.\d\.)", r"\1_fsdp_wrapped_module._checkpoint_wrapped_module."
+            )
+        ),
         "_fsdp_wrapped_module., _checkpoint_wrapped_module.",
     ),
     "a backbone in parallel": (saved(lambda m: _wrapped(m, r"^(?!head)", "backbone.module.")), ""),
@@ -161,10 +197,17 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
         ),
         "args, acc, n",
     ),
-    "SWA": (saved(lambda model: torch.optim.swa_utils.AveragedModel(model).state_dict()), "n_averaged"),
+    "SWA": (
+        saved(lambda model: torch.optim.swa_utils.AveragedModel(model).state_dict()),
+        "n_averaged",
+    ),
     "optimiser and scheduler beside": (saved(_training), "optimizer, scheduler"),
     "a chain of prefixes": (
-        saved(lambda m: {"state_dict": {f"student_net.model.vit.{n}": t for n, t in m.state_dict().items()}}),
+        saved(
+            lambda m: {
+                "state_dict": {f"student_net.model.vit.{n}": t for n, t in m.state_dict().items()}
+            }
+        ),
         "removed from names of tensors: state_dict.student_net.model.vit.",
     ),
     "a leftover of a library": (
@@ -172,7 +215,10 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
         "left aside, as no part of the network: embeddings.position_ids",
     ),
     ".pth.tar": (
-        saved(lambda m: {"epoch": 9, "state_dict": m.state_dict(), "best_acc1": torch.tensor(81.0)}, "best.pth.tar"),
+        saved(
+            lambda m: {"epoch": 9, "state_dict": m.state_dict(), "best_acc1": torch.tensor(81.0)},
+            "best.pth.tar",
+        ),
         "best_acc1",
     ),
     ".pkl": (saved(name="weights.pkl"), ""),
@@ -182,7 +228,12 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
     "student and teacher": (saved(_pair("teacher", "student")), ""),
     "backbone and head in one file": (saved(_backbone_and_head), ""),
     "backbone under a prefix": (
-        saved(lambda m: {n if n.startswith("head.") else f"backbone.{n}": t for n, t in m.state_dict().items()}),
+        saved(
+            lambda m: {
+                n if n.startswith("head.") else f"backbone.{n}": t
+                for n, t in m.state_dict().items()
+            }
+        ),
         "",
     ),
     "linear patches under a prefix": (
@@ -228,7 +279,10 @@ def _head(model: nn.Module) -> dict[str, Tensor]:
 
 def _lora() -> dict[str, Tensor]:
     pair = {"A": torch.zeros(2, 48), "B": torch.zeros(48, 2)}
-    return {f"base_model.model.blocks.0.attn.proj.lora_{part}.weight": tensor for part, tensor in pair.items()}
+    return {
+        f"base_model.model.blocks.0.attn.proj.lora_{part}.weight": tensor
+        for part, tensor in pair.items()
+    }
 
 
 def _script(folder: Path) -> Path:
@@ -252,15 +306,29 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "LFS pointer in a folder": (_pointer_in_a_folder, "a pointer of Git LFS"),
     "LFS pointer of safetensors": (_text("model.safetensors", POINTER), "a pointer of Git LFS"),
     "TorchScript": (_script, r"torch\.save\(torch\.jit\.load\('net\.pt'\)\.state_dict\(\), FILE\)"),
-    ".pt2": (_text("net.pt2"), r"torch\.save\(torch\.export\.load\('net\.pt2'\)\.state_dict, FILE\)"),
-    "ONNX": (_text("net.onnx"), r"a graph made from a network, .* torch\.save\(model\.state_dict\(\), FILE\)"),
+    ".pt2": (
+        _text("net.pt2"),
+        r"torch\.save\(torch\.export\.load\('net\.pt2'\)\.state_dict, FILE\)",
+    ),
+    "ONNX": (
+        _text("net.onnx"),
+        r"a graph made from a network, .* torch\.save\(model\.state_dict\(\), FILE\)",
+    ),
     "TorchServe": (_text("net.mar"), "an archive of TorchServe: unzip it"),
     "OpenVINO IR": (_text("net.xml", "<net/>"), "a graph made from a network"),
-    "a key map": (_text("keys.toml"), r"a map of keys is given as --keys 'keys\.toml' \(VIT_KEYS\)"),
+    "a key map": (
+        _text("keys.toml"),
+        r"a map of keys is given as --keys 'keys\.toml' \(VIT_KEYS\)",
+    ),
     "a config": (_text("config.json"), "give the folder that holds it and the weights"),
-    "a head alone": (_held(_head), r"a head alone, 'weight' \[\d+, \d+\], 'bias' .* of the whole model"),
+    "a head alone": (
+        _held(_head),
+        r"a head alone, 'weight' \[\d+, \d+\], 'bias' .* of the whole model",
+    ),
     "a head of two layers": (
-        _held(lambda model: nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)).state_dict()),
+        _held(
+            lambda model: nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)).state_dict()
+        ),
         r"a head alone, '0\.weight' \[4, 8\]",
     ),
     "a head in a folder": (
@@ -280,12 +348,18 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         r"a LoRA adapter not merged, 2 of .* after merge_and_unload",
     ),
     "a pickled module": (_held(lambda model: model), r"torch\.save\(model\.state_dict\(\), "),
-    "two copies, of which none is averaged": (_held(_pair("first", "second")), 'VIT_KEYS: weights = "first"'),
+    "two copies, of which none is averaged": (
+        _held(_pair("first", "second")),
+        'VIT_KEYS: weights = "first"',
+    ),
     "a backbone without a head": (
         _held(lambda model: _backbone_and_head(model)["backbone"]),
         "num_classes=0 is a network without a head, which gives embeddings",
     ),
-    "the numbers of an IR": (_text("net.bin", "no pickle"), "damaged, or of a program other than torch"),
+    "the numbers of an IR": (
+        _text("net.bin", "no pickle"),
+        "damaged, or of a program other than torch",
+    ),
 }
 
 
@@ -296,7 +370,9 @@ def test_it_is_refused_in_one_line_that_says_what_to_do(kind: str, tmp_path: Pat
     source = make(tmp_path)
     preprocess = preprocess_file(tmp_path, 16, 16)
     with pytest.raises(CheckpointError, match=line) as refusal:
-        load_checkpoint(str(source), architecture=None if source.is_dir() else PLAIN, preprocess=preprocess)
+        load_checkpoint(
+            str(source), architecture=None if source.is_dir() else PLAIN, preprocess=preprocess
+        )
     print(f"{kind}: {refusal.value}".replace(str(tmp_path), "…"))  # noqa: T201 - read with pytest -s
     assert "\n" not in str(refusal.value)
     assert str(source) in str(refusal.value)
@@ -306,9 +382,13 @@ def test_the_averaged_copy_is_served_and_said_to_be(tmp_path: Path) -> None:
     source, model, options = saved(_pair("model_ema", "model"))(tmp_path)
     checkpoint = load_checkpoint(str(source), **options)
     assert_same_logits(checkpoint, model, "averaged")
-    assert checkpoint.assumed == ('weights: model_ema, and not model (weights = "model" in the file of VIT_KEYS)',)
+    assert checkpoint.assumed == (
+        'weights: model_ema, and not model (weights = "model" in the file of VIT_KEYS)',
+    )
     (tmp_path / "keys.toml").write_text('weights = "teacher"')
-    with pytest.raises(CheckpointError, match="holds no copy of a network that is called 'teacher'"):
+    with pytest.raises(
+        CheckpointError, match="holds no copy of a network that is called 'teacher'"
+    ):
         load_checkpoint(str(source), **options, keys=str(tmp_path / "keys.toml"))
 
 
@@ -337,7 +417,10 @@ def test_wrappers_in_the_names_of_a_folder_go(format_: str, kind: str, tmp_path:
     weights = tmp_path / "model.safetensors"
     pattern, wrapped = WRAPPED[kind]
     tensors = load_file(weights)
-    save_file({re.sub(pattern, wrapped, name, count=1): tensor for name, tensor in tensors.items()}, weights)
+    save_file(
+        {re.sub(pattern, wrapped, name, count=1): tensor for name, tensor in tensors.items()},
+        weights,
+    )
     checkpoint = load_checkpoint(str(tmp_path))
     assert checkpoint.tensors.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in checkpoint.tensors.items())

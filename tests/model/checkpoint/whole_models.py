@@ -1,4 +1,6 @@
-"""Tiny random CLIP and SigLIP models with both towers and a tokenizer, saved as the library saves them."""
+"""Tiny random CLIP and SigLIP models with both towers and a tokenizer, saved as the library saves
+them.
+"""
 
 import json
 import re
@@ -13,7 +15,12 @@ from tests.model.checkpoint.parity import randomise
 from tests.timm_reference import transformers
 
 SIZE = 16
-_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 _VISION = _TOWER | {"image_size": SIZE, "patch_size": 8}
 _CORPUS = (
     "This is a photo of a cat.",
@@ -38,29 +45,45 @@ def write_processor(folder: Path, kind: str = "CLIP") -> None:
 
 def _merges(word: str) -> list[tuple[str, str]]:
     """Return what is merged into a word, letter by letter."""
-    return [(word[:end], word[end] + ("</w>" if end == len(word) - 1 else "")) for end in range(1, len(word))]
+    return [
+        (word[:end], word[end] + ("</w>" if end == len(word) - 1 else ""))
+        for end in range(1, len(word))
+    ]
 
 
 def clip(folder: Path, *, legacy_eos: bool = False, projection: int = 24) -> Any:
-    """Save a CLIP with a byte-level BPE; with `legacy_eos` its config has the wrong token, as OpenAI's first files."""
+    """Save a CLIP with a byte-level BPE; with `legacy_eos` its config has the wrong token, as
+    OpenAI's first files.
+    """
     library = transformers()
-    # Merges that are written down, from the left of each word: a trained vocabulary differs from run to run.
+    # Merges that are written down, from the left of each word: a trained vocabulary differs from
+    # run to run.
     words = sorted({word for text in _CORPUS for word in re.findall("[a-z]+", text.lower())})
     merges = list(dict.fromkeys(pair for word in words for pair in _merges(word)))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*letters, *(f"{letter}</w>" for letter in letters), *("".join(pair) for pair in merges)]
+    pieces = [
+        *letters,
+        *(f"{letter}</w>" for letter in letters),
+        *("".join(pair) for pair in merges),
+    ]
     # Last, as in CLIP: the highest number ends a text.
     names = dict.fromkeys([*pieces, "<|startoftext|>", "<|endoftext|>"])
     vocabulary = {piece: number for number, piece in enumerate(names)}
     tokenizer = library.CLIPTokenizer(vocab=vocabulary, merges=merges)
     eos = 2 if legacy_eos else vocabulary["<|endoftext|>"]
-    text = _TOWER | {"vocab_size": len(vocabulary), "eos_token_id": eos, "max_position_embeddings": 77}
+    text = _TOWER | {
+        "vocab_size": len(vocabulary),
+        "eos_token_id": eos,
+        "max_position_embeddings": 77,
+    }
     config = library.CLIPConfig(text_config=text, vision_config=_VISION, projection_dim=projection)
     return _saved(library.CLIPModel, config, tokenizer, folder)
 
 
 def siglip(folder: Path, *, attention_mask: bool = False) -> Any:
-    """Save a SigLIP with a fast unigram tokenizer that lowers letters, as SigLIP 2 of one resolution."""
+    """Save a SigLIP with a fast unigram tokenizer that lowers letters, as SigLIP 2 of one
+    resolution.
+    """
     library = transformers()
     names = ["input_ids", "attention_mask"] if attention_mask else ["input_ids"]
     # Pieces that are written down: a trained vocabulary differs from run to run.
@@ -69,12 +92,20 @@ def siglip(folder: Path, *, attention_mask: bool = False) -> Any:
     specials = [(token, 0.0) for token in ("<pad>", "<eos>", "<bos>", "<unk>")]
     pieces = [*specials, *((word, -3.0) for word in words), *((letter, -6.0) for letter in letters)]
     learned = Tokenizer(models.Unigram(pieces, unk_id=3, byte_fallback=False))
-    learned.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(" ", "▁")])
+    learned.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(" ", "▁")]
+    )
     learned.pre_tokenizer = pre_tokenizers.Metaspace()
     learned.add_special_tokens([token for token, _ in specials])
-    learned.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    learned.post_processor = processors.TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", 1)]
+    )
     tokenizer = library.PreTrainedTokenizerFast(
-        tokenizer_object=learned, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_input_names=names
+        tokenizer_object=learned,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_input_names=names,
     )
     return _saved_siglip(library, tokenizer, folder)
 
@@ -85,7 +116,11 @@ def first_siglip(folder: Path) -> Any:
     library = transformers()
     learned = folder / "learned"
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(_CORPUS), model_prefix=str(learned), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+        sentence_iterator=iter(_CORPUS),
+        model_prefix=str(learned),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
     )
     tokenizer = library.SiglipTokenizer(f"{learned}.model")
     for path in folder.glob("learned*"):

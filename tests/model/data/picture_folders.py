@@ -8,14 +8,18 @@ from PIL import Image
 COLOURS = {"blue": (40, 60, 200), "green": (50, 190, 70), "red": (210, 50, 40)}
 
 
-def write_class(folder: Path, colour: str, count: int, *, seed: int = 0, suffix: str = ".png") -> list[Path]:
+def write_class(
+    folder: Path, colour: str, count: int, *, seed: int = 0, suffix: str = ".png"
+) -> list[Path]:
     """`count` pictures of one colour under noise, of many sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng([seed, *colour.encode()])
     paths = []
     for number in range(count):
         shape = (int(rng.integers(20, 60)), int(rng.integers(20, 60)), 3)
-        pixels = np.clip(np.array(COLOURS[colour]) + rng.normal(0, 30, shape), 0, 255).astype(np.uint8)
+        pixels = np.clip(np.array(COLOURS[colour]) + rng.normal(0, 30, shape), 0, 255).astype(
+            np.uint8
+        )
         paths.append(folder / f"{number:03}{suffix}")
         Image.fromarray(pixels).save(paths[-1])
     return paths

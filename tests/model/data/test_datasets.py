@@ -28,7 +28,11 @@ def files_of(counts: list[int], seed: int) -> PictureFiles:
     return PictureFiles(labels, lambda number: bytes([number]), str)
 
 
-@given(st.lists(st.integers(2, 60), min_size=2, max_size=12), st.floats(0.001, 0.999), st.integers(0, 1000))
+@given(
+    st.lists(st.integers(2, 60), min_size=2, max_size=12),
+    st.floats(0.001, 0.999),
+    st.integers(0, 1000),
+)
 def test_no_picture_is_lost_or_on_both_sides_and_every_class_is_on_either(
     counts: list[int], validation: float, seed: int
 ) -> None:
@@ -40,7 +44,9 @@ def test_no_picture_is_lost_or_on_both_sides_and_every_class_is_on_either(
     for index, count in enumerate(counts):
         expected = min(max(validation * count, 1), count - 1)
         assert (aside.labels == index).sum() == pytest.approx(expected, abs=0.5 + 1e-6)
-    again = stratify(files, names, min(max(round(validation * len(files)), 1), len(files) - 1), seed)
+    again = stratify(
+        files, names, min(max(round(validation * len(files)), 1), len(files) - 1), seed
+    )
     assert len(again[0]) + len(again[1]) == len(files)
 
 
@@ -64,22 +70,30 @@ def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an
         80,
         100,
     )
-    parts = [decode(files, config((32, 32)), tmp_path) for files in (dataset.train, dataset.validation)]
+    parts = [
+        decode(files, config((32, 32)), tmp_path) for files in (dataset.train, dataset.validation)
+    ]
     both = np.concatenate([part.pixels for part in parts]).reshape(400, -1)
     assert sorted(map(bytes, both)) == sorted(
         map(bytes, cifar10.read(cifar, cifar10.TRAIN_FILES).pixels.reshape(400, -1))
     )
     large = decode(dataset.train, config((48, 48)), tmp_path)
-    resized = Image.fromarray(parts[0].pixels[7].transpose(1, 2, 0)).resize((48, 48), Image.Resampling.BICUBIC)
+    resized = Image.fromarray(parts[0].pixels[7].transpose(1, 2, 0)).resize(
+        (48, 48), Image.Resampling.BICUBIC
+    )
     np.testing.assert_array_equal(large.pixels[7].transpose(1, 2, 0), np.asarray(resized))
     assert large.labels.tolist() == parts[0].labels.tolist()
 
 
-def test_a_folder_is_split_by_class_unless_it_has_a_split_and_the_split_is_told(tmp_path: Path) -> None:
+def test_a_folder_is_split_by_class_unless_it_has_a_split_and_the_split_is_told(
+    tmp_path: Path,
+) -> None:
     root = write_folder(tmp_path / "data", 10)
     split = open_dataset(root, 0.2, 0).split()
     assert {name: len(files) for name, files in split.items()} == {"train": 24, "validation": 6}
-    assert [Path(file).parent.name for file in split["validation"]] == ["blue"] * 2 + ["green"] * 2 + ["red"] * 2
+    assert [Path(file).parent.name for file in split["validation"]] == ["blue"] * 2 + [
+        "green"
+    ] * 2 + ["red"] * 2
     assert len({*split["train"], *split["validation"]}) == 30
     assert open_dataset(root, 0.2, 1).split() != split
     for seed, (name, count) in enumerate({"train": 5, "val": 3, "test": 2}.items()):
@@ -104,12 +118,16 @@ def test_pictures_are_those_that_the_service_would_see(
     images = decode(files, CONFIG, tmp_path)
     assert images.pixels.shape == (len(files), 3, 16, 24)
     for number, pixels in enumerate(images.pixels):
-        np.testing.assert_array_equal(pixels.transpose(1, 2, 0), preprocess(files.read(number), CONFIG))
+        np.testing.assert_array_equal(
+            pixels.transpose(1, 2, 0), preprocess(files.read(number), CONFIG)
+        )
     assert isinstance(images.pixels, np.memmap) == (memory == 0)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(tmp_path: Path) -> None:
+def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
+    tmp_path: Path,
+) -> None:
     root = write_folder(tmp_path / "data", 4)
     good = (root / "red" / "000.png").read_bytes()
     (root / "red" / "notes.txt").write_text("not a picture")
@@ -124,7 +142,14 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
     assert first == "5 files in class folders cannot be read as pictures:"
     named = dict(line.strip().split(": ", 1) for line in rest)
     assert list(named) == [
-        str(root / name) for name in ("green/cut.png", "green/gone.png", "green/loop", "red/empty.png", "red/notes.txt")
+        str(root / name)
+        for name in (
+            "green/cut.png",
+            "green/gone.png",
+            "green/loop",
+            "red/empty.png",
+            "red/notes.txt",
+        )
     ]
     assert named[str(root / "green/gone.png")] == "No such file or directory"
     for number in range(30):
@@ -147,7 +172,9 @@ def test_a_record_is_a_label_then_red_green_and_blue_planes_row_by_row(cifar: Pa
     assert read_labels(cifar) == LABELS
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda _: b"", lambda data: data + b"\x00"])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda _: b"", lambda data: data + b"\x00"]
+)
 def test_a_file_of_the_wrong_length_is_named(cifar: Path, damage: Callable[[bytes], bytes]) -> None:
     path = cifar / "data_batch_3.bin"
     path.write_bytes(damage(path.read_bytes()))

@@ -30,10 +30,14 @@ def test_classes_are_the_sorted_names_of_the_folders(root: Path) -> None:
     assert (found.folders, found.notes) == ({}, ())
     train = found.sets["train"]
     assert train.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert [train.name(number) for number in (3, 4)] == [str(root / "green" / f"00{n}.png") for n in range(2)]
+    assert [train.name(number) for number in (3, 4)] == [
+        str(root / "green" / f"00{n}.png") for n in range(2)
+    ]
 
 
-def test_pictures_may_lie_deeper_and_linked_files_and_classes_count(root: Path, tmp_path: Path) -> None:
+def test_pictures_may_lie_deeper_and_linked_files_and_classes_count(
+    root: Path, tmp_path: Path
+) -> None:
     write_class(root / "red" / "more" / "still", "red", 1)
     elsewhere = write_class(tmp_path / "elsewhere", "blue", 2)
     (root / "cyan").symlink_to(tmp_path / "elsewhere")
@@ -41,15 +45,29 @@ def test_pictures_may_lie_deeper_and_linked_files_and_classes_count(root: Path, 
     found = find_pictures(root)
     assert found.labels == ("blue", "cyan", "green", "red")
     assert found.sets["train"].labels.tolist() == [0] * 4 + [1] * 2 + [2] * 3 + [3] * 4
-    assert found.notes == (f"{root}: pictures in folders below a class folder count for the class: red/more/still",)
+    assert found.notes == (
+        f"{root}: pictures in folders below a class folder count for the class: red/more/still",
+    )
 
 
 def test_junk_is_skipped_and_other_files_are_named(root: Path) -> None:
     before = len(find_pictures(root).sets["train"])
-    for name in ("red/.DS_Store", "red/Thumbs.db", "red/desktop.ini", ".git/config", "red/.thumbs/1.png"):
+    for name in (
+        "red/.DS_Store",
+        "red/Thumbs.db",
+        "red/desktop.ini",
+        ".git/config",
+        "red/.thumbs/1.png",
+    ):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("x")
-    for name in ("__MACOSX/red", ".ipynb_checkpoints", "lost+found", "@eaDir", "red/.ipynb_checkpoints"):
+    for name in (
+        "__MACOSX/red",
+        ".ipynb_checkpoints",
+        "lost+found",
+        "@eaDir",
+        "red/.ipynb_checkpoints",
+    ):
         write_class(root / name, "red", 1)
     assert len(find_pictures(root).sets["train"]) == before
     assert find_pictures(root).labels == ("blue", "green", "red")
@@ -65,10 +83,16 @@ def test_junk_is_skipped_and_other_files_are_named(root: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "role"),
     [
-        ("train TRAIN Training training_set seg_train train2017 trainset TrainData cats-train entraînement", "train"),
+        (
+            "train TRAIN Training training_set seg_train train2017 trainset TrainData cats-train entraînement",
+            "train",
+        ),
         ("Trainingsdaten entrenamiento 训练集 訓練 tr train_val 1_train", "train"),
         ("val valid Validation VAL2017 valset dev validación Validierung 验证集", "validation"),
-        ("test Testing test_set test1 eval hold-out HoldOut prueba Prüfung évaluation 测试集", "test"),
+        (
+            "test Testing test_set test1 eval hold-out HoldOut prueba Prüfung évaluation 测试集",
+            "test",
+        ),
     ],
 )
 def test_a_name_of_habit_says_which_split_it_is(names: str, role: str) -> None:
@@ -76,7 +100,18 @@ def test_a_name_of_habit_says_which_split_it_is(names: str, role: str) -> None:
 
 
 def test_names_of_classes_are_not_those_of_splits() -> None:
-    names = ("cat", "strain", "tram", "contest", "valley", "device", "validator", "t", "7", "tram-tests-val")
+    names = (
+        "cat",
+        "strain",
+        "tram",
+        "contest",
+        "valley",
+        "device",
+        "validator",
+        "t",
+        "7",
+        "tram-tests-val",
+    )
     assert {name: role_of(name) for name in names} == dict.fromkeys(names)
 
 
@@ -97,7 +132,9 @@ def test_splits_of_any_habit_are_kept_apart(tmp_path: Path, names: tuple[str, ..
     assert found.labels == ("blue", "green", "red")
     for split, name in zip(("train", "validation", "test"), names, strict=True):
         files = found.sets[split]
-        assert {Path(files.name(number)).parent.parent for number in range(len(files))} == {root / name}
+        assert {Path(files.name(number)).parent.parent for number in range(len(files))} == {
+            root / name
+        }
         assert files.labels.tolist() == [0, 0, 1, 1, 2, 2]
 
 
@@ -113,10 +150,15 @@ def test_splits_below_each_class_are_kept_apart(tmp_path: Path) -> None:
         write_class(tmp_path / colour / "Train", colour, 3)
         write_class(tmp_path / colour / "Test", colour, 2)
     found = find_pictures(tmp_path)
-    assert (found.labels, found.folders) == (("blue", "red"), {"train": "*/Train", "test": "*/Test"})
+    assert (found.labels, found.folders) == (
+        ("blue", "red"),
+        {"train": "*/Train", "test": "*/Test"},
+    )
     assert [len(files) for files in found.sets.values()] == [6, 4]
     write_class(tmp_path / "green", "green", 2)
-    with pytest.raises(DatasetError, match=r"green: is not split like blue/, which has Test/ and Train/"):
+    with pytest.raises(
+        DatasetError, match=r"green: is not split like blue/, which has Test/ and Train/"
+    ):
         find_pictures(tmp_path)
 
 
@@ -131,7 +173,9 @@ def test_classes_may_have_folders_that_differ(tmp_path: Path) -> None:
         write_class(tmp_path / name, "red", 1)
     found = find_pictures(tmp_path)
     assert found.labels == ("animal", "vehicle")
-    assert found.notes[0].endswith("count for the class: animal/cat, animal/dog, vehicle/bus, vehicle/car")
+    assert found.notes[0].endswith(
+        "count for the class: animal/cat, animal/dog, vehicle/bus, vehicle/car"
+    )
 
 
 def test_what_lies_beside_splits_is_named(tmp_path: Path) -> None:
@@ -149,12 +193,23 @@ def test_what_lies_beside_splits_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("a", "b"), r"data: a/, b/ look like splits: .*rename to train, val or test, .* --data \S+/data/a or "),
-        (("train", "extra"), r"extra/: not clear for what: .*--data \S+/data/extra or --data \S+/data/train"),
-        (("train", "val", "validation"), r"val/ and validation/ are both named like the validation split; keep one"),
+        (
+            ("a", "b"),
+            r"data: a/, b/ look like splits: .*rename to train, val or test, .* --data \S+/data/a or ",
+        ),
+        (
+            ("train", "extra"),
+            r"extra/: not clear for what: .*--data \S+/data/extra or --data \S+/data/train",
+        ),
+        (
+            ("train", "val", "validation"),
+            r"val/ and validation/ are both named like the validation split; keep one",
+        ),
     ],
 )
-def test_splits_of_unclear_names_are_refused(tmp_path: Path, names: tuple[str, ...], message: str) -> None:
+def test_splits_of_unclear_names_are_refused(
+    tmp_path: Path, names: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(DatasetError, match=message):
         find_pictures(split_root(tmp_path, *names))
 
@@ -162,14 +217,18 @@ def test_splits_of_unclear_names_are_refused(tmp_path: Path, names: tuple[str, .
 def test_splits_without_class_folders_are_refused(tmp_path: Path) -> None:
     for name in ("train", "test1"):
         write_class(tmp_path / name, "red", 2)
-    with pytest.raises(DatasetError, match="test1/, train/ are named like splits, but have no class folders: put"):
+    with pytest.raises(
+        DatasetError, match="test1/, train/ are named like splits, but have no class folders: put"
+    ):
         find_pictures(tmp_path)
 
 
 def test_a_class_beside_a_split_is_refused(tmp_path: Path) -> None:
     root = split_root(tmp_path, "train", "val")
     write_class(root / "bus", "red", 2)
-    with pytest.raises(DatasetError, match=r"bus: has pictures of its own, but train/ beside it has folders like a"):
+    with pytest.raises(
+        DatasetError, match=r"bus: has pictures of its own, but train/ beside it has folders like a"
+    ):
         find_pictures(root)
 
 
@@ -178,13 +237,17 @@ def test_another_split_than_those_wanted_is_refused(tmp_path: Path) -> None:
     found = find_pictures(root)
     chosen, notes = found.choose(["test", "validation"], "measure")
     assert (chosen, notes) == ("validation", (f"{root}: val/ is used to measure; train/ not used",))
-    with pytest.raises(DatasetError, match=rf"no test split to measure; to use another .*: --data {root}/train$"):
+    with pytest.raises(
+        DatasetError, match=rf"no test split to measure; to use another .*: --data {root}/train$"
+    ):
         found.choose(["test"], "measure")
 
 
 def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> None:
     (root / "loop").symlink_to(root)
-    with pytest.raises(DatasetError, match="loop: links to a folder around itself; remove the link"):
+    with pytest.raises(
+        DatasetError, match="loop: links to a folder around itself; remove the link"
+    ):
         find_pictures(root)
     (root / "loop").unlink()
     (root / "rouge").symlink_to(root / "red")
@@ -193,7 +256,9 @@ def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> N
     (root / "rouge").unlink()
     write_class(root / "red" / "dark", "red", 1)
     (root / "dark").symlink_to(root / "red" / "dark")
-    with pytest.raises(DatasetError, match=r"dark: lies in \S+/red, so its pictures have two classes"):
+    with pytest.raises(
+        DatasetError, match=r"dark: lies in \S+/red, so its pictures have two classes"
+    ):
         find_pictures(root)
 
 
@@ -201,8 +266,14 @@ def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> N
     ("damage", "message"),
     [
         (lambda root: (root / "empty").mkdir(), "empty: the class has no pictures"),
-        (lambda root: (root / "junk" / ".git").mkdir(parents=True), "junk: the class has no pictures"),
-        (lambda root: [(root / name).rename(root.parent / name) for name in ("blue", "green")], "one class"),
+        (
+            lambda root: (root / "junk" / ".git").mkdir(parents=True),
+            "junk: the class has no pictures",
+        ),
+        (
+            lambda root: [(root / name).rename(root.parent / name) for name in ("blue", "green")],
+            "one class",
+        ),
         (lambda root: write_class(root / "Red", "red", 1), "'Red' and 'red' differ by case alone"),
         (shutil.rmtree, "data: cannot be read: No such file"),
         (
@@ -252,7 +323,10 @@ def test_splits_must_have_the_same_classes(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"val/red: the class has no pictures"):
         find_pictures(root)
     (root / "val" / "red").rmdir()
-    with pytest.raises(DatasetError, match="val: its classes are not those of train/: 'red' only in train/; give all"):
+    with pytest.raises(
+        DatasetError,
+        match="val: its classes are not those of train/: 'red' only in train/; give all",
+    ):
         find_pictures(root)
     write_class(root / "val" / "Red", "red", 1)
     with pytest.raises(DatasetError, match="'red' only in train/, 'Red' only in val/"):

@@ -9,7 +9,13 @@ from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 
 
-def predict_scores(predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return all scores, float32 [N, K] in class order, of files, or of images that are uint8 [N, C, H, W]."""
+def predict_scores(
+    predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8]
+) -> NDArray[np.float32]:
+    """Return all scores, float32 [N, K] in class order, of files, or of images that are uint8 [N,
+    C, H, W].
+    """
     classes = predictor.checkpoint.config.num_classes
-    return scores_and_members(outputs_of(predictor, pictures, RequestedOutputs(classes)), len(pictures), classes)[0]
+    return scores_and_members(
+        outputs_of(predictor, pictures, RequestedOutputs(classes)), len(pictures), classes
+    )[0]

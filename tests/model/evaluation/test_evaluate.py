@@ -17,7 +17,9 @@ from tests.model.training.synthetic import LABELS
 
 def test_accuracy_per_class_loss_and_calibration_of_known_answers() -> None:
     said = [(0, 0.7), (0, 0.7), (1, 0.7), (9, 0.95), (9, 0.95)]
-    scores = np.array([[sure if index == best else (1 - sure) / 9 for index in range(10)] for best, sure in said])
+    scores = np.array(
+        [[sure if index == best else (1 - sure) / 9 for index in range(10)] for best, sure in said]
+    )
     found = measure(scores.astype(np.float32), np.array([0, 0, 0, 9, 9]), LABELS)
     assert found.count == 5
     assert found.accuracy == pytest.approx(4 / 5)
@@ -52,7 +54,12 @@ def test_measuring_nothing_is_refused() -> None:
         ([0.9, 0.9, 0.5, 0.5], [True, False, True, True], 10, 0.45),  # gaps of 0.4 and 0.5
         ([0.85, 0.95], [True, False], 5, 0.4),  # within a bin gaps cancel
         ([0.85, 0.95], [True, False], 10, 0.55),
-        ([0.5, 0.75, 0.75, 0.75, 0.75], [True, True, True, True, False], 2, 0.1),  # an upper edge is of the bin below
+        (
+            [0.5, 0.75, 0.75, 0.75, 0.75],
+            [True, True, True, True, False],
+            2,
+            0.1,
+        ),  # an upper edge is of the bin below
     ],
 )
 def test_calibration_error_of_known_cases(
@@ -62,15 +69,24 @@ def test_calibration_error_of_known_cases(
     assert found == pytest.approx(error, abs=1e-6)
 
 
-def test_a_folder_is_measured_on_its_test_set_or_else_its_validation_set_or_all(tmp_path: Path) -> None:
+def test_a_folder_is_measured_on_its_test_set_or_else_its_validation_set_or_all(
+    tmp_path: Path,
+) -> None:
     root = tmp_path / "splits"
     for name, count in (("train", 4), ("val", 3), ("test", 2)):
         write_folder(root / name, count)
     for split, count in (("test", 6), ("validation", 9)):
         found = open_evaluation_set(root)
-        assert (found.split, len(found.files), found.names) == (split, count, ("blue", "green", "red"))
+        assert (found.split, len(found.files), found.names) == (
+            split,
+            count,
+            ("blue", "green", "red"),
+        )
         shutil.rmtree(root / {"test": "test", "validation": "val"}[split])
-    with pytest.raises(DatasetError, match="train/: no test or validation split to measure; to use another split, nam"):
+    with pytest.raises(
+        DatasetError,
+        match="train/: no test or validation split to measure; to use another split, nam",
+    ):
         open_evaluation_set(root)
     root /= "train"
     found = open_evaluation_set(root)

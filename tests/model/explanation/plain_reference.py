@@ -16,7 +16,9 @@ from tests.model.blocks import blocks
 
 
 class Reference(NamedTuple):
-    """Attention of each block [B, heads, N, N], of the pooling query [B, heads, 1, seen] or None; outputs; logits."""
+    """Attention of each block [B, heads, N, N], of the pooling query [B, heads, 1, seen] or None;
+    outputs; logits.
+    """
 
     attention: list[Tensor]
     pool: Tensor | None
@@ -65,17 +67,24 @@ def first_row(config: ViTConfig, count: int) -> Tensor:
 def attention_weights(layer: Attention, x: Tensor) -> Tensor:
     """Return the attention [B, heads, N, N] of tokens [B, N, D] after the block's first norm."""
     width, heads = layer.qkv.out_features // 3, layer.heads
-    q, k, _ = (part.unflatten(2, (heads, width // heads)).transpose(1, 2) for part in layer.qkv(x).split(width, dim=2))
+    q, k, _ = (
+        part.unflatten(2, (heads, width // heads)).transpose(1, 2)
+        for part in layer.qkv(x).split(width, dim=2)
+    )
     q, k = (turned(layer, part) for part in (layer.q_norm(q), layer.k_norm(k)))
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / (width // heads) ** 0.5
     if layer.relative_position_bias_table is not None:
         for head in range(heads):
-            scores[:, head] += layer.relative_position_bias_table[:, head][layer.relative_position_index]
+            scores[:, head] += layer.relative_position_bias_table[:, head][
+                layer.relative_position_index
+            ]
     return torch.softmax(scores, dim=-1)
 
 
 def turned(layer: Attention, x: Tensor) -> Tensor:
-    """Return queries or keys [B, heads, N, head_dim] turned as complex numbers, one patch after the other."""
+    """Return queries or keys [B, heads, N, head_dim] turned as complex numbers, one patch after the
+    other.
+    """
     rotary = layer.rotary
     if rotary is None:
         return x
@@ -86,28 +95,42 @@ def turned(layer: Attention, x: Tensor) -> Tensor:
         places = []
         for axis, place in enumerate(divmod(index, rotary.grid[1])):
             size = rotary.grid[axis]
-            scale = 1.0 if positions.reference_grid is None else positions.reference_grid[axis] / size
+            scale = (
+                1.0 if positions.reference_grid is None else positions.reference_grid[axis] / size
+            )
             counted = (place + positions.offset) * scale
-            places.append(2 * math.pi * ((2 * place + 1) / size - 1) if positions.centred else counted)
+            places.append(
+                2 * math.pi * ((2 * place + 1) / size - 1) if positions.centred else counted
+            )
         if rotary.frequencies is None:
-            falling = torch.tensor([positions.temperature ** (-pair / (half // 2)) for pair in range(half // 2)])
+            falling = torch.tensor(
+                [positions.temperature ** (-pair / (half // 2)) for pair in range(half // 2)]
+            )
             angle = torch.cat([places[0] * falling, places[1] * falling])
         else:
             angle = places[0] * rotary.frequencies[0] + places[1] * rotary.frequencies[1]
-        parts.append(values[:, :, rotary.prefix_tokens + index] * torch.polar(torch.ones_like(angle), angle))
+        parts.append(
+            values[:, :, rotary.prefix_tokens + index] * torch.polar(torch.ones_like(angle), angle)
+        )
     result = torch.stack(parts, dim=2)
     return torch.cat([result.real, result.imag], dim=3)
 
 
 def _attend(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
-    v = layer.qkv(x)[..., layer.qkv.out_features // 3 * 2 :].unflatten(2, (layer.heads, -1)).transpose(1, 2)
+    v = (
+        layer.qkv(x)[..., layer.qkv.out_features // 3 * 2 :]
+        .unflatten(2, (layer.heads, -1))
+        .transpose(1, 2)
+    )
     weights = attention_weights(layer, x)
     weights.retain_grad()
     return layer.proj(layer.norm(torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2))), weights
 
 
 def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of a block's output [B, N, D], and the pooling query's attention where there is one."""
+    """Return the logits of a block's output [B, N, D], and the pooling query's attention where
+    there is one.
+    """
     config = model.config
     x = model.norm(x)
     seen = x if config.pool_prefix else x[:, config.prefix_tokens :]
@@ -117,8 +140,14 @@ def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
         assert pool is not None
         heads, width = config.pool_heads or config.heads, config.width
         q = pool.q(pool.latent).unflatten(2, (heads, width // heads))[0, 0]
-        k, v = (part.unflatten(2, (heads, width // heads)) for part in pool.kv(seen).split(width, dim=2))
-        weights = (torch.einsum("hd,bkhd->bhk", q, k) / (width // heads) ** 0.5).softmax(dim=-1).unsqueeze(2)
+        k, v = (
+            part.unflatten(2, (heads, width // heads)) for part in pool.kv(seen).split(width, dim=2)
+        )
+        weights = (
+            (torch.einsum("hd,bkhd->bhk", q, k) / (width // heads) ** 0.5)
+            .softmax(dim=-1)
+            .unsqueeze(2)
+        )
         weights.retain_grad()
         pooled = pool.proj(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(1))
         pooled = pooled + pool.mlp(pool.norm(pooled))
@@ -127,7 +156,11 @@ def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
     elif config.pool == "cls_mean":
         pooled = torch.cat([x[:, 0], seen.mean(dim=1)], dim=1)
     else:
-        pooled = {"mean": seen.mean(1), "max": seen.amax(1), "mean_max": (seen.mean(1) + seen.amax(1)) / 2}[config.pool]
+        pooled = {
+            "mean": seen.mean(1),
+            "max": seen.amax(1),
+            "mean_max": (seen.mean(1) + seen.amax(1)) / 2,
+        }[config.pool]
     pooled = model.projection(model.fc_norm(pooled))
     if config.normalized_head:
         pooled = pooled / pooled.norm(dim=1, keepdim=True)

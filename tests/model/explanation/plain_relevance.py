@@ -1,4 +1,5 @@
-"""Relevance by automatic differentiation of a forward pass whose scales are constants, one token at a time.
+"""Relevance by automatic differentiation of a forward pass whose scales are constants, one token at
+a time.
 
 Nothing of `model.explanation` is used here. The network's own layers are.
 """
@@ -19,7 +20,10 @@ from tests.model.explanation.plain_reference import attention_weights, first_row
 def plain_relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
     """Return the relevance of each token, not negative: [B, N]."""
     return torch.stack(
-        [_of_image(model, one.unsqueeze(0), int(label)) for one, label in zip(pixels, classes, strict=True)]
+        [
+            _of_image(model, one.unsqueeze(0), int(label))
+            for one, label in zip(pixels, classes, strict=True)
+        ]
     )
 
 
@@ -28,16 +32,27 @@ def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
 
     def margin(x: Tensor) -> Tensor:
         logits = _frozen_read(model, x)[0]
-        others = sorted((logit for at, logit in enumerate(logits) if at != label), key=Tensor.item, reverse=True)[:10]
+        others = sorted(
+            (logit for at, logit in enumerate(logits) if at != label), key=Tensor.item, reverse=True
+        )[:10]
         return logits[label] - (sum(others) / len(others) if others else 0)
 
     found = _found(model, entering, margin, is_token=model.config.pool == "cls")
     return _sharpened(found, model, _arriving(model, entering, first_row(model.config, 1)[0]))
 
 
-def plain_transfer_relevance(model: VisionTransformer, pixels: Tensor, directions: Tensor) -> Tensor:
-    """Return the relevance of each token along directions of the transfer features, before it is sharpened: [B, N]."""
-    return torch.stack([_along(model, one.unsqueeze(0), each) for one, each in zip(pixels, directions, strict=True)])
+def plain_transfer_relevance(
+    model: VisionTransformer, pixels: Tensor, directions: Tensor
+) -> Tensor:
+    """Return the relevance of each token along directions of the transfer features, before it is
+    sharpened: [B, N].
+    """
+    return torch.stack(
+        [
+            _along(model, one.unsqueeze(0), each)
+            for one, each in zip(pixels, directions, strict=True)
+        ]
+    )
 
 
 def _along(model: VisionTransformer, pixels: Tensor, direction: Tensor) -> Tensor:
@@ -57,9 +72,14 @@ def _along(model: VisionTransformer, pixels: Tensor, direction: Tensor) -> Tenso
         found = _found(model, entering[: block + 2], along, is_token=is_token).to(total.dtype)
         if min(config.grid) <= 8:
             row = torch.zeros(config.tokens, dtype=pixels.dtype)
-            row[0 if is_token else slice(config.prefix_tokens, None)] = 1 / (1 if is_token else math.prod(config.grid))
+            row[0 if is_token else slice(config.prefix_tokens, None)] = 1 / (
+                1 if is_token else math.prod(config.grid)
+            )
             arriving = _arriving(model, entering[: block + 2], row)
-            found = torch.cat((found[: config.prefix_tokens], _smoothed(found, model))) * arriving.sqrt()
+            found = (
+                torch.cat((found[: config.prefix_tokens], _smoothed(found, model)))
+                * arriving.sqrt()
+            )
         total += found
     return total
 
@@ -73,9 +93,14 @@ def _entering(model: VisionTransformer, pixels: Tensor) -> list[Tensor]:
 
 
 def _found(
-    model: VisionTransformer, entering: list[Tensor], objective: Callable[[Tensor], Tensor], *, is_token: bool
+    model: VisionTransformer,
+    entering: list[Tensor],
+    objective: Callable[[Tensor], Tensor],
+    *,
+    is_token: bool,
 ) -> Tensor:
-    """Return the relevance of each token for an objective of the first tokens, or of all, of what leaves a block.
+    """Return the relevance of each token for an objective of the first tokens, or of all, of what
+    leaves a block.
 
     `entering` ends with what leaves it.
     """
@@ -93,7 +118,9 @@ def _found(
     if through:
         assert residual.grad is not None
         assert attended.grad is not None
-        scores = (attended.grad * attended.detach())[0].sum((0, 1)) + (residual.grad[0] * entered).sum(1)
+        scores = (attended.grad * attended.detach())[0].sum((0, 1)) + (
+            residual.grad[0] * entered
+        ).sum(1)
         gradient = gradient + residual.grad
     else:
         scores = (gradient[0] * entered).sum(1)
@@ -120,7 +147,9 @@ def _arriving(model: VisionTransformer, entering: list[Tensor], row: Tensor) -> 
 
 
 def _contributions(block: Block, x: Tensor, takers: list[int], gradient: Tensor) -> Tensor:
-    """Return what each token gave to each taker's features, times the taker's gradient: [takers, N]."""
+    """Return what each token gave to each taker's features, times the taker's gradient: [takers,
+    N].
+    """
     layer = block.attn
     width, heads = layer.qkv.out_features // 3, layer.heads
     weights = attention_weights(layer, block.norm1(x))[0]
@@ -145,14 +174,22 @@ def _frozen_mlp(mlp: Any, x: Tensor) -> Tensor:
     hidden = mlp.fc1(x)
     if isinstance(mlp, SwiGLU):
         gate, hidden = hidden.chunk(2, dim=-1)
-        return torch.as_tensor(mlp.fc2(_frozen_norm(mlp.norm, mlp.activation(gate).detach() * hidden)))
-    return torch.as_tensor(mlp.fc2(_frozen_norm(mlp.norm, (mlp.activation(hidden) / hidden).detach() * hidden)))
+        return torch.as_tensor(
+            mlp.fc2(_frozen_norm(mlp.norm, mlp.activation(gate).detach() * hidden))
+        )
+    return torch.as_tensor(
+        mlp.fc2(_frozen_norm(mlp.norm, (mlp.activation(hidden) / hidden).detach() * hidden))
+    )
 
 
 def _frozen_block(block: Block, x: Tensor, residual: Tensor, weights: Tensor) -> Tensor:
-    """Compute a block of x by these attention weights, past which `residual`, the same tokens, is added."""
+    """Compute a block of x by these attention weights, past which `residual`, the same tokens, is
+    added.
+    """
     normed = _frozen_norm(block.norm1, x)
-    values = block.attn.qkv(normed)[..., block.attn.qkv.out_features // 3 * 2 :].unflatten(2, (block.attn.heads, -1))
+    values = block.attn.qkv(normed)[..., block.attn.qkv.out_features // 3 * 2 :].unflatten(
+        2, (block.attn.heads, -1)
+    )
     mixed = torch.einsum("bhqk,bkhd->bqhd", weights, values).flatten(2)
     x = residual + block.ls1(block.attn.proj(_frozen_norm(block.attn.norm, mixed)))
     left: Tensor = x + block.ls2(_frozen_mlp(block.mlp, _frozen_norm(block.norm2, x)))
@@ -176,16 +213,23 @@ def _frozen_read(model: VisionTransformer, x: Tensor) -> Tensor:
     elif config.pool == "cls_mean":
         pooled = torch.cat([x[:, 0], seen.mean(dim=1)], dim=1)
     else:
-        pooled = {"mean": seen.mean(1), "max": seen.amax(1), "mean_max": (seen.mean(1) + seen.amax(1)) / 2}[config.pool]
+        pooled = {
+            "mean": seen.mean(1),
+            "max": seen.amax(1),
+            "mean_max": (seen.mean(1) + seen.amax(1)) / 2,
+        }[config.pool]
     pooled = model.projection(_frozen_norm(model.fc_norm, pooled))
     if config.normalized_head:
         pooled = pooled / pooled.norm(dim=1, keepdim=True).detach()
     logits = model.head(pooled)
-    return torch.as_tensor(logits if model.head_dist is None else 0.5 * logits + 0.5 * model.head_dist(x[:, 1]))
+    return torch.as_tensor(
+        logits if model.head_dist is None else 0.5 * logits + 0.5 * model.head_dist(x[:, 1])
+    )
 
 
 def _sharpened(found: Tensor, model: VisionTransformer, arriving: Tensor) -> Tensor:
-    """Smooth the patches by a Gaussian whose weights sum to 1 inside of the grid, and square their positive part.
+    """Smooth the patches by a Gaussian whose weights sum to 1 inside of the grid, and square their
+    positive part.
 
     On a coarse grid all tokens count by the root of what arrives of them before they are squared.
     """
@@ -195,16 +239,26 @@ def _sharpened(found: Tensor, model: VisionTransformer, arriving: Tensor) -> Ten
     positive = _smoothed(found, model).clamp(min=0) * weights[prefix:]
     squared = positive**2
     return torch.cat(
-        [found[:prefix].clamp(min=0) * weights[:prefix], squared * positive.sum() / max(float(squared.sum()), 1e-30)]
+        [
+            found[:prefix].clamp(min=0) * weights[:prefix],
+            squared * positive.sum() / max(float(squared.sum()), 1e-30),
+        ]
     )
 
 
 def _smoothed(found: Tensor, model: VisionTransformer) -> Tensor:
-    """Return the patches smoothed by a Gaussian whose weights sum to 1 inside of the grid: [patches]."""
+    """Return the patches smoothed by a Gaussian whose weights sum to 1 inside of the grid:
+    [patches].
+    """
     prefix, (rows, columns) = model.config.prefix_tokens, model.config.grid
     coarse = min(rows, columns) <= 8
-    patches, sigma = found[prefix:].reshape(rows, columns), 0.64 if coarse else min(rows, columns) / 32
-    places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1).float()
+    patches, sigma = (
+        found[prefix:].reshape(rows, columns),
+        0.64 if coarse else min(rows, columns) / 32,
+    )
+    places = torch.stack(
+        torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
+    ).float()
     smooth = []
     for place in places.reshape(-1, 2):
         near = (-((places - place) ** 2).sum(-1) / (2 * sigma**2)).exp()

@@ -1,5 +1,6 @@
-"""Every explanation method against plain autograd through explicit attention matrices, on every family;
-attention maps: how heads are combined, which tokens are dropped, and what a mixed batch gets.
+"""Every explanation method against plain autograd through explicit attention matrices, on every
+family; attention maps: how heads are combined, which tokens are dropped, and what a mixed batch
+gets.
 """
 
 from collections.abc import Callable
@@ -45,14 +46,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mean_with_prefix": {"pool": "mean", "pool_prefix": True, "registers": 2},
     "max": {"pool": "max"},
     "mean_max": {"pool": "mean_max"},
-    "rotary": {"rotary": {"reference_grid": (3, 2), "offset": 1.0}, "registers": 2, "position_embedding": "none"},
-    "rotary_centred_mean": {"rotary": {"centred": True, "temperature": 100.0}, "pool": "mean", "qk_norm": True},
+    "rotary": {
+        "rotary": {"reference_grid": (3, 2), "offset": 1.0},
+        "registers": 2,
+        "position_embedding": "none",
+    },
+    "rotary_centred_mean": {
+        "rotary": {"centred": True, "temperature": 100.0},
+        "pool": "mean",
+        "qk_norm": True,
+    },
     "rotary_learned": {"rotary": {"learned": True}, "layer_scale": True},
-    "inner_norms": {"mlp": "swiglu", "activation": "silu", "mlp_norm": True, "attention_norm": True},
+    "inner_norms": {
+        "mlp": "swiglu",
+        "activation": "silu",
+        "mlp_norm": True,
+        "attention_norm": True,
+    },
     "inner_norms_plain": {"mlp_norm": True, "attention_norm": True},
     "inner_norms_mean": {"mlp": "swiglu", "mlp_norm": True, "attention_norm": True, "pool": "mean"},
     "attention": {"pool": "attention", "class_token": False},
-    "attention_of_other_heads": {"pool": "attention", "pool_prefix": True, "pool_heads": 4, "pool_mlp_width": 16},
+    "attention_of_other_heads": {
+        "pool": "attention",
+        "pool_prefix": True,
+        "pool_heads": 4,
+        "pool_mlp_width": 16,
+    },
     "attention_without_prefix": {"pool": "attention", "registers": 2},
 }
 
@@ -67,7 +86,9 @@ def model_of(family: str, **others: Any) -> VisionTransformer:
         "heads": 3,
         "mlp_width": 40,
     }
-    model = VisionTransformer(ViTConfig(**sizes | {"num_classes": 5} | FAMILIES[family] | others)).eval()
+    model = VisionTransformer(
+        ViTConfig(**sizes | {"num_classes": 5} | FAMILIES[family] | others)
+    ).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -76,7 +97,9 @@ def model_of(family: str, **others: Any) -> VisionTransformer:
 
 
 def pictures(model: VisionTransformer, count: int = 3) -> Tensor:
-    return torch.randn((count, 3, *model.config.image_size), generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        (count, 3, *model.config.image_size), generator=torch.Generator().manual_seed(1)
+    )
 
 
 CLASSES = torch.tensor([4, 0, 2])
@@ -105,7 +128,9 @@ def plain_gae(model: VisionTransformer, pixels: Tensor) -> Tensor:
         matrix = matrix + (weights * grad_of(weights)).clamp(min=0).mean(1) @ matrix
     start = first_row(model.config, len(pixels))
     if found.pool is not None:
-        start = all_tokens((found.pool * grad_of(found.pool)).clamp(min=0).mean(1)[:, 0], model.config)
+        start = all_tokens(
+            (found.pool * grad_of(found.pool)).clamp(min=0).mean(1)[:, 0], model.config
+        )
     return torch.einsum("bq,bqk->bk", start, matrix)
 
 
@@ -138,7 +163,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     for method in PLAIN
     if method != "relevance" or "norm_order" not in options
 ]
-# Of many patches relevance follows several and not one, and of many blocks the last ones: more on a coarse grid.
+# Of many patches relevance follows several and not one, and of many blocks the last ones: more on a
+# coarse grid.
 CASES += [
     (family, "relevance", {"image_size": size, "depth": 6})
     for size in ((56, 48), (80, 72))
@@ -150,7 +176,9 @@ CASES += [("plain", "relevance", {"image_size": (96, 112), "num_classes": 30})]
 
 
 @pytest.mark.parametrize(("family", "method", "sizes"), CASES)
-def test_a_map_is_that_of_plain_autograd(family: str, method: Method, sizes: dict[str, Any]) -> None:
+def test_a_map_is_that_of_plain_autograd(
+    family: str, method: Method, sizes: dict[str, Any]
+) -> None:
     model = model_of(family, **sizes)
     pixels = pictures(model)
     require_maps(model, pixels, CLASSES, method, PLAIN[method](model, pixels).detach())
@@ -164,7 +192,9 @@ def test_a_class_without_ten_rivals_has_fewer_or_none(family: str, count: int) -
     require_maps(model, pixels, classes, "relevance", plain_relevance(model, pixels, classes))
 
 
-def require_maps(model: VisionTransformer, pixels: Tensor, classes: Tensor, method: Method, tokens: Tensor) -> None:
+def require_maps(
+    model: VisionTransformer, pixels: Tensor, classes: Tensor, method: Method, tokens: Tensor
+) -> None:
     """The method's maps and masses are those of the tokens, [B, N]."""
     patches = tokens[:, model.config.prefix_tokens :]
     maps, kept = explain(model, pixels, classes, MapRequest(method))
@@ -174,14 +204,18 @@ def require_maps(model: VisionTransformer, pixels: Tensor, classes: Tensor, meth
     expected[~some] = 1 / patches.shape[1]
     expected = expected.reshape(-1, *model.config.grid)
     torch.testing.assert_close(maps, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(kept[some], (patches.sum(1) / tokens.sum(1))[some], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        kept[some], (patches.sum(1) / tokens.sum(1))[some], rtol=0, atol=1e-5
+    )
     torch.testing.assert_close(maps.sum((1, 2)), torch.ones(3))
     assert maps.dtype == torch.float32
     assert (maps >= 0).all()
 
 
 @pytest.mark.parametrize("method", EXPLANATIONS)
-def test_an_image_has_the_same_map_in_any_batch(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_has_the_same_map_in_any_batch(
+    method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of("plain")
     pixels = pictures(model)
     together = explain(model, pixels, CLASSES, MapRequest(method))
@@ -192,14 +226,19 @@ def test_an_image_has_the_same_map_in_any_batch(method: Method, monkeypatch: pyt
 @pytest.mark.parametrize("method", EXPLANATIONS)
 def test_only_a_class_specific_map_depends_on_the_class(method: Method) -> None:
     model = model_of("plain")
-    one, other = explain(model, pictures(model, 1).repeat(2, 1, 1, 1), torch.tensor([0, 1]), MapRequest(method))[0]
+    one, other = explain(
+        model, pictures(model, 1).repeat(2, 1, 1, 1), torch.tensor([0, 1]), MapRequest(method)
+    )[0]
     assert torch.allclose(one, other) is (method not in CLASS_SPECIFIC)
 
 
 @pytest.mark.parametrize("family", ["plain", "distilled"])
 def test_gae_of_another_heads_class_is_that_of_a_model_with_this_row(family: str) -> None:
     model = model_of(family)
-    pixels, rows = pictures(model), torch.randn((3, model.config.width), generator=torch.Generator().manual_seed(5))
+    pixels, rows = (
+        pictures(model),
+        torch.randn((3, model.config.width), generator=torch.Generator().manual_seed(5)),
+    )
     found = explain(model, pixels, rows, MapRequest("gae"))
     with torch.no_grad():
         for head in filter(None, (model.head, model.head_dist)):
@@ -241,7 +280,9 @@ def test_tokens_with_the_same_highest_value_share_its_gradient() -> None:
     assert found.sum().item() == 4.0 * config.width
 
 
-CONFIG = ViTConfig(image_size=(16, 24), patch_size=8, width=32, depth=3, heads=2, mlp_width=64, num_classes=5)
+CONFIG = ViTConfig(
+    image_size=(16, 24), patch_size=8, width=32, depth=3, heads=2, mlp_width=64, num_classes=5
+)
 
 
 def rows(*shape: int) -> NDArray[np.float32]:
@@ -257,7 +298,9 @@ def test_a_map_is_the_combined_row_without_prefix_tokens_divided_by_its_sum(head
     combined = {"mean": attention.mean(1), "max": attention.max(1), 1: attention[:, 1]}[head]
     values, kept_mass = cls_map(attention, head=head, prefix_tokens=1, grid=(2, 3))
     np.testing.assert_allclose(kept_mass, combined[:, 1:].sum(-1), rtol=1e-6)
-    np.testing.assert_allclose(values.reshape(4, -1) * kept_mass[:, None], combined[:, 1:], rtol=1e-6)
+    np.testing.assert_allclose(
+        values.reshape(4, -1) * kept_mass[:, None], combined[:, 1:], rtol=1e-6
+    )
     assert values.shape == (4, 2, 3)
 
 
@@ -286,7 +329,9 @@ def test_a_mixed_batch_gets_each_map_from_its_own_image_layer_and_head() -> None
             assert got.kept_mass == kept_mass.item()
 
 
-TINY = ViTConfig(image_size=(16, 24), patch_size=8, width=24, depth=1, heads=3, mlp_width=40, num_classes=5)
+TINY = ViTConfig(
+    image_size=(16, 24), patch_size=8, width=24, depth=1, heads=3, mlp_width=40, num_classes=5
+)
 """2 x 3 patches after one prefix token."""
 
 

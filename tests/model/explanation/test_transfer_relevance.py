@@ -44,14 +44,21 @@ def test_a_shallow_network_has_fewer_parts(depth: int) -> None:
         transfer_relevance(model, output, directions),
         plain_transfer_relevance(model, pixels, directions),
     )
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        found.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+    )
 
 
-@pytest.mark.parametrize("family", ["plain", "distilled", "relative_without_cls", "post_norm", "clip"])
+@pytest.mark.parametrize(
+    "family", ["plain", "distilled", "relative_without_cls", "post_norm", "clip"]
+)
 def test_gae_adds_each_part_where_it_is_read(family: str) -> None:
     model = model_of(family, depth=4).double()
     pixels, directions = pictures(model).double(), directions_for(model)
-    found, expected = gae_of_transfer(model, pixels, directions), plain_gae(model, pixels, directions)
+    found, expected = (
+        gae_of_transfer(model, pixels, directions),
+        plain_gae(model, pixels, directions),
+    )
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -85,5 +92,7 @@ def plain_gae(model: VisionTransformer, pixels: Tensor, directions: Tensor) -> T
         found = found + sum(rows.get(index, []), torch.zeros(()))
         gradient = weights[index].grad
         assert gradient is not None
-        found = found + torch.einsum("bq,bqk->bk", found, (weights[index] * gradient).clamp(min=0).mean(1).detach())
+        found = found + torch.einsum(
+            "bq,bqk->bk", found, (weights[index] * gradient).clamp(min=0).mean(1).detach()
+        )
     return found

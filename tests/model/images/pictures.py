@@ -48,7 +48,9 @@ def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> Image.Im
 
 
 def scene(width: int = 96, height: int = 64) -> Image.Image:
-    """Smooth, and different in each corner, so that it survives lossy formats and shows every wrong turn."""
+    """Smooth, and different in each corner, so that it survives lossy formats and shows every wrong
+    turn.
+    """
     x, y = np.meshgrid(np.linspace(0, 1, width), np.linspace(0, 1, height))
     pixels = np.stack([255 * x, 255 * y, 255 * (1 - x) * (1 - y)], axis=-1)
     return Image.fromarray(pixels.astype(np.uint8))

@@ -1,4 +1,6 @@
-"""A map as a picture: its colours, its place over the picture, its size, its caption; and sheets of several."""
+"""A map as a picture: its colours, its place over the picture, its size, its caption; and sheets of
+several.
+"""
 
 import hashlib
 import io
@@ -28,7 +30,9 @@ RAMP = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
 def drawn(values: npt.ArrayLike, picture: np.ndarray | None = None, **options) -> np.ndarray:
     region = options.pop("region", None)
     png = encode_png(
-        draw_heatmap(np.asarray(values, dtype=np.float32), Look(**options), picture=picture, region=region)
+        draw_heatmap(
+            np.asarray(values, dtype=np.float32), Look(**options), picture=picture, region=region
+        )
     )
     image = Image.open(io.BytesIO(png))
     assert image.format == "PNG" and image.mode == "RGB"
@@ -38,7 +42,9 @@ def drawn(values: npt.ArrayLike, picture: np.ndarray | None = None, **options) -
 def test_no_colour_of_any_table_changes():
     tables = np.stack([colour_table(name) for name in COLORMAPS])
 
-    assert hashlib.sha256(tables.tobytes()).hexdigest().startswith("db8b959d8003613546c9c1839efbca1f")
+    assert (
+        hashlib.sha256(tables.tobytes()).hexdigest().startswith("db8b959d8003613546c9c1839efbca1f")
+    )
 
 
 def test_the_highest_value_is_brightest_and_in_its_patch():
@@ -76,10 +82,14 @@ def test_a_colour_says_how_many_times_the_even_share_a_patch_has(times_even, lev
     assert difference(pixels[0, :, 0], np.array(level)) <= 1
 
 
-@pytest.mark.parametrize("values", [np.zeros((3, 3)), np.full((3, 3), 7.5), np.full((3, 3), np.nan), np.ones((1, 1))])
+@pytest.mark.parametrize(
+    "values", [np.zeros((3, 3)), np.full((3, 3), 7.5), np.full((3, 3), np.nan), np.ones((1, 1))]
+)
 @pytest.mark.parametrize("smooth", [True, False])
 def test_an_even_map_is_even_and_leaves_the_picture_as_it_is(values, smooth):
-    assert np.array_equal(np.unique(drawn(values, size=32).reshape(-1, 3), axis=0), colour_table("turbo")[:1])
+    assert np.array_equal(
+        np.unique(drawn(values, size=32).reshape(-1, 3), axis=0), colour_table("turbo")[:1]
+    )
     assert np.array_equal(drawn(values, PICTURE, size=96, alpha=1.0, smooth=smooth), PICTURE)
 
 
@@ -126,7 +136,9 @@ def test_smoothing_has_no_steps_and_keeps_the_value_in_the_middle_of_each_patch(
 
 @settings(max_examples=100, deadline=None)
 @given(
-    arrays.arrays(np.float32, st.tuples(st.integers(1, 20), st.integers(1, 20)), elements=st.floats(width=32)),
+    arrays.arrays(
+        np.float32, st.tuples(st.integers(1, 20), st.integers(1, 20)), elements=st.floats(width=32)
+    ),
     st.integers(1, 80),
 )
 def test_any_map_can_be_drawn(values, size):
@@ -138,7 +150,9 @@ def test_with_full_alpha_the_highest_patch_is_covered_and_the_rest_less():
     values = [[8, 0, 4, 0], [0, 0, 0, 0]]
 
     black, white = (
-        drawn(values, np.full((4, 8, 3), level, np.uint8), alpha=1.0, size=8, smooth=False).astype(int)
+        drawn(values, np.full((4, 8, 3), level, np.uint8), alpha=1.0, size=8, smooth=False).astype(
+            int
+        )
         for level in (0, 255)
     )
 
@@ -157,7 +171,9 @@ def test_a_grey_picture_is_drawn_over():
 def test_the_map_covers_its_region_and_the_rest_of_the_photo_is_dimmed():
     photo = np.full((20, 40, 3), 200, np.uint8)
 
-    pixels = drawn([[1, 0], [0, 0]], photo, region=Region(20, 10, 10, 10), alpha=1.0, size=40, smooth=False)
+    pixels = drawn(
+        [[1, 0], [0, 0]], photo, region=Region(20, 10, 10, 10), alpha=1.0, size=40, smooth=False
+    )
 
     expected = np.full((20, 40, 3), 70, np.uint8)
     expected[10:20, 20:30] = 200
@@ -195,7 +211,9 @@ def test_a_region_that_reaches_beyond_the_photo_shows_its_middle(smooth):
     ],
 )
 def test_size_is_the_longer_side_and_the_pictures_shape_stays(picture, size, shape):
-    pixels = drawn(np.ones((8, 16)), None if picture is None else np.zeros((*picture, 3), np.uint8), size=size)
+    pixels = drawn(
+        np.ones((8, 16)), None if picture is None else np.zeros((*picture, 3), np.uint8), size=size
+    )
 
     assert pixels.shape[:2] == shape
 
@@ -216,7 +234,9 @@ def picture(colour: str, size: tuple[int, int] = (60, 40)) -> Image.Image:
 
 
 def places(image: Image.Image, colour: str) -> tuple[np.ndarray, np.ndarray]:
-    rows, columns = np.nonzero((np.asarray(image) == np.asarray(picture(colour, (1, 1)))).all(axis=-1))
+    rows, columns = np.nonzero(
+        (np.asarray(image) == np.asarray(picture(colour, (1, 1)))).all(axis=-1)
+    )
     return rows, columns
 
 
@@ -231,7 +251,9 @@ def test_a_sheet_shows_every_picture_in_reading_order_with_its_caption() -> None
     for colour in COLOURS:
         rows, columns = places(sheet.image, colour)
         assert (np.ptp(columns) + 1) / (np.ptp(rows) + 1) == pytest.approx(1.5, abs=0.02)
-        assert len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1), "nothing lies over the picture"
+        assert len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1), (
+            "nothing lies over the picture"
+        )
         below = pixels[rows.max() + 1 : rows.max() + 40, columns.min() : columns.max()]
         assert (below < 128).any(), "a caption stands below it"
         corners.append((rows.min(), columns.min()))
@@ -250,7 +272,9 @@ def test_a_picture_of_another_shape_is_fitted_and_not_stretched(size: tuple[int,
 
 
 @pytest.mark.parametrize("shape", [(60, 40), (384, 384), (1600, 400)])
-def test_a_sheet_of_many_pictures_is_no_larger_than_8192_pixels_and_uses_them(shape: tuple[int, int]) -> None:
+def test_a_sheet_of_many_pictures_is_no_larger_than_8192_pixels_and_uses_them(
+    shape: tuple[int, int],
+) -> None:
     assert 0.9 * 8192 < max(ContactSheet(2000, shape).image.size) <= 8192 + 8
 
 
@@ -274,19 +298,33 @@ def of_class(evidence: float = 1.0, score: float = 0.6312, index: int = 0) -> At
     ("attention", "lines"),
     [
         (of_class(), ("tabby, tabby cat: 63.1%", "relevance, much speaks for it here (1.00)")),
-        (of_class(0.0312, 0.00001), ("tabby, tabby cat: < 0.1%", "relevance, little speaks for it here (0.03)")),
-        (of_class(0.19, index=1), ("uber alles...? (Kafer): 63.1%", "relevance, little speaks for it here (0.19)")),
+        (
+            of_class(0.0312, 0.00001),
+            ("tabby, tabby cat: < 0.1%", "relevance, little speaks for it here (0.03)"),
+        ),
+        (
+            of_class(0.19, index=1),
+            ("uber alles...? (Kafer): 63.1%", "relevance, little speaks for it here (0.19)"),
+        ),
         (of_class(0.2, index=2), ("class 2: 63.1%", "relevance, some speaks for it here (0.20)")),
-        (AttentionMap(MapRequest.row(3, "max"), PEAK, 1.0), ("attention of one layer", "cls, layer 3, head max")),
+        (
+            AttentionMap(MapRequest.row(3, "max"), PEAK, 1.0),
+            ("attention of one layer", "cls, layer 3, head max"),
+        ),
         (
             AttentionMap(MapRequest("rollout"), PEAK, 1.0),
             ("attention through all layers", "rollout"),
         ),
     ],
 )
-def test_a_caption_says_class_score_method_and_evidence(attention: AttentionMap, lines: tuple[str, str]) -> None:
+def test_a_caption_says_class_score_method_and_evidence(
+    attention: AttentionMap, lines: tuple[str, str]
+) -> None:
     assert (
-        caption_of(attention, ["tabby, tabby cat", "\u00fcber\nalles\u2026\u732b (K\u00e4fer)", "\u732b\u3001\u72ac"])
+        caption_of(
+            attention,
+            ["tabby, tabby cat", "\u00fcber\nalles\u2026\u732b (K\u00e4fer)", "\u732b\u3001\u72ac"],
+        )
         == lines
     )
 
@@ -302,14 +340,19 @@ def test_any_label_becomes_one_line_that_the_font_has(label: str) -> None:
 
 
 def test_a_long_label_is_cut_before_its_score() -> None:
-    font, labels = ImageFont.load_default(12), ["hippopotamus, hippo, river horse, Hippopotamus amphibius"]
+    font, labels = (
+        ImageFont.load_default(12),
+        ["hippopotamus, hippo, river horse, Hippopotamus amphibius"],
+    )
     drawn, score = caption_of(of_class(), labels)[0].rsplit(": ", 1)
     shown = fit_text(drawn, font, 180, f": {score}")
     assert shown.startswith("hippopotamus, ")
     assert shown.endswith("...: 63.1%")
     assert font.getlength(shown) <= 180
     look: dict[str, Any] = {"picture": SMALL, "size": 240}
-    scores = [np.asarray(draw_maps([of_class(score=score)], labels, **look)) for score in (0.6, 0.7)]
+    scores = [
+        np.asarray(draw_maps([of_class(score=score)], labels, **look)) for score in (0.6, 0.7)
+    ]
     assert (scores[0] != scores[1]).any(), "the score is seen"
 
 
@@ -354,12 +397,19 @@ def test_the_colours_stand_below_in_words_unless_none_are_drawn() -> None:
         drawn = draw_heatmap(PEAK, Look(size=384, alpha=alpha), picture=SMALL, caption=("a", "b"))
         assert ink(drawn, drawn.height - caption_height(384)).any() == coloured
     assert ink(draw_heatmap(PEAK, Look(size=384), picture=SMALL), 0).any()
-    words = [draw_heatmap(PEAK, Look(size=384), picture=SMALL, caption=(text, "")) for text in ("a", "b")]
+    words = [
+        draw_heatmap(PEAK, Look(size=384), picture=SMALL, caption=(text, "")) for text in ("a", "b")
+    ]
     assert words[0].tobytes() != words[1].tobytes()
 
 
 def test_a_map_fades_with_its_evidence_once_beside_others_and_alone() -> None:
-    look: dict[str, Any] = {"picture": np.zeros((64, 64, 3), np.uint8), "size": 64, "smooth": False, "colormap": "gray"}
+    look: dict[str, Any] = {
+        "picture": np.zeros((64, 64, 3), np.uint8),
+        "size": 64,
+        "smooth": False,
+        "colormap": "gray",
+    }
 
     def brightest(maps: list[AttentionMap]) -> list[int]:
         row = np.asarray(draw_maps(maps, None, **look))

@@ -1,4 +1,6 @@
-"""Every format and pixel mode comes out as RGB, upright, of several pictures the first; all else is refused."""
+"""Every format and pixel mode comes out as RGB, upright, of several pictures the first; all else is
+refused.
+"""
 
 import functools
 import io
@@ -65,7 +67,9 @@ def test_cmyk_jpegs_are_inverted_as_pillow_does(adobe):
     data = encode(image, "JPEG", quality=100)
     if not adobe:
         start = data.index(b"\xff\xeeAdobe"[:2])
-        data = data[:start] + data[start + 2 + struct.unpack(">H", data[start + 2 : start + 4])[0] :]
+        data = (
+            data[:start] + data[start + 2 + struct.unpack(">H", data[start + 2 : start + 4])[0] :]
+        )
 
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
@@ -73,21 +77,29 @@ def test_cmyk_jpegs_are_inverted_as_pillow_does(adobe):
 
 
 def renumbered(jpeg: bytes) -> bytes:
-    """The components R, G and B under the numbers 1, 2 and 3, from which a decoder concludes nothing."""
-    return jpeg.replace(b"R\x11\0G\x11\0B\x11\0", b"\1\x11\0\2\x11\0\3\x11\0").replace(b"R\0G\0B\0", b"\1\0\2\0\3\0")
+    """The components R, G and B under the numbers 1, 2 and 3, from which a decoder concludes
+    nothing.
+    """
+    return jpeg.replace(b"R\x11\0G\x11\0B\x11\0", b"\1\x11\0\2\x11\0\3\x11\0").replace(
+        b"R\0G\0B\0", b"\1\0\2\0\3\0"
+    )
 
 
 @pytest.mark.parametrize(("mode", "transform"), [("RGB", 0), ("CMYK", 2)], ids=["RGB", "YCCK"])
 def test_the_adobe_marker_alone_says_which_colours_a_jpeg_has(mode, transform):
     image = scene().convert(mode)
-    data = renumbered(encode(image, "JPEG", quality=100, **({"keep_rgb": True} if mode == "RGB" else {})))
+    data = renumbered(
+        encode(image, "JPEG", quality=100, **({"keep_rgb": True} if mode == "RGB" else {}))
+    )
     marker = data.index(b"\xff\xee\0\x0eAdobe")
     data = data[: marker + 15] + bytes([transform]) + data[marker + 16 :]
     without = data[:marker] + data[marker + 16 :]
 
     pixels = seen(data, image)
 
-    expected, other = (np.asarray(Image.open(io.BytesIO(each)).convert("RGB")) for each in (data, without))
+    expected, other = (
+        np.asarray(Image.open(io.BytesIO(each)).convert("RGB")) for each in (data, without)
+    )
     assert np.array_equal(pixels, expected)
     assert difference(expected, other) > 100
     if mode == "RGB":
@@ -150,7 +162,9 @@ def test_an_icc_profile_changes_nothing():
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
 
     for name in ("PNG", "JPEG", "TIFF"):
-        assert np.array_equal(seen(encode(image, name, icc_profile=profile), image), seen(encode(image, name), image))
+        assert np.array_equal(
+            seen(encode(image, name, icc_profile=profile), image), seen(encode(image, name), image)
+        )
 
 
 @pytest.mark.parametrize("name", ["GIF", "WEBP", "TIFF", "PNG", "AVIF"])
@@ -268,7 +282,9 @@ def test_broken_exif_is_ignored(exif):
     image = scene()
     plain = encode(image, "JPEG")
 
-    assert np.array_equal(seen(insert_after_soi(plain, jpeg_segment(0xE1, exif)), image), seen(plain, image))
+    assert np.array_equal(
+        seen(insert_after_soi(plain, jpeg_segment(0xE1, exif)), image), seen(plain, image)
+    )
 
 
 @functools.cache
@@ -333,11 +349,15 @@ class TestScaledDecode:
         self, width, height, rows, columns, more, resize, orientation, progressive
     ):
         wanted = config((rows, columns), (rows + more, columns + more), resize=resize)
-        data = encode(Image.new("L", (width, height), 99), "JPEG", orientation, progressive=progressive)
+        data = encode(
+            Image.new("L", (width, height), 99), "JPEG", orientation, progressive=progressive
+        )
         picture = decode(data, max_pixels=10**6, min_size=min_decoded_size(wanted))
 
         upright = (height, width) if orientation == 6 else (width, height)
-        enough = [2 * side for side in resized_size(*upright, wanted)][:: -1 if orientation == 6 else 1]
+        enough = [2 * side for side in resized_size(*upright, wanted)][
+            :: -1 if orientation == 6 else 1
+        ]
         assert picture.image.size == (-(-width // picture.scale), -(-height // picture.scale))
         if picture.scale > 1:
             assert picture.image.width >= enough[0] and picture.image.height >= enough[1]
@@ -345,16 +365,27 @@ class TestScaledDecode:
             assert width < 2 * picture.scale * enough[0] or height < 2 * picture.scale * enough[1]
 
     @settings(max_examples=150, deadline=None)
-    @given(st.data(), st.sampled_from(("baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts")))
+    @given(
+        st.data(),
+        st.sampled_from(
+            ("baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts")
+        ),
+    )
     def test_a_damaged_file_has_one_verdict_scaled_or_not(self, draw, kind):
         data = bytearray(damageable(kind))
-        for place in draw.draw(st.lists(st.integers(2, len(data) - 1), max_size=4), label="bytes set"):
-            data[place] = draw.draw(st.sampled_from((0, 0xFF, 0xD9, 0xDA)) | st.integers(0, 255), label="to")
+        for place in draw.draw(
+            st.lists(st.integers(2, len(data) - 1), max_size=4), label="bytes set"
+        ):
+            data[place] = draw.draw(
+                st.sampled_from((0, 0xFF, 0xD9, 0xDA)) | st.integers(0, 255), label="to"
+            )
         del data[draw.draw(st.integers(2, len(data)), label="cut") :]
 
         assert verdict(data, scaled_decode=True) == verdict(data, scaled_decode=False)
 
-    @pytest.mark.parametrize("kind", ["baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts"])
+    @pytest.mark.parametrize(
+        "kind", ["baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts"]
+    )
     def test_a_file_that_lacks_its_end_is_refused(self, kind):
         data = damageable(kind)
 
@@ -368,7 +399,9 @@ class TestScaledDecode:
 
         preprocess(data, config((16, 16)), max_pixels=400 * 300, scaled_decode=scaled_decode)
         with pytest.raises(ImageError, match="400 x 300"):
-            preprocess(data, config((16, 16)), max_pixels=400 * 300 - 1, scaled_decode=scaled_decode)
+            preprocess(
+                data, config((16, 16)), max_pixels=400 * 300 - 1, scaled_decode=scaled_decode
+            )
 
     @pytest.mark.shared
     def test_photographs_stay_close_to_their_full_decodes(self, shared):
@@ -377,8 +410,14 @@ class TestScaledDecode:
 
         for file in files:
             data = file.read_bytes()
-            levels = np.abs(preprocess(data, wanted).astype(int) - preprocess(data, wanted, scaled_decode=False))
-            assert levels.mean() < 1.5 and levels.max() <= 20, (file.name, levels.mean(), levels.max())
+            levels = np.abs(
+                preprocess(data, wanted).astype(int) - preprocess(data, wanted, scaled_decode=False)
+            )
+            assert levels.mean() < 1.5 and levels.max() <= 20, (
+                file.name,
+                levels.mean(),
+                levels.max(),
+            )
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +436,8 @@ def likeness(left: np.ndarray, right: np.ndarray) -> float:
 @pytest.mark.shared
 def test_rotated_avif_files_come_out_upright(torture):
     pictures = [
-        preprocess((torture / "avif" / f"rot{number}mir0.avif").read_bytes(), config((64, 64))) for number in range(4)
+        preprocess((torture / "avif" / f"rot{number}mir0.avif").read_bytes(), config((64, 64)))
+        for number in range(4)
     ]
 
     for number, picture in enumerate(pictures):
@@ -406,13 +446,22 @@ def test_rotated_avif_files_come_out_upright(torture):
 
 @pytest.mark.parametrize(
     "name",
-    ["grayscale_24x16_sampling2x2", "grayscale_long", "jpg-cmyk-1", "jpg-cmyk-2", "jpg-size-33x33", "jpg-size-8x8"],
+    [
+        "grayscale_24x16_sampling2x2",
+        "grayscale_long",
+        "jpg-cmyk-1",
+        "jpg-cmyk-2",
+        "jpg-size-33x33",
+        "jpg-size-8x8",
+    ],
 )
 @pytest.mark.shared
 def test_jpegs_decode_to_their_reference_pixels(torture, name):
     reference = torture / "jpeg-reftest" / f"{name}.png"
     wanted = config((16, 16), resize="squash")
 
-    got, expected = (preprocess(path.read_bytes(), wanted) for path in (reference.with_suffix(".jpg"), reference))
+    got, expected = (
+        preprocess(path.read_bytes(), wanted) for path in (reference.with_suffix(".jpg"), reference)
+    )
 
     assert np.abs(got.astype(int) - expected).mean() < 4

@@ -1,4 +1,6 @@
-"""A picture is refused before it takes more pixels, memory or time than is allowed, whatever its structure."""
+"""A picture is refused before it takes more pixels, memory or time than is allowed, whatever its
+structure.
+"""
 
 import struct
 import subprocess
@@ -78,11 +80,17 @@ def test_a_claimed_size_is_refused_before_anything_is_allocated(name):
 
 @pytest.mark.parametrize("place", ["canvas", "first frame", "second frame"])
 def test_a_gif_is_as_large_as_all_its_frames_need(place):
-    data = bytearray(encode(noise(40, 30), "GIF", save_all=True, append_images=[noise(40, 30, seed=1)]))
+    data = bytearray(
+        encode(noise(40, 30), "GIF", save_all=True, append_images=[noise(40, 30, seed=1)])
+    )
     if place == "canvas":
         data[6:10] = struct.pack("<HH", 60_000, 60_000)
     else:
-        frames = [at for at in range(len(data)) if data[at : at + 9] == b",\0\0\0\0" + struct.pack("<HH", 40, 30)]
+        frames = [
+            at
+            for at in range(len(data))
+            if data[at : at + 9] == b",\0\0\0\0" + struct.pack("<HH", 40, 30)
+        ]
         at = frames[0 if place == "first frame" else 1]
         data[at + 1 : at + 5] = b"\xff\xff\xff\xff"
 
@@ -117,7 +125,9 @@ print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1
 
 
 def peak_megabytes(data: bytes, resize: str) -> float:
-    done = subprocess.run([sys.executable, "-c", PEAK, resize], input=data, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, resize], input=data, capture_output=True, check=True
+    )
     return int(done.stdout) / 1e3
 
 
@@ -138,7 +148,9 @@ def test_a_sliver_that_is_turned_takes_no_more_memory_than_one_that_is_not(size)
 
 
 def overlapping_directory(entries: int, size: int) -> bytes:
-    """An Exif block whose fields all claim the same bytes: `entries` x `size` if a reader copies each."""
+    """An Exif block whose fields all claim the same bytes: `entries` x `size` if a reader copies
+    each.
+    """
     fields = b"".join(struct.pack("<HHLL", 40_000 + tag, 7, size, 8) for tag in range(entries))
     return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", entries) + fields + b"\0" * 4
 
@@ -180,7 +192,9 @@ def test_files_of_very_many_parts_are_refused_soon(data):
     assert time.thread_time() - start < 2  # else it takes minutes
 
 
-@pytest.mark.parametrize("filler", [b"\xff" * 5_000_000, b"\xff\0" * 2_500_000], ids=["fill bytes", "rubbish"])
+@pytest.mark.parametrize(
+    "filler", [b"\xff" * 5_000_000, b"\xff\0" * 2_500_000], ids=["fill bytes", "rubbish"]
+)
 def test_what_stands_between_the_segments_of_a_jpeg_is_skipped_soon(filler):
     image = noise(64, 48)
     plain = encode(image, "JPEG")

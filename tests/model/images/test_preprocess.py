@@ -1,4 +1,6 @@
-"""Bytes to the model's picture: the pixels of the libraries that checkpoints come from, and the part that they show."""
+"""Bytes to the model's picture: the pixels of the libraries that checkpoints come from, and the
+part that they show.
+"""
 
 import io
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,14 @@ from PIL import Image, ImageOps
 from model.config import PreprocessConfig
 from model.images import resample
 from model.images.decode import converter
-from model.images.preprocess import Region, min_decoded_size, model_input, preprocess, resized_size, upright_photo
+from model.images.preprocess import (
+    Region,
+    min_decoded_size,
+    model_input,
+    preprocess,
+    resized_size,
+    upright_photo,
+)
 from model.images.resample import Axis, resample_part
 from tests.model.images.pictures import FORMATS, as_is, config, difference, encode, noise, scene
 from tests.timm_reference import timm
@@ -35,7 +44,9 @@ def straightforward(data: bytes, wanted: PreprocessConfig) -> np.ndarray:
         width, height = columns, rows
     elif rows == columns:  # torchvision.transforms.functional._compute_resized_output_size
         short, long = sorted(image.size)
-        width, height = (rows, int(rows * long / short))[:: 1 if image.width <= image.height else -1]
+        width, height = (rows, int(rows * long / short))[
+            :: 1 if image.width <= image.height else -1
+        ]
     else:  # timm.data.transforms.ResizeKeepRatio.get_params with longest=0
         ratio = min(image.height / rows, image.width / columns)
         width, height = round(image.width / ratio), round(image.height / ratio)
@@ -46,7 +57,9 @@ def straightforward(data: bytes, wanted: PreprocessConfig) -> np.ndarray:
 
 
 def assert_same(left: np.ndarray, right: np.ndarray) -> None:
-    """Equal but for what rounds either way: one level, or two where both passes of the resize did so."""
+    """Equal but for what rounds either way: one level, or two where both passes of the resize did
+    so.
+    """
     levels = np.abs(left.astype(int) - right.astype(int))
     assert levels.max() <= 2
     assert (levels > 1).mean() <= 0.002
@@ -70,7 +83,9 @@ models = st.integers(1, 64)
 def test_pixels_equal_turning_converting_resizing_all_and_cropping(
     width, height, rows, columns, more, resize, interpolation, orientation
 ):
-    wanted = config((rows, columns), (rows + more, columns + more), resize=resize, interpolation=interpolation)
+    wanted = config(
+        (rows, columns), (rows + more, columns + more), resize=resize, interpolation=interpolation
+    )
     data = encode(noise(width, height), "PNG", orientation, compress_level=0)
 
     assert_same(preprocess(data, wanted), straightforward(data, wanted))
@@ -87,7 +102,9 @@ def test_filters_with_sharp_edges_choose_the_same_pixels(width, height, side, mo
     assert difference(preprocess(data, wanted), straightforward(data, wanted)) <= 1
 
 
-@pytest.mark.parametrize("size", [(60_000, 1), (1, 60_000), (40_000, 3), (3, 40_000), (200_000, 1), (1, 200_000)])
+@pytest.mark.parametrize(
+    "size", [(60_000, 1), (1, 60_000), (40_000, 3), (3, 40_000), (200_000, 1), (1, 200_000)]
+)
 def test_a_sliver_of_a_picture_is_answered_with_its_middle(size):
     row = noise(max(size), 1)
     image = row if size[0] > size[1] else row.transpose(Image.Transpose.TRANSPOSE)
@@ -101,7 +118,9 @@ def test_a_sliver_of_a_picture_is_answered_with_its_middle(size):
     assert pixels.min() >= max(0, seen.min() - 64) and pixels.max() <= min(255, seen.max() + 64)
     along = pixels if size[0] > size[1] else pixels.transpose(1, 0, 2)
     if min(size) == 1:
-        assert np.ptp(along.astype(int), axis=0).max() == 0  # one pixel thick: nothing changes across
+        assert (
+            np.ptp(along.astype(int), axis=0).max() == 0
+        )  # one pixel thick: nothing changes across
 
 
 @pytest.mark.parametrize("size", [(20, 200_000), (200_000, 20)])
@@ -115,25 +134,46 @@ def test_squashing_a_sliver_swaps_the_passes_and_stays_the_same_picture(size):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("mode", ["P", "CMYK", "I;16", "RGBA"])
-def test_a_picture_converted_in_many_strips_equals_one_converted_whole(mode, orientation, monkeypatch):
+def test_a_picture_converted_in_many_strips_equals_one_converted_whole(
+    mode, orientation, monkeypatch
+):
     monkeypatch.setattr("model.images.resample._STRIP_PIXELS", 500)
     colours = noise(150, 110)
-    image = Image.fromarray(np.asarray(noise(150, 110, 1)).astype(np.uint16) << 8) if mode == "I;16" else None
+    image = (
+        Image.fromarray(np.asarray(noise(150, 110, 1)).astype(np.uint16) << 8)
+        if mode == "I;16"
+        else None
+    )
     image = image or (colours.quantize(64) if mode == "P" else colours.convert(mode))
     data = encode(image, "TIFF", orientation)
     whole = np.asarray(image) >> 8 if mode == "I;16" else None
-    rgb = Image.fromarray(whole.astype(np.uint8)).convert("RGB") if whole is not None else image.convert("RGB")
+    rgb = (
+        Image.fromarray(whole.astype(np.uint8)).convert("RGB")
+        if whole is not None
+        else image.convert("RGB")
+    )
     wanted = config((24, 40), (30, 50))
 
-    assert difference(preprocess(data, wanted), straightforward(encode(rgb, "PNG", orientation), wanted)) <= 1
+    assert (
+        difference(
+            preprocess(data, wanted), straightforward(encode(rgb, "PNG", orientation), wanted)
+        )
+        <= 1
+    )
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize("crop_mode", ["center", "squash"])
-@pytest.mark.parametrize(("size", "crop_pct"), [((3, 32, 32), 1.0), ((3, 224, 224), 0.9), ((3, 48, 64), 0.875)])
+@pytest.mark.parametrize(
+    ("size", "crop_pct"), [((3, 32, 32), 1.0), ((3, 224, 224), 0.9), ((3, 48, 64), 0.875)]
+)
 def test_pixels_equal_timms_transform(size, crop_pct, crop_mode, interpolation):
     transform = timm().data.create_transform(
-        input_size=size, crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation, normalize=False
+        input_size=size,
+        crop_pct=crop_pct,
+        crop_mode=crop_mode,
+        interpolation=interpolation,
+        normalize=False,
     )
     rows, columns = size[1:]
     wanted = config(
@@ -153,7 +193,8 @@ def test_pixels_equal_timms_transform(size, crop_pct, crop_mode, interpolation):
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (333, 500), (64, 64), (20, 300)])
 def test_pixels_equal_the_vit_processor_of_transformers(width, height):
     module = pytest.importorskip(
-        "transformers.models.vit.image_processing_pil_vit", reason="no transformers with PIL image processors"
+        "transformers.models.vit.image_processing_pil_vit",
+        reason="no transformers with PIL image processors",
     )
     processor = module.ViTImageProcessorPil(do_rescale=False, do_normalize=False)
     image = noise(width, height)
@@ -168,7 +209,11 @@ def test_pixels_equal_the_vit_processor_of_transformers(width, height):
 @pytest.mark.parametrize("folder", ["imagenet-samples", "photos"])
 def test_real_photos_equal_the_straightforward_way_when_fully_decoded(shared, folder):
     wanted = config((224, 224), (248, 248))
-    files = sorted(path for path in (shared / "data" / folder).iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
+    files = sorted(
+        path
+        for path in (shared / "data" / folder).iterdir()
+        if path.suffix.lower() in (".jpg", ".jpeg")
+    )
     for file in sorted(files, key=lambda path: path.stat().st_size)[:10:4]:
         data = file.read_bytes()
 
@@ -204,7 +249,10 @@ def test_a_model_of_two_channels_is_refused():
 
 def test_threads_do_not_disturb_one_another():
     wanted = config((48, 48), (56, 56))
-    files = [encode(noise(90 + n, 70, seed=n), ("PNG", "JPEG", "WEBP", "TIFF", "GIF")[n % 5]) for n in range(20)]
+    files = [
+        encode(noise(90 + n, 70, seed=n), ("PNG", "JPEG", "WEBP", "TIFF", "GIF")[n % 5])
+        for n in range(20)
+    ]
     alone = [preprocess(data, wanted) for data in files]
 
     with ThreadPoolExecutor(8) as pool:
@@ -245,7 +293,8 @@ def test_the_size_that_a_picture_is_resized_to(how, resize_size, source, expecte
 @pytest.mark.parametrize(
     ("size", "wanted", "region"),
     [
-        # shortest_edge: 40 x 20 becomes 64 x 32, of which the middle 32 are cut: 16 / 1.6 = 10 from the left
+        # shortest_edge: 40 x 20 becomes 64 x 32, of which the middle 32 are cut: 16 / 1.6 = 10 from
+        # the left
         ((40, 20), config((32, 32)), (10, 0, 20, 20)),
         ((20, 40), config((32, 32)), (0, 10, 20, 20)),
         ((32, 32), config((32, 32)), (0, 0, 32, 32)),
@@ -267,7 +316,10 @@ def test_the_region_is_what_is_left_after_resize_and_crop(size, wanted, region):
 def test_the_crop_begins_where_the_rounding_of_the_preprocessing_says():
     # 35 x 32: the margin of 3 is 1.5 on each side, which goes to the even 2 or down to 1
     data = encode(Image.new("RGB", (35, 32)), "PNG")
-    even, down = (config((32, 32)).model_copy(update={"crop_rounding": name}) for name in ("half_even", "down"))
+    even, down = (
+        config((32, 32)).model_copy(update={"crop_rounding": name})
+        for name in ("half_even", "down")
+    )
 
     assert (model_input(data, even).region.x, model_input(data, down).region.x) == (2, 1)
 
@@ -283,7 +335,9 @@ def test_the_region_counts_in_pixels_of_the_upright_picture(orientation):
 
 def test_a_jpeg_decoded_at_a_smaller_scale_has_the_region_of_the_whole():
     data = encode(scene(1001, 667), "JPEG")
-    scaled, full = (model_input(data, config((32, 32)), scaled_decode=scaled).region for scaled in (True, False))
+    scaled, full = (
+        model_input(data, config((32, 32)), scaled_decode=scaled).region for scaled in (True, False)
+    )
 
     assert scaled == full
     assert full == pytest.approx((8 * 1001 / 48, 0, 32 * 1001 / 48, 667))
@@ -297,7 +351,9 @@ def test_the_region_of_the_photo_shows_what_the_model_saw(orientation, resize):
 
     photo, region = upright_photo(data, seen.region)
     left, top, right, bottom = region.x, region.y, region.x + region.width, region.y + region.height
-    part = Image.fromarray(photo).resize((30, 30), Image.Resampling.BICUBIC, (left, top, right, bottom))
+    part = Image.fromarray(photo).resize(
+        (30, 30), Image.Resampling.BICUBIC, (left, top, right, bottom)
+    )
 
     assert difference(np.asarray(part), seen.pixels) <= 2
 
@@ -314,7 +370,9 @@ def test_the_region_of_the_photo_shows_what_the_model_saw(orientation, resize):
     ],
 )
 def test_a_photo_is_shrunk_and_never_enlarged(size, longer, expected):
-    photo, region = upright_photo(encode(Image.new("RGB", size), "PNG"), Region(0, 0, *size), longer)
+    photo, region = upright_photo(
+        encode(Image.new("RGB", size), "PNG"), Region(0, 0, *size), longer
+    )
 
     assert photo.shape == (*expected[::-1], 3)
     assert region == pytest.approx((0, 0, *expected))
@@ -323,7 +381,10 @@ def test_a_photo_is_shrunk_and_never_enlarged(size, longer, expected):
 def test_a_large_jpeg_is_decoded_no_smaller_than_the_photo_is_drawn():
     data = encode(scene(1600, 800), "JPEG", quality=95)
 
-    scaled, full = (upright_photo(data, Region(0, 0, 1600, 800), 300, scaled_decode=scaled) for scaled in (True, False))
+    scaled, full = (
+        upright_photo(data, Region(0, 0, 1600, 800), 300, scaled_decode=scaled)
+        for scaled in (True, False)
+    )
 
     assert scaled[0].shape == full[0].shape == (150, 300, 3)
     assert scaled[1] == full[1]
@@ -333,7 +394,9 @@ def test_a_large_jpeg_is_decoded_no_smaller_than_the_photo_is_drawn():
 KERNELS = ("bilinear", "bicubic")
 
 # Where it could be used it has to be: `resample` falls back to Pillow without a word.
-compiled = pytest.mark.skipif(resample._load() is None, reason="no C compiler at installation, or no AVX2")
+compiled = pytest.mark.skipif(
+    resample._load() is None, reason="no C compiler at installation, or no AVX2"
+)
 
 
 def part_of(resized: int, data: st.DataObject) -> tuple[int, int]:
@@ -345,14 +408,20 @@ def part_of(resized: int, data: st.DataObject) -> tuple[int, int]:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 90), st.integers(1, 90),
        st.sampled_from(KERNELS), st.sampled_from(["RGB", "L"]), st.integers(0, 3), st.data())  # fmt: skip
-def test_any_part_is_that_of_pillows_whole_picture(width, height, columns, rows, name, mode, mirrors, data):
+def test_any_part_is_that_of_pillows_whole_picture(
+    width, height, columns, rows, name, mode, mirrors, data
+):
     filter_ = Image.Resampling[name.upper()]
     stored = noise(width, height, 3 if mode == "RGB" else 1)
     upright = stored
     for flip, turn in ((1, Image.Transpose.FLIP_LEFT_RIGHT), (2, Image.Transpose.FLIP_TOP_BOTTOM)):
         upright = upright.transpose(turn) if mirrors & flip else upright
     low, top = (data.draw(st.floats(0, side / 2, width=32)) for side in stored.size)
-    box = (low, top, *(data.draw(st.floats(side / 2 + 0.25, side, width=32)) for side in stored.size))
+    box = (
+        low,
+        top,
+        *(data.draw(st.floats(side / 2 + 0.25, side, width=32)) for side in stored.size),
+    )
     (left, wide), (upper, high) = part_of(columns, data), part_of(rows, data)
 
     whole = np.asarray(upright.resize((columns, rows), filter_, box))
@@ -387,7 +456,9 @@ def test_strips_and_converted_pieces_make_pillows_picture(size, rows_first, mode
 
     for strip in (4_000_000, 5_000, 1):
         monkeypatch.setattr(resample, "_STRIP_PIXELS", strip)
-        pixels = resample_part(picture, columns, rows, bicubic, rows_first=rows_first, convert=convert)
+        pixels = resample_part(
+            picture, columns, rows, bicubic, rows_first=rows_first, convert=convert
+        )
         assert pixels is not None and pixels.tobytes() == whole.tobytes()
 
 
@@ -413,7 +484,10 @@ def test_a_picture_in_several_pieces_of_memory_is_taken_in_strips():
 
 @pytest.mark.parametrize(
     ("axis", "filter_"),
-    [(Axis(0, 96, 9, 0, 9), Image.Resampling.NEAREST), (Axis(0, 96, 90_000, 0, 90_000), Image.Resampling.BICUBIC)],
+    [
+        (Axis(0, 96, 9, 0, 9), Image.Resampling.NEAREST),
+        (Axis(0, 96, 90_000, 0, 90_000), Image.Resampling.BICUBIC),
+    ],
 )
 def test_what_the_kernel_does_not_make_is_left_to_pillow(axis, filter_):
     assert resample_part(scene(), axis, Axis(0, 64, 9, 0, 9), filter_, rows_first=False) is None

@@ -15,7 +15,12 @@ from model.images.tiff import is_thumbnail
 
 def tiff(**tags: int) -> bytes:
     """A picture of 40 x 30 pixels with more tags in its first directory."""
-    names = {"new_subfile_type": 254, "subfile_type": 255, "cfa_pattern": 33421, "dng_version": 50706}
+    names = {
+        "new_subfile_type": 254,
+        "subfile_type": 255,
+        "cfa_pattern": 33421,
+        "dng_version": 50706,
+    }
     directory = TiffImagePlugin.ImageFileDirectory_v2()
     for name, value in tags.items():
         directory[names[name]] = value
@@ -58,7 +63,9 @@ def test_a_raw_photo_is_refused_by_name(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"big_tiff": True}, {"compression": "tiff_lzw"}])
-@pytest.mark.parametrize("tags", [{}, {"new_subfile_type": 0}, {"new_subfile_type": 2}, {"subfile_type": 1}])
+@pytest.mark.parametrize(
+    "tags", [{}, {"new_subfile_type": 0}, {"new_subfile_type": 2}, {"subfile_type": 1}]
+)
 def test_other_tiffs_are_decoded(options: dict[str, Any], tags: dict[str, int]) -> None:
     file = io.BytesIO()
     Image.open(io.BytesIO(tiff(**tags))).save(file, "TIFF", **options)

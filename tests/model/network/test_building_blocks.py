@@ -21,7 +21,9 @@ from model.network.library import meta_network
 from model.network.vit import VisionTransformer, count_parameters
 from tests.model.checkpoint.parity import randomise
 
-SMALL = ViTConfig(image_size=(32, 48), patch_size=8, width=32, depth=2, heads=4, mlp_width=64, num_classes=5)
+SMALL = ViTConfig(
+    image_size=(32, 48), patch_size=8, width=32, depth=2, heads=4, mlp_width=64, num_classes=5
+)
 
 
 def checkpoint(config: ViTConfig) -> Checkpoint:
@@ -43,7 +45,13 @@ def checkpoint(config: ViTConfig) -> Checkpoint:
 
 @pytest.mark.parametrize(
     ("size", "patch", "published"),
-    [("tiny", 16, 5.7), ("small", 16, 22.1), ("base", 16, 86.6), ("large", 16, 304.3), ("huge", 14, 632.0)],
+    [
+        ("tiny", 16, 5.7),
+        ("small", 16, 22.1),
+        ("base", 16, 86.6),
+        ("large", 16, 304.3),
+        ("huge", 14, 632.0),
+    ],
 )
 def test_parameter_counts_are_the_published_ones(size: str, patch: int, published: float) -> None:
     config = ViTConfig(image_size=(224, 224), patch_size=patch, num_classes=1000, **SIZES[size])
@@ -79,7 +87,12 @@ VARIANTS: dict[str, dict[str, object]] = {
     "sincos": {"position_embedding": "sincos2d"},
     "relative": {"position_embedding": "none", "relative_position_bias": True},
     "rotary": {"rotary": {"temperature": 50.0, "centred": True}, "registers": 2},
-    "rotary-learned": {"rotary": {"learned": True}, "attention_norm": True, "pool": "attention", "pool_heads": 4},
+    "rotary-learned": {
+        "rotary": {"learned": True},
+        "attention_norm": True,
+        "pool": "attention",
+        "pool_heads": 4,
+    },
     "hybrid": {"stem": {"layers": []}},
     "hybrid-2": {"stem": {"layers": [1, 1]}},
 }
@@ -96,7 +109,8 @@ def test_a_native_folder_gives_back_what_was_written(variant: str, tmp_path: Pat
     with torch.inference_mode():
         expected, got = written.build()(pixels, (0, 1)), read.build()(pixels, (0, 1))
     assert all(torch.equal(tensor, written.tensors[name]) for name, tensor in read.tensors.items())
-    # Not to the last bit: a kernel may sum in another order where a tensor lies otherwise in memory.
+    # Not to the last bit: a kernel may sum in another order where a tensor lies otherwise in
+    # memory.
     torch.testing.assert_close(got.logits, expected.logits, atol=1e-5, rtol=1e-5)
     assert got.attention is not None
     torch.testing.assert_close(got.attention.sum(-1), torch.ones(2, 2, 4), atol=1e-5, rtol=0)
@@ -135,12 +149,16 @@ def test_the_mean_row_is_the_mean_of_softmax_rows(
 
 def numbered(batch: int, prefix: int, patches: int) -> torch.Tensor:
     """Tokens whose values are their numbers."""
-    return torch.arange(prefix + patches).float().reshape(1, -1, 1).expand(batch, -1, 4).contiguous()
+    return (
+        torch.arange(prefix + patches).float().reshape(1, -1, 1).expand(batch, -1, 4).contiguous()
+    )
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])
 @pytest.mark.parametrize(("rate", "kept"), [(0.5, 8), (0.25, 12), (0.9, 2), (0.99, 1)])
-def test_prefix_tokens_stay_and_the_kept_patches_keep_their_order(prefix: int, rate: float, kept: int) -> None:
+def test_prefix_tokens_stay_and_the_kept_patches_keep_their_order(
+    prefix: int, rate: float, kept: int
+) -> None:
     torch.manual_seed(0)
     result = drop_patches(numbered(50, prefix, 16), rate, prefix)
     assert result.shape == (50, prefix + kept, 4)

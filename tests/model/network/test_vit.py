@@ -75,7 +75,9 @@ def reference(model: VisionTransformer, pixels: Tensor) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_the_cls_row_of_every_layer_and_head_is_that_of_the_full_attention_matrix(batch: int) -> None:
+def test_the_cls_row_of_every_layer_and_head_is_that_of_the_full_attention_matrix(
+    batch: int,
+) -> None:
     model = make_model(make_config())
     pixels = torch.randn(batch, 3, 32, 48, generator=torch.Generator().manual_seed(1))
     logits, matrices = reference(model, pixels)
@@ -88,7 +90,9 @@ def test_the_cls_row_of_every_layer_and_head_is_that_of_the_full_attention_matri
 
 
 @pytest.mark.parametrize("changes", [{"class_token": False}, {"norm_after_pool": True}, {}])
-def test_a_mean_pooled_model_shows_the_mean_over_its_patch_queries(changes: dict[str, object]) -> None:
+def test_a_mean_pooled_model_shows_the_mean_over_its_patch_queries(
+    changes: dict[str, object],
+) -> None:
     model = make_model(make_config(pool="mean", **changes))
     pixels = torch.randn(3, 3, 32, 48, generator=torch.Generator().manual_seed(2))
     logits, matrices = reference(model, pixels)
@@ -148,11 +152,19 @@ def test_sparing_the_last_block_changes_nothing(distilled: bool, layers: tuple[i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [1 << 30, 3 * 2 * 9 * 9 * 2, 10])
-def test_chunked_attention_is_attention(dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "SCORES_BYTES", limit)  # all at once, three images at a time, none
+def test_chunked_attention_is_attention(
+    dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        attention, "SCORES_BYTES", limit
+    )  # all at once, three images at a time, none
     q, k, v = torch.randn(3, 7, 2, 9, 16).to(dtype).unbind(0)
     for queries in (q, q[:, :, :1]):
-        expected = torch.nn.functional.scaled_dot_product_attention(queries.float(), k.float(), v.float())
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            queries.float(), k.float(), v.float()
+        )
         got = attention.chunked_attention(queries, k, v)
         assert got.dtype == dtype
-        torch.testing.assert_close(got.float(), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+        torch.testing.assert_close(
+            got.float(), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
+        )

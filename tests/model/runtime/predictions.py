@@ -15,7 +15,9 @@ MODES: Final[dict[str, CompileMode]] = {"openvino": "auto", "auto": "auto", "tor
 
 
 class Predictions(NamedTuple):
-    """The outputs of a batch's images: `model.outputs.Outputs`, stacked; each map is an `AttentionMap`, or None."""
+    """The outputs of a batch's images: `model.outputs.Outputs`, stacked; each map is an
+    `AttentionMap`, or None.
+    """
 
     scores: NDArray[np.float32]
     indices: NDArray[np.int64]

@@ -36,11 +36,15 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
 
 
 def outputs() -> HostOutputs:
-    """Outputs of 64 images, the logits and relevance of the last one a hundredth of those of the others."""
+    """Outputs of 64 images, the logits and relevance of the last one a hundredth of those of the
+    others.
+    """
     random = np.random.default_rng(0)
     sizes = np.r_[np.ones(63), 0.01].astype(np.float32)
     attention = random.random((64, 1, 3, 10), np.float32)
-    logits, relevance = (sizes[:, None] * random.normal(size=(64, 20)).astype(np.float32) for _ in range(2))
+    logits, relevance = (
+        sizes[:, None] * random.normal(size=(64, 20)).astype(np.float32) for _ in range(2)
+    )
     return BatchOutputs(logits, attention / attention.sum(axis=-1, keepdims=True), relevance)
 
 
@@ -62,14 +66,21 @@ def test_rounding_is_not() -> None:
 
 
 def test_relevance_of_another_class_or_beside_another_rival_is_not_compared() -> None:
-    logits, relevance = np.array([np.arange(20.0), np.arange(20.0)], np.float32), np.ones((2, 10), np.float32)
+    logits, relevance = (
+        np.array([np.arange(20.0), np.arange(20.0)], np.float32),
+        np.ones((2, 10), np.float32),
+    )
     expected = BatchOutputs(logits, relevance=relevance)
     other = logits.copy()
     other[0, [18, 19]], other[1, [8, 9]] = 18.5 + np.array([0.01, 0]), 8.5 + np.array([0.01, 0])
-    require_close(BatchOutputs(other, relevance=-relevance), expected, exact=False, source="OpenVINO")
+    require_close(
+        BatchOutputs(other, relevance=-relevance), expected, exact=False, source="OpenVINO"
+    )
     other[1, [8, 9]] = 8.5 - np.array([0.01, 0])  # the same classes in its margin
     with pytest.raises(DeviceError, match="relevance"):
-        require_close(BatchOutputs(other, relevance=-relevance), expected, exact=False, source="OpenVINO")
+        require_close(
+            BatchOutputs(other, relevance=-relevance), expected, exact=False, source="OpenVINO"
+        )
 
 
 FAULTS_OF_A_PASS = """
@@ -103,7 +114,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 5)
 
 def faults(mode: str) -> int:
     command = [sys.executable, "-c", FAULTS_OF_A_PASS, mode]
-    return int(subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout)
+    return int(
+        subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout
+    )
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
@@ -120,7 +133,9 @@ def test_the_kernel_clears_no_pages_for_a_pass() -> None:
         ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
     ],
 )
-def test_thresholds_of_the_environment_hold(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thresholds_of_the_environment_hold(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("glibc is told others"))
     assert not cpu.keep_freed_memory()

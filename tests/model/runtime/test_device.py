@@ -33,7 +33,10 @@ def test_why_cuda_cannot_be_used_is_told_in_its_own_words(
     with pytest.raises(DeviceError) as found:
         choose_device("cuda:1")
     version = torch.__version__
-    assert str(found.value) == f"device 'cuda:1': no CUDA device can be used: {TOO_OLD} (torch {version})"
+    assert (
+        str(found.value)
+        == f"device 'cuda:1': no CUDA device can be used: {TOO_OLD} (torch {version})"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,12 +58,15 @@ def test_a_gpu_computes_in_what_is_native_to_it(
 
 def test_bfloat16_is_refused_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    with pytest.raises(DeviceError, match=r"^dtype 'bfloat16': cuda:0 \(compute capability 7.5\) has none: float16"):
+    with pytest.raises(
+        DeviceError, match=r"^dtype 'bfloat16': cuda:0 \(compute capability 7.5\) has none: float16"
+    ):
         choose_dtype("bfloat16", GPU)
 
 
 @pytest.mark.parametrize(
-    ("visible", "expected"), [("MIG-abc", "MIG-abc"), ("MIG-abc,MIG-def", "5d5b"), ("0", "5d5b"), (None, "5d5b")]
+    ("visible", "expected"),
+    [("MIG-abc", "MIG-abc"), ("MIG-abc,MIG-def", "5d5b"), ("0", "5d5b"), (None, "5d5b")],
 )
 def test_a_gpu_is_identified_by_itself_or_by_its_only_visible_instance(
     visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -76,11 +82,15 @@ def test_a_gpu_is_identified_by_itself_or_by_its_only_visible_instance(
 def test_a_model_that_overflows_in_the_float16_of_auto_runs_in_float32(
     scale: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "choose_dtype", lambda name, _: torch.float32 if name == "float32" else torch.float16)
+    monkeypatch.setattr(
+        build, "choose_dtype", lambda name, _: torch.float32 if name == "float32" else torch.float16
+    )
     checkpoint = make_checkpoint()
     tensors = dict(checkpoint.tensors)
     tensors["head.weight"] = tensors["head.weight"] * scale
-    predictor = Predictor(make_checkpoint(tensors=tensors), device="cpu", max_batch=2, ops=StandInOps())
+    predictor = Predictor(
+        make_checkpoint(tensors=tensors), device="cpu", max_batch=2, ops=StandInOps()
+    )
     assert predictor.dtype == dtype
     predictor.warm_up()
     assert predict(predictor, make_images(2), top_k=1).finite.all()
@@ -95,7 +105,9 @@ def test_float16_that_was_asked_for_is_kept_and_refused() -> None:
         predictor.warm_up()
 
 
-def test_a_torch_that_another_thread_is_importing_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_another_thread_is_importing_does_no_harm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     assert Meter().size(1000, "float32") == 4000
 
@@ -144,8 +156,16 @@ def test_affinity_quota_and_physical_cores_bound_the_threads(
 @pytest.mark.parametrize(
     ("own", "quotas", "usable"),
     [
-        ("0::/a.slice/b.service", {"a.slice/b.service/cpu.max": "max 100000", "a.slice/cpu.max": "200000 100000"}, 2),
-        ("0::/a.slice/b.service", {"a.slice/b.service/cpu.max": "300000 100000", "a.slice/cpu.max": "5000 1000"}, 3),
+        (
+            "0::/a.slice/b.service",
+            {"a.slice/b.service/cpu.max": "max 100000", "a.slice/cpu.max": "200000 100000"},
+            2,
+        ),
+        (
+            "0::/a.slice/b.service",
+            {"a.slice/b.service/cpu.max": "300000 100000", "a.slice/cpu.max": "5000 1000"},
+            3,
+        ),
         ("0::/a.slice", {"other.slice/cpu.max": "100000 100000"}, 8),
         ("0::/host/path", {"cpu.max": "150000 100000"}, 2),
         ("0::/../outside", {"cpu.max": "max 100000"}, 8),
@@ -153,10 +173,16 @@ def test_affinity_quota_and_physical_cores_bound_the_threads(
         ("4:cpuacct,cpu:/docker/1", {"cpuacct,cpu/docker/cpu.cfs_quota_us": "100000"}, 1),
         ("4:cpu:/host/path", {"cpu/cpu.cfs_quota_us": "400000"}, 4),
         ("4:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1"}, 8),
-        ("4:cpuset:/a\n0::/b", {"cpuset/a/cpu.cfs_quota_us": "100000", "unified/b/cpu.max": "500000 100000"}, 5),
+        (
+            "4:cpuset:/a\n0::/b",
+            {"cpuset/a/cpu.cfs_quota_us": "100000", "unified/b/cpu.max": "500000 100000"},
+            5,
+        ),
     ],
 )
-def test_the_smallest_quota_of_the_path_counts(own: str, quotas: dict[str, str], usable: int, system: Path) -> None:
+def test_the_smallest_quota_of_the_path_counts(
+    own: str, quotas: dict[str, str], usable: int, system: Path
+) -> None:
     for name, quota in quotas.items():
         file = system / "fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +194,9 @@ def test_the_smallest_quota_of_the_path_counts(own: str, quotas: dict[str, str],
     assert usable_cores(system, groups) == usable
 
 
-def test_openmps_variable_decides_as_it_does_for_torch(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openmps_variable_decides_as_it_does_for_torch(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert (usable_cores(system), compute_threads(system)) == (3, 3)
     monkeypatch.setenv("OMP_NUM_THREADS", "many")

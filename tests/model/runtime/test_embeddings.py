@@ -29,7 +29,9 @@ BACKENDS = (
     "stand-in",
     pytest.param(
         "openvino",
-        marks=pytest.mark.skipif(unsupported_reason("float32") is not None, reason="openvino does not run here"),
+        marks=pytest.mark.skipif(
+            unsupported_reason("float32") is not None, reason="openvino does not run here"
+        ),
     ),
 )
 KINDS: dict[str, dict[str, Any]] = {
@@ -49,7 +51,8 @@ def checkpoint_of(kind: str) -> Checkpoint:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return make_checkpoint(
-        config=config, tensors={name: tensor.detach() for name, tensor in model.state_dict().items()}
+        config=config,
+        tensors={name: tensor.detach() for name, tensor in model.state_dict().items()},
     )
 
 
@@ -58,7 +61,14 @@ def predictor_of(backend: str, checkpoint: Checkpoint) -> Predictor:
         made = Predictor(checkpoint, device="cpu", dtype="float32", max_batch=8, ops=StandInOps())
         made.warm_up()  # batches go through captured graphs
         return made
-    return Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[backend], threads=2, max_batch=8)
+    return Predictor(
+        checkpoint,
+        device="cpu",
+        dtype="float32",
+        compile_mode=MODES[backend],
+        threads=2,
+        max_batch=8,
+    )
 
 
 def reference(checkpoint: Checkpoint, images: np.ndarray) -> dict[Pooling, np.ndarray]:
@@ -75,13 +85,18 @@ def close(found: np.ndarray | None, expected: np.ndarray, backend: str) -> bool:
     assert found.dtype == np.float32
     assert found.shape == expected.shape
     # OpenVINO's own kernels, in float32, too.
-    return bool(np.abs(found - expected).max() <= (1e-4 if backend == "openvino" else 1e-5) * np.abs(expected).max())
+    return bool(
+        np.abs(found - expected).max()
+        <= (1e-4 if backend == "openvino" else 1e-5) * np.abs(expected).max()
+    )
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(kind: str, backend: str) -> None:
+def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(
+    kind: str, backend: str
+) -> None:
     checkpoint, images = checkpoint_of(kind), make_images(6)
     predictor, expected = predictor_of(backend, checkpoint), reference(checkpoint, make_images(6))
     few: list[Pooling | None] = ["head", None]
@@ -91,7 +106,9 @@ def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(kind: 
                 2,
                 MapRequest.row(1) if place == 4 else None,
                 logits=place == 5,
-                embedding=None if (pool := asked[place % len(asked)]) is None else EmbeddingRequest(pool, place > 2),
+                embedding=None
+                if (pool := asked[place % len(asked)]) is None
+                else EmbeddingRequest(pool, place > 2),
             )
             for place in range(6)
         ]
@@ -104,7 +121,9 @@ def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(kind: 
                 assert outputs.embedding is None
                 continue
             row = expected[request.pool][place]
-            assert close(outputs.embedding, row / np.linalg.norm(row) if request.normalize else row, backend)
+            assert close(
+                outputs.embedding, row / np.linalg.norm(row) if request.normalize else row, backend
+            )
 
 
 @pytest.mark.timeout(120)
@@ -113,13 +132,17 @@ def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(kind: 
 def test_a_model_without_a_head_gives_the_same_embeddings_and_rows(kind: str, backend: str) -> None:
     headed, images = checkpoint_of(kind), make_images(3)
     config = headed.config.model_copy(update={"num_classes": 0})
-    tensors = {name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head")}
+    tensors = {
+        name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head")
+    }
     headless = make_checkpoint(config=config, tensors=tensors, labels=())
     requested = RequestedOutputs(1, MapRequest.row(1), embedding=EmbeddingRequest())
     rollout = RequestedOutputs(1, MapRequest("rollout"))
     one, other = (predictor_of(backend, checkpoint) for checkpoint in (headed, headless))
     for asked in (requested, rollout):
-        found: list[tuple[Any, Any]] = list(zip(other.predict(images, asked), one.predict(images, asked), strict=True))
+        found: list[tuple[Any, Any]] = list(
+            zip(other.predict(images, asked), one.predict(images, asked), strict=True)
+        )
         for ours, expected in found:
             assert asked.embedding is None or close(ours.embedding, expected.embedding, backend)
             np.testing.assert_allclose(ours.map.values, expected.map.values, atol=1e-5)
@@ -130,13 +153,19 @@ def test_a_model_without_a_head_gives_the_same_embeddings_and_rows(kind: str, ba
 def test_an_embedding_of_zeros_stays_one_when_it_is_normalised() -> None:
     plain = make_checkpoint()
     zeros = {name: torch.zeros_like(tensor) for name, tensor in plain.tensors.items()}
-    predictor = Predictor(make_checkpoint(tensors=zeros), device="cpu", dtype="float32", compile_mode="off")
-    [outputs] = predictor.predict(make_images(1), RequestedOutputs(1, embedding=EmbeddingRequest("head", True)))
+    predictor = Predictor(
+        make_checkpoint(tensors=zeros), device="cpu", dtype="float32", compile_mode="off"
+    )
+    [outputs] = predictor.predict(
+        make_images(1), RequestedOutputs(1, embedding=EmbeddingRequest("head", True))
+    )
     assert outputs.embedding is not None
     assert outputs.embedding.tolist() == [0.0] * 32
 
 
 def test_an_embedding_keeps_nothing_of_its_batch() -> None:
     predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", compile_mode="off")
-    outputs = predictor.predict(make_images(3), RequestedOutputs(1, embedding=EmbeddingRequest("mean")))
+    outputs = predictor.predict(
+        make_images(3), RequestedOutputs(1, embedding=EmbeddingRequest("mean"))
+    )
     assert all(each.embedding is not None and each.embedding.base is None for each in outputs)

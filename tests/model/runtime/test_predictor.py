@@ -25,7 +25,15 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
 def make_checkpoint(depth: int = 2, **changes: object) -> Checkpoint:
-    config = ViTConfig(image_size=(16, 24), patch_size=8, width=32, depth=depth, heads=2, mlp_width=64, num_classes=5)
+    config = ViTConfig(
+        image_size=(16, 24),
+        patch_size=8,
+        width=32,
+        depth=depth,
+        heads=2,
+        mlp_width=64,
+        num_classes=5,
+    )
     torch.manual_seed(0)
     model = VisionTransformer(config)
     for parameter in model.parameters():
@@ -37,7 +45,12 @@ def make_checkpoint(depth: int = 2, **changes: object) -> Checkpoint:
         "architecture": "vit",
         "config": config,
         "preprocess": PreprocessConfig(
-            size=(16, 24), resize="squash", resize_size=(16, 24), interpolation="bicubic", mean=MEAN, std=STD
+            size=(16, 24),
+            resize="squash",
+            resize_size=(16, 24),
+            interpolation="bicubic",
+            mean=MEAN,
+            std=STD,
         ),
         "labels": tuple("abcde"),
         "tensors": {name: tensor.detach() for name, tensor in model.state_dict().items()},
@@ -74,7 +87,9 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
     expected = expected_scores(checkpoint, images).softmax(dim=-1)
 
     found = predict(
-        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8), images, top_k=5
+        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8),
+        images,
+        top_k=5,
     )
 
     order = expected.argsort(dim=-1, descending=True)
@@ -88,16 +103,26 @@ def test_a_multi_label_checkpoint_gives_independent_sigmoids() -> None:
     checkpoint = make_checkpoint(multi_label=True)
     images = make_images(2)
     found = predict(
-        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8), images, top_k=2
+        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8),
+        images,
+        top_k=2,
     )
     expected = expected_scores(checkpoint, images).sigmoid().topk(2)
     np.testing.assert_allclose(found.scores, expected.values.numpy(), atol=1e-6)
 
 
 def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8)
+    predictor = Predictor(
+        make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8
+    )
     images = make_images(5)
-    wanted = [MapRequest.row(0, "max"), None, MapRequest.row(1, 1), MapRequest.row(1), MapRequest.row(0, "max")]
+    wanted = [
+        MapRequest.row(0, "max"),
+        None,
+        MapRequest.row(1, 1),
+        MapRequest.row(1),
+        MapRequest.row(0, "max"),
+    ]
 
     found = predict(predictor, images, top_k=1, maps=wanted)
 
@@ -117,7 +142,9 @@ BACKENDS = (
     "torch",
     pytest.param(
         "openvino",
-        marks=pytest.mark.skipif(unsupported_reason("float32") is not None, reason="OpenVINO is not installed"),
+        marks=pytest.mark.skipif(
+            unsupported_reason("float32") is not None, reason="OpenVINO is not installed"
+        ),
     ),
 )
 
@@ -125,7 +152,11 @@ BACKENDS = (
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) -> None:
     predictor = Predictor(
-        make_checkpoint(temperature=1.7), device="cpu", compile_mode=MODES[backend], dtype="float32", max_batch=8
+        make_checkpoint(temperature=1.7),
+        device="cpu",
+        compile_mode=MODES[backend],
+        dtype="float32",
+        max_batch=8,
     )
     images = make_images(8)
 
@@ -140,18 +171,28 @@ def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: str) -> None:
     images = make_images(8)
-    plain = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8)
+    plain = Predictor(
+        make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8
+    )
     energies = scores_and_energies(plain.logits(images), 2.0)[1]
     middle = (np.sort(energies)[3:5].sum() / 2).repeat(99)
-    calibration = Calibration.of("made", 99, Fit(2.0, Form(power=1.5, crowding=0.2)), np.linspace(0, 0.25, 99), middle)
+    calibration = Calibration.of(
+        "made", 99, Fit(2.0, Form(power=1.5, crowding=0.2)), np.linspace(0, 0.25, 99), middle
+    )
     checkpoint = make_checkpoint(temperature=2.0, calibration=calibration)
-    predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32", max_batch=8)
+    predictor = Predictor(
+        checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32", max_batch=8
+    )
     predictor.set_coverage(0.8)
     requests = [RequestedOutputs(1, label_set=place != 3) for place in range(8)]
     found = [each.label_set for each in predictor.predict(images, requests)]
     assert found.pop(3) is None
-    expected = label_sets_of(calibration, 0.8, "test")(np.delete(predictor.logits(images), 3, axis=0))
-    assert [each.tolist() for each in found if each is not None] == [each.tolist() for each in expected]
+    expected = label_sets_of(calibration, 0.8, "test")(
+        np.delete(predictor.logits(images), 3, axis=0)
+    )
+    assert [each.tolist() for each in found if each is not None] == [
+        each.tolist() for each in expected
+    ]
     assert {len(each) > 0 for each in expected} == {False, True}
     with pytest.raises(CheckpointError, match="test: is not calibrated"):
         plain.set_coverage(0.8)
@@ -161,7 +202,9 @@ def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: st
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) -> None:
     checkpoint = make_checkpoint()
-    predictor = Predictor(checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32", max_batch=8)
+    predictor = Predictor(
+        checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32", max_batch=8
+    )
     images = make_images(6)
     wanted = [
         MapRequest("gae", 3),
@@ -182,14 +225,17 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
         (4, MapRequest("relevance", 1)),
         (5, MapRequest("rollout")),
     ):
-        maps, kept = explain(checkpoint.build(), pixels[[place]], torch.tensor([request.class_index or 0]), request)
+        maps, kept = explain(
+            checkpoint.build(), pixels[[place]], torch.tensor([request.class_index or 0]), request
+        )
         got = found.maps[place]
         assert got.request == request
         score, evidence = None, None
         if request.class_index is not None:
             logits = predictor.logits(images[[place]])
             score, evidence = (
-                part.item() for part in Head((), False).evidence(logits, np.array([request.class_index]))
+                part.item()
+                for part in Head((), False).evidence(logits, np.array([request.class_index]))
             )
             assert got.score == pytest.approx(score, abs=1e-4)
         assert got.evidence == (None if evidence is None else pytest.approx(evidence, abs=1e-4))
@@ -201,8 +247,12 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
     np.testing.assert_allclose(found.maps[1].values, row.values, atol=1e-5)
 
 
-def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = Predictor(make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8)
+def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    predictor = Predictor(
+        make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8
+    )
     images = make_images(3)
     expected = predict(predictor, images, top_k=5)
     spoil_second_image(monkeypatch)
@@ -222,10 +272,14 @@ def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
     checkpoint, images = make_checkpoint(), make_images(8)
     exact = predict(
-        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8), images, top_k=5
+        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8),
+        images,
+        top_k=5,
     )
     rough = predict(
-        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="bfloat16", max_batch=8), images, top_k=5
+        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="bfloat16", max_batch=8),
+        images,
+        top_k=5,
     )
     clear = exact.scores[:, 0] - exact.scores[:, 1] > 0.1
     assert clear.any()
@@ -234,7 +288,9 @@ def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["torch", "openvino", "auto"])
-def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: str, dtype: str) -> None:
+def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(
+    backend: str, dtype: str
+) -> None:
     if backend == "openvino" and unsupported_reason(dtype):
         pytest.skip("OpenVINO does not compute so here")
     checkpoint = make_checkpoint()
@@ -245,7 +301,9 @@ def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(backend: st
     tensors[name] = torch.full_like(tensors[name], 3e38)
     spoilt = make_checkpoint(tensors=tensors, preprocess=preprocess)
     with pytest.raises(DeviceError, match="not finite") as raised:
-        Predictor(spoilt, device="cpu", compile_mode=MODES[backend], dtype=dtype, max_batch=1).warm_up()
+        Predictor(
+            spoilt, device="cpu", compile_mode=MODES[backend], dtype=dtype, max_batch=1
+        ).warm_up()
     assert "\n" not in str(raised.value)
 
 
@@ -268,7 +326,9 @@ def test_devices_and_dtypes_that_are_not_there_are_named() -> None:
         ("model name : bf16 avx512_vnni", False),
     ],
 )
-def test_native_bfloat16_is_read_from_the_cpu_flags(line: str, native: bool, tmp_path: Path) -> None:
+def test_native_bfloat16_is_read_from_the_cpu_flags(
+    line: str, native: bool, tmp_path: Path
+) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n")
     assert cpu_has_bfloat16(cpuinfo) is native

@@ -1,4 +1,6 @@
-"""The relevance of the best class out of the classification's own pass, and several heads on one backbone."""
+"""The relevance of the best class out of the classification's own pass, and several heads on one
+backbone.
+"""
 
 import logging
 import threading
@@ -18,7 +20,14 @@ from model.explanation.maps import sharpened_maps
 from model.explanation.methods import explain
 from model.explanation.transfer_relevance import kept_for_transfer, transfer_relevance
 from model.heads import Head
-from model.outputs import TRANSFER, EmbeddingRequest, MapRequest, Outputs, RequestedOutputs, embedding_width
+from model.outputs import (
+    TRANSFER,
+    EmbeddingRequest,
+    MapRequest,
+    Outputs,
+    RequestedOutputs,
+    embedding_width,
+)
 from model.runtime.backend import BatchRequest, GraphKind, HostOutputs
 from model.runtime.openvino import backend as openvino_backend
 from model.runtime.openvino import tracing
@@ -33,7 +42,9 @@ from tests.model.runtime.predictions import MODES, Predictions, predict
 RELEVANCE = MapRequest("relevance")
 MIXED = [RELEVANCE, None, MapRequest.row(0, 1), RELEVANCE, MapRequest.row(1, "max")]
 CPU = torch.device("cpu")
-needs_openvino = pytest.mark.skipif(unsupported_reason("float32") is not None, reason="no OpenVINO here")
+needs_openvino = pytest.mark.skipif(
+    unsupported_reason("float32") is not None, reason="no OpenVINO here"
+)
 SIZES: dict[str, Any] = {"image_size": (48, 56), "depth": 2}
 
 
@@ -41,22 +52,35 @@ def checkpoint_of(family: str) -> Checkpoint:
     model = model_of(family, **SIZES)
     size = model.config.image_size
     preprocess = PreprocessConfig(
-        size=size, resize="squash", resize_size=size, interpolation="bicubic", mean=(0.5,) * 3, std=(0.25,) * 3
+        size=size,
+        resize="squash",
+        resize_size=size,
+        interpolation="bicubic",
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
     )
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return Checkpoint("test", "test", "vitserve", "vit", model.config, preprocess, tuple("abcde"), tensors)
+    return Checkpoint(
+        "test", "test", "vitserve", "vit", model.config, preprocess, tuple("abcde"), tensors
+    )
 
 
 def images_for(predictor: Predictor, count: int = 5) -> np.ndarray:
-    return np.random.default_rng(2).integers(0, 256, (count, *predictor.config.image_size, 3), dtype=np.uint8)
+    return np.random.default_rng(2).integers(
+        0, 256, (count, *predictor.config.image_size, 3), dtype=np.uint8
+    )
 
 
 def made(family: str, backend: str = "torch", **options: Any) -> Predictor:
     options = {"threads": 1, "max_batch": 8, **options}
-    return Predictor(checkpoint_of(family), device="cpu", dtype="float32", compile_mode=MODES[backend], **options)
+    return Predictor(
+        checkpoint_of(family), device="cpu", dtype="float32", compile_mode=MODES[backend], **options
+    )
 
 
-def require_explanation(predictor: Predictor, images: np.ndarray, place: int, found: Predictions) -> None:
+def require_explanation(
+    predictor: Predictor, images: np.ndarray, place: int, found: Predictions
+) -> None:
     """The image's map is the one that an explanation of its best class alone gives."""
     pixels = Normalise(predictor.checkpoint.preprocess)(torch.from_numpy(images))
     best, checkpoint = int(found.indices[place, 0]), predictor.checkpoint
@@ -68,7 +92,9 @@ def require_explanation(predictor: Predictor, images: np.ndarray, place: int, fo
     assert got.kept_mass == pytest.approx(kept.item(), abs=1e-5)
     assert got.score == pytest.approx(float(found.scores[place, 0]))
     assert got.evidence == pytest.approx(got.score), "of few classes"
-    assert got.values.max() > 1.5 / got.values.size or got.kept_mass == 0, "a map is even where nothing is found alone"
+    assert got.values.max() > 1.5 / got.values.size or got.kept_mass == 0, (
+        "a map is even where nothing is found alone"
+    )
 
 
 @pytest.fixture
@@ -113,7 +139,9 @@ def test_a_captured_graph_gives_it() -> None:
     require_explanation(predictor, images, 2, found)
     replays = ops.replays
     require_mixed(predictor, made("registers"))
-    assert ops.replays == replays + 3, "images with nothing, with the last row and with relevance; another row has none"
+    assert ops.replays == replays + 3, (
+        "images with nothing, with the last row and with relevance; another row has none"
+    )
 
 
 def test_of_a_named_class_it_is_an_explanation() -> None:
@@ -125,11 +153,23 @@ def test_of_a_named_class_it_is_an_explanation() -> None:
 @pytest.mark.timeout(120)  # graphs are compiled
 class TestOpenVino:
     @pytest.mark.parametrize(
-        "family", ["registers", "distilled", "inner_norms", "beit", "cls_mean", "max", "attention", "rotary_learned"]
+        "family",
+        [
+            "registers",
+            "distilled",
+            "inner_norms",
+            "beit",
+            "cls_mean",
+            "max",
+            "attention",
+            "rotary_learned",
+        ],
     )
     @pytest.mark.usefixtures("no_explanations")
     def test_its_graph_gives_it(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        if family != "registers":  # which has a graph for each of some batch sizes; others have one for any
+        if (
+            family != "registers"
+        ):  # which has a graph for each of some batch sizes; others have one for any
             monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
         predictor = made(family, "openvino")
         backend = predictor._backend
@@ -138,12 +178,20 @@ class TestOpenVino:
         require_mixed(predictor, predictor)  # with rows of an early layer, which torch computes
         monkeypatch.setattr(TorchCpu, "predict", lambda *_, **__: pytest.fail("torch computed it"))
         images = images_for(predictor, 3)
-        maps = [RELEVANCE, None, RELEVANCE if backend._network.request.layers == () else MapRequest.row(1)]
+        maps = [
+            RELEVANCE,
+            None,
+            RELEVANCE if backend._network.request.layers == () else MapRequest.row(1),
+        ]
         found = predict(predictor, images, top_k=1, maps=maps)
         require_explanation(predictor, images, 0, found)
 
-    @pytest.mark.parametrize("family", ["registers", "cls_mean", "attention", "relative_without_cls"])
-    def test_a_graph_gives_transfer_features(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        "family", ["registers", "cls_mean", "attention", "relative_without_cls"]
+    )
+    def test_a_graph_gives_transfer_features(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         predictor, plain = made(family, "openvino"), made(family)
         images = images_for(predictor, 3)
         row = MapRequest.row(1) if BatchRequest.of_graph("plain", plain.config).layers else None
@@ -159,7 +207,9 @@ class TestOpenVino:
             if theirs.embedding is not None:
                 np.testing.assert_allclose(ours.embedding, theirs.embedding, rtol=1e-3, atol=1e-3)
 
-    def test_torch_computes_it_until_the_graph_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_torch_computes_it_until_the_graph_is_there(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         go, calls = threading.Event(), []
@@ -172,12 +222,16 @@ class TestOpenVino:
         monkeypatch.setattr(predictor._backend, "_make_network", slow)
         images = images_for(predictor, 2)
         for _ in range(2):
-            require_explanation(predictor, images, 0, predict(predictor, images, top_k=1, maps=[RELEVANCE, None]))
+            require_explanation(
+                predictor, images, 0, predict(predictor, images, top_k=1, maps=[RELEVANCE, None])
+            )
         go.set()
         for thread in threading.enumerate():
             if thread.name == "openvino-prepare":
                 thread.join()
-        require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
+        require_explanation(
+            predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE])
+        )
         assert len(calls) == 1, "it is made once"
 
     def test_a_graph_that_gives_another_relevance_is_not_used(
@@ -190,16 +244,24 @@ class TestOpenVino:
 
         def wrong(self: OpenVinoNetwork, outputs: Sequence[np.ndarray]) -> HostOutputs:
             output = named(self, outputs)
-            return output if output.relevance is None else output._replace(relevance=np.flip(output.relevance, -1))
+            return (
+                output
+                if output.relevance is None
+                else output._replace(relevance=np.flip(output.relevance, -1))
+            )
 
         monkeypatch.setattr(OpenVinoNetwork, "_named", wrong)
         with caplog.at_level(logging.WARNING):
             backend.prepare("relevance")
         assert "torch computes relevance: OpenVINO's relevance of an image are" in caplog.text
         images = images_for(predictor, 2)
-        require_explanation(predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE]))
+        require_explanation(
+            predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE])
+        )
 
-    def test_its_graphs_share_the_checkpoints_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_its_graphs_share_the_checkpoints_weights(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         traced: list[torch.nn.Parameter] = []
@@ -219,14 +281,23 @@ class TestOpenVino:
 
 
 ASKED = RequestedOutputs(3, logits=True)
-MAPS = [MapRequest("relevance"), MapRequest("relevance", 1), MapRequest("gae", 2), MapRequest("gae"), MapRequest.row(1)]
+MAPS = [
+    MapRequest("relevance"),
+    MapRequest("relevance", 1),
+    MapRequest("gae", 2),
+    MapRequest("gae"),
+    MapRequest.row(1),
+]
 
 
 def with_head(checkpoint: Checkpoint, classes: int, seed: int, **changes: Any) -> Checkpoint:
     """The same backbone with another head."""
     generator = torch.Generator().manual_seed(seed)
     config = checkpoint.config.model_copy(update={"num_classes": classes})
-    shapes = {"head.weight": (classes, checkpoint.tensors["head.weight"].shape[1]), "head.bias": (classes,)}
+    shapes = {
+        "head.weight": (classes, checkpoint.tensors["head.weight"].shape[1]),
+        "head.bias": (classes,),
+    }
     tensors = dict(checkpoint.tensors)
     tensors |= {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     labels = tuple(f"{seed}-{index}" for index in range(classes))
@@ -244,7 +315,9 @@ def models_on(backbone: Checkpoint) -> dict[str, Checkpoint]:
 
 
 def predictor_of(checkpoint: Checkpoint, mode: str = "torch") -> Predictor:
-    return Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[mode], threads=1, max_batch=8)
+    return Predictor(
+        checkpoint, device="cpu", dtype="float32", compile_mode=MODES[mode], threads=1, max_batch=8
+    )
 
 
 def sharing(models: dict[str, Checkpoint], mode: str = "torch") -> Predictor:
@@ -275,7 +348,9 @@ def require_same(found: Outputs, alone: Outputs) -> None:
     if found.map is not None and alone.map is not None:
         assert found.map.request == alone.map.request
         np.testing.assert_allclose(found.map.values, alone.map.values, atol=1e-4)
-        assert (found.map.score, found.map.evidence) == pytest.approx((alone.map.score, alone.map.evidence), abs=1e-5)
+        assert (found.map.score, found.map.evidence) == pytest.approx(
+            (alone.map.score, alone.map.evidence), abs=1e-5
+        )
 
 
 def bounded(requested: RequestedOutputs, checkpoint: Checkpoint) -> RequestedOutputs:
@@ -297,7 +372,9 @@ def test_a_batch_mixes_heads_and_each_answers_as_its_model_alone(mode: str) -> N
     requests[2] = replace(requests[2], embedding=EmbeddingRequest("mean", normalize=True))
     found = predictor.predict(images, requests)
     for place, name in enumerate(names):
-        require_same(found[place], asked_alone(models[name], images[place : place + 1], requests[place]))
+        require_same(
+            found[place], asked_alone(models[name], images[place : place + 1], requests[place])
+        )
 
 
 @pytest.mark.parametrize("family", ["plain", "cls_mean", "normalized"])
@@ -306,17 +383,24 @@ def test_maps_of_any_head_are_those_of_its_model_alone(family: str, wanted: MapR
     models = models_on(checkpoint_of(family))
     predictor = sharing(models)
     images = images_for(predictor, 4)
-    requests = [bounded(replace(ASKED, head=name, map=wanted), checkpoint) for name, checkpoint in models.items()]
+    requests = [
+        bounded(replace(ASKED, head=name, map=wanted), checkpoint)
+        for name, checkpoint in models.items()
+    ]
     found = predictor.predict(images, requests)
     for place, checkpoint in enumerate(models.values()):
-        require_same(found[place], asked_alone(checkpoint, images[place : place + 1], requests[place]))
+        require_same(
+            found[place], asked_alone(checkpoint, images[place : place + 1], requests[place])
+        )
 
 
 def test_one_picture_is_asked_of_several_heads_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     models = models_on(checkpoint_of("plain"))
     predictor = sharing(models)
     images = images_for(predictor, 2)
-    first, *others = (bounded(replace(ASKED, head=name), checkpoint) for name, checkpoint in models.items())
+    first, *others = (
+        bounded(replace(ASKED, head=name), checkpoint) for name, checkpoint in models.items()
+    )
     passes: list[int] = []
     predict = predictor._backend.predict
 
@@ -334,7 +418,9 @@ def test_one_picture_is_asked_of_several_heads_in_one_pass(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("label", [None, 1])
-def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(mode: str, label: int | None) -> None:
+def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(
+    mode: str, label: int | None
+) -> None:
     models = models_on(checkpoint_of("plain"))
     predictor = sharing(models, mode)
     seven = predictor.heads["seven"]
@@ -372,7 +458,9 @@ def test_a_map_begins_where_its_head_reads(family: str, mode: str) -> None:
     of_class = MapRequest("relevance", 1, by=head.linear)
     asked = RequestedOutputs(1, of_class, embedding=TRANSFER)
     of_row = RequestedOutputs(1, MapRequest("relevance"))
-    found: list[Any] = predictor.predict(images, [asked, of_row, replace(asked, map=replace(of_class, method="gae"))])
+    found: list[Any] = predictor.predict(
+        images, [asked, of_row, replace(asked, map=replace(of_class, method="gae"))]
+    )
     checkpoint = predictor.checkpoint
     assert isinstance(checkpoint, Checkpoint)
     network, pixels = checkpoint.build(), Normalise(checkpoint.preprocess)(torch.from_numpy(images))
@@ -410,7 +498,9 @@ def test_a_backbone_is_another_where_a_tensor_the_size_or_the_pixels_statistics_
         one.resized((56, 48)),
         replace(one, preprocess=one.preprocess.model_copy(update={"mean": (0.4, 0.5, 0.5)})),
     ]
-    squashed = replace(one, preprocess=one.preprocess.model_copy(update={"interpolation": "bilinear"}))
+    squashed = replace(
+        one, preprocess=one.preprocess.model_copy(update={"interpolation": "bilinear"})
+    )
     first, same, *different = keys(one, squashed, *others)
     assert first == same
     assert len({first, *different}) == 4

@@ -23,7 +23,13 @@ TAUGHT: Mapping[str, Any] = {
         "pools": (1, 2, 1, 2, 1),
         "activation": "gelu",
     },
-    "teacher": {"epochs": 2, "batch_size": 80, "widths": (24, 16, 16), "resample": 0.2, "weight": 0.8},
+    "teacher": {
+        "epochs": 2,
+        "batch_size": 80,
+        "widths": (24, 16, 16),
+        "resample": 0.2,
+        "weight": 0.8,
+    },
 }
 """A tiny teacher, and a stem that starts as its first layers."""
 
@@ -50,7 +56,10 @@ class Interrupted(Exception):
 
 
 def make_trainer(
-    recipe: Recipe, data: TrainingData, folder: Path, initial: Mapping[str, torch.Tensor] | None = None
+    recipe: Recipe,
+    data: TrainingData,
+    folder: Path,
+    initial: Mapping[str, torch.Tensor] | None = None,
 ) -> Trainer:
     assert recipe.architecture is not None
     config = recipe.architecture.config(IMAGE_SIZE, CLASSES)
@@ -86,4 +95,6 @@ def same(one: Trainer, other: Trainer) -> bool:
 
 
 def same_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )

@@ -86,23 +86,34 @@ def test_a_folder_and_a_checkpoint_become_a_model_of_other_classes_at_another_si
     out = tmp_path / "out"
     recipe = tuning.override(checkpoint=str(start), image_size=(24, 32), validation=0.25)
     result = run(data, out, recipe, device="cpu")
-    assert (result["images"], result["validation_images"], result["started_from"]) == (27, 9, "start")
+    assert (result["images"], result["validation_images"], result["started_from"]) == (
+        27,
+        9,
+        "start",
+    )
     assert result["test"] is None
     assert result["validation"]["accuracy"] == 1.0
     checkpoint = load_checkpoint(str(out))
     assert checkpoint.labels == tuple(COLOURS)
     assert checkpoint.config.image_size == checkpoint.preprocess.size == (24, 32)
     assert (checkpoint.preprocess.mean, checkpoint.preprocess.std) == (MEAN, STD)
-    assert (checkpoint.preprocess.resize, checkpoint.preprocess.interpolation) == ("squash", "bilinear")
+    assert (checkpoint.preprocess.resize, checkpoint.preprocess.interpolation) == (
+        "squash",
+        "bilinear",
+    )
     assert not checkpoint.multi_label
     predictor = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32")
     for index, colour in enumerate(COLOURS):
         [path] = write_class(tmp_path / "new" / colour, colour, 1, seed=9)
         pixels = preprocess(path.read_bytes(), checkpoint.preprocess)
-        assert predictor.predict(pixels[np.newaxis], RequestedOutputs(1))[0].indices.tolist() == [index]
+        assert predictor.predict(pixels[np.newaxis], RequestedOutputs(1))[0].indices.tolist() == [
+            index
+        ]
 
 
-def test_other_pictures_than_those_the_run_began_with_are_refused(tmp_path: Path, tuning: Recipe) -> None:
+def test_other_pictures_than_those_the_run_began_with_are_refused(
+    tmp_path: Path, tuning: Recipe
+) -> None:
     start = write_checkpoint(tmp_path / "start")
     data = write_folder(tmp_path / "data", 6)
     recipe = tuning.override(checkpoint=str(start), epochs=1)
@@ -117,27 +128,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "attention pool": {"class_token": False, "pool": "attention"},
     "registers": {"registers": 2, "position_prefix": False},
     "fixed positions": {"position_embedding": "sincos2d", "pool": "mean"},
-    "swiglu, scaled, normed": {"mlp": "swiglu", "layer_scale": True, "qk_norm": True, "norm_before_blocks": True},
+    "swiglu, scaled, normed": {
+        "mlp": "swiglu",
+        "layer_scale": True,
+        "qk_norm": True,
+        "norm_before_blocks": True,
+    },
 }
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_every_kind_of_model_can_be_fine_tuned(tmp_path: Path, tuning: Recipe, fields: dict[str, Any]) -> None:
+def test_every_kind_of_model_can_be_fine_tuned(
+    tmp_path: Path, tuning: Recipe, fields: dict[str, Any]
+) -> None:
     start = write_checkpoint(tmp_path / "start", **fields)
     recipe = tuning.override({"checkpoint": str(start), "epochs": 4, "batch_size": 4})
     result = run(write_folder(tmp_path / "data", 6), tmp_path / "out", recipe, device="cpu")
     checkpoint = load_checkpoint(str(tmp_path / "out"))
-    assert checkpoint.config == load_checkpoint(str(start)).config.model_copy(update={"num_classes": 3})
+    assert checkpoint.config == load_checkpoint(str(start)).config.model_copy(
+        update={"num_classes": 3}
+    )
     assert result["validation"]["count"] == 3
     before = load_checkpoint(str(start)).tensors
     fixed = {"pos_embed"} if fields.get("position_embedding") == "sincos2d" else set()
     heads = {name for name in before if name.startswith("head")}
     for name, tensor in checkpoint.tensors.items():
-        if tensor.ndim > 1 and name not in heads:  # of biases and norms, some have no effect on any score
+        if (
+            tensor.ndim > 1 and name not in heads
+        ):  # of biases and norms, some have no effect on any score
             assert torch.equal(tensor, before[name].half().float()) == (name in fixed), name
 
 
-def test_a_new_head_starts_at_zero_and_the_rest_at_the_checkpoint(tmp_path: Path, tuning: Recipe) -> None:
+def test_a_new_head_starts_at_zero_and_the_rest_at_the_checkpoint(
+    tmp_path: Path, tuning: Recipe
+) -> None:
     source = write_checkpoint(tmp_path / "start", **VARIANTS["distilled"])
     start = start_from(tuning.override(checkpoint=str(source)), 3, None)
     before = load_checkpoint(str(source)).tensors
@@ -155,19 +179,25 @@ def test_what_cannot_be_fine_tuned_is_refused(tmp_path: Path, tuning: Recipe) ->
     grey = tuning.override(checkpoint=str(write_checkpoint(tmp_path / "grey", in_channels=1)))
     with pytest.raises(TrainingError, match="greyscale"):
         start_from(grey, 3, None)
-    with pytest.raises(CheckpointError, match="image size 20x20 is not a multiple of the patch size 8"):
+    with pytest.raises(
+        CheckpointError, match="image size 20x20 is not a multiple of the patch size 8"
+    ):
         start_from(tuning.override(checkpoint=str(tmp_path / "grey"), image_size=(20, 20)), 3, None)
     with pytest.raises(CheckpointError, match="no such folder"):
         start_from(tuning.override(checkpoint="./nowhere"), 3, None)
 
 
-def test_pictures_of_any_size_need_an_input_size_from_scratch(tmp_path: Path, recipe: Recipe) -> None:
+def test_pictures_of_any_size_need_an_input_size_from_scratch(
+    tmp_path: Path, recipe: Recipe
+) -> None:
     data = write_folder(tmp_path / "data", 6)
     with pytest.raises(TrainingError, match="image_size: needed to train from scratch"):
         run(data, tmp_path / "out", recipe.override(batch_size=4, validation=3), device="cpu")
 
 
-def test_a_folder_is_learned_from_scratch_and_its_test_split_measured(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_folder_is_learned_from_scratch_and_its_test_split_measured(
+    tmp_path: Path, recipe: Recipe
+) -> None:
     root = tmp_path / "data"
     for seed, (name, count) in enumerate({"train": 12, "validation": 4, "test": 5}.items()):
         write_folder(root / name, count, seed=seed)

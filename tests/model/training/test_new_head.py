@@ -56,9 +56,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_head_reads_the_embedding_of_every_kind_of_model(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_a_head_reads_the_embedding_of_every_kind_of_model(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
-    pixels = np.random.default_rng(0).integers(0, 256, (3, start.config.in_channels, 16, 16), np.uint8)
+    pixels = np.random.default_rng(0).integers(
+        0, 256, (3, start.config.in_channels, 16, 16), np.uint8
+    )
     features = predict_embeddings(predictor_of(start), pixels)
     head = head_of(features.shape[1])
     changed = with_head(start, head_names(start.config), head)
@@ -87,8 +91,14 @@ def test_a_librarys_network_gets_a_head_if_it_ends_in_a_linear_layer() -> None:
     changed = library_config("test_resnet", {}, 3, 3, (64, 64))
     module: Any = LibraryNetwork(changed).module
     assert module.get_classifier().weight.shape == (3, config.width)
-    with pytest.raises(CheckpointError, match=r"^timm's levit_128s: does not end in one linear layer"):
-        head_names(LibraryConfig.model_validate(config.model_dump() | {"architecture": "levit_128s", "width": 384}))
+    with pytest.raises(
+        CheckpointError, match=r"^timm's levit_128s: does not end in one linear layer"
+    ):
+        head_names(
+            LibraryConfig.model_validate(
+                config.model_dump() | {"architecture": "levit_128s", "width": 384}
+            )
+        )
 
 
 def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
@@ -100,15 +110,22 @@ def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
         write_folder(data / split, count, seed=seed)
     caplog.set_level(logging.INFO)
     measured = run(data, tmp_path / "out", probe_of(start), device="cpu")
-    assert f"{data}: train/ is trained on, a part of it validates, test/ is measured at the end" in caplog.text
+    assert (
+        f"{data}: train/ is trained on, a part of it validates, test/ is measured at the end"
+        in caplog.text
+    )
     assert "of 18 test pictures right (for pictures like these" in caplog.text
     served = load_checkpoint(str(tmp_path / "out"))
     before = load_checkpoint(str(start))
     assert (served.name, served.labels, served.preprocess) == ("colours", LABELS, before.preprocess)
     for name, tensor in served.tensors.items():
-        assert name.startswith("head.") or torch.equal(tensor, before.tensors[name].half().float()), name
+        assert name.startswith("head.") or torch.equal(
+            tensor, before.tensors[name].half().float()
+        ), name
     files = sorted((data / "test").rglob("*.png"))
-    pixels = np.stack([preprocess(file.read_bytes(), served.preprocess) for file in files]).transpose(0, 3, 1, 2)
+    pixels = np.stack(
+        [preprocess(file.read_bytes(), served.preprocess) for file in files]
+    ).transpose(0, 3, 1, 2)
     scores = predict_scores(predictor_of(served), pixels)
     truth = np.array([LABELS.index(file.parent.name) for file in files])
     assert float((scores.argmax(axis=1) == truth).mean()) == measured.accuracy > 0.9
@@ -116,7 +133,9 @@ def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
     assert float(-np.log(right).mean()) == pytest.approx(measured.loss, abs=1e-3)
 
 
-@pytest.mark.parametrize(("split", "count"), [("validation", 6), (None, 12)], ids=["given", "folds"])
+@pytest.mark.parametrize(
+    ("split", "count"), [("validation", 6), (None, 12)], ids=["given", "folds"]
+)
 def test_accuracy_is_of_the_validation_pictures_or_of_all_in_turn(
     tmp_path: Path, split: str | None, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,7 +147,10 @@ def test_accuracy_is_of_the_validation_pictures_or_of_all_in_turn(
     bad.write_bytes(b"no picture")
     recipe = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
     assert run(data, tmp_path / "out", recipe, device="cpu").count == count
-    assert f"left out: 1 file in class folders cannot be read as pictures:\n  {bad}: not a picture" in caplog.text
+    assert (
+        f"left out: 1 file in class folders cannot be read as pictures:\n  {bad}: not a picture"
+        in caplog.text
+    )
 
 
 def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -137,9 +159,13 @@ def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="checkpoint: a probe needs one"):
         run(data, tmp_path / "out", read_recipe(RECIPES / "cifar10.toml"), device="cpu")
     write_class(data / "violet", "red", 1)
-    with pytest.raises(DatasetError, match="class 'violet' has 1 picture: it needs one to train on"):
+    with pytest.raises(
+        DatasetError, match="class 'violet' has 1 picture: it needs one to train on"
+    ):
         run(data, tmp_path / "out", start, device="cpu")
     (data / "violet" / "notes.txt").write_text("not a picture")
-    with pytest.raises(DatasetError, match="class 'violet': less than two of its pictures can be read"):
+    with pytest.raises(
+        DatasetError, match="class 'violet': less than two of its pictures can be read"
+    ):
         run(data, tmp_path / "out", start, device="cpu")
     assert not (tmp_path / "out" / "config.json").exists()

@@ -48,7 +48,9 @@ def finished_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
 
 
 @pytest.fixture
-def finished(finished_once: tuple[Path, dict[str, Any]], tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+def finished(
+    finished_once: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> tuple[Path, dict[str, Any]]:
     out, record = finished_once
     return shutil.copytree(out, tmp_path / "run"), record
 
@@ -60,32 +62,45 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
     checkpoint = load_checkpoint(str(out))
     assert (checkpoint.labels, checkpoint.name) == (LABELS, "tiny")
     assert checkpoint.temperature == record["temperature"] != 1.0
-    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.float16}
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {
+        torch.float16
+    }
     assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
     images = cifar10.read(cifar, cifar10.TEST_FILES)
-    scores = predict_scores(Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images.pixels)
+    scores = predict_scores(
+        Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32"), images.pixels
+    )
     measured = measure(scores, images.labels, checkpoint.labels)
     assert measured.count == 100
     assert measured.accuracy == record["test"]["accuracy"] > 0.5
     assert measured.loss == pytest.approx(record["test"]["loss"], rel=1e-4)
 
 
-def test_the_folder_is_calibrated_on_the_validation_images(finished: tuple[Path, dict[str, Any]], cifar: Path) -> None:
+def test_the_folder_is_calibrated_on_the_validation_images(
+    finished: tuple[Path, dict[str, Any]], cifar: Path
+) -> None:
     out, record = finished
     calibration = load_checkpoint(str(out)).calibration
     assert calibration is not None
     assert calibration.temperature == record["temperature"]
     assert calibration.pictures == len(calibration.scores) == record["validation"]["count"]
-    assert np.mean(np.greater(calibration.scores, 0.5)) == pytest.approx(record["validation"]["accuracy"], abs=0.1)
-    # Energies are of the network's own logits: log-probabilities would have energies near 0, which tell nothing.
-    predictor = Predictor(load_checkpoint(str(out)), device="cpu", compile_mode="off", dtype="float32")
+    assert np.mean(np.greater(calibration.scores, 0.5)) == pytest.approx(
+        record["validation"]["accuracy"], abs=0.1
+    )
+    # Energies are of the network's own logits: log-probabilities would have energies near 0, which
+    # tell nothing.
+    predictor = Predictor(
+        load_checkpoint(str(out)), device="cpu", compile_mode="off", dtype="float32"
+    )
     logits = predict_logits(predictor, cifar10.read(cifar, cifar10.TEST_FILES).pixels)
     energies = np.log(np.exp(logits / calibration.temperature).sum(axis=1))
     assert np.median(calibration.energies) == pytest.approx(np.median(energies), rel=0.2)
     assert np.std(energies) > 0.01
 
 
-def test_the_record_and_the_card_tell_what_was_measured(finished: tuple[Path, dict[str, Any]], recipe: Recipe) -> None:
+def test_the_record_and_the_card_tell_what_was_measured(
+    finished: tuple[Path, dict[str, Any]], recipe: Recipe
+) -> None:
     out, record = finished
     assert json.loads((out / "config.json").read_text())["training"] == record
     assert Recipe.model_validate(record["recipe"]) == recipe == read_recipe(out / RECIPE_FILE)
@@ -101,10 +116,14 @@ def test_the_record_and_the_card_tell_what_was_measured(finished: tuple[Path, di
         assert told in card
 
 
-def test_data_that_cannot_be_used_are_told_before_training(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:
+def test_data_that_cannot_be_used_are_told_before_training(
+    cifar: Path, tmp_path: Path, recipe: Recipe
+) -> None:
     with pytest.raises(TrainingError, match="batch_size 321: there are only 320 training images"):
         run(cifar, tmp_path / "run", recipe.override(batch_size=321), device="cpu")
-    with pytest.raises(TrainingError, match="neither an architecture to train from scratch nor a checkpoint"):
+    with pytest.raises(
+        TrainingError, match="neither an architecture to train from scratch nor a checkpoint"
+    ):
         run(cifar, tmp_path / "run", recipe.override(architecture=None), device="cpu")
     (cifar / "test_batch.bin").write_bytes(b"\xff" * 3072)
     with pytest.raises(DatasetError, match=r"test_batch\.bin: 3072 bytes"):
@@ -123,7 +142,9 @@ def test_a_folder_with_something_in_it_is_not_overwritten(
     with pytest.raises(TrainingError, match="nothing to resume"):
         run(cifar, other, recipe, resume=True, device="cpu")
     (other / "config.json").write_text("{}")
-    with pytest.raises(TrainingError, match=r"other: is not empty \(config\.json\); choose another folder"):
+    with pytest.raises(
+        TrainingError, match=r"other: is not empty \(config\.json\); choose another folder"
+    ):
         run(cifar, other, recipe, device="cpu")
     with pytest.raises(TrainingError, match="lies in the data"):
         run(cifar, cifar / "out", recipe, device="cpu")
@@ -159,7 +180,9 @@ def test_the_bundled_checkpoint_is_of_the_bundled_recipe() -> None:
     record["teacher"] |= record["distillation"]
 
     def holds(today: dict[str, Any], then: dict[str, Any]) -> bool:
-        return all(holds(v, then[k]) if isinstance(v, dict) else then[k] == v for k, v in today.items())
+        return all(
+            holds(v, then[k]) if isinstance(v, dict) else then[k] == v for k, v in today.items()
+        )
 
     assert holds(recipe.model_dump(mode="json"), record)
 
@@ -187,9 +210,18 @@ def test_a_recipe_survives_its_record(path: Path, tmp_path: Path) -> None:
         (MINIMAL.replace("\nwidth = 32", "\nwidth = 30"), "architecture.width"),
         (MINIMAL.replace("= 8\nwidth", "= \nwidth"), "not a recipe"),
     ],
-    ids=["unknown field", "missing field", "negative rate", "infinite rate", "odd width", "no TOML"],
+    ids=[
+        "unknown field",
+        "missing field",
+        "negative rate",
+        "infinite rate",
+        "odd width",
+        "no TOML",
+    ],
 )
-def test_a_bad_recipe_is_refused_with_its_file_and_field(tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_recipe_is_refused_with_its_file_and_field(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(TrainingError, match=message) as caught:
@@ -200,7 +232,9 @@ def test_a_bad_recipe_is_refused_with_its_file_and_field(tmp_path: Path, text: s
 
 
 def test_an_override_reaches_into_tables_and_keeps_their_other_fields(recipe: Recipe) -> None:
-    changed = recipe.override({"optimiser.learning_rate": 1e-4, "mixing.cutmix": 1.0, "epochs": 2}, seed=8)
+    changed = recipe.override(
+        {"optimiser.learning_rate": 1e-4, "mixing.cutmix": 1.0, "epochs": 2}, seed=8
+    )
     assert changed.optimiser == recipe.optimiser.model_copy(update={"learning_rate": 1e-4})
     assert changed.mixing.cutmix == 1.0
     assert (changed.epochs, changed.seed) == (2, 8)
@@ -216,7 +250,9 @@ def test_an_override_reaches_into_tables_and_keeps_their_other_fields(recipe: Re
         ("optimiser.learning_rate", r"optimiser\.learning_rate"),
     ],
 )
-def test_an_override_of_what_is_no_field_or_no_value_is_refused(recipe: Recipe, name: str, message: str) -> None:
+def test_an_override_of_what_is_no_field_or_no_value_is_refused(
+    recipe: Recipe, name: str, message: str
+) -> None:
     with pytest.raises(TrainingError, match=message):
         recipe.override({name: -1})
 

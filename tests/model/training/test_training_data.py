@@ -9,7 +9,14 @@ from PIL import Image
 
 from model.data.pictures import Images
 from model.training.recipe import Augmentation, Mixing, Recipe
-from model.training.training_data import OPERATIONS, TrainingData, augment, mix, random_crop, random_resized_crop
+from model.training.training_data import (
+    OPERATIONS,
+    TrainingData,
+    augment,
+    mix,
+    random_crop,
+    random_resized_crop,
+)
 from tests.model.training.runs import trained
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
@@ -27,12 +34,16 @@ def test_an_epoch_has_every_image_once_but_for_a_smaller_last_batch(data: Traini
     np.testing.assert_array_equal(validation, data.validation.pixels)
 
 
-@pytest.mark.parametrize("changes", [{}, {"augmentation.resized_crop": 0.5}], ids=["cut out", "resized"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"augmentation.resized_crop": 0.5}], ids=["cut out", "resized"]
+)
 def test_pictures_larger_than_the_input_are_trained_on(
     recipe: Recipe, data: TrainingData, tmp_path: Path, changes: dict[str, float]
 ) -> None:
     enlarged = Images(data.train.pixels.repeat(2, axis=2).repeat(3, axis=3), data.train.labels)
-    trainer = trained(recipe.override({"epochs": 4, **changes}), replace(data, train=enlarged), tmp_path)
+    trainer = trained(
+        recipe.override({"epochs": 4, **changes}), replace(data, train=enlarged), tmp_path
+    )
     assert trainer.history[-1]["validation_accuracy"] > 0.5
 
 
@@ -51,7 +62,9 @@ def test_without_changes_pictures_stay_and_the_same_seed_changes_them_alike() ->
     pixels = noise()
     np.testing.assert_array_equal(augment(pixels, (16, 20), PLAIN, generator()), pixels)
     settings = Augmentation(resample=0.5, trivial_augment=0.5)
-    once, again, other = (augment(pixels, (16, 20), settings, generator(seed)) for seed in (1, 1, 2))
+    once, again, other = (
+        augment(pixels, (16, 20), settings, generator(seed)) for seed in (1, 1, 2)
+    )
     np.testing.assert_array_equal(once, again)
     assert (once != other).any()
     assert once.shape == pixels.shape
@@ -74,7 +87,10 @@ def test_a_resized_crop_is_a_part_of_allowed_area_and_shape() -> None:
     for _ in range(100):
         part = np.asarray(random_resized_crop(image, (30, 30), 0.4, draw)).astype(float)
         assert part.shape == (30, 30, 3)
-        width, height = (part[..., 0].max() - part[..., 0].min()) + 2, (part[..., 1].max() - part[..., 1].min()) + 2
+        width, height = (
+            (part[..., 0].max() - part[..., 0].min()) + 2,
+            (part[..., 1].max() - part[..., 1].min()) + 2,
+        )
         assert 0.3 < width * height / 2400 <= 1.1
         assert 0.6 < width / height < 1.6
     long = Image.fromarray(np.zeros((4, 100, 3), np.uint8))
@@ -85,7 +101,9 @@ def test_a_resized_crop_is_a_part_of_allowed_area_and_shape() -> None:
 def test_every_operation_keeps_the_size_and_does_least_at_its_weakest(number: int) -> None:
     pixels = np.ascontiguousarray(noise(1)[0].transpose(1, 2, 0)) // 2 + 40
     image = Image.fromarray(pixels)
-    weakest, strongest = (np.asarray(OPERATIONS[number](image, strength)).astype(int) for strength in (0.0, 1.0))
+    weakest, strongest = (
+        np.asarray(OPERATIONS[number](image, strength)).astype(int) for strength in (0.0, 1.0)
+    )
     assert weakest.shape == strongest.shape == pixels.shape
     if number not in (0, 1, 2):  # identity; auto contrast and equalise have no strength
         assert np.abs(weakest - pixels).max() <= 1

@@ -1,4 +1,6 @@
-"""What the tests of subcommands share: a run of the command line, a tiny checkpoint and pictures to run it on."""
+"""What the tests of subcommands share: a run of the command line, a tiny checkpoint and pictures to
+run it on.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +27,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def write_pictures(folder: Path, *names: str) -> Path:
-    """Write a picture of noise, 30 x 20 pixels, under each name below the folder; return the folder."""
+    """Write a picture of noise, 30 x 20 pixels, under each name below the folder; return the
+    folder.
+    """
     generator = np.random.default_rng(0)
     for name in names:
         path = folder / name
@@ -34,21 +38,48 @@ def write_pictures(folder: Path, *names: str) -> Path:
     return folder
 
 
-def write_checkpoint(folder: Path, labels: Sequence[str], *, resize: str = "shortest_edge", **changes: Any) -> Path:
-    """Write a native folder called `tiny` with random weights that are always the same; `changes` to its config."""
-    sizes = {"image_size": (16, 16), "patch_size": 8, "width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+def write_checkpoint(
+    folder: Path, labels: Sequence[str], *, resize: str = "shortest_edge", **changes: Any
+) -> Path:
+    """Write a native folder called `tiny` with random weights that are always the same; `changes`
+    to its config.
+    """
+    sizes = {
+        "image_size": (16, 16),
+        "patch_size": 8,
+        "width": 16,
+        "depth": 2,
+        "heads": 2,
+        "mlp_width": 32,
+    }
     config = ViTConfig.model_validate({**sizes, "num_classes": len(labels), **changes})
     torch.manual_seed(0)
     model = VisionTransformer(config)
     for name, parameter in model.named_parameters():
         if name != "pos_embed" or config.position_embedding == "learned":
             torch.nn.init.normal_(parameter, std=0.5)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if labels or not name.startswith("head.")}
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if labels or not name.startswith("head.")
+    }
     if config.position_embedding == "sincos2d":
         tensors["pos_embed"] = model.fixed_position_embedding()
     size = config.image_size
     preprocess = PreprocessConfig.model_validate(
-        {"size": size, "resize": resize, "resize_size": size, "interpolation": "bicubic", "mean": HALF, "std": HALF}
+        {
+            "size": size,
+            "resize": resize,
+            "resize_size": size,
+            "interpolation": "bicubic",
+            "mean": HALF,
+            "std": HALF,
+        }
     )
-    native.write(folder, Checkpoint("tiny", "made", native.FORMAT, "vit", config, preprocess, tuple(labels), tensors))
+    native.write(
+        folder,
+        Checkpoint(
+            "tiny", "made", native.FORMAT, "vit", config, preprocess, tuple(labels), tensors
+        ),
+    )
     return folder

@@ -61,10 +61,18 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left(
 
 
 @pytest.mark.parametrize(
-    ("flags", "sent"), [([], "Bearer mine"), (["--api-key", "web:mine "], "Bearer web:mine"), (["--api-key", ""], None)]
+    ("flags", "sent"),
+    [
+        ([], "Bearer mine"),
+        (["--api-key", "web:mine "], "Bearer web:mine"),
+        (["--api-key", ""], None),
+    ],
 )
 def test_the_key_is_that_of_the_flag_or_of_the_environment(
-    flags: list[str], sent: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    sent: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str | None] = []
 
@@ -80,7 +88,10 @@ def test_the_key_is_that_of_the_flag_or_of_the_environment(
 
 @pytest.mark.parametrize(("flags", "size"), [([], (480, 640)), (["--shrink"], (120, 160))])
 def test_large_pictures_are_sent_smaller_on_demand(
-    flags: list[str], size: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    size: tuple[int, int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[tuple[int, int]] = []
 
@@ -112,11 +123,15 @@ def test_what_a_server_alone_does_is_refused_without_its_address(
         ("embed -o x.npy", "--device"),
     ],
 )
-def test_settings_of_a_loaded_model_need_no_url(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_a_loaded_model_need_no_url(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = [*command.split(), "examples/dog.jpg", "--url", "http://there", flag, "cpu"]
     code, out, err = run(capsys, *line)
     assert (code, out) == (1, "")
-    assert err.startswith(f"vitserve: {flag}: is for a model that is loaded here: leave it out with --url")
+    assert err.startswith(
+        f"vitserve: {flag}: is for a model that is loaded here: leave it out with --url"
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +145,9 @@ def test_settings_of_a_loaded_model_need_no_url(command: str, flag: str, capsys:
 def test_a_url_of_a_route_names_the_address(
     answer: httpx.Response, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "Client", partial(Client, transport=httpx.MockTransport(lambda _: answer)))
+    monkeypatch.setattr(
+        answers, "Client", partial(Client, transport=httpx.MockTransport(lambda _: answer))
+    )
     _, _, err = run(capsys, "classify", "examples/dog.jpg", "--url", "http://there:8000/classify")
     assert err.endswith(
         ": url is the address of the service, without the path of a request, such as http://there:8000\n"

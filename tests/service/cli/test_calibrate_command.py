@@ -40,7 +40,10 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
     code, out, err = run(capsys, "calibrate", checkpoint, "--data", labelled, *HERE)
     assert code == 0, err
     assert "tiny: 60 pictures; scores as they were: too few, or all right" in out
-    assert re.findall(r"^ +(0\.\d+) +[\d.]+% +[\d.]+ +[\d.]+%$", out, re.MULTILINE) == ["0.8", "0.9"]
+    assert re.findall(r"^ +(0\.\d+) +[\d.]+% +[\d.]+ +[\d.]+%$", out, re.MULTILINE) == [
+        "0.8",
+        "0.9",
+    ]
     assert "serve --checkpoint" in out
     assert (checkpoint / "model.safetensors").read_bytes() == weights
     assert json.loads((checkpoint / "calibration.json").read_text())["data"] == "labelled"
@@ -48,7 +51,8 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
     model = ("--checkpoint", checkpoint, *HERE)
     code, out, _ = run(capsys, "evaluate", "--data", labelled, "--coverage", "0.9", *model)
     sets = re.search(
-        r"sets for a coverage of 0.9: ([\d.]+)% hold the right label, ([\d.]+) labels .*, [\d.]+% abs", out
+        r"sets for a coverage of 0.9: ([\d.]+)% hold the right label, ([\d.]+) labels .*, [\d.]+% abs",
+        out,
     )
     assert code == 0
     assert sets is not None
@@ -66,15 +70,21 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
     _, out, _ = run(capsys, "classify", picture, "--coverage", "0.95", *model)
     assert out.splitlines()[-1] == f"  one of: {'; '.join(answers['0.95']['set'])}"
     _, out, _ = run(capsys, "classify", picture, "--csv", "--coverage", "0.95", *model)
-    told = [{name: row[name] for name in ("set", "set_size", "abstained")} for row in csv.DictReader(io.StringIO(out))]
+    told = [
+        {name: row[name] for name in ("set", "set_size", "abstained")}
+        for row in csv.DictReader(io.StringIO(out))
+    ]
     size = str(answers["0.95"]["set_size"])
-    assert told == [{"set": "; ".join(answers["0.95"]["set"]), "set_size": size, "abstained": "False"}] * 3
+    assert (
+        told
+        == [{"set": "; ".join(answers["0.95"]["set"]), "set_size": size, "abstained": "False"}] * 3
+    )
     _, out, _ = run(capsys, "classify", picture, "--json", *model)
     assert list(json.loads(out)) == ["file", "predictions", "abstained"]
     _, out, _ = run(capsys, "classify", picture, "--csv", *model)
-    assert {(row["set"] + row["set_size"], row["abstained"]) for row in csv.DictReader(io.StringIO(out))} == {
-        ("", "False")
-    }
+    assert {
+        (row["set"] + row["set_size"], row["abstained"]) for row in csv.DictReader(io.StringIO(out))
+    } == {("", "False")}
 
     code, _, err = run(capsys, "classify", picture, "--coverage", "0.99", *model)
     assert (code, err.count("\n")) == (1, 1)
@@ -91,7 +101,10 @@ def test_a_picture_that_is_like_none_is_abstained_from(
     run(capsys, "calibrate", checkpoint, "--data", labelled, "--out", tmp_path / "new", *HERE)
     assert not (checkpoint / "calibration.json").exists()
     picture = write_pictures(tmp_path / "p", "a.png") / "a.png"
-    monkeypatch.setattr("model.calibration.LabelSets.members", lambda self, scores, _: np.zeros_like(scores, np.bool_))
+    monkeypatch.setattr(
+        "model.calibration.LabelSets.members",
+        lambda self, scores, _: np.zeros_like(scores, np.bool_),
+    )
     model = ("--coverage", "0.9", "--checkpoint", tmp_path / "new", *HERE)
     _, out, _ = run(capsys, "classify", picture, *model)
     assert out.splitlines()[-1] == "  abstained: unlike the pictures of its classes"
@@ -101,7 +114,9 @@ def test_a_picture_that_is_like_none_is_abstained_from(
     assert out.splitlines()[1].endswith(",,,0,True,coverage")
     code, out, _ = run(capsys, "evaluate", "--unknown", tmp_path / "p", picture, *model)
     assert code == 0
-    assert re.fullmatch(r"2 pictures of none of its .* is [\d.]+% .* above 90% for [\d.]+%; 100.0% abstained\n", out)
+    assert re.fullmatch(
+        r"2 pictures of none of its .* is [\d.]+% .* above 90% for [\d.]+%; 100.0% abstained\n", out
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +141,12 @@ def test_a_picture_that_is_like_none_is_abstained_from(
     ],
 )
 def test_what_cannot_be_calibrated_is_one_line(
-    flags: list[str], message: str, checkpoint: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    message: str,
+    checkpoint: Path,
+    labelled: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hub = tmp_path / "models--a--b" / "snapshots" / "abc"
     names = {"m": checkpoint, "labelled": labelled, "none": tmp_path / "none", "hub": hub}

@@ -1,4 +1,6 @@
-"""The command line, run as a user runs it: what it imports, which files it finds, and what it answers."""
+"""The command line, run as a user runs it: what it imports, which files it finds, and what it
+answers.
+"""
 
 import csv
 import importlib
@@ -41,13 +43,22 @@ def pictures(tmp_path: Path) -> Path:
 def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    upload = (pictures / "b.PNG").rename(tmp_path / "upload")  # a file that is named may be called anything
+    upload = (pictures / "b.PNG").rename(
+        tmp_path / "upload"
+    )  # a file that is named may be called anything
     files = [upload, write_pictures(pictures, "b.PNG")]
-    code, out, err = run(capsys, "classify", *files, "--checkpoint", checkpoint, "--json", "--top-k", "99")
+    code, out, err = run(
+        capsys, "classify", *files, "--checkpoint", checkpoint, "--json", "--top-k", "99"
+    )
     assert code == 0
     assert err.strip() == ""
     answers = [json.loads(line) for line in out.splitlines()]
-    assert [Path(answer["file"]).name for answer in answers] == ["upload", "a.jpg", "b.PNG", "c.webp"]
+    assert [Path(answer["file"]).name for answer in answers] == [
+        "upload",
+        "a.jpg",
+        "b.PNG",
+        "c.webp",
+    ]
     for answer in answers:
         scores = [found["score"] for found in answer["predictions"]]
         assert scores == sorted(scores, reverse=True)
@@ -55,7 +66,10 @@ def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
 
 
 def test_classes_below_their_thresholds_are_left_out(
-    checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    pictures: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VIT_THRESHOLDS", '{"cat": 1, "dog": 1, "bird, flying": 1}')
     _, out, _ = run(capsys, "classify", pictures / "a.jpg", "--checkpoint", checkpoint, "--json")
@@ -67,7 +81,9 @@ def test_numpy_takes_no_cores_from_a_services_networks(monkeypatch: pytest.Monke
     monkeypatch.delenv("OPENBLAS_NUM_THREADS")
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
-    assert os.environ.get("OPENBLAS_NUM_THREADS") == ("1" if platform.machine() == "x86_64" else None)
+    assert os.environ.get("OPENBLAS_NUM_THREADS") == (
+        "1" if platform.machine() == "x86_64" else None
+    )
 
 
 def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(checkpoint: Path) -> None:
@@ -83,7 +99,9 @@ def test_classify_reports_a_bad_file_and_answers_the_others(
     checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (pictures / "aa.png").write_bytes((pictures / "b.PNG").read_bytes()[:60])
-    code, out, err = run(capsys, "classify", pictures, "--checkpoint", checkpoint, "--csv", "--top-k", "1")
+    code, out, err = run(
+        capsys, "classify", pictures, "--checkpoint", checkpoint, "--csv", "--top-k", "1"
+    )
     assert code == 1
     assert "1 of 4 files" in err
     rows = list(csv.DictReader(io.StringIO(out)))
@@ -93,10 +111,22 @@ def test_classify_reports_a_bad_file_and_answers_the_others(
 
 
 def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
-    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    checkpoint: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     # 32 x 32 pixels of 65,535 samples, which Pillow calls an error.
-    fields = [(256, 32), (257, 32), (258, 8), (259, 1), (262, 1), (273, 8), (277, 65_535), (279, 1024)]
+    fields = [
+        (256, 32),
+        (257, 32),
+        (258, 8),
+        (259, 1),
+        (262, 1),
+        (273, 8),
+        (277, 65_535),
+        (279, 1024),
+    ]
     entries = b"".join(struct.pack("<HHLL", tag, 3, 1, value) for tag, value in fields)
     tiff = tmp_path / "samples.tif"
     tiff.write_bytes(b"II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + entries + bytes(2048))
@@ -116,24 +146,45 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["attention", "absent.jpg", "-o", "x.png"], "absent.jpg: no such file"),
         (["attention", "README.md"], "say where to write: -o OUT, --sheet FILE.png or both"),
         (["attention", "README.md", "--sheet", "."], ".: not a file in a folder that exists"),
-        (["attention", "README.md", "examples", "-o", "README.md"], "README.md: cannot be written: File exists"),
-        (["attention", "README.md", "examples", "-o", "nowhere/maps"], "nowhere/maps: cannot be written: No such file"),
+        (
+            ["attention", "README.md", "examples", "-o", "README.md"],
+            "README.md: cannot be written: File exists",
+        ),
+        (
+            ["attention", "README.md", "examples", "-o", "nowhere/maps"],
+            "nowhere/maps: cannot be written: No such file",
+        ),
         (["attention", "README.md", "-o", "x.jpg"], "x.jpg: expected a name that ends in .png"),
         (["attention", "README.md", "--sheet", "x"], "x: expected a name that ends in .png"),
-        (["attention", "README.md", "-o", "nowhere/x.png"], "nowhere/x.png: not a file in a folder that exists"),
+        (
+            ["attention", "README.md", "-o", "nowhere/x.png"],
+            "nowhere/x.png: not a file in a folder that exists",
+        ),
         (["embed", "README.md", "-o", "x.txt"], "x.txt: expected a name that ends in .npy"),
-        (["embed", "README.md", "-o", "nowhere/x.npy"], "nowhere/x.npy: the folder nowhere does not exist"),
+        (
+            ["embed", "README.md", "-o", "nowhere/x.npy"],
+            "nowhere/x.npy: the folder nowhere does not exist",
+        ),
         (["classify", "absent/*.jpg"], "no such file or folder: nothing matches this pattern"),
         (["classify", "https://example.org/dog.jpg"], "download the picture first"),
         (["classify", "-"], "standard input is not read"),
-        (["evaluate", "--data", "README.md"], "README.md: not a folder: give one folder of pictures a class"),
+        (
+            ["evaluate", "--data", "README.md"],
+            "README.md: not a folder: give one folder of pictures a class",
+        ),
         (["teach", "dogs", "README.md"], "README.md: a file: expected a folder"),
-        (["classify", "examples/dog.jpg", "--url", "ftp://there"], "expected an address such as http://there"),
+        (
+            ["classify", "examples/dog.jpg", "--url", "ftp://there"],
+            "expected an address such as http://there",
+        ),
         (["inspect", "absent"], "absent: no such folder"),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:abc"], "Invalid port: 'abc'"),
-        (["embed", "examples/dog.jpg", "-o", "x.npy", "--url", "there:80"], "expected an address such as http://there"),
+        (
+            ["embed", "examples/dog.jpg", "-o", "x.npy", "--url", "there:80"],
+            "expected an address such as http://there",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_1(
@@ -147,7 +198,9 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_1(
     assert out == ""
 
 
-def test_inspect_prints_what_was_understood(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_what_was_understood(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = run(capsys, "inspect", checkpoint)
     assert code == 0
     for expected in ("tiny", "16x16", "bird, flying", "shortest_edge", "width=16"):
@@ -160,11 +213,15 @@ def test_convert_writes_a_folder_that_answers_the_same(
     code, out, _ = run(capsys, "convert", checkpoint, "-o", tmp_path / "my converted")
     assert (code, out.splitlines()) == (
         0,
-        [f"{tmp_path}/my converted: tiny; serve it with: vitserve serve --checkpoint '{tmp_path}/my converted'"],
+        [
+            f"{tmp_path}/my converted: tiny; serve it with: vitserve serve --checkpoint '{tmp_path}/my converted'"
+        ],
     )
     assert run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")[0] == 0
     arguments = ["classify", pictures, "--json", "--dtype", "float32", "--checkpoint"]
-    assert run(capsys, *arguments, tmp_path / "converted")[1] == run(capsys, *arguments, checkpoint)[1]
+    assert (
+        run(capsys, *arguments, tmp_path / "converted")[1] == run(capsys, *arguments, checkpoint)[1]
+    )
     code, _, err = run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")
     assert code == 1
     assert "not an empty folder" in err
@@ -173,11 +230,23 @@ def test_convert_writes_a_folder_that_answers_the_same(
 def test_the_example_is_inside_the_package_and_listed_as_its_data() -> None:
     example = REPOSITORY / "service/cli/example.jpg"
     assert example.read_bytes() == (REPOSITORY / "examples" / "dog.jpg").read_bytes()
-    package_data = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    package_data = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
     assert any(fnmatch("cli/example.jpg", pattern) for pattern in package_data["service"])
 
 
-HEAVY = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "numpy", "PIL", "torch", "prometheus_client"}
+HEAVY = {
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "httpx",
+    "pydantic",
+    "numpy",
+    "PIL",
+    "torch",
+    "prometheus_client",
+}
 
 LIST_MODULES = """
 import sys
@@ -214,7 +283,9 @@ def test_a_subcommand_imports_no_other_and_shows_its_flags_without_torch(name: s
 
 def test_every_subcommand_is_in_the_table() -> None:
     modules = {found.name for found in pkgutil.iter_modules(service.cli.__path__)}
-    assert {name for name in modules if hasattr(importlib.import_module(f"service.cli.{name}"), "run")} == set(COMMANDS)
+    assert {
+        name for name in modules if hasattr(importlib.import_module(f"service.cli.{name}"), "run")
+    } == set(COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +294,10 @@ def test_every_subcommand_is_in_the_table() -> None:
         (["--prot", "9000"], "--port"),
         (["serve", "--queu-size=3"], "--queue-size"),
         (["classify", "--tok", "3"], "--top-k"),
-        (["serve", "--model", "cats"], "--checkpoint or --model-name or --models or --models-bytes"),
+        (
+            ["serve", "--model", "cats"],
+            "--checkpoint or --model-name or --models or --models-bytes",
+        ),
         (["serve", "--gpu"], "--device"),
         (["train", "--data", "d", "--out", "o", "--checkpoint", "bundled"], "--from"),
         (["train", "--data", "d", "--out", "o", "--lr", "1e-4"], "--set"),
@@ -246,17 +320,34 @@ def test_an_unknown_option_is_answered_with_the_nearest_and_no_usage(
         (["predict", "a.jpg"], "unknown command 'predict': did you mean `vitserve classify`?"),
         (["clasify", "a.jpg"], "unknown command 'clasify': did you mean `vitserve classify`?"),
         (["frobnicate"], "unknown command 'frobnicate'; available: serve, classify, "),
-        (["owner/name"], "'owner/name' is not a command: `vitserve serve owner/name` serves a checkpoint"),
+        (
+            ["owner/name"],
+            "'owner/name' is not a command: `vitserve serve owner/name` serves a checkpoint",
+        ),
         (["README.md"], "`vitserve classify README.md` classifies pictures"),
         (["attention", "a.jpg", "--url", "http://there"], "but one of classify, embed, teach"),
-        (["calibrate", "bundled", "photos/"], "required: --data; for example: vitserve calibrate runs/mine --data"),
-        (["evaluate", "photos/"], "--data --unknown is required; for example: vitserve evaluate --data photos/"),
+        (
+            ["calibrate", "bundled", "photos/"],
+            "required: --data; for example: vitserve calibrate runs/mine --data",
+        ),
+        (
+            ["evaluate", "photos/"],
+            "--data --unknown is required; for example: vitserve evaluate --data photos/",
+        ),
         (["inspect", "a", "b"], "unexpected argument 'b'"),
-        (["inspect", "bundled", "--checkpoint", "mine"], "two checkpoints are given, bundled and mine; give one"),
-        (["serve", "--checkpoint", "mine", "bundled"], "two checkpoints are given, mine and bundled; give one"),
+        (
+            ["inspect", "bundled", "--checkpoint", "mine"],
+            "two checkpoints are given, bundled and mine; give one",
+        ),
+        (
+            ["serve", "--checkpoint", "mine", "bundled"],
+            "two checkpoints are given, mine and bundled; give one",
+        ),
     ],
 )
-def test_a_wrong_call_says_what_was_meant(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_says_what_was_meant(
+    line: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(line)
     assert stopped.value.code == 2
@@ -265,7 +356,10 @@ def test_a_wrong_call_says_what_was_meant(line: list[str], message: str, capsys:
 
 
 def test_a_checkpoint_is_an_argument_or_a_flag(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = run(capsys, "inspect", checkpoint)
     assert told[0] == 0
@@ -273,8 +367,13 @@ def test_a_checkpoint_is_an_argument_or_a_flag(
     assert run(capsys, "convert", "--checkpoint", checkpoint, "--out", tmp_path / "flag")[0] == 0
     assert run(capsys, "convert", "-o", tmp_path / "argument", checkpoint)[0] == 0
     _, _, err = run(capsys, "convert", "-o", tmp_path / "none")
-    assert err == "vitserve: no checkpoint is given: vitserve convert CHECKPOINT, as in convert bundled\n"
-    assert run(capsys, "serve", "bundled", "--port", "http")[2].startswith("vitserve: VIT_PORT='http'")
+    assert (
+        err
+        == "vitserve: no checkpoint is given: vitserve convert CHECKPOINT, as in convert bundled\n"
+    )
+    assert run(capsys, "serve", "bundled", "--port", "http")[2].startswith(
+        "vitserve: VIT_PORT='http'"
+    )
     monkeypatch.setenv("VIT_CHECKPOINT", str(checkpoint))
     assert run(capsys, "inspect") == told
 
@@ -293,7 +392,8 @@ def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "labels", ["bird,dog,thing", '["bird", "dog", "thing"]', '{"2": "thing", "0": "bird", "1": "dog"}']
+    "labels",
+    ["bird,dog,thing", '["bird", "dog", "thing"]', '{"2": "thing", "0": "bird", "1": "dog"}'],
 )
 @pytest.mark.parametrize(
     "command",
@@ -312,7 +412,9 @@ def test_labels_are_listed_in_every_command(
 ) -> None:
     names = [f"{label}/{number}.png" for label in ("bird", "dog", "thing") for number in range(8)]
     paths = {"PICTURES": write_pictures(tmp_path / "photos", *names), "OUT": tmp_path / "out"}
-    line = [str(paths.get(word, word.replace("OUT", str(paths["OUT"])))) for word in command.split()]
+    line = [
+        str(paths.get(word, word.replace("OUT", str(paths["OUT"])))) for word in command.split()
+    ]
     code, out, err = run(capsys, *line, "--checkpoint", checkpoint, "--labels", labels)
     assert code == 0, err
     if command.startswith(("classify", "evaluate", "attention")):

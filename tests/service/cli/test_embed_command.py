@@ -57,8 +57,13 @@ def test_a_checkpoint_without_a_head_is_embedded_and_drawn_but_not_classified(
 def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, options = tmp_path / "features.npy", ("--pool", "mean", "--normalize", "--dtype", "float32")
-    code, out, err = run(capsys, "embed", pictures, "-o", output, "--checkpoint", checkpoint, *options)
+    output, options = (
+        tmp_path / "features.npy",
+        ("--pool", "mean", "--normalize", "--dtype", "float32"),
+    )
+    code, out, err = run(
+        capsys, "embed", pictures, "-o", output, "--checkpoint", checkpoint, *options
+    )
     assert (code, out) == (1, "")
     assert f"vitserve: {pictures / 'aa.png'}: " in err
     assert err.endswith("vitserve: 1 of 4 files have no embedding\n")
@@ -100,10 +105,18 @@ def test_a_folder_of_maps_and_a_sheet_of_all(
     cats: Path, three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
-    code, out, _ = run(capsys, "attention", three, "-o", maps, "--sheet", sheet, "--checkpoint", cats)
+    code, out, _ = run(
+        capsys, "attention", three, "-o", maps, "--sheet", sheet, "--checkpoint", cats
+    )
     assert code == 0
-    assert sorted(file.name for file in maps.iterdir()) == ["a-2.heat.png", "a.heat.png", "b.heat.png"]
-    assert {size_of(file) for file in maps.iterdir()} == {(384, 312)}, "the whole photo, and a caption below"
+    assert sorted(file.name for file in maps.iterdir()) == [
+        "a-2.heat.png",
+        "a.heat.png",
+        "b.heat.png",
+    ]
+    assert {size_of(file) for file in maps.iterdir()} == {(384, 312)}, (
+        "the whole photo, and a caption below"
+    )
     assert size_of(sheet)[0] > 384
     assert len(out.splitlines()) == 3
     assert all(", relevance, evidence " in line for line in out.splitlines())
@@ -112,8 +125,19 @@ def test_a_folder_of_maps_and_a_sheet_of_all(
 def test_classes_stand_beside_the_picture(
     cats: Path, three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["attention", three / "b.png", "--checkpoint", cats, "--class", "tabby", "--class", "1"]
-    code, out, _ = run(capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--method", "gae")
+    common = [
+        "attention",
+        three / "b.png",
+        "--checkpoint",
+        cats,
+        "--class",
+        "tabby",
+        "--class",
+        "1",
+    ]
+    code, out, _ = run(
+        capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--method", "gae"
+    )
     assert code == 0
     assert all(f"{label} (" in out for label in ("tabby, tabby cat", "tiger"))
     assert out.count(", gae, evidence ") == 2
@@ -154,7 +178,18 @@ def test_a_bad_file_is_reported_and_the_others_are_drawn(
 ) -> None:
     (three / "bad.png").write_bytes(b"no picture")
     maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
-    asked = ["attention", three, "-o", maps, "--sheet", sheet, "--checkpoint", cats, "--method", "cls"]
+    asked = [
+        "attention",
+        three,
+        "-o",
+        maps,
+        "--sheet",
+        sheet,
+        "--checkpoint",
+        cats,
+        "--method",
+        "cls",
+    ]
     code, out, err = run(capsys, *asked)
     assert code == 1
     assert "bad.png: not a picture" in err

@@ -56,7 +56,12 @@ def run(monkeypatch: pytest.MonkeyPatch, encoding: str, *arguments: object) -> t
     ],
 )
 def test_unknown_characters_are_replaced(
-    command: str, encoding: str, checkpoint: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    encoding: str,
+    checkpoint: Path,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paths = {"PHOTOS": photos, "OUT": tmp_path / "карты", "N": tmp_path / "x.npy"}
     line = [str(paths.get(word, word)) for word in command.split()]
@@ -67,11 +72,15 @@ def test_unknown_characters_are_replaced(
     assert (code, "no such file" in err, err.count("\n")) == (1, True, 1)
 
 
-def test_json_escapes_what_a_terminal_lacks(checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_escapes_what_a_terminal_lacks(
+    checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     picture = photos / LABELS[0] / "雪.png"
     shown = {}
     for encoding in ("cp1252", "utf-8"):
-        _, out, _ = run(monkeypatch, encoding, "classify", picture, "--json", "--checkpoint", checkpoint)
+        _, out, _ = run(
+            monkeypatch, encoding, "classify", picture, "--json", "--checkpoint", checkpoint
+        )
         shown[encoding] = json.loads(out)
     assert shown["cp1252"] == shown["utf-8"]
     assert shown["utf-8"]["file"] == str(picture)
@@ -95,7 +104,15 @@ def test_names_that_are_not_text_keep_their_bytes(
 
 def test_files_are_utf8_in_any_locale(checkpoint: Path, tmp_path: Path) -> None:
     plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "vitserve", "convert", str(checkpoint), "-o", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "vitserve",
+        "convert",
+        str(checkpoint),
+        "-o",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, env=plain, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert load_checkpoint(str(tmp_path / "out")).labels == LABELS

@@ -20,7 +20,10 @@ def test_a_folder_becomes_the_file_of_a_head(
     checkpoint = write_checkpoint(tmp_path / "start", "abcde")
     Path("colours.safetensors").write_bytes(b"before")
     Path("other name").hardlink_to("colours.safetensors")
-    assert main(["teach", "colours", str(photos), "--checkpoint", str(checkpoint), "--device", "cpu"]) == 1
+    assert (
+        main(["teach", "colours", str(photos), "--checkpoint", str(checkpoint), "--device", "cpu"])
+        == 1
+    )
     told = capsys.readouterr()
     assert "broken.png: not a picture" in told.err
     assert "of 18 pictures right while they were held out" in told.out
@@ -28,8 +31,13 @@ def test_a_folder_becomes_the_file_of_a_head(
     head = TaughtHead.from_bytes((tmp_path / "colours.safetensors").read_bytes(), "colours").head
     assert head.labels == tuple(sorted(COLOURS))
     assert main(["inspect", "colours.safetensors"]) == 1
-    assert "colours.safetensors: a taught head: a folder of --models takes it" in capsys.readouterr().err
-    assert Path("other name").read_bytes() == b"before", "whoever reads the file meanwhile has all of it"
+    assert (
+        "colours.safetensors: a taught head: a folder of --models takes it"
+        in capsys.readouterr().err
+    )
+    assert Path("other name").read_bytes() == b"before", (
+        "whoever reads the file meanwhile has all of it"
+    )
 
 
 def test_of_splits_only_the_training_one_is_taught(
@@ -39,7 +47,9 @@ def test_of_splits_only_the_training_one_is_taught(
     for seed, (name, count) in enumerate({"seg_train": 4, "seg_test": 3}.items()):
         write_folder(tmp_path / "photos" / name, count, seed=seed)
     checkpoint = write_checkpoint(tmp_path / "start", "abcde")
-    code, out, err = run(capsys, "teach", "colours", "photos", "--checkpoint", checkpoint, "--device", "cpu")
+    code, out, err = run(
+        capsys, "teach", "colours", "photos", "--checkpoint", checkpoint, "--device", "cpu"
+    )
     assert (code, "of 12 pictures right" in out) == (0, True)
     assert "vitserve: photos: seg_train/ is used to teach; seg_test/ not used\n" in err
     (tmp_path / "photos" / "seg_train").rename(tmp_path / "photos" / "seg_val")

@@ -1,4 +1,6 @@
-"""`vitserve train`, run as a user runs it: from a folder of pictures to a model that answers, whatever happens."""
+"""`vitserve train`, run as a user runs it: from a folder of pictures to a model that answers,
+whatever happens.
+"""
 
 import csv
 import json
@@ -35,7 +37,17 @@ def start(tmp_path: Path) -> Path:
 
 
 def flags(data: Path, start: Path, out: Path, *more: str) -> list[str]:
-    command = ["train", "--data", str(data), "--from", str(start), "--out", str(out), "--device", "cpu"]
+    command = [
+        "train",
+        "--data",
+        str(data),
+        "--from",
+        str(start),
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+    ]
     return [*command, "--batch-size", "5", "--set", "optimiser.learning_rate=3e-3", *more]
 
 
@@ -48,11 +60,16 @@ def test_a_folder_of_pictures_becomes_a_served_model(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "my model"
-    assert main(flags(data, start, out, "--epochs", "6", "--image-size", "24x32", "--name", "colours")) == 0
+    assert (
+        main(flags(data, start, out, "--epochs", "6", "--image-size", "24x32", "--name", "colours"))
+        == 0
+    )
     assert capsys.readouterr().out == f"{out}: serve it with: vitserve serve --checkpoint '{out}'\n"
     names = {"MODEL_CARD.md", "config.json", "metrics.csv", "model.safetensors", "recipe.json"}
     assert names <= {path.name for path in out.iterdir()}
-    server = Served(tmp_path / "server.log", warm=True, checkpoint=out, device="cpu", dtype="float32", threads=1)
+    server = Served(
+        tmp_path / "server.log", warm=True, checkpoint=out, device="cpu", dtype="float32", threads=1
+    )
     try:
         assert server.get("/model").json()["name"] == "colours"
         for colour in COLOURS:
@@ -72,14 +89,18 @@ def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_p
     before = epochs_done(out)
     assert 2 <= len(before) < 12
     assert not (out / "config.json").exists()
-    assert main(["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--resume"]) == 0
+    assert (
+        main(["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--resume"]) == 0
+    )
     after = epochs_done(out)
     assert after[: len(before)] == before
     assert [int(row["epoch"]) for row in after] == list(range(1, 13))
     assert load_checkpoint(str(out)).labels == COLOURS
 
 
-def test_flags_override_the_recipe_and_the_record_holds_the_result(data: Path, start: Path, tmp_path: Path) -> None:
+def test_flags_override_the_recipe_and_the_record_holds_the_result(
+    data: Path, start: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     recipe = tmp_path / "mine.toml"
     recipe.write_text((RECIPES / "finetune.toml").read_text().replace("epochs = 20", "epochs = 7"))
@@ -104,7 +125,10 @@ def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
 ) -> None:
     scratch = ["train", "--data", str(data), "--out", str(tmp_path / "out"), "--device", "cpu"]
     assert main([*scratch, "--recipe", "nowhere"]) == 1
-    assert "vitserve: --recipe nowhere: no such file, and not one of cifar10" in capsys.readouterr().err
+    assert (
+        "vitserve: --recipe nowhere: no such file, and not one of cifar10"
+        in capsys.readouterr().err
+    )
     assert main([*scratch, "--recipe", "cifar10"]) == 1
     assert "cannot set 2500 of 24 pictures aside" in capsys.readouterr().err
     assert main(scratch) == 1
@@ -120,7 +144,10 @@ def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
         (["--epochs", "0"], "recipe: epochs: "),
         (["--image-size", "20"], "image size 20x20 is not a multiple of the patch size 8"),
         (["--validation", "24"], "cannot set 24 of 24 pictures aside for validation"),
-        (["--data", "./nowhere"], "--data nowhere: no such folder: expected one folder of pictures a class"),
+        (
+            ["--data", "./nowhere"],
+            "--data nowhere: no such folder: expected one folder of pictures a class",
+        ),
         (["--from", "./nowhere"], "./nowhere: no such folder"),
         (["--device", "cuda:99"], "device 'cuda:99'"),
         (["--resume"], "out holds no run (recipe.json): leave --resume out to begin one"),
@@ -128,7 +155,12 @@ def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_wrong_is_one_line_before_training(
-    data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+    data: Path,
+    start: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    message: str,
 ) -> None:
     assert main(flags(data, start, tmp_path / "out", *more)) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vitserve: ")]
@@ -153,7 +185,9 @@ def test_what_is_wrong_is_one_line_before_training(
 def test_flags_that_mean_nothing_to_a_probe_are_refused(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:
-    assert main(["train", "--probe", "--data", str(data), "--out", str(tmp_path / "out"), *more]) == 1
+    assert (
+        main(["train", "--probe", "--data", str(data), "--out", str(tmp_path / "out"), *more]) == 1
+    )
     assert capsys.readouterr().err.startswith(message)
 
 
@@ -162,7 +196,21 @@ def test_a_probe_is_written_and_says_how_it_is_served(
 ) -> None:
     out = tmp_path / "mine"
     assert (
-        main(["train", "--probe", "--data", str(data), "--from", str(start), "--out", str(out), "--threads", "1"]) == 0
+        main(
+            [
+                "train",
+                "--probe",
+                "--data",
+                str(data),
+                "--from",
+                str(start),
+                "--out",
+                str(out),
+                "--threads",
+                "1",
+            ]
+        )
+        == 0
     )
     told = capsys.readouterr()
     assert "without calibration.json" in told.err
@@ -186,8 +234,12 @@ def test_calibrate_uses_only_pictures_that_train_held_out(
     calibrate = ("calibrate", out, "--device", "cpu", "--coverage", "0.5", "--data")
     code, told, err = run(capsys, *calibrate, moved, "--out", tmp_path / "copy")
     assert (code, "out: 12 pictures; scores as" in told) == (0, True)
-    assert f"{moved}: 12 pictures that {out} was not trained on are used, 12 others are not\n" in err
-    code, told, _ = run(capsys, "evaluate", "--data", moved, "--checkpoint", tmp_path / "copy", "--device", "cpu")
+    assert (
+        f"{moved}: 12 pictures that {out} was not trained on are used, 12 others are not\n" in err
+    )
+    code, told, _ = run(
+        capsys, "evaluate", "--data", moved, "--checkpoint", tmp_path / "copy", "--device", "cpu"
+    )
     assert (code, "\n12 of these 24 pictures were trained on: new pictures" in told) == (0, True)
 
     trained = json.loads((out / "split.json").read_text())["train"]
@@ -196,19 +248,40 @@ def test_calibrate_uses_only_pictures_that_train_held_out(
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes((moved / Path(name).relative_to(data)).read_bytes())
     for checkpoint in (out, tmp_path / "copy"):
-        code, _, err = run(capsys, "calibrate", checkpoint, "--device", "cpu", "--data", tmp_path / "seen")
-        assert (code, f"12 of 12 pictures were trained on by {checkpoint}: give other pictures, or" in err) == (1, True)
+        code, _, err = run(
+            capsys, "calibrate", checkpoint, "--device", "cpu", "--data", tmp_path / "seen"
+        )
+        assert (
+            code,
+            f"12 of 12 pictures were trained on by {checkpoint}: give other pictures, or" in err,
+        ) == (1, True)
 
 
 def test_calibrate_refuses_the_pictures_of_a_probe(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mine"
-    probe = ("train", "--probe", "--data", data, "--from", start, "--out", out, "--device", "cpu", "--threads", "1")
+    probe = (
+        "train",
+        "--probe",
+        "--data",
+        data,
+        "--from",
+        start,
+        "--out",
+        out,
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+    )
     assert run(capsys, *probe)[0] == 0
     calibrate = ("calibrate", out, "--device", "cpu", "--coverage", "0.5", "--data")
     code, _, err = run(capsys, *calibrate, data)
-    assert (code, f"24 of 24 pictures were trained on by {out}: give other pictures\n" in err) == (1, True)
+    assert (code, f"24 of 24 pictures were trained on by {out}: give other pictures\n" in err) == (
+        1,
+        True,
+    )
     for colour in COLOURS:
         write_class(tmp_path / "split" / "test" / colour, colour, 5, seed=7)
     data.rename(tmp_path / "split" / "val")
@@ -219,8 +292,24 @@ def test_calibrate_refuses_the_pictures_of_a_probe(
 def test_a_start_that_knows_the_pictures_is_named(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    probe = ("train", "--probe", "--data", data, "--from", start, "--out", tmp_path / "probe", "--device", "cpu")
+    probe = (
+        "train",
+        "--probe",
+        "--data",
+        data,
+        "--from",
+        start,
+        "--out",
+        tmp_path / "probe",
+        "--device",
+        "cpu",
+    )
     assert run(capsys, *probe, "--threads", "1")[0] == 0
-    assert main(flags(data, tmp_path / "probe", tmp_path / "out", "--epochs", "1", "--validation", "6")) == 0
+    assert (
+        main(
+            flags(data, tmp_path / "probe", tmp_path / "out", "--epochs", "1", "--validation", "6")
+        )
+        == 0
+    )
     assert "6 of 6 validation pictures were trained on by" in capsys.readouterr().err
     assert run(capsys, "calibrate", tmp_path / "out", "--device", "cpu", "--data", data)[0] == 1

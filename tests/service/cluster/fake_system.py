@@ -15,7 +15,9 @@ MOST_TURNS = 1000
 
 
 class FakeLink(Link):
-    """A pipe from a process of a `FakeSystem`, which always has something to say unless it is silent."""
+    """A pipe from a process of a `FakeSystem`, which always has something to say unless it is
+    silent.
+    """
 
     def __init__(self, system: FakeSystem, name: str) -> None:
         self._system = system
@@ -107,9 +109,14 @@ class FakeSystem(OperatingSystem):
         name = self.alive[pid]
         self.sent.append((self.time - START, name, number))
         if number == signal.SIGKILL:
-            self._events.insert(0, (self.time, lambda: self._end(name, -signal.SIGKILL) if pid in self.alive else []))
+            self._events.insert(
+                0,
+                (self.time, lambda: self._end(name, -signal.SIGKILL) if pid in self.alive else []),
+            )
         elif name not in self.stubborn:
-            self._events.insert(0, (self.time, lambda: self._end(name, 0) if pid in self.alive else []))
+            self._events.insert(
+                0, (self.time, lambda: self._end(name, 0) if pid in self.alive else [])
+            )
 
     def wait(self, seconds: float, links: Sequence[Link]) -> list[int]:
         assert 0 <= seconds <= 1
@@ -133,4 +140,8 @@ class FakeSystem(OperatingSystem):
     def sent_to(self, name: str) -> list[tuple[float, signal.Signals]]:
         """(seconds, signal) of what was sent to a process, what is sent again and again once."""
         found = [(seconds, number) for seconds, other, number in self.sent if other == name]
-        return [entry for index, entry in enumerate(found) if entry[1] not in [number for _, number in found[:index]]]
+        return [
+            entry
+            for index, entry in enumerate(found)
+            if entry[1] not in [number for _, number in found[:index]]
+        ]

@@ -10,7 +10,12 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def run(script: str) -> str:
     """Run a script in a process of its own, which may fork: this one has threads. What it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -35,7 +35,9 @@ SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
 HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
 
-WEIGHTS = arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(-1, 1, width=32))
+WEIGHTS = arrays.arrays(
+    np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(-1, 1, width=32)
+)
 MAPS = st.builds(
     MapRequest,
     st.sampled_from(METHODS),
@@ -58,7 +60,9 @@ def results(draw: st.DrawFn) -> InferenceResult:
     if draw(st.booleans()):
         grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
         kept, score, evidence = (draw(st.floats(0, 1)) for _ in range(3))
-        found = AttentionMap(draw(MAPS), draw(floats(grid)), kept, score, evidence, draw(st.booleans()))
+        found = AttentionMap(
+            draw(MAPS), draw(floats(grid)), kept, score, evidence, draw(st.booleans())
+        )
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
     times = draw(SECONDS), draw(SECONDS)
     logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))
@@ -69,7 +73,9 @@ def results(draw: st.DrawFn) -> InferenceResult:
 
 PIXELS = arrays.arrays(np.uint8, (3, 2, 3))
 PICTURES = st.builds(ModelInput, PIXELS, st.builds(Region, *[st.floats(0, 100)] * 4))
-ONE = st.builds(RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS, head=st.text())
+ONE = st.builds(
+    RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS, head=st.text()
+)
 REQUESTED = st.builds(dataclasses.replace, ONE, more=st.lists(ONE, max_size=2).map(tuple))
 LISTED = st.builds(
     ListedModel,
@@ -94,8 +100,16 @@ STATUSES = st.builds(
     SMALL,
 )
 REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
-    st.builds(frames.Submit.of, st.text(), SMALL, st.builds(InferenceRequest, PIXELS, REQUESTED, st.text()), SECONDS),
-    st.builds(frames.EmbedTexts, st.text(), SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
+    st.builds(
+        frames.Submit.of,
+        st.text(),
+        SMALL,
+        st.builds(InferenceRequest, PIXELS, REQUESTED, st.text()),
+        SECONDS,
+    ),
+    st.builds(
+        frames.EmbedTexts, st.text(), SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS
+    ),
     st.builds(
         frames.Change,
         st.sampled_from(["load", "take_over", "discard", "wake", "unload", "delete", "reload"]),
@@ -117,16 +131,26 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
         st.dictionaries(st.text(), LISTED, max_size=3),
         st.dictionaries(st.text(), SMALL, max_size=3),
     ),
-    st.builds(frames.Serving, st.text(), SMALL, st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())])),
+    st.builds(
+        frames.Serving,
+        st.text(),
+        SMALL,
+        st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())]),
+    ),
     st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
 )
-SUBMIT = frames.Submit.of("m", 1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0)
+SUBMIT = frames.Submit.of(
+    "m", 1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0
+)
 ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.builds(lambda: SUBMIT), results()),
     st.tuples(st.just(frames.EmbedTexts("m", 1, (), 1.0)), floats((3, 5))),
     st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
     st.tuples(st.builds(frames.Put, PICTURES, st.none()), st.none() | st.text()),
-    st.tuples(st.sampled_from([frames.Change("load", "m"), frames.Change("discard", what="no")]), st.none()),
+    st.tuples(
+        st.sampled_from([frames.Change("load", "m"), frames.Change("discard", what="no")]),
+        st.none(),
+    ),
 )
 
 
@@ -136,7 +160,8 @@ def equal(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and np.array_equal(one, other)
     if dataclasses.is_dataclass(one):
         return type(one) is type(other) and all(
-            equal(getattr(one, each.name), getattr(other, each.name)) for each in dataclasses.fields(one)
+            equal(getattr(one, each.name), getattr(other, each.name))
+            for each in dataclasses.fields(one)
         )
     if hasattr(one, "__struct_fields__"):
         return type(one) is type(other) and all(
@@ -162,15 +187,22 @@ async def received(*pieces: bytes | bytearray) -> list[frames.Frame]:
 
 
 @given(sent=st.lists(FRAMES, max_size=4), cut=st.integers(0, 100))
-def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(sent: list[frames.Frame], cut: int) -> None:
+def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(
+    sent: list[frames.Frame], cut: int
+) -> None:
     data = b"".join(map(frames.encode, sent))
     found = asyncio.run(received(data[:cut], data[cut:]))
     assert len(found) == len(sent)
     assert all(map(equal, sent, found))
 
 
-@given(sizes=st.lists(st.integers(1, 80_000), max_size=5), cuts=st.lists(st.integers(0, 300_000), max_size=5))
-def test_pictures_longer_and_shorter_than_what_is_read_ahead_arrive(sizes: list[int], cuts: list[int]) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 80_000), max_size=5),
+    cuts=st.lists(st.integers(0, 300_000), max_size=5),
+)
+def test_pictures_longer_and_shorter_than_what_is_read_ahead_arrive(
+    sizes: list[int], cuts: list[int]
+) -> None:
     images = [InferenceRequest(noise(n, size), RequestedOutputs(1)) for n, size in enumerate(sizes)]
     sent = [frames.Call(n, SUBMIT.of("m", n, image, 1)) for n, image in enumerate(images)]
     data, places = b"".join(map(frames.encode, sent)), [0, *sorted(cuts), 400_000]
@@ -183,7 +215,9 @@ def noise(seed: int, size: int) -> Any:
 
 
 @given(asked=ANSWERS, id_=IDS)
-def test_the_result_of_a_request_is_what_was_answered(asked: tuple[frames.Request, Any], id_: int) -> None:
+def test_the_result_of_a_request_is_what_was_answered(
+    asked: tuple[frames.Request, Any], id_: int
+) -> None:
     request, result = asked
     [frame] = asyncio.run(received(frames.encode(frames.answer(id_, result))))
     assert isinstance(frame, frames.Answer)

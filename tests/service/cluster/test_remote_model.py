@@ -1,4 +1,6 @@
-"""Workers and engines over sockets: whose answers are whose, who learns of what, and swaps that all take or none."""
+"""Workers and engines over sockets: whose answers are whose, who learns of what, and swaps that all
+take or none.
+"""
 
 import asyncio
 import threading
@@ -22,7 +24,15 @@ from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay, U
 from service.models.registry import LocalModels, Version
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
-from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, pixels, request_for
+from tests.service.fakes import (
+    PATIENCE,
+    FakePredictor,
+    expected_indices,
+    model_info,
+    on_a_loop,
+    pixels,
+    request_for,
+)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -32,7 +42,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 @dataclass
 class Device:
-    """What an engine loads: each checkpoint has a predictor; `broken` ones cannot be read, and `gate` holds loading."""
+    """What an engine loads: each checkpoint has a predictor; `broken` ones cannot be read, and
+    `gate` holds loading.
+    """
 
     path: Path
     broken: set[str] = field(default_factory=set)
@@ -44,7 +56,9 @@ class Device:
         self.gate.set()
 
     async def start(self, served: str | None = None, generation: int = 1) -> None:
-        self.models = LocalModels(load_settings(), self._make, versions={"": Version(generation, served)})
+        self.models = LocalModels(
+            load_settings(), self._make, versions={"": Version(generation, served)}
+        )
         self.model = self.models.served[""]
         images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
         self.server = EngineServer(self.models, images, refresh_seconds=self.refresh_seconds)
@@ -67,7 +81,9 @@ class Device:
             self.predictors[name] = FakePredictor()
             return self.predictors[name], replace(model_info(name=name), content=name)
 
-        engine = LocalEngine(load, device="cpu", queue_size=50, max_delay=0, on_batch=lambda _: None)
+        engine = LocalEngine(
+            load, device="cpu", queue_size=50, max_delay=0, on_batch=lambda _: None
+        )
         engine.last_used = None  # type: ignore[attr-defined]  # which engines of models have
         return engine
 
@@ -85,7 +101,12 @@ class Service:
         model = RemoteModels([EngineClient(device.path, "cpu") for device in self.devices])
         model.start(lambda: self.changes.append(name_of(model)))
         self.workers.append(model)
-        await until(lambda: all(engine.models for engine in model.engines) and model.default.current.engine.ready)
+        await until(
+            lambda: (
+                all(engine.models for engine in model.engines)
+                and model.default.current.engine.ready
+            )
+        )
         return model
 
 
@@ -119,7 +140,9 @@ async def running(engines: int = 1, refresh_seconds: float = 0.01) -> AsyncItera
 
 
 def ask(model: RemoteModels, red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
-    return asyncio.create_task(model.default.current.engine.infer(request_for(red), timeout=timeout))
+    return asyncio.create_task(
+        model.default.current.engine.infer(request_for(red), timeout=timeout)
+    )
 
 
 async def check(answers: Iterable[asyncio.Task[InferenceResult]], reds: Iterable[int]) -> None:
@@ -161,7 +184,9 @@ async def test_a_worker_that_dies_takes_its_own_requests_along_and_no_others() -
 
 
 @on_a_loop
-async def test_an_engine_that_dies_is_an_error_for_whom_it_had_and_its_successor_answers_the_next() -> None:
+async def test_an_engine_that_dies_is_an_error_for_whom_it_had_and_its_successor_answers_the_next() -> (
+    None
+):
     async with running() as service:
         model = await service.worker()
         [device] = service.devices
@@ -278,7 +303,10 @@ async def test_a_kept_picture_is_found_by_every_worker() -> None:
         for store in stores:
             found = await store.get(image_id)
             assert found is not None
-            assert (found.region, found.pixels.tolist()) == (picture.region, picture.pixels.tolist())
+            assert (found.region, found.pixels.tolist()) == (
+                picture.region,
+                picture.pixels.tolist(),
+            )
             assert await store.get("nobody") is None
         await until(lambda: all(store.usage().pictures == 1 for store in stores))
         await service.devices[0].die()
@@ -291,7 +319,9 @@ async def test_a_kept_picture_is_found_by_every_worker() -> None:
 
 
 @on_a_loop
-async def test_all_engines_and_workers_turn_to_the_next_model_and_old_requests_are_answered_by_the_old_one() -> None:
+async def test_all_engines_and_workers_turn_to_the_next_model_and_old_requests_are_answered_by_the_old_one() -> (
+    None
+):
     async with running(engines=2) as service:
         leads, follows = [await service.worker() for _ in range(2)]
         old = follows.default.current
@@ -301,9 +331,16 @@ async def test_all_engines_and_workers_turn_to_the_next_model_and_old_requests_a
             assert leads.default.current.number == follows.default.current.number == 2
             before = await old.engine.infer(request_for(4), timeout=PATIENCE)
             assert before.outputs.indices.tolist() == expected_indices(4, 3)
-            assert [4] in [batch for each in service.devices for batch in each.predictors["configured"].launched]
+            assert [4] in [
+                batch
+                for each in service.devices
+                for batch in each.predictors["configured"].launched
+            ]
             await check([ask(worker, 5) for worker in service.workers], [5, 5])
-            assert sum(sum(map(len, each.predictors["next"].launched)) for each in service.devices) == 2
+            assert (
+                sum(sum(map(len, each.predictors["next"].launched)) for each in service.devices)
+                == 2
+            )
             assert all(len(each.model._open) == 2 for each in service.devices)
         await until(lambda: all(len(each.model._open) == 1 for each in service.devices))
         await until(lambda: follows.results == {"loaded": 2, "served": 1})
@@ -319,8 +356,12 @@ async def test_one_engine_that_refuses_a_checkpoint_keeps_all_from_taking_it_ove
         with pytest.raises(CheckpointRefused, match="bad: no such file"):
             await load(model, "bad")
         assert name_of(model) == "configured"
-        assert all(each.models._prepared is None and len(each.model._open) == 1 for each in service.devices)
-        await until(lambda: (model.results.get("refused"), list(model.reloads().values())) == (1, [False]))
+        assert all(
+            each.models._prepared is None and len(each.model._open) == 1 for each in service.devices
+        )
+        await until(
+            lambda: (model.results.get("refused"), list(model.reloads().values())) == (1, [False])
+        )
         await load(model, "good")
         assert name_of(model) == "good"
 
@@ -330,7 +371,9 @@ async def test_engines_with_other_content_under_one_number_do_not_answer_togethe
     async with running(engines=2) as service:
         model = await service.worker()
         for device, checkpoint in zip(service.devices, ["one", "other"], strict=True):
-            await device.models.put(device.models.name_of(""), checkpoint)  # each by itself, under the same number
+            await device.models.put(
+                device.models.name_of(""), checkpoint
+            )  # each by itself, under the same number
             await until(lambda: name_of(model) == "one")
         await until(lambda: all(2 in engine.models[""] for engine in model.engines))
         await check([ask(model, red) for red in range(6)], range(6))
@@ -384,7 +427,9 @@ async def test_what_a_worker_asked_for_that_died_does_not_take_over(loaded: bool
 
 
 @on_a_loop
-async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successor_serves_what_the_others_do() -> None:
+async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successor_serves_what_the_others_do() -> (
+    None
+):
     async with running(engines=2) as service:
         model = await service.worker()
         service.devices[1].gate.clear()
@@ -401,7 +446,9 @@ async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successo
         await load(model, "next")
         await service.devices[1].die()
         await service.devices[1].start("next", generation=2)
-        await until(lambda: [set(engine.models.get("", {})) for engine in model.engines] == [{2}, {2}])
+        await until(
+            lambda: [set(engine.models.get("", {})) for engine in model.engines] == [{2}, {2}]
+        )
         await check([ask(model, red) for red in range(4)], range(4))
         assert service.devices[1].predictors["next"].launched != []
 
@@ -419,7 +466,9 @@ async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so() -> N
 
 
 @on_a_loop
-async def test_who_waits_for_a_model_that_is_unloaded_again_at_once_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_for_a_model_that_is_unloaded_again_at_once_waits_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running() as service:
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
@@ -445,7 +494,9 @@ async def test_what_is_loaded_again_stays_though_a_worker_has_just_let_go_of_it(
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
         [worker] = service.devices[0].server.workers
-        worker.handle(frames.Uses("other", 2, 2, busy=False))  # sent before the worker knew of the load
+        worker.handle(
+            frames.Uses("other", 2, 2, busy=False)
+        )  # sent before the worker knew of the load
         await model.served["other"].current.engine.infer(request_for(1), timeout=PATIENCE)
 
 
@@ -455,7 +506,9 @@ async def test_a_model_with_a_request_that_arrives_at_a_worker_has_work_until_it
         model, other = await service.worker(), await service.worker()
         await model.put("other", {"checkpoint": "other"})
         await until(lambda: all("other" in each.served for each in (model, other)))
-        await until(lambda: all(each.served["other"].current.engine.ready for each in (model, other)))
+        await until(
+            lambda: all(each.served["other"].current.engine.ready for each in (model, other))
+        )
         generation = service.devices[0].models.served["other"].current
 
         def works() -> bool:
@@ -486,7 +539,11 @@ async def test_who_was_admitted_is_answered_by_its_version_though_the_model_is_t
             generation = device.models.served["other"].current
             await until(lambda: generation.requests > generation.held)
             for change in changes:
-                await (leads.delete("other") if change == "delete" else leads.put("other", {"checkpoint": "next"}))
+                await (
+                    leads.delete("other")
+                    if change == "delete"
+                    else leads.put("other", {"checkpoint": "next"})
+                )
                 await until(lambda put=change == "put": ("other" in model.served) == put)  # type: ignore[misc]
             result = await admitted.engine.infer(request_for(5), timeout=PATIENCE)
             assert result.outputs.indices.tolist() == expected_indices(5, 3)
@@ -511,10 +568,16 @@ async def test_a_model_that_is_deleted_while_its_next_version_is_loaded_is_gone(
 
 
 @on_a_loop
-async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with running() as service:
         model = await service.worker()
-        for nonsense in (b"\1\0\0\0\xc0", frames.encode(frames.answer(1, None)), b"\xff\xff\xff\xff"):
+        for nonsense in (
+            b"\1\0\0\0\xc0",
+            frames.encode(frames.answer(1, None)),
+            b"\xff\xff\xff\xff",
+        ):
             reader, writer = await asyncio.open_unix_connection(service.devices[0].path)
             writer.write(nonsense)
             await reader.read()  # to the end
@@ -524,7 +587,9 @@ async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(caplog: pyt
 
 
 @on_a_loop
-async def test_a_version_that_is_withdrawn_as_soon_as_it_serves_gives_nothing_back_to_the_one_before() -> None:
+async def test_a_version_that_is_withdrawn_as_soon_as_it_serves_gives_nothing_back_to_the_one_before() -> (
+    None
+):
     client, uses = EngineClient(Path("nowhere"), "cpu"), list[frames.Frame]()
     client._published = replace(client.status, state="ready")
     client.send = uses.append  # type: ignore[method-assign, assignment]
@@ -532,7 +597,9 @@ async def test_a_version_that_is_withdrawn_as_soon_as_it_serves_gives_nothing_ba
     client._on_change = model.refresh
     client._receive(frames.Serving("m", 1, model_info()))
     await asyncio.sleep(0)
-    client._receive(frames.Serving("m", 2, model_info()))  # with no turn of the loop before the next frame
+    client._receive(
+        frames.Serving("m", 2, model_info())
+    )  # with no turn of the loop before the next frame
     client._receive(frames.Withdrawn("m", 2))
     await until(lambda: model.current.number == 3)
     assert not model.current.engine.ready

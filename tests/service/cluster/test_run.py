@@ -1,6 +1,8 @@
-"""What the processes of one service do beside their requests: their shares, their metrics, how an engine ends.
+"""What the processes of one service do beside their requests: their shares, their metrics, how an
+engine ends.
 
-Real processes and signals are in a process of their own: this one has threads, and handlers of its own.
+Real processes and signals are in a process of their own: this one has threads, and handlers of its
+own.
 """
 
 import asyncio
@@ -38,7 +40,9 @@ def test_shares_of_all_workers_are_what_they_may_take_together(total: int, worke
 
 
 def test_a_share_has_room_for_one_request_of_the_largest_size() -> None:
-    settings = load_settings({"workers": 8, "queue_size": 256, "key_max_requests": 3, "max_images_per_request": 64})
+    settings = load_settings(
+        {"workers": 8, "queue_size": 256, "key_max_requests": 3, "max_images_per_request": 64}
+    )
     own = worker_settings(settings, 7)
     assert (own.queue_size, own.key_max_requests) == (64, 1)
     assert worker_settings(load_settings({"workers": 2, "queue_size": 48}), 0).queue_size == 48
@@ -53,7 +57,9 @@ def reports(of: Child) -> list[Report]:
 
 
 @on_a_loop
-async def test_an_engine_reports_what_it_serves_and_ends_with_zero_when_it_is_told_to(tmp_path: Path) -> None:
+async def test_an_engine_reports_what_it_serves_and_ends_with_zero_when_it_is_told_to(
+    tmp_path: Path,
+) -> None:
     own, settings = child(), load_settings({"workers": 2})
     loaded: list[str] = []
 
@@ -62,7 +68,9 @@ async def test_an_engine_reports_what_it_serves_and_ends_with_zero_when_it_is_to
         return FakePredictor(), model_info()
 
     versions = {"": Version(3, "swapped")}
-    running = asyncio.create_task(_run(settings, own, tmp_path / "engine", load, Metrics(), versions))
+    running = asyncio.create_task(
+        _run(settings, own, tmp_path / "engine", load, Metrics(), versions)
+    )
     found: list[Report] = []
     while not found:
         found = reports(own)
@@ -73,7 +81,9 @@ async def test_an_engine_reports_what_it_serves_and_ends_with_zero_when_it_is_to
 
 
 @on_a_loop
-async def test_an_engine_that_cannot_go_on_in_its_process_asks_once_for_another(tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_go_on_in_its_process_asks_once_for_another(
+    tmp_path: Path,
+) -> None:
     def fail(_: Any) -> Any:
         raise NewProcessNeeded("no memory", "max_batch", 16)
 
@@ -92,7 +102,10 @@ async def test_an_engine_that_cannot_start_says_why_in_one_line(
         raise CheckpointError("no such folder")
 
     own = child()
-    assert await _run(load_settings({"device": "cpu"}), own, tmp_path / "engine", fail, Metrics(), {}) == 1
+    assert (
+        await _run(load_settings({"device": "cpu"}), own, tmp_path / "engine", fail, Metrics(), {})
+        == 1
+    )
     assert caplog.messages == ["cannot start: no such folder"]
 
 
@@ -131,7 +144,10 @@ def test_a_folder_for_sockets_must_be_there_and_have_a_short_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.cluster.run.OperatingSystem", lambda: None)
-    for folder, message in ((tmp_path / "none", "TMPDIR"), (tmp_path / (90 * "x"), "expected a shorter path")):
+    for folder, message in (
+        (tmp_path / "none", "TMPDIR"),
+        (tmp_path / (90 * "x"), "expected a shorter path"),
+    ):
         if "x" in folder.name:
             folder.mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -196,7 +212,9 @@ until_ended()
     assert (lines[0], lines[-1]) == ("the child failed", "RuntimeError: it does not work")
 
 
-@pytest.mark.parametrize("name", ["engine cuda:0", "worker " + 9000 * "0"], ids=["short", "longer than its arguments"])
+@pytest.mark.parametrize(
+    "name", ["engine cuda:0", "worker " + 9000 * "0"], ids=["short", "longer than its arguments"]
+)
 def test_a_process_is_shown_by_its_name(name: str) -> None:
     script = """
 from pathlib import Path

@@ -41,7 +41,9 @@ class Service:
         return False
 
     def run(self) -> int:
-        supervisor = Supervisor(self.workers, [self.engine], self.system, self, drain_timeout=DRAIN_TIMEOUT)
+        supervisor = Supervisor(
+            self.workers, [self.engine], self.system, self, drain_timeout=DRAIN_TIMEOUT
+        )
         code = supervisor.run()
         assert self.system.alive == {}
         return code
@@ -62,14 +64,26 @@ def test_all_are_started_at_once(service: Service) -> None:
 # Started again
 
 
-def test_a_child_that_dies_is_started_again_at_once_and_then_after_delays_that_grow(service: Service) -> None:
+def test_a_child_that_dies_is_started_again_at_once_and_then_after_delays_that_grow(
+    service: Service,
+) -> None:
     died = [10, 11, 13, 16, 21, 30, 47, 78, 109]
     for seconds in died:
         service.system.end_at(seconds, "worker 1", -9)
     service.system.signal_at(150, signal.SIGTERM)
     assert service.run() == 0
     starts = service.system.starts_of(service.workers[1])
-    assert [start - end for start, end in zip(starts[1:], died, strict=True)] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [start - end for start, end in zip(starts[1:], died, strict=True)] == [
+        0,
+        1,
+        2,
+        4,
+        8,
+        16,
+        30,
+        30,
+        30,
+    ]
     assert len(service.system.starts_of(service.workers[0])) == 1
 
 
@@ -102,17 +116,23 @@ def test_a_child_that_never_ran_ends_the_service_with_one(
     assert f"{name} ended with {how} before it was ready" in caplog.text
 
 
-def test_the_first_signal_while_a_service_that_cannot_start_drains_ends_it_at_once(service: Service) -> None:
+def test_the_first_signal_while_a_service_that_cannot_start_drains_ends_it_at_once(
+    service: Service,
+) -> None:
     service.system.serving.remove("engine")
     service.system.stubborn = {"worker 0"}
     service.system.end_at(3, "engine", 1)
     service.system.signal_at(5, signal.SIGTERM)
     service.system.end_at(9, "worker 0", 0)
     assert service.run() == 128 + signal.SIGTERM
-    assert (5, "worker 0", signal.SIGKILL) in [(round(when), name, sent) for when, name, sent in service.system.sent]
+    assert (5, "worker 0", signal.SIGKILL) in [
+        (round(when), name, sent) for when, name, sent in service.system.sent
+    ]
 
 
-def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs(service: Service) -> None:
+def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs(
+    service: Service,
+) -> None:
     def forget() -> list[int]:
         service.system.serving.remove("engine")
         return []
@@ -133,12 +153,18 @@ def test_a_child_that_fails_after_five_restarts_in_a_row_ends_the_service(
         service.system.end_at(seconds, "engine", 1)
     assert service.run() == 1
     assert service.system.starts_of(service.engine) == [0, 100, 102, 105, 110, 119]
-    restarts = [f"engine ended with code 1: starting it again in {delay} s" for delay in (0, 1, 2, 4, 8)]
+    restarts = [
+        f"engine ended with code 1: starting it again in {delay} s" for delay in (0, 1, 2, 4, 8)
+    ]
     assert caplog.messages == [*restarts, "engine ended with code 1 after 5 restarts: giving up"]
 
 
-@pytest.mark.parametrize("other", [(120, -9), (200, 1)], ids=["killed by somebody", "lived for long"])
-def test_it_goes_on_with_one_that_was_killed_or_lived_for_long(other: tuple[int, int], service: Service) -> None:
+@pytest.mark.parametrize(
+    "other", [(120, -9), (200, 1)], ids=["killed by somebody", "lived for long"]
+)
+def test_it_goes_on_with_one_that_was_killed_or_lived_for_long(
+    other: tuple[int, int], service: Service
+) -> None:
     for at in (100, 101, 103, 106, 111):
         service.system.end_at(at, "engine", 1)
     service.system.end_at(other[0], "engine", other[1])
@@ -146,7 +172,9 @@ def test_it_goes_on_with_one_that_was_killed_or_lived_for_long(other: tuple[int,
     assert service.run() == 0
 
 
-def test_a_child_that_will_go_about_it_otherwise_is_started_at_once_though_it_never_ran(service: Service) -> None:
+def test_a_child_that_will_go_about_it_otherwise_is_started_at_once_though_it_never_ran(
+    service: Service,
+) -> None:
     service.system.serving.remove("engine")
     for seconds in (3, 5, 7):
         service.system.end_at(seconds, "engine", TRY_AGAIN)
@@ -169,7 +197,9 @@ def test_a_child_that_is_stopped_is_killed_and_started_again_soon(
     [(killed, number), _] = service.system.sent_to(name)
     assert number == signal.SIGKILL
     assert 20 <= killed <= 22
-    assert [(seconds, other) for seconds, other in service.system.spawned if seconds] == [(killed, name)]
+    assert [(seconds, other) for seconds, other in service.system.spawned if seconds] == [
+        (killed, name)
+    ]
     assert caplog.text.count(f"{name} is frozen") == 1
 
 
@@ -206,7 +236,9 @@ def test_time_for_which_the_supervisor_stood_still_too_does_not_count(service: S
     assert len(service.system.spawned) == 3
 
 
-def test_a_child_that_is_frozen_while_the_service_drains_has_the_time_of_draining(service: Service) -> None:
+def test_a_child_that_is_frozen_while_the_service_drains_has_the_time_of_draining(
+    service: Service,
+) -> None:
     service.system.stubborn = {"worker 0"}
     service.system.signal_at(10, signal.SIGTERM)
     service.system.at(11, service.system.freezes("worker 0"))
@@ -227,7 +259,9 @@ def test_a_child_that_is_frozen_while_the_service_drains_has_the_time_of_drainin
         ([signal.SIGHUP, signal.SIGTERM, signal.SIGTERM], 143),
     ],
 )
-def test_a_hang_up_is_never_the_second_signal(received: list[signal.Signals], code: int, service: Service) -> None:
+def test_a_hang_up_is_never_the_second_signal(
+    received: list[signal.Signals], code: int, service: Service
+) -> None:
     service.system.stubborn = {"worker 0"}
     for turn, number in enumerate(received):
         service.system.signal_at(10 + turn, number)
@@ -236,17 +270,25 @@ def test_a_hang_up_is_never_the_second_signal(received: list[signal.Signals], co
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_workers_drain_and_then_the_engines_end(number: signal.Signals, service: Service) -> None:
+def test_the_workers_drain_and_then_the_engines_end(
+    number: signal.Signals, service: Service
+) -> None:
     service.system.stubborn = {"worker 0"}
     service.system.signal_at(10, number)
     service.system.end_at(18, "worker 0", 0)
     assert service.run() == 0
-    assert service.system.sent_to("worker 0") == service.system.sent_to("worker 1") == [(10, signal.SIGTERM)]
+    assert (
+        service.system.sent_to("worker 0")
+        == service.system.sent_to("worker 1")
+        == [(10, signal.SIGTERM)]
+    )
     assert service.system.sent_to("engine") == [(18, STOP)]
     assert service.told.count("drain") == 1
 
 
-def test_workers_that_do_not_drain_in_time_are_killed_and_the_engine_with_them(service: Service) -> None:
+def test_workers_that_do_not_drain_in_time_are_killed_and_the_engine_with_them(
+    service: Service,
+) -> None:
     service.system.stubborn = {"worker 0"}
     service.system.signal_at(10, signal.SIGTERM)
     assert service.run() == 0
@@ -263,7 +305,9 @@ def test_an_engine_that_does_not_end_is_killed(service: Service) -> None:
     assert service.system.sent_to("engine") == [(10, STOP), (10 + GRACE, signal.SIGKILL)]
 
 
-def test_a_second_signal_kills_all_at_once(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_signal_kills_all_at_once(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
     service.system.stubborn = {"engine", "worker 0", "worker 1"}
     service.system.signal_at(10, signal.SIGTERM)
     service.system.signal_at(12, signal.SIGINT)

@@ -28,15 +28,21 @@ def items(entries: list[Entry[str]]) -> list[str]:
 class QueueMachine(RuleBasedStateMachine):
     """Does anything that web code and an engine may do, in any order.
 
-    `waiting` is what must be in the queue, oldest first, and `turns` are its callers, the next first; every item must
-    leave it exactly once.
+    `waiting` is what must be in the queue, oldest first, and `turns` are its callers, the next
+    first; every item must leave it exactly once.
     """
 
-    @initialize(capacity=st.integers(1, 12), max_batch=st.integers(1, 9), max_delay=st.sampled_from([0.0, 0.5, 2.0]))
+    @initialize(
+        capacity=st.integers(1, 12),
+        max_batch=st.integers(1, 9),
+        max_delay=st.sampled_from([0.0, 0.5, 2.0]),
+    )
     def build(self, capacity: int, max_batch: int, max_delay: float) -> None:
         self.capacity, self.max_batch, self.max_delay = capacity, max_batch, max_delay
         self.clock = Clock()
-        self.queue: BatchQueue[int] = BatchQueue(capacity=capacity, max_delay=max_delay, clock=self.clock)
+        self.queue: BatchQueue[int] = BatchQueue(
+            capacity=capacity, max_delay=max_delay, clock=self.clock
+        )
         self.put_count = 0
         self.waiting: list[Entry[int]] = []
         self.turns: list[Hashable] = []
@@ -56,7 +62,10 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             entry = self.queue.put(self.put_count, deadline=self.clock.now + timeout, caller=caller)
             if caller != self.last_caller:
-                self.last_caller, self.shared_until = caller, self.clock.now + bool(self.last_caller)
+                self.last_caller, self.shared_until = (
+                    caller,
+                    self.clock.now + bool(self.last_caller),
+                )
             assert entry.item == self.put_count
             assert entry.arrived == self.clock.now
             self.put_count += 1
@@ -82,9 +91,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.polled()
 
     def polled(self) -> Poll[int]:
-        """Each caller has one of its entries in turn, oldest first; those that are too late are taken out.
+        """Each caller has one of its entries in turn, oldest first; those that are too late are
+        taken out.
 
-        One of several has a quarter of a batch at most, of a small one for a second more; with a delay it has all.
+        One of several has a quarter of a batch at most, of a small one for a second more; with a
+        delay it has all.
         """
         now = self.clock.now
         poll = self.queue.poll(self.max_batch)

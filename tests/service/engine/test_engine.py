@@ -1,7 +1,7 @@
 """The engine's promise: every submitted image gets exactly one outcome, and its own.
 
-Maps that need a pass of their own run in batches of their own, behind classification. Features of texts are
-computed once each, in turn with others', bounded, and beside the images.
+Maps that need a pass of their own run in batches of their own, behind classification. Features of
+texts are computed once each, in turn with others', bounded, and beside the images.
 """
 
 import asyncio
@@ -16,7 +16,16 @@ from service.engine import streams
 from service.engine.texts import Floats, TextFeatures
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed
 from tests.service.engine.conftest import Running
-from tests.service.fakes import BAD, NAN, PATIENCE, FakePredictor, Rig, expected_indices, on_a_loop, text_feature
+from tests.service.fakes import (
+    BAD,
+    NAN,
+    PATIENCE,
+    FakePredictor,
+    Rig,
+    expected_indices,
+    on_a_loop,
+    text_feature,
+)
 from tests.service.fakes import running as running_engine
 
 
@@ -102,7 +111,9 @@ GAE = MapRequest("gae", 3)
 
 
 @on_a_loop
-@pytest.mark.parametrize(("seconds", "sizes"), [(0.0, [1, 8, 3]), (0.04, [1, 2, 8, 1])], ids=["quick", "slow at first"])
+@pytest.mark.parametrize(
+    ("seconds", "sizes"), [(0.0, [1, 8, 3]), (0.04, [1, 2, 8, 1])], ids=["quick", "slow at first"]
+)
 async def test_they_share_no_batch_with_classification_and_are_few_at_once(
     seconds: float, sizes: list[int], running: Running
 ) -> None:
@@ -174,10 +185,14 @@ def embed_soon(rig: Rig, *texts: str) -> asyncio.Task[Floats]:
 
 
 @on_a_loop
-async def test_each_text_is_computed_once_and_every_caller_gets_its_own_rows(running: Running) -> None:
+async def test_each_text_is_computed_once_and_every_caller_gets_its_own_rows(
+    running: Running,
+) -> None:
     async with running() as rig:
         rows = await embed(rig, "cat", "bed", "cat")
-        np.testing.assert_array_equal(rows, [text_feature("cat"), text_feature("bed"), text_feature("cat")])
+        np.testing.assert_array_equal(
+            rows, [text_feature("cat"), text_feature("bed"), text_feature("cat")]
+        )
         rows = await embed(rig, "ace", "cat")
         np.testing.assert_array_equal(rows, [text_feature("ace"), text_feature("cat")])
         both = await asyncio.gather(embed(rig, "new", "cat"), embed(rig, "cat", "new"))
@@ -202,7 +217,9 @@ async def test_requests_take_turns_so_that_many_texts_do_not_hold_up_a_few() -> 
 
 
 @on_a_loop
-async def test_a_text_that_is_not_computed_in_time_is_refused_and_then_dropped(running: Running) -> None:
+async def test_a_text_that_is_not_computed_in_time_is_refused_and_then_dropped(
+    running: Running,
+) -> None:
     async with running() as rig:
         rig.predictor.gate.clear()
         first = embed_soon(rig, "first")
@@ -220,7 +237,9 @@ async def test_a_text_that_is_not_computed_in_time_is_refused_and_then_dropped(r
 
 
 @on_a_loop
-async def test_callers_of_the_same_new_texts_wait_for_one_computation_until_the_last_has_left() -> None:
+async def test_callers_of_the_same_new_texts_wait_for_one_computation_until_the_last_has_left() -> (
+    None
+):
     texts = [f"many {number}" for number in range(500)]
     async with running_engine() as rig:
         rig.predictor.gate.clear()
@@ -230,14 +249,20 @@ async def test_callers_of_the_same_new_texts_wait_for_one_computation_until_the_
         impatient.cancel()
         rig.predictor.gate.set()
         for rows in await asyncio.gather(*pictures):
-            np.testing.assert_array_equal(rows[[0, -1]], [text_feature(texts[0]), text_feature(texts[-1])])
-    assert sum(map(len, rig.predictor.embedded)) <= len(texts) + 16  # what was computed for the one who left
+            np.testing.assert_array_equal(
+                rows[[0, -1]], [text_feature(texts[0]), text_feature(texts[-1])]
+            )
+    assert (
+        sum(map(len, rig.predictor.embedded)) <= len(texts) + 16
+    )  # what was computed for the one who left
 
 
 @on_a_loop
 async def test_texts_that_the_tower_fails_on_fail_alone(running: Running) -> None:
     async with running() as rig:
-        bad, good = await asyncio.gather(embed(rig, "bad"), embed(rig, "good"), return_exceptions=True)
+        bad, good = await asyncio.gather(
+            embed(rig, "bad"), embed(rig, "good"), return_exceptions=True
+        )
         assert isinstance(bad, InferenceFailed)
         np.testing.assert_array_equal(good, [text_feature("good")])
 

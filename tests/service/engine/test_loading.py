@@ -1,4 +1,6 @@
-"""What is said of a loaded model comes from its checkpoint, its predictor, the settings, and the names of GPUs."""
+"""What is said of a loaded model comes from its checkpoint, its predictor, the settings, and the
+names of GPUs.
+"""
 
 import dataclasses
 import json
@@ -25,7 +27,14 @@ from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine import devices, loading
-from service.engine.devices import all_gpus, decode_threads, fit_to_machine, gpus_are_here, uses_gpu, visible_devices
+from service.engine.devices import (
+    all_gpus,
+    decode_threads,
+    fit_to_machine,
+    gpus_are_here,
+    uses_gpu,
+    visible_devices,
+)
 from service.engine.loading import keep_kernels, load_predictor
 from service.settings import load_settings
 from tests.service.cli.command_line import write_checkpoint
@@ -45,12 +54,26 @@ def _each_load_is_the_first_of_its_process(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
-def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[str, str], name: str) -> None:
-    predictor, info = load_predictor(load_settings({"device": "cpu", "compile": "off", "max_batch": "3", **given}))
+def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(
+    given: dict[str, str], name: str
+) -> None:
+    predictor, info = load_predictor(
+        load_settings({"device": "cpu", "compile": "off", "max_batch": "3", **given})
+    )
     checkpoint = predictor.checkpoint
     facts = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
     assert facts.pop("name") == name
-    for own in ("source", "revision", "format", "architecture", "config", "preprocess", "labels", "content", "form"):
+    for own in (
+        "source",
+        "revision",
+        "format",
+        "architecture",
+        "config",
+        "preprocess",
+        "labels",
+        "content",
+        "form",
+    ):
         assert facts.pop(own) == getattr(checkpoint, own)
     assert facts.pop("backend").startswith("torch ")
     assert facts.pop("parameters") > 1_000_000
@@ -77,9 +100,14 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(given: dict[st
 def test_the_head_has_the_thresholds_of_its_labels() -> None:
     settings = {"device": "cpu", "compile": "off", "max_batch": "1", "thresholds": {"cat": 0.4}}
     predictor, info = load_predictor(load_settings(settings))
-    [outputs] = predictor.predict(np.zeros((1, 32, 32, 3), np.uint8), RequestedOutputs(10, head=info.head))
+    [outputs] = predictor.predict(
+        np.zeros((1, 32, 32, 3), np.uint8), RequestedOutputs(10, head=info.head)
+    )
     assert outputs.least is not None
-    found = {info.labels[index]: least for index, least in zip(outputs.indices, outputs.least, strict=True)}
+    found = {
+        info.labels[index]: least
+        for index, least in zip(outputs.indices, outputs.least, strict=True)
+    }
     assert found == dict.fromkeys(info.labels, 0.0) | {"cat": np.float32(0.4)}
     with pytest.raises(CheckpointError, match="thresholds: 'kat' is no label of"):
         load_predictor(load_settings(settings | {"thresholds": {"kat": 0.4}}))
@@ -112,7 +140,9 @@ def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
         load_predictor(load_settings({"device": device}))
     assert (made[0]["device"], made[0]["device_name"], made[0]["graphs"]) == (used, name, True)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE", "no thread of torch spins beside those that decode"
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE", (
+        "no thread of torch spins beside those that decode"
+    )
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -121,7 +151,10 @@ def test_a_gpu_that_cannot_be_used_is_complained_about_loudly(
 ) -> None:
     monkeypatch.setattr(loading, "gpus_are_here", lambda: here)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("model.runtime.device.unusable_reason", lambda: "The NVIDIA driver on your system is too old")
+    monkeypatch.setattr(
+        "model.runtime.device.unusable_reason",
+        lambda: "The NVIDIA driver on your system is too old",
+    )
     load_predictor(load_settings({"compile": "off", "max_batch": "1"}))
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert errors == ["THE GPU IS NOT USED: The NVIDIA driver on your system is too old"] * here
@@ -163,7 +196,12 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
 ) -> None:
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
-    given = {"checkpoint": str(folder), "device": "cpu", "dtype": "float32", "cache_dir": str(tmp_path / "cache")}
+    given = {
+        "checkpoint": str(folder),
+        "device": "cpu",
+        "dtype": "float32",
+        "cache_dir": str(tmp_path / "cache"),
+    }
     start = partial(load_predictor, load_settings(given))
     images = np.full((1, 16, 16, 3), 200, np.uint8)
     request = RequestedOutputs(2, MapRequest("gae", class_index=0))
@@ -175,7 +213,9 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     calibration = Calibration.of("made", 39, Fit(2.5), np.full(39, 0.1), np.full(39, -99.0))
     native.write_calibration(folder, calibration)
 
-    [answer] = served.predict(images, request)  # for which torch is loaded, and the folder read again
+    [answer] = served.predict(
+        images, request
+    )  # for which torch is loaded, and the folder read again
     np.testing.assert_allclose(answer.scores, before.scores, rtol=1e-4)
     assert answer.map is not None
     assert before.map is not None
@@ -190,7 +230,9 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
         [answer] = predictor.predict(images, RequestedOutputs(1, label_set=True))
         assert answer.label_set is not None
         assert len(answer.label_set) in (1, 2)
-    monkeypatch.setattr("model.runtime.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing"))
+    monkeypatch.setattr(
+        "model.runtime.start.OpenVinoNetwork", lambda *_, **__: pytest.fail("compiled for nothing")
+    )
     with pytest.raises(
         CheckpointError, match=r"39 pictures, too few for a coverage of 0\.96: 49 are enough"
     ) as refused:
@@ -199,7 +241,9 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
 
 
 def test_nothing_is_kept_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.runtime.openvino.kept.Entry.__init__", lambda *_, **__: pytest.fail("it is kept"))
+    monkeypatch.setattr(
+        "model.runtime.openvino.kept.Entry.__init__", lambda *_, **__: pytest.fail("it is kept")
+    )
     load_predictor(load_settings({"device": "cpu", "cache_dir": "off"}))
 
 
@@ -219,18 +263,29 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
         assert type(kept.checkpoint) is Description
         assert info.max_batch == kept.max_batch == changes.get("max_batch", 8)
         assert (info.backbone, info.head, info.content) == (made.backbone, made.head, made.content)
-    for name, value in (("dtype", "bfloat16"), ("image_size", (24, 24)), ("checkpoint_folder", str(tmp_path))):
+    for name, value in (
+        ("dtype", "bfloat16"),
+        ("image_size", (24, 24)),
+        ("checkpoint_folder", str(tmp_path)),
+    ):
         assert load_predictor(load_settings(given | {name: value})) is None, name
 
 
 @pytest.mark.timeout(180)  # torch is imported twice
-def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(tmp_path: Path) -> None:
+def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("openvino")
     first = write_checkpoint(tmp_path / "first", ("ant", "bee"), depth=1)
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     broken = write_checkpoint(tmp_path / "broken", ("cat", "dog"))
     (broken / "model.safetensors").write_bytes(bytes(100))
-    kept = {"checkpoint": str(first), "device": "cpu", "cache_dir": str(tmp_path / "cache"), "image_size": "24x16"}
+    kept = {
+        "checkpoint": str(first),
+        "device": "cpu",
+        "cache_dir": str(tmp_path / "cache"),
+        "image_size": "24x16",
+    }
     keep_graph(load_predictor(load_settings(kept))[0])
     script = """
         import sys
@@ -251,7 +306,12 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
         except CheckpointError as error:
             print(info.labels, info.preprocess.size, "torch" in sys.modules, error, sep="|")
     """
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, (tmp_path / "cache", first, folder, broken))]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(script),
+        *map(str, (tmp_path / "cache", first, folder, broken)),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=150)
     labels, size, has_torch, error = ran.stdout.strip().split("|")
     assert (labels, size, has_torch) == ("('cat', 'dog')", "(24, 16)", "False")
@@ -260,7 +320,11 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(t
 
 def test_a_child_that_loads_ends_with_its_parent(tmp_path: Path) -> None:
     line = json.dumps(
-        [{"checkpoint": str(write_checkpoint(tmp_path / "m", ("cat", "dog"))), "device": "cpu"}, [], str(tmp_path)]
+        [
+            {"checkpoint": str(write_checkpoint(tmp_path / "m", ("cat", "dog"))), "device": "cpu"},
+            [],
+            str(tmp_path),
+        ]
     )
     command = [sys.executable, "-P", "-m", "service.engine.loading"]
     ended = subprocess.run(command, input=line + "\n", capture_output=True, text=True, check=False)
@@ -315,7 +379,9 @@ def test_no_gpu_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(found.value)
 
 
-def test_the_driver_is_asked_and_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_asked_and_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         assert (command, options.pop("timeout")) == (("nvidia-smi", "-L"), 60)
         return ended(["sh", "-c", script], **options)
@@ -341,7 +407,9 @@ def test_the_driver_is_asked_and_not_waited_for_without_end(monkeypatch: pytest.
         ("cuda:GPU-5d5ba0d6", None, "GPU-5d5ba0d6"),
     ],
 )
-def test_an_engine_sees_its_own_device_alone(device: str, visible: str | None, expected: str) -> None:
+def test_an_engine_sees_its_own_device_alone(
+    device: str, visible: str | None, expected: str
+) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert visible_devices(device, environment) == expected
 
@@ -394,10 +462,16 @@ def test_gpus_are_found_by_their_files(
     ids=str,
 )
 def test_web_workers_and_the_queue_follow_from_the_machine_unless_they_are_set(
-    given: dict[str, Any], cores: int, here: bool, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any],
+    cores: int,
+    here: bool,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "gpus_are_here", lambda: here)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)) if process == 0 else {0})
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda process: set(range(cores)) if process == 0 else {0}
+    )
     fitted = fit_to_machine(load_settings(given))
     assert (fitted.workers, fitted.queue_size) == expected
 
@@ -413,10 +487,15 @@ def test_compiled_kernels_are_kept_in_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["off", "a file"])
-def test_kernels_stay_where_nothing_can_be_kept(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_stay_where_nothing_can_be_kept(
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "a file").touch()
     environment: dict[str, str] = {}
-    keep_kernels(load_settings({"cache_dir": folder if folder == "off" else str(tmp_path / folder)}), environment)
+    keep_kernels(
+        load_settings({"cache_dir": folder if folder == "off" else str(tmp_path / folder)}),
+        environment,
+    )
     assert environment == {}
     assert ("compiled kernels are not kept" in caplog.text) == (folder != "off")
 
@@ -448,7 +527,13 @@ def test_all_devices_become_an_engine_each(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("device", "here", "used"),
-    [("cpu", True, False), ("auto", False, False), ("auto", True, True), ("cuda", False, True), ("cuda:1", True, True)],
+    [
+        ("cpu", True, False),
+        ("auto", False, False),
+        ("auto", True, True),
+        ("cuda", False, True),
+        ("cuda:1", True, True),
+    ],
 )
 def test_an_engine_on_a_gpu_has_a_process_of_its_own(
     device: str, here: bool, used: bool, monkeypatch: pytest.MonkeyPatch

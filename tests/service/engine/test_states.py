@@ -1,4 +1,6 @@
-"""An engine's states: loading, ready, failed and closed, who hears of each change, and a device that is lost."""
+"""An engine's states: loading, ready, failed and closed, who hears of each change, and a device
+that is lost.
+"""
 
 import asyncio
 import gc
@@ -16,7 +18,15 @@ from service.models.generation import LocalModel
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.test_predictor import make_checkpoint
 from tests.service.engine.conftest import Running
-from tests.service.fakes import PATIENCE, FakePredictor, expected_indices, model_info, on_a_loop, start, until
+from tests.service.fakes import (
+    PATIENCE,
+    FakePredictor,
+    expected_indices,
+    model_info,
+    on_a_loop,
+    start,
+    until,
+)
 
 
 @on_a_loop
@@ -60,11 +70,15 @@ async def test_a_failed_load_is_a_state_with_its_reason(
         with pytest.raises(EngineUnavailable, match=r"weights\.bin"):
             await rig.ask(1)
     assert rig.states[-1] == "failed" and "ready" not in rig.states
-    assert [(r.levelname, r.message) for r in caplog.records] == [("CRITICAL", f"cannot start: {reason}")]
+    assert [(r.levelname, r.message) for r in caplog.records] == [
+        ("CRITICAL", f"cannot start: {reason}")
+    ]
 
 
 @on_a_loop
-async def test_a_failed_load_keeps_nothing_of_the_model_though_the_collector_does_not_run(running: Running) -> None:
+async def test_a_failed_load_keeps_nothing_of_the_model_though_the_collector_does_not_run(
+    running: Running,
+) -> None:
     models: list[weakref.ref[FakePredictor]] = []
 
     def read() -> None:
@@ -92,7 +106,11 @@ async def test_a_failed_load_keeps_nothing_of_the_model_though_the_collector_doe
 
 @pytest.mark.parametrize(
     ("device", "line"),
-    [("auto", "cannot start: no"), ("cpu", "cannot start: no"), ("cuda:1", "cannot start on cuda:1: no")],
+    [
+        ("auto", "cannot start: no"),
+        ("cpu", "cannot start: no"),
+        ("cuda:1", "cannot start on cuda:1: no"),
+    ],
 )
 @on_a_loop
 async def test_a_failed_load_names_the_device_where_there_may_be_several(
@@ -101,7 +119,9 @@ async def test_a_failed_load_names_the_device_where_there_may_be_several(
     def load() -> tuple[FakePredictor, ModelInfo]:
         raise CheckpointError("no")
 
-    engine = LocalEngine(load, device=device, queue_size=1, max_delay=0, on_batch=lambda report: None)
+    engine = LocalEngine(
+        load, device=device, queue_size=1, max_delay=0, on_batch=lambda report: None
+    )
     model = LocalModel(lambda _: cast(Any, engine))
     failed = asyncio.Event()
     start(model, failed.set)
@@ -121,7 +141,9 @@ async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Ru
     predictor = Compiling()
     predictor.gate.clear()
     async with running(predictor, ready=False) as rig:
-        await until(lambda: "the model is compiled, which takes minutes" in rig.engine.status.reason)
+        await until(
+            lambda: "the model is compiled, which takes minutes" in rig.engine.status.reason
+        )
         assert rig.engine.status.state == "loading"
         predictor.gate.set()
         await rig.until_state("ready")
@@ -163,7 +185,9 @@ async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waitin
         await rig.close()  # though the thread is still in the batch
         rig.predictor.gate.set()
     assert [each for each in rig.states if each != "loading"][:2] == ["ready", "failed"]
-    assert [record.levelname for record in caplog.records if reason in record.message] == ["CRITICAL"]
+    assert [record.levelname for record in caplog.records if reason in record.message] == [
+        "CRITICAL"
+    ]
 
 
 @on_a_loop
@@ -182,9 +206,15 @@ async def test_a_batch_that_takes_long_is_told_of(running: Running) -> None:
 async def test_what_a_new_process_is_to_do_otherwise_is_known_when_the_engine_has_ended() -> None:
     ops = StandInOps()
     ops.fail_capture = RuntimeError("a kernel cannot be captured")
-    predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", max_batch=2, streams=2, ops=ops)
+    predictor = Predictor(
+        make_checkpoint(), device="cpu", dtype="float32", max_batch=2, streams=2, ops=ops
+    )
     engine = LocalEngine(
-        lambda: (predictor, model_info()), device="cuda", queue_size=8, max_delay=0, on_batch=lambda _: None
+        lambda: (predictor, model_info()),
+        device="cuda",
+        queue_size=8,
+        max_delay=0,
+        on_batch=lambda _: None,
     )
     changed = asyncio.Event()
     engine.start(changed.set)

@@ -1,4 +1,6 @@
-"""One launch: what each image of a batch gets; and several batches at the same time, out of one queue."""
+"""One launch: what each image of a batch gets; and several batches at the same time, out of one
+queue.
+"""
 
 import asyncio
 import logging
@@ -41,11 +43,15 @@ async def test_each_stream_takes_the_next_batch_while_others_compute() -> None:
         assert rig.predictor.launched == [[0], [1]]
         threads = [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
         assert len(threads) >= 2
-        assert all(thread.daemon for thread in threads)  # one that hangs does not keep the process alive
+        assert all(
+            thread.daemon for thread in threads
+        )  # one that hangs does not keep the process alive
         rig.predictor.gate.set()
         results = await asyncio.gather(*tasks)
     assert rig.predictor.launched == [[0], [1], [2, 3, 4]]
-    assert [result.outputs.indices.tolist() for result in results] == [expected_indices(red, 3) for red in range(5)]
+    assert [result.outputs.indices.tolist() for result in results] == [
+        expected_indices(red, 3) for red in range(5)
+    ]
 
 
 @on_a_loop
@@ -90,7 +96,9 @@ def test_the_oldest_batch_under_way_is_timed_by_looks_until_it_ends() -> None:
 
 
 def entries(*reds: int) -> list[Entry[InferenceRequest]]:
-    return [Entry(request_for(red), arrived=90.0 + row, deadline=200.0) for row, red in enumerate(reds)]
+    return [
+        Entry(request_for(red), arrived=90.0 + row, deadline=200.0) for row, red in enumerate(reds)
+    ]
 
 
 def ticking() -> Callable[[], float]:
@@ -105,7 +113,11 @@ def test_a_batch_that_fails_and_each_image_that_fails_alone_are_logged(
     predictor = FakePredictor(error=error)
     outcomes, report = launch(predictor, entries(1, BAD, 3), "full", ticking())
     assert predictor.launched == [[1, BAD, 3], [1], [BAD], [3]]
-    assert [type(outcome) for outcome in outcomes] == [InferenceResult, InferenceFailed, InferenceResult]
+    assert [type(outcome) for outcome in outcomes] == [
+        InferenceResult,
+        InferenceFailed,
+        InferenceResult,
+    ]
     assert report.size == 3
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (logging.WARNING, "a batch of 3 failed, trying its images one by one: it does not compute"),
@@ -122,7 +134,9 @@ def test_files_that_changed_under_the_service_are_told_to_who_needs_them() -> No
 
 def test_a_lost_device_ends_the_engine_at_once() -> None:
     predictor = FakePredictor(device="cuda:3", device_is_dead=True)
-    with pytest.raises(EngineUnavailable, match="the device failed: cuda:3: the model does not run"):
+    with pytest.raises(
+        EngineUnavailable, match="the device failed: cuda:3: the model does not run"
+    ):
         launch(predictor, entries(1, 2, 3), "idle", ticking())
     assert predictor.launched == [[1, 2, 3]], "no image is tried alone"
 
@@ -130,7 +144,9 @@ def test_a_lost_device_ends_the_engine_at_once() -> None:
 class Fragile(FakePredictor):
     """Loses its device to an image that fails alone."""
 
-    def predict(self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]) -> list[Outputs]:
+    def predict(
+        self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]
+    ) -> list[Outputs]:
         self.device_is_dead = len(images) == 1 and int(images[0][0, 0, 0]) == BAD
         return super().predict(images, requests)
 

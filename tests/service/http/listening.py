@@ -1,4 +1,6 @@
-"""The application behind guards on a real socket, and a client that sends whatever bytes it is told to."""
+"""The application behind guards on a real socket, and a client that sends whatever bytes it is told
+to.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +44,9 @@ class Connection:
         async with asyncio.timeout(PATIENCE):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-            body = await self.reader.readexactly(0 if to_head else int(headers.get("content-length", 0)))
+            body = await self.reader.readexactly(
+                0 if to_head else int(headers.get("content-length", 0))
+            )
         return Answer(int(head[0].split()[1]), headers, body)
 
     async def is_closed(self) -> bool:
@@ -81,11 +85,17 @@ class Listening:
 
 
 @asynccontextmanager
-async def listening(max_connections: int = MAX_CONNECTIONS, **settings: Any) -> AsyncIterator[Listening]:
+async def listening(
+    max_connections: int = MAX_CONNECTIONS, **settings: Any
+) -> AsyncIterator[Listening]:
     """Serve on a free port."""
     service = app(**settings)
-    connections = Connections(service.asgi, max_connections, idle_seconds=service.settings.keep_alive)
-    config = uvicorn.Config(service.asgi, interface="asgi3", ws="none", lifespan="off", log_config=None)
+    connections = Connections(
+        service.asgi, max_connections, idle_seconds=service.settings.keep_alive
+    )
+    config = uvicorn.Config(
+        service.asgi, interface="asgi3", ws="none", lifespan="off", log_config=None
+    )
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()

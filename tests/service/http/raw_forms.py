@@ -10,7 +10,9 @@ PNG = png(RED)
 
 
 class Form(NamedTuple):
-    """One row: what is sent on a fresh connection, the status of each answer, and whether the connection is kept."""
+    """One row: what is sent on a fresh connection, the status of each answer, and whether the
+    connection is kept.
+    """
 
     sent: bytes
     statuses: tuple[int, ...]
@@ -73,7 +75,9 @@ FORMS: dict[str, Form] = {
     "two spaces before the target": kept(get(line=b"GET  /healthz HTTP/1.1"), 200),
     "space in the target": refused(get(line=b"GET /heal thz HTTP/1.1")),
     "an empty line before": kept(b"\r\n" + GET, 200),
-    "HTTP/1.0 that stays": kept(b"GET /healthz HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" + GET, 200, 200),
+    "HTTP/1.0 that stays": kept(
+        b"GET /healthz HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" + GET, 200, 200
+    ),
     "no colon": refused(get(b"X-A")),
     "no name": refused(get(b": b")),
     "space before the colon": refused(get(b"X-A : b")),
@@ -91,7 +95,9 @@ FORMS: dict[str, Form] = {
     "more headers than are taken": closes(get(*(b"X-%d: a" % i for i in range(300))), 400),
     "long value": kept(get(b"X-A: " + b"a" * 20_000), 200),
     "connection: keep-alive, close": closes(get(b"Connection: keep-alive, close"), 200),
-    "connection: close in another line": closes(get(b"Connection: keep-alive", b"Connection: close"), 200),
+    "connection: close in another line": closes(
+        get(b"Connection: keep-alive", b"Connection: close"), 200
+    ),
     "underscore": kept(get(b"Content_Length: 5"), 200),
     "same header twice": kept(get(b"X-A: b", b"X-A: c"), 200),
     "length": kept(POST, 200),
@@ -125,13 +131,17 @@ FORMS: dict[str, Form] = {
     "trailer with a length": refused(chunked(chunk() + b"0\r\nContent-Length: 5\r\n\r\n")),
     "a request behind the last chunk": kept(chunked(chunk() + LAST) + GET, 200, 200),
     "chunked twice": refused(chunked(chunk() + LAST, b"chunked, chunked")),
-    "chunked in two lines": refused(post(chunk() + LAST, b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked")),
+    "chunked in two lines": refused(
+        post(chunk() + LAST, b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked")
+    ),
     "chunked, then identity": refused(chunked(chunk() + LAST, b"chunked, identity")),
     "identity": refused(post(PNG, b"Transfer-Encoding: identity", FITS)),
     "coding that ends as chunked": refused(chunked(chunk() + LAST, b"xchunked")),
     "vertical tab before the coding": refused(chunked(chunk() + LAST, b"\x0bchunked")),
     "empty coding": refused(chunked(chunk() + LAST, b"")),
-    "space before the colon of a coding": refused(post(chunk() + LAST, b"Transfer-Encoding : chunked")),
+    "space before the colon of a coding": refused(
+        post(chunk() + LAST, b"Transfer-Encoding : chunked")
+    ),
     "coding in a folded line": refused(post(chunk() + LAST, b"Transfer-Encoding:\r\n chunked")),
     "length, then chunked": refused(post(chunk() + LAST, FITS, b"Transfer-Encoding: chunked")),
     "chunked, then length": refused(post(chunk() + LAST, b"Transfer-Encoding: chunked", FITS)),
@@ -156,18 +166,27 @@ FORMS: dict[str, Form] = {
     "no host": refused(b"GET /healthz HTTP/1.1\r\n\r\n"),
     "HTTP/1.0 in chunks": refused(chunked(chunk() + LAST).replace(b"HTTP/1.1", b"HTTP/1.0")),
     "HTTP/2": refused(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-    "an offer of h2c with a body": kept(post(PNG, FITS, b"Connection: upgrade", b"Upgrade: h2c"), 200),
+    "an offer of h2c with a body": kept(
+        post(PNG, FITS, b"Connection: upgrade", b"Upgrade: h2c"), 200
+    ),
     "an offer of h2c with a body in chunks": kept(
-        post(chunk() + LAST, b"Transfer-Encoding: chunked", b"Connection: upgrade", b"Upgrade: h2c") + GET, 200, 200
+        post(chunk() + LAST, b"Transfer-Encoding: chunked", b"Connection: upgrade", b"Upgrade: h2c")
+        + GET,
+        200,
+        200,
     ),
     "an offer of WebSocket": kept(
         get(b"Connection: Upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Version: 13"), 200
     ),
-    "33 chunks a KiB": kept(chunked(b"".join(chunk(PNG[i : i + 31]) for i in range(0, len(PNG), 31)) + LAST), 200),
+    "33 chunks a KiB": kept(
+        chunked(b"".join(chunk(PNG[i : i + 31]) for i in range(0, len(PNG), 31)) + LAST), 200
+    ),
     "300 chunks of a byte": refused(chunked(300 * chunk(b"x") + LAST)),
     "an extension without end": refused(chunked(b"1;" + b"x" * 1100)),
     "a long extension behind much": refused(chunked(chunk(bytes(100_000)) + b"1;" + b"x" * 1100)),
-    "a long trailer behind much": refused(chunked(chunk(bytes(100_000)) + b"0\r\nX-A: " + b"b" * 1100)),
+    "a long trailer behind much": refused(
+        chunked(chunk(bytes(100_000)) + b"0\r\nX-A: " + b"b" * 1100)
+    ),
     "a trailer without end": refused(chunked(chunk() + b"0\r\nX-A: " + b"b" * 1100)),
     "trailers without end": refused(chunked(chunk() + b"0\r\n" + b"X-A: b\r\n" * 20_000)),
     "headers without end": refused(GET[:-2] + b"X: a\r\n" * 20_000),

@@ -1,4 +1,6 @@
-"""The guard before uvicorn's protocol: time, sizes, the number of connections, and answers that nobody reads."""
+"""The guard before uvicorn's protocol: time, sizes, the number of connections, and answers that
+nobody reads.
+"""
 
 import asyncio
 import gc
@@ -39,9 +41,14 @@ async def converse(pieces: list[bytes]) -> tuple[object, ...]:
 
 
 @settings(max_examples=150)
-@given(st.lists(st.one_of(st.sampled_from(SHORT), st.binary(max_size=9)), max_size=4), st.lists(st.integers(0, 2000)))
+@given(
+    st.lists(st.one_of(st.sampled_from(SHORT), st.binary(max_size=9)), max_size=4),
+    st.lists(st.integers(0, 2000)),
+)
 @example([b"CONNECT x:443 HTTP/1.1\r\n\r\n", GET], [21])
-def test_bytes_are_the_same_requests_however_they_are_cut(stream: list[bytes], places: list[int]) -> None:
+def test_bytes_are_the_same_requests_however_they_are_cut(
+    stream: list[bytes], places: list[int]
+) -> None:
     data = b"".join(stream)
     edges = [0, *sorted({place % (len(data) + 1) for place in places} - {0, len(data)}), len(data)]
     whole, _, closed = asyncio.run(converse([data]))
@@ -58,7 +65,10 @@ def test_bytes_are_the_same_requests_however_they_are_cut(stream: list[bytes], p
 async def test_the_body_of_an_offer_that_comes_in_two_reads_is_no_request(place: int) -> None:
     stream = OFFER.partition(b"\r\n\r\n")[0].replace(b"75", b"%d" % len(GET)) + b"\r\n\r\n" + GET
     requests, statuses, closed = await converse([stream[:place], stream[place:]])
-    assert (requests, statuses, closed) in (([("POST", "/classify", GET)], [200], False), ([], [400], True))
+    assert (requests, statuses, closed) in (
+        ([("POST", "/classify", GET)], [200], False),
+        ([], [400], True),
+    )
 
 
 @on_a_loop
@@ -98,10 +108,14 @@ async def test_garbage_behind_a_waiting_request_does_not_take_its_answer() -> No
 
 
 @on_a_loop
-@pytest.mark.parametrize("body", [b"zz\r\nx\r\n0\r\n\r\n", b"1\r\nxx\r\n0\r\n\r\n", b"5\r\nabcde\r\nq"])
+@pytest.mark.parametrize(
+    "body", [b"zz\r\nx\r\n0\r\n\r\n", b"1\r\nxx\r\n0\r\n\r\n", b"5\r\nabcde\r\nq"]
+)
 async def test_a_broken_chunk_is_the_requests_own_400_and_frees_its_place(body: bytes) -> None:
     async with listening(queue_size=1) as server, server.connect() as connection:
-        await connection.send(post(b"", "Transfer-Encoding: chunked", "X-Request-ID: mine", length=False))
+        await connection.send(
+            post(b"", "Transfer-Encoding: chunked", "X-Request-ID: mine", length=False)
+        )
         await until(lambda: server.app.metric("vit_inflight_requests") == 1)
         await connection.send(body)
         answer = await connection.answer()
@@ -129,7 +143,9 @@ async def test_parsing_ends_with_the_refusal_of_a_body_that_has_no_end(body: byt
 @on_a_loop
 async def test_tiny_chunks_behind_a_head_that_is_refused_are_hardly_parsed() -> None:
     async with listening(api_keys="key") as server, server.connect() as connection:
-        await connection.send(post(9000 * b"1\r\nx\r\n", "Transfer-Encoding: chunked", length=False))
+        await connection.send(
+            post(9000 * b"1\r\nx\r\n", "Transfer-Encoding: chunked", length=False)
+        )
         assert (await connection.answer()).code == "unauthorized"
         exchange = server.guard.exchange
         assert exchange is not None
@@ -159,7 +175,10 @@ async def test_a_head_that_is_late_is_408_and_who_never_asks_is_closed() -> None
 
 @on_a_loop
 async def test_a_stalled_body_is_408_and_closes_and_holds_no_place() -> None:
-    async with listening(request_timeout=0.1, queue_size=1) as server, server.connect() as connection:
+    async with (
+        listening(request_timeout=0.1, queue_size=1) as server,
+        server.connect() as connection,
+    ):
         await connection.send(post(png(1))[:-20])
         assert (await server.ask(post(png(2)))).status == 200
         answer = await connection.answer()
@@ -176,7 +195,10 @@ async def test_a_stalled_body_is_408_and_closes_and_holds_no_place() -> None:
 async def test_after_a_refusal_a_small_body_is_read_to_its_end_and_the_connection_kept(
     size: int, framing: str, kept: bool
 ) -> None:
-    async with listening(queue_size=1, max_upload_bytes=1 << 30) as server, server.connect() as connection:
+    async with (
+        listening(queue_size=1, max_upload_bytes=1 << 30) as server,
+        server.connect() as connection,
+    ):
         with service_in(server.app).limiter.permit():
             sent = post(bytes(size), *[framing] * bool(framing))
             await connection.send(sent[:-size] if framing else sent)
@@ -206,8 +228,12 @@ async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
 
     async with listening() as server, server.connect() as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        connection.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        asking = asyncio.create_task(connection.send(GET.replace(b"/healthz", b"/openapi.json") * 300))
+        connection.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 4096
+        )
+        asking = asyncio.create_task(
+            connection.send(GET.replace(b"/healthz", b"/openapi.json") * 300)
+        )
         await until(lambda: server.guard.transport.get_write_buffer_size() > 1 << 16)
         pass_time(server, STALL_SECONDS - 1)
         assert server.connections.open
@@ -235,16 +261,22 @@ async def test_answer_without_room_for_it_is_cut() -> None:
     async with listening() as server, server.connect() as connection:
         service_in(server.app).receiving.capacity = 1 << 16
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        connection.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 4096
+        )
         await connection.send(LONG_ANSWER * 9)
-        await until(lambda: server.app.metric("vit_requests_total") > 0 and not server.connections.open)
+        await until(
+            lambda: server.app.metric("vit_requests_total") > 0 and not server.connections.open
+        )
 
 
 @on_a_loop
 async def test_a_caller_that_leaves_the_last_bytes_of_its_last_answer_is_let_go() -> None:
     async with listening() as server, server.connect() as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        connection.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 4096
+        )
         await until(lambda: len(server.connections.open) == 1)
         guard = server.guard
         for form in [b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"] * 100:
@@ -266,7 +298,9 @@ async def test_a_last_answer_is_not_lost_to_a_caller_that_still_sends() -> None:
         await until(lambda: len(server.connections.open) == 1)
         guard = server.guard
         assert (await connection.answer()).status == 200
-        assert not guard.transport.is_closing()  # a socket that is closed before all is read is reset
+        assert (
+            not guard.transport.is_closing()
+        )  # a socket that is closed before all is read is reset
         assert await connection.is_closed()
 
 
@@ -290,7 +324,9 @@ async def test_a_caller_that_has_reset_the_connection_that_refuses_it_is_no_erro
         (post(png(1)), None),
     ],
 )
-async def test_a_connection_is_freed_without_the_garbage_collector(sent: bytes, status: int | None) -> None:
+async def test_a_connection_is_freed_without_the_garbage_collector(
+    sent: bytes, status: int | None
+) -> None:
     async with listening() as server:
         server.app.engine.gate.clear()
         gc.disable()
@@ -306,8 +342,12 @@ async def test_a_connection_is_freed_without_the_garbage_collector(sent: bytes, 
             gc.enable()
 
 
-def test_who_closes_its_sending_side_is_taken_for_one_that_left(caplog: pytest.LogCaptureFixture) -> None:
-    uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed: it alone minds a write that comes too late")
+def test_who_closes_its_sending_side_is_taken_for_one_that_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    uvloop = pytest.importorskip(
+        "uvloop", reason="uvloop is not installed: it alone minds a write that comes too late"
+    )
 
     async def half_close() -> None:
         async with listening() as server:
@@ -337,10 +377,19 @@ async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("framing", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
-async def test_a_large_body_is_read_whole_however_slowly_the_application_takes_it(framing: str) -> None:
+async def test_a_large_body_is_read_whole_however_slowly_the_application_takes_it(
+    framing: str,
+) -> None:
     body = bytes(20_000_000)
-    sent = body if "Length" in framing else b"".join(b"4e20\r\n" + bytes(20_000) + b"\r\n" for _ in range(1000))
-    async with listening(max_upload_bytes=30_000_000, request_timeout=60) as server, server.connect() as connection:
+    sent = (
+        body
+        if "Length" in framing
+        else b"".join(b"4e20\r\n" + bytes(20_000) + b"\r\n" for _ in range(1000))
+    )
+    async with (
+        listening(max_upload_bytes=30_000_000, request_timeout=60) as server,
+        server.connect() as connection,
+    ):
         sending = asyncio.create_task(
             connection.send(post(sent + b"0\r\n\r\n" * (sent != body), framing, length=False))
         )
@@ -404,7 +453,9 @@ async def test_a_refused_caller_that_never_closes_makes_room() -> None:
 @on_a_loop
 async def test_a_caller_that_goes_on_to_send_a_refused_body_makes_room() -> None:
     async with listening(max_connections=2) as server, AsyncExitStack() as stack:
-        sending = await connected(server, stack, post(b"", "Content-Length: 5000000", path="/nope", length=False))
+        sending = await connected(
+            server, stack, post(b"", "Content-Length: 5000000", path="/nope", length=False)
+        )
         assert (await sending.answer()).status == 404
         for _ in range(3):
             idle = await stack.enter_async_context(server.connect())

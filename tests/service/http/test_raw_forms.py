@@ -9,11 +9,15 @@ from tests.service.http.raw_forms import FORMS, RED, Form, get
 from tests.service.web.apps import service_in
 
 NEXT = get(line=b"GET /labels HTTP/1.1")
-"""Sent behind a form: answered only where the connection is kept and nothing of the form is left over."""
+"""Sent behind a form: answered only where the connection is kept and nothing of the form is left
+over.
+"""
 
 
 async def answer(connection: Connection, form: Form) -> int:
-    """Return the next answer's status; a picture must be classified as itself, and a refusal say why."""
+    """Return the next answer's status; a picture must be classified as itself, and a refusal say
+    why.
+    """
     found = await connection.answer(to_head=form.sent.startswith(b"HEAD"))
     if found.status >= 400:
         assert found.code

@@ -59,7 +59,9 @@ async def test_who_connected_before_the_stop_is_answered_though_its_request_come
         let_in = Connection(*await asyncio.open_connection("127.0.0.1", server.port))
         await let_in.send(post(png(1)))
         assert (await let_in.answer()).status == 200
-        with socket.create_connection(("127.0.0.1", server.port)) as queued:  # by the system, as the loop stood still
+        with socket.create_connection(
+            ("127.0.0.1", server.port)
+        ) as queued:  # by the system, as the loop stood still
             server.drain()
             port = server.port
             await until(lambda: server.connections.is_ending)
@@ -75,7 +77,9 @@ async def test_who_connected_before_the_stop_is_answered_though_its_request_come
 
 @on_a_loop
 @pytest.mark.parametrize("code", [0, 3])
-async def test_a_server_ends_at_the_latest_when_the_time_for_draining_is_over(ended: list[int], code: int) -> None:
+async def test_a_server_ends_at_the_latest_when_the_time_for_draining_is_over(
+    ended: list[int], code: int
+) -> None:
     service = app(port=0, drain_delay=0, drain_timeout=0.05)
     service.engine.gate.clear()
     async with started(service) as server:
@@ -114,7 +118,9 @@ async def test_a_hang_up_drains_and_is_never_the_second_signal(
 
 @on_a_loop
 @pytest.mark.parametrize("supervised", [False, True])
-async def test_a_hang_up_that_means_something_else_does_not_drain(ended: list[int], supervised: bool) -> None:
+async def test_a_hang_up_that_means_something_else_does_not_drain(
+    ended: list[int], supervised: bool
+) -> None:
     service, taken = app(port=0, drain_delay=600), list[bool]()
 
     def hung_up() -> bool:
@@ -166,7 +172,12 @@ async def test_what_a_slow_reader_leaves_waits_in_the_process() -> None:
 
 @pytest.mark.parametrize(
     ("soft", "hard", "limit", "raised_to"),
-    [(100_000, 100_000, 1000, None), (-1, -1, 1000, None), (1024, 4096, 1000, 1128), (20, 20, 1, 20)],
+    [
+        (100_000, 100_000, 1000, None),
+        (-1, -1, 1000, None),
+        (1024, 4096, 1000, 1128),
+        (20, 20, 1, 20),
+    ],
 )
 def test_as_many_connections_as_files_may_be_open(
     soft: int, hard: int, limit: int, raised_to: int | None, monkeypatch: pytest.MonkeyPatch

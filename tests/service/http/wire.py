@@ -98,14 +98,24 @@ class Wire:
             self.requests.append((scope["method"], scope["path"], body))
         except MalformedRequest:
             status = 400
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(b"content-length", b"0")],
+            }
+        )
         await send({"type": "http.response.body", "body": b""})
 
-    def refuse(self, error: ServiceError, headers: Iterable[Header]) -> tuple[int, list[Header], bytes]:
+    def refuse(
+        self, error: ServiceError, headers: Iterable[Header]
+    ) -> tuple[int, list[Header], bytes]:
         return 400, [(b"content-length", b"0")], b""
 
     async def send(self, data: bytes) -> None:
-        """Hand the server bytes, as far as it reads, and let everything happen that follows from it."""
+        """Hand the server bytes, as far as it reads, and let everything happen that follows from
+        it.
+        """
         self._rest += data
         while self._rest and not (self.socket.paused or self.socket.closed):
             buffer = self._guard.get_buffer(-1)

@@ -35,8 +35,14 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 def test_folders_weights_and_settings_are_models_and_nothing_else_is(tmp_path: Path) -> None:
     write(tmp_path, cats=None, dogs__pth="", README__md="x", labels__txt="a\nb", __hidden=None)
-    write(tmp_path, dogs__toml='architecture = "vit_tiny_patch16_224"\nlabels = "labels.txt"\nimage_size = 384')
-    write(tmp_path, birds__toml='checkpoint = "owner/birds@main"\ndtype = "float32"\nlabels = "imagenet-1k"')
+    write(
+        tmp_path,
+        dogs__toml='architecture = "vit_tiny_patch16_224"\nlabels = "labels.txt"\nimage_size = 384',
+    )
+    write(
+        tmp_path,
+        birds__toml='checkpoint = "owner/birds@main"\ndtype = "float32"\nlabels = "imagenet-1k"',
+    )
     (tmp_path / ".git").mkdir()
     assert settings_of(tmp_path) == {
         "birds": {"checkpoint": "owner/birds@main", "dtype": "float32", "labels": "imagenet-1k"},
@@ -55,7 +61,9 @@ def test_settings_may_begin_with_a_mark_and_the_suffix_be_in_capitals(tmp_path: 
     (tmp_path / "a.TOML").write_text('checkpoint = "a/b"', "utf-8-sig")
     assert settings_of(tmp_path) == {"a": {"checkpoint": "a/b"}}
     (tmp_path / "a.TOML").write_bytes(b'checkpoint = "\xff"')
-    assert read_folder(tmp_path)[1] == {"a": f"{tmp_path / 'a.TOML'}: it is not UTF-8, or nested too deeply"}
+    assert read_folder(tmp_path)[1] == {
+        "a": f"{tmp_path / 'a.TOML'}: it is not UTF-8, or nested too deeply"
+    }
 
 
 def test_labels_of_an_entry_may_be_a_list(tmp_path: Path) -> None:
@@ -70,19 +78,46 @@ def test_weights_are_what_checkpoints_may_be() -> None:
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({"a__pth": "", "a__safetensors": ""}, "there are several models of this name: a.pth, a.safetensors"),
+        (
+            {"a__pth": "", "a__safetensors": ""},
+            "there are several models of this name: a.pth, a.safetensors",
+        ),
         ({"a": None, "a__pt": ""}, "there are several models of this name: a, a.pt"),
-        ({"a__toml": 'nonsense = "x"\ncheckpoint = "b"'}, "nonsense: unknown name; available: checkpoint, "),
-        ({"a__toml": 'lables = "x"\ncheckpoint = "b"'}, "lables: unknown name: did you mean labels?"),
-        ({"a__toml": 'Image-Size = 1\ncheckpoint = "b"'}, "Image-Size: unknown name: did you mean image_size?"),
+        (
+            {"a__toml": 'nonsense = "x"\ncheckpoint = "b"'},
+            "nonsense: unknown name; available: checkpoint, ",
+        ),
+        (
+            {"a__toml": 'lables = "x"\ncheckpoint = "b"'},
+            "lables: unknown name: did you mean labels?",
+        ),
+        (
+            {"a__toml": 'Image-Size = 1\ncheckpoint = "b"'},
+            "Image-Size: unknown name: did you mean image_size?",
+        ),
         ({"a__toml": f"labels = {'[' * 9999}"}, "a.toml: it is not UTF-8, or nested too deeply"),
-        ({"a__toml": 'checkpoint = "b"', "a__TOML": ""}, "there are several models of this name: a.TOML, a.toml"),
-        ({"a__toml": "not toml"}, "Expected '=' after a key in a key/value pair (at line 1, column 5)"),
-        ({"a__toml": 'labels = "numbers"'}, "it names no checkpoint, and no weights of this name lie beside it"),
-        ({"a__toml": 'checkpoint = "b"', "a__pth": ""}, "it names a checkpoint, and a.pth lies beside it"),
+        (
+            {"a__toml": 'checkpoint = "b"', "a__TOML": ""},
+            "there are several models of this name: a.TOML, a.toml",
+        ),
+        (
+            {"a__toml": "not toml"},
+            "Expected '=' after a key in a key/value pair (at line 1, column 5)",
+        ),
+        (
+            {"a__toml": 'labels = "numbers"'},
+            "it names no checkpoint, and no weights of this name lie beside it",
+        ),
+        (
+            {"a__toml": 'checkpoint = "b"', "a__pth": ""},
+            "it names a checkpoint, and a.pth lies beside it",
+        ),
         ({"a__toml": 'checkpoint = "b"\ndtype = "int8"'}, "dtype: expected 'auto'"),
         ({"a b__pth": ""}, "'a b': a model's name has 1 to 128 of the characters"),
-        ({"data__toml": "", "data/x__txt": ""}, "there are neither weights nor a configuration in this folder"),
+        (
+            {"data__toml": "", "data/x__txt": ""},
+            "there are neither weights nor a configuration in this folder",
+        ),
         ({f"{'x' * 200}__pth": ""}, "a model's name has 1 to 128 of the characters"),
     ],
 )
@@ -102,9 +137,14 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_are_read(
         configured_models(load_settings({"models": str(tmp_path), "strict": "true"}))
 
 
-def test_a_default_that_is_not_there_and_a_folder_without_models_end_the_start(tmp_path: Path) -> None:
+def test_a_default_that_is_not_there_and_a_folder_without_models_end_the_start(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, b=None, c=None)
-    for settings in ({"models": str(tmp_path), "model_name": "d"}, {"models": str(tmp_path / "none")}):
+    for settings in (
+        {"models": str(tmp_path), "model_name": "d"},
+        {"models": str(tmp_path / "none")},
+    ):
         with pytest.raises(SettingsError, match=r"VIT_MODEL_NAME='d'|VIT_MODELS=.*No such file"):
             configured_models(load_settings(settings))
     (tmp_path / "empty").mkdir()
@@ -133,7 +173,15 @@ def models(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("setting", PATHS)
 @pytest.mark.parametrize(
-    "value", ["../secret.env", "{outside}", "link", "sub/../../secret.env", "linked/secret.env", "/none/late.txt"]
+    "value",
+    [
+        "../secret.env",
+        "{outside}",
+        "link",
+        "sub/../../secret.env",
+        "linked/secret.env",
+        "/none/late.txt",
+    ],
 )
 def test_a_path_out_of_the_models_is_refused(setting: str, value: str, models: Path) -> None:
     (models / "link").symlink_to(models.parent / "secret.env")
@@ -169,7 +217,9 @@ def test_a_link_that_is_set_later_is_refused(models: Path) -> None:
     own = settings.model_copy(update=dict(configured_models(settings)["a"].settings))
     (models / "labels.txt").unlink()
     (models / "labels.txt").symlink_to(models.parent / "secret.env")
-    with pytest.raises(CheckpointError, match=r"labels .* a symbolic link out of its folder") as refused:
+    with pytest.raises(
+        CheckpointError, match=r"labels .* a symbolic link out of its folder"
+    ) as refused:
         checkpoint_from(own)
     assert "hunter2" not in str(refused.value)
 
@@ -203,7 +253,9 @@ def test_pipes_of_weights_and_of_labels_are_refused(models: Path) -> None:
     (models / "b.toml").write_text('checkpoint = "bundled"\nlabels = "labels.txt"')
     settings = load_settings({"models": str(models)})
     for entry in configured_models(settings).values():
-        with pytest.raises(CheckpointError, match="a device, pipe or socket, expected a regular file"):
+        with pytest.raises(
+            CheckpointError, match="a device, pipe or socket, expected a regular file"
+        ):
             checkpoint_from(settings.model_copy(update=dict(entry.settings)))
 
 
@@ -215,7 +267,15 @@ def test_a_folder_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
     answers.set()
 
 
-JUNK = ("__MACOSX", ".ipynb_checkpoints", "lost+found", "Thumbs.db", ".DS_Store", "desktop.ini", "a.toml~")
+JUNK = (
+    "__MACOSX",
+    ".ipynb_checkpoints",
+    "lost+found",
+    "Thumbs.db",
+    ".DS_Store",
+    "desktop.ini",
+    "a.toml~",
+)
 
 
 def test_junk_in_the_folder_is_skipped_silently(models: Path) -> None:
@@ -257,7 +317,9 @@ def test_a_file_is_not_a_folder_of_models(models: Path) -> None:
 
 def test_one_checkpoint_beside_models_is_refused(models: Path) -> None:
     write(models, good=None)
-    with pytest.raises(SettingsError, match=r"VIT_CHECKPOINT='cats': VIT_MODELS=.* set one of them"):
+    with pytest.raises(
+        SettingsError, match=r"VIT_CHECKPOINT='cats': VIT_MODELS=.* set one of them"
+    ):
         configured_models(load_settings({"models": str(models), "checkpoint": "cats"}))
 
 

@@ -1,4 +1,6 @@
-"""Swapping a model: who answers whom, what a failed load leaves, and when the old model is given back."""
+"""Swapping a model: who answers whom, what a failed load leaves, and when the old model is given
+back.
+"""
 
 import asyncio
 import gc
@@ -22,7 +24,9 @@ from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, 
 
 
 class Models:
-    """Checkpoints by name, each with a predictor; loading one waits for `gate`, and `broken` ones cannot be read."""
+    """Checkpoints by name, each with a predictor; loading one waits for `gate`, and `broken` ones
+    cannot be read.
+    """
 
     all: LocalModels
 
@@ -73,11 +77,15 @@ async def until(condition: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def running() -> AsyncIterator[tuple[LocalModel, Models]]:
     models = Models()
-    models.all = LocalModels(load_settings(), lambda own: models.make(own.get("checkpoint")), on_retired=models.retire)
+    models.all = LocalModels(
+        load_settings(), lambda own: models.make(own.get("checkpoint")), on_retired=models.retire
+    )
     swap = models.all.served[""]
     models.all.start(
         lambda: models.changes.append(
-            swap.current.engine.info.name if swap.current.engine.info else swap.current.engine.status.reason
+            swap.current.engine.info.name
+            if swap.current.engine.info
+            else swap.current.engine.status.reason
         ),
     )
     await until(lambda: swap.current.engine.ready)
@@ -95,12 +103,16 @@ async def load(models: Models, checkpoint: str | None) -> None:
     await models.all.put("", checkpoint)
 
 
-def ask(generation: Generation[Any], red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
+def ask(
+    generation: Generation[Any], red: int, timeout: float = PATIENCE
+) -> asyncio.Task[InferenceResult]:
     return asyncio.create_task(generation.engine.infer(request_for(red), timeout=timeout))
 
 
 @on_a_loop
-async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_others_by_the_next() -> None:
+async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_others_by_the_next() -> (
+    None
+):
     async with running() as (swap, models):
         old, before = swap.current, models.predictors["configured"]
         with old.request():
@@ -110,7 +122,10 @@ async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_oth
             waiting = ask(old, 2)
             await load(models, "next")
             after = models.predictors["next"]
-            assert (swap.current.engine.info and swap.current.engine.info.name, after.warm_ups) == ("next", 1)
+            assert (swap.current.engine.info and swap.current.engine.info.name, after.warm_ups) == (
+                "next",
+                1,
+            )
             prepared = ask(old, 3)  # decoded for the old model while the next one took over
             assert (await ask(swap.current, 4)).batch_size == 1
             before.gate.set()
@@ -123,7 +138,9 @@ async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_oth
 
 
 @on_a_loop
-async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_is_waited_for() -> None:
+async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_is_waited_for() -> (
+    None
+):
     async with running() as (swap, models):
         old = weakref.ref(models.predictors.pop("configured"))
         gc.disable()
@@ -137,7 +154,9 @@ async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_i
 
 
 @on_a_loop
-async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with running() as (swap, models):
         models.broken = {"bad"}
         with pytest.raises(CheckpointRefused, match="bad: no such file"):
@@ -172,7 +191,9 @@ async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_o
         assert swap._open == {swap.current}
         models.gate.set()
         hung = models.engines[-1]
-        await until(lambda: "hangs" in models.predictors)  # it comes back after all, is not warmed up, and given back
+        await until(
+            lambda: "hangs" in models.predictors
+        )  # it comes back after all, is not warmed up, and given back
         monkeypatch.undo()
         await load(models, "next")
         assert (models.predictors["hangs"].warm_ups, hung.status.state) == (0, "closed")
@@ -206,7 +227,9 @@ async def test_the_next_load_waits_until_the_old_model_is_given_back() -> None:
 
 
 @on_a_loop
-async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
     async with running() as (_, models):
         await load(models, "other")
@@ -221,7 +244,9 @@ async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(caplog: pyt
 
 
 @on_a_loop
-async def test_a_service_that_ends_while_it_loads_closes_both_engines(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_service_that_ends_while_it_loads_closes_both_engines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with running() as (swap, models):
         models.gate.clear()
         loading = asyncio.create_task(load(models, None))

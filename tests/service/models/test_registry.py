@@ -1,4 +1,6 @@
-"""Models by name in one process: loaded one at a time, shared, unloaded for others, replaced, deleted."""
+"""Models by name in one process: loaded one at a time, shared, unloaded for others, replaced,
+deleted.
+"""
 
 import asyncio
 import shutil
@@ -38,7 +40,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 @dataclass
 class Disk:
-    """What is loaded: a checkpoint's name is its backbone's, up to a dot; predictors are shared as a loader does."""
+    """What is loaded: a checkpoint's name is its backbone's, up to a dot; predictors are shared as
+    a loader does.
+    """
 
     broken: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
@@ -70,7 +74,9 @@ def entry(folder: Path) -> None:
 
 
 @asynccontextmanager
-async def running(folder: Path, *names: str, **settings: Any) -> AsyncIterator[tuple[LocalModels, Disk]]:
+async def running(
+    folder: Path, *names: str, **settings: Any
+) -> AsyncIterator[tuple[LocalModels, Disk]]:
     """The models of a folder; without names, of the one checkpoint."""
     disk = Disk()
     broken = [name for name in names if name.startswith("!")]
@@ -104,7 +110,9 @@ async def ask(models: LocalModels, name: str, red: int = 3) -> int:
 
 
 @on_a_loop
-async def test_models_of_one_backbone_share_its_engine_and_the_last_one_closes_it(tmp_path: Path) -> None:
+async def test_models_of_one_backbone_share_its_engine_and_the_last_one_closes_it(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a.1", "a.2", "b.1") as (models, disk):
         assert states(models) == {"a.1": "ready", "a.2": "ready", "b.1": "ready"}
         one, two, other = (models.served[name].current.engine for name in ("a.1", "a.2", "b.1"))
@@ -190,15 +198,33 @@ async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_
 ) -> None:
     async with running(tmp_path, "a.1", "b.1", "b.2", "c", "d", models_bytes="300") as (models, _):
         # The first start fills the memory, and gives the rest back until it is asked for.
-        assert states(models) == {"a.1": "ready", "b.1": "ready", "b.2": "ready", "c": "ready", "d": "unloaded"}
+        assert states(models) == {
+            "a.1": "ready",
+            "b.1": "ready",
+            "b.2": "ready",
+            "c": "ready",
+            "d": "unloaded",
+        }
         await ask(models, "c")
         await ask(models, "b.2")
         await ask(models, "d")
-        assert states(models) == {"a.1": "ready", "b.1": "ready", "b.2": "ready", "c": "unloaded", "d": "ready"}
+        assert states(models) == {
+            "a.1": "ready",
+            "b.1": "ready",
+            "b.2": "ready",
+            "c": "unloaded",
+            "d": "ready",
+        }
         await ask(models, "b.1")
         await ask(models, "d")
         await ask(models, "c")
-        assert states(models) == {"a.1": "ready", "b.1": "unloaded", "b.2": "unloaded", "c": "ready", "d": "ready"}
+        assert states(models) == {
+            "a.1": "ready",
+            "b.1": "unloaded",
+            "b.2": "unloaded",
+            "c": "ready",
+            "d": "ready",
+        }
         assert models.results["evicted"] == 2
         assert sum(models.backbones().values()) == 300
 
@@ -212,7 +238,9 @@ async def test_a_start_describes_all_models_that_the_memory_does_not_bear(tmp_pa
 
 
 @on_a_loop
-async def test_beside_a_default_model_that_has_all_the_memory_none_is_loaded(tmp_path: Path) -> None:
+async def test_beside_a_default_model_that_has_all_the_memory_none_is_loaded(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b", models_bytes="50") as (models, disk):
         assert (states(models), disk.loads) == ({"a": "ready", "b": "unloaded"}, ["a"])
 
@@ -228,7 +256,9 @@ async def test_what_was_loaded_last_is_not_unloaded_first(tmp_path: Path) -> Non
 
 
 @on_a_loop
-async def test_what_is_loaded_for_who_waits_answers_them_before_it_is_unloaded(tmp_path: Path) -> None:
+async def test_what_is_loaded_for_who_waits_answers_them_before_it_is_unloaded(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
         await models.unload("b")
         results = await asyncio.gather(ask(models, "b"), ask(models, "c"), return_exceptions=True)
@@ -250,7 +280,9 @@ async def test_a_model_that_cannot_fit_costs_the_others_nothing(tmp_path: Path) 
 
 
 @on_a_loop
-async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp_path: Path) -> None:
+async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
         busy = disk.live["b"]
         busy.gate.clear()
@@ -268,7 +300,9 @@ async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(tmp
 
 
 @on_a_loop
-async def test_a_model_whose_request_still_arrives_is_not_unloaded_for_others(tmp_path: Path) -> None:
+async def test_a_model_whose_request_still_arrives_is_not_unloaded_for_others(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
         with models.find("b").current.request():
             with pytest.raises(ModelsFull):
@@ -286,7 +320,9 @@ async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts
             with pytest.raises(ModelsFull):
                 await models.available("c")
             assert states(models) == {"a": "ready", "b": "unloaded", "c": "unloaded"}
-            await until(lambda: sum(models._loaded().values()) <= 200)  # c, which did not fit, is gone
+            await until(
+                lambda: sum(models._loaded().values()) <= 200
+            )  # c, which did not fit, is gone
             assert await models.put("a", {"checkpoint": "a.1"}) is False
             again = asyncio.create_task(ask(models, "b"))
         await again
@@ -300,7 +336,9 @@ async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts
 
 
 @on_a_loop
-async def test_an_unloaded_model_answers_who_was_admitted_and_is_loaded_again_for_the_next(tmp_path: Path) -> None:
+async def test_an_unloaded_model_answers_who_was_admitted_and_is_loaded_again_for_the_next(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         generation = models.find("b").current
         with generation.request():
@@ -348,7 +386,9 @@ async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None
 
 
 @on_a_loop
-async def test_a_put_waits_for_the_last_requests_of_the_version_before_while_others_load(tmp_path: Path) -> None:
+async def test_a_put_waits_for_the_last_requests_of_the_version_before_while_others_load(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         with models.find("b").current.request():
             await models.put("b", {"checkpoint": "x"})
@@ -405,7 +445,9 @@ async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Pat
 
 
 @on_a_loop
-async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gone(tmp_path: Path) -> None:
+async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gone(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b") as (models, _):
         with models.find("b").current.request():
             await models.prepare("b", {"checkpoint": "x"})
@@ -419,7 +461,9 @@ async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gon
 
 
 @on_a_loop
-async def test_a_model_that_is_deleted_answers_who_was_admitted_to_its_version_before(tmp_path: Path) -> None:
+async def test_a_model_that_is_deleted_answers_who_was_admitted_to_its_version_before(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         before = models.find("b").current
         with before.request():
@@ -444,11 +488,15 @@ async def test_a_model_stays_as_it_is_while_its_entry_is_broken(tmp_path: Path) 
         (tmp_path / "c.pth").unlink()
         models.reload()
         await until(lambda: models._reloading is not None and models._reloading.done())
-        assert models.find("c").current.checkpoint is None, "what is in order again is the truth again"
+        assert models.find("c").current.checkpoint is None, (
+            "what is in order again is the truth again"
+        )
 
 
 @on_a_loop
-async def test_requests_for_a_model_that_waits_its_turn_wait_for_one_load_together(tmp_path: Path) -> None:
+async def test_requests_for_a_model_that_waits_its_turn_wait_for_one_load_together(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         await models.unload("b")
         disk.gate.clear()
@@ -473,13 +521,19 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_it_though_i
         with nullcontext() if waits else generation.request():
             asking = asyncio.create_task(ask(models, "b") if waits else asyncio.sleep(0))
             await until(lambda: not waits or models._turn.locked())
-            put = partial(models._put, "b", "x", in_turn=waits)  # else it is refused while another load runs
+            put = partial(
+                models._put, "b", "x", in_turn=waits
+            )  # else it is refused while another load runs
             changing = asyncio.create_task(models.delete("b") if change == "delete" else put())
             await asyncio.sleep(0)
             disk.gate.set()
             if not waits:
-                await until(lambda: models.served.get("b") is None or models.served["b"].current.number == 2)
-                assert (await generation.engine.infer(request_for(1), timeout=PATIENCE)).batch_size == 1
+                await until(
+                    lambda: models.served.get("b") is None or models.served["b"].current.number == 2
+                )
+                assert (
+                    await generation.engine.infer(request_for(1), timeout=PATIENCE)
+                ).batch_size == 1
             await asking
         await changing
         assert disk.loads == ["a", "b", "b", *(["x"] if change == "put" else [])]
@@ -487,7 +541,9 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_it_though_i
 
 
 @on_a_loop
-async def test_who_asks_while_an_unloaded_model_is_replaced_waits_for_the_next_version(tmp_path: Path) -> None:
+async def test_who_asks_while_an_unloaded_model_is_replaced_waits_for_the_next_version(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         disk.broken = {"bad"}
         await models.unload("b")
@@ -516,7 +572,9 @@ async def test_the_default_is_not_called_as_another_model(tmp_path: Path) -> Non
 
 
 @on_a_loop
-async def test_callers_of_models_that_do_not_fit_together_cost_the_default_nothing(tmp_path: Path) -> None:
+async def test_callers_of_models_that_do_not_fit_together_cost_the_default_nothing(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
 
         async def alternate(*names: str) -> None:

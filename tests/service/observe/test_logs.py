@@ -126,7 +126,9 @@ def run_unread(script: str) -> int:
     code = f"from service.observe import logs\nlogs.configure('text', 'info')\n{script}"
     command = [sys.executable, "-X", "faulthandler", "-c", code]
     try:
-        with subprocess.Popen(command, cwd=REPOSITORY, stdout=write_end, stderr=write_end) as process:
+        with subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=write_end, stderr=write_end
+        ) as process:
             try:
                 return process.wait(60)
             finally:

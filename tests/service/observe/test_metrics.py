@@ -41,7 +41,15 @@ GAUGES = {
     "vit_queue_depth": {"device"},
     "vit_inflight_requests": set(),
     "vit_engine_up": {"device"},
-    "vit_model_info": {"model", "architecture", "device", "dtype", "version", "checkpoint", "content"},
+    "vit_model_info": {
+        "model",
+        "architecture",
+        "device",
+        "dtype",
+        "version",
+        "checkpoint",
+        "content",
+    },
     "vit_model_loaded_timestamp_seconds": {"device"},
     "vit_last_reload_successful": {"model"},
     "vit_backbone_bytes": {"backbone"},
@@ -68,7 +76,9 @@ def status(state: str = "ready", device: str = "cpu", depth: int = 0) -> EngineS
 
 
 def touched(*devices: str, folder: Path | None = None) -> Metrics:
-    """Return metrics that have each series, of engines of which each has a longer queue than the one before."""
+    """Return metrics that have each series, of engines of which each has a longer queue than the
+    one before.
+    """
     metrics = Metrics(folder)
     engines = [status(device=device, depth=2 * place) for place, device in enumerate(devices)]
     metrics.watch(
@@ -203,7 +213,9 @@ def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str]
         "vit_admitted_images_limit": (10, {}),
     }
     for metrics in (one, two):
-        assert {name: (scraped(metrics, name, **labels), labels) for name, (_, labels) in sums.items()} == sums
+        assert {
+            name: (scraped(metrics, name, **labels), labels) for name, (_, labels) in sums.items()
+        } == sums
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one process", "several"])
@@ -217,7 +229,11 @@ def test_names_types_and_labels_are_those_that_dashboards_rely_on(
         for name, labels in documented.items():
             assert found.pop(name.removesuffix("_total")) == (kind, {name: labels})
     for name, labels in HISTOGRAMS.items():
-        samples = {f"{name}_bucket": {*labels, "le"}, f"{name}_sum": labels, f"{name}_count": labels}
+        samples = {
+            f"{name}_bucket": {*labels, "le"},
+            f"{name}_sum": labels,
+            f"{name}_count": labels,
+        }
         assert found.pop(name) == ("histogram", samples)
     assert not [name for name in found if several or name.startswith("vit_")]
 
@@ -252,7 +268,9 @@ def configured(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("text", "info")
 
 
-def test_a_broken_form_writes_no_line_of_the_parsers_own(configured: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_form_writes_no_line_of_the_parsers_own(
+    configured: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(FormParserError):
         MultipartParser(b"boundary", {}).write(b"--bogus\r\n")
     assert capsys.readouterr().err == ""
@@ -290,7 +308,11 @@ def gpus(nvml: ModuleType) -> GpuReader:
 
 
 def scrape(gpus: GpuReader) -> dict[str, float]:
-    return {f"{name} {gpu}": value for name, samples in gpus.samples().items() for (gpu,), value in samples.items()}
+    return {
+        f"{name} {gpu}": value
+        for name, samples in gpus.samples().items()
+        for (gpu,), value in samples.items()
+    }
 
 
 def scrape_of(gpus: GpuReader, samples: int) -> dict[str, float]:
@@ -332,7 +354,9 @@ def test_where_nothing_can_be_read_there_are_no_metrics_and_one_line_says_so(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("question", ["nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetPowerUsage"])
+@pytest.mark.parametrize(
+    "question", ["nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetPowerUsage"]
+)
 def test_a_driver_that_hangs_stops_no_scrape_and_holds_its_own_thread_alone(
     nvml: ModuleType, monkeypatch: pytest.MonkeyPatch, question: str
 ) -> None:

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("opentelemetry.instrumentation.asgi", reason="the extra `otel` is not installed")
+pytest.importorskip(
+    "opentelemetry.instrumentation.asgi", reason="the extra `otel` is not installed"
+)
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -31,8 +33,13 @@ class Traced:
         service = service or app()
         self.asgi = Tracing(SimpleSpanProcessor(self.exporter)).around(service.asgi, {"/healthz"})
 
-    async def ask(self, method: str, path: str, *, sampled: str = "01", **options: Any) -> HttpCommunicator:
-        headers = {"traceparent": f"00-{TRACE}-{CALLER}-{sampled}", "authorization": "Bearer secret"}
+    async def ask(
+        self, method: str, path: str, *, sampled: str = "01", **options: Any
+    ) -> HttpCommunicator:
+        headers = {
+            "traceparent": f"00-{TRACE}-{CALLER}-{sampled}",
+            "authorization": "Bearer secret",
+        }
         communicator = HttpCommunicator(self.asgi, method, path, headers=headers, **options)
         communicator.scope["client"] = ("192.0.2.1", 1)
         return await communicator.run()
@@ -71,7 +78,9 @@ async def test_a_failed_request_is_an_error_and_a_refused_one_is_not() -> None:
 
 
 @on_a_loop
-async def test_a_collector_that_hangs_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_collector_that_hangs_does_not_hold_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     released = threading.Event()
 
     class Hanging(SpanProcessor):
@@ -97,12 +106,16 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
     ],
 )
-def test_the_standards_variables_switch_tracing_on(environment: dict[str, str], exported: bool) -> None:
+def test_the_standards_variables_switch_tracing_on(
+    environment: dict[str, str], exported: bool
+) -> None:
     assert exports_spans(environment) is exported
 
 
 def test_an_exporter_that_is_not_there_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL='grpc': expected http/protobuf"):
+    with pytest.raises(
+        SettingsError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL='grpc': expected http/protobuf"
+    ):
         exports_spans({**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
 
 

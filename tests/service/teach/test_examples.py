@@ -1,4 +1,6 @@
-"""The store of examples: what is kept, what is refused, and what is left when a process ends in the middle."""
+"""The store of examples: what is kept, what is refused, and what is left when a process ends in the
+middle.
+"""
 
 import asyncio
 import hashlib
@@ -18,7 +20,14 @@ import pytest
 from numpy.typing import NDArray
 
 from model.heads import first_equal
-from service.errors import Forbidden, HeadFull, HeadsUnavailable, HeadWithoutBackbone, NotFound, SettingsError
+from service.errors import (
+    Forbidden,
+    HeadFull,
+    HeadsUnavailable,
+    HeadWithoutBackbone,
+    NotFound,
+    SettingsError,
+)
 from service.settings import ApiKey
 from service.teach import examples as module
 from service.teach.examples import Examples
@@ -66,10 +75,19 @@ def test_a_picture_that_comes_again_is_the_same_example(store: Examples) -> None
     store.add("pets", "cat", np.stack([one, two]), "alice", BACKBONE)
     before = store.head("pets")
     rounded = one * np.float32(1 + 1e-5)  # as a batch of another size gives it
-    assert store.add("pets", "cat", np.stack([two, rounded]), "alice", BACKBONE) == ({"cat": 2}, [2, 1])
+    assert store.add("pets", "cat", np.stack([two, rounded]), "alice", BACKBONE) == (
+        {"cat": 2},
+        [2, 1],
+    )
     assert store.head("pets") == before, "nothing is fitted again"
-    assert store.add("pets", "cat", np.stack([three, two, three]), "alice", BACKBONE) == ({"cat": 3}, [3, 2, 3])
-    assert store.add("pets", "dog", one[np.newaxis], "alice", BACKBONE) == ({"cat": 3, "dog": 1}, [4])
+    assert store.add("pets", "cat", np.stack([three, two, three]), "alice", BACKBONE) == (
+        {"cat": 3},
+        [3, 2, 3],
+    )
+    assert store.add("pets", "dog", one[np.newaxis], "alice", BACKBONE) == (
+        {"cat": 3, "dog": 1},
+        [4],
+    )
 
 
 def test_a_number_is_never_given_again(store: Examples) -> None:
@@ -83,13 +101,21 @@ def test_a_number_is_never_given_again(store: Examples) -> None:
             store.remove(head, number)
 
 
-def test_an_example_goes_under_another_label_where_it_is_once(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_goes_under_another_label_where_it_is_once(
+    store: Examples, monkeypatch: pytest.MonkeyPatch
+) -> None:
     features = rows(2)
     store.add("pets", "cat", features, "alice", BACKBONE)
-    store.add("pets", "dog", np.stack([features[0] * np.float32(1 + 1e-5), *rows(1)]), "alice", BACKBONE)
+    store.add(
+        "pets", "dog", np.stack([features[0] * np.float32(1 + 1e-5), *rows(1)]), "alice", BACKBONE
+    )
     before = store.head("pets")
     assert store.relabel(before, 1, "dog") == {"dog": 2, "cat": 1}
-    assert [(each.number, each.label) for each in store.listed(before)] == [(1, "dog"), (2, "cat"), (4, "dog")]
+    assert [(each.number, each.label) for each in store.listed(before)] == [
+        (1, "dog"),
+        (2, "cat"),
+        (4, "dog"),
+    ]
     assert store.head("pets").revision == before.revision + 1
     for number in (3, 10**30):
         with pytest.raises(NotFound, match="no such example"):
@@ -143,7 +169,9 @@ def test_whose_head_it_is_is_asked_where_examples_are_added(store: Examples) -> 
     head = store.head("pets")
     with pytest.raises(Forbidden, match=r"^pets: another key has begun"):
         store.add("pets", "dog", rows(1), "bob", BACKBONE)
-    assert store.add("pets", "dog", rows(1), "bob", BACKBONE, head.id)[1] == [2], "whoever was allowed to"
+    assert store.add("pets", "dog", rows(1), "bob", BACKBONE, head.id)[1] == [2], (
+        "whoever was allowed to"
+    )
     store.remove(store.head("pets"))
     with pytest.raises(NotFound, match=r"^pets: .* deleted"):
         store.add("pets", "cat", rows(1), "alice", BACKBONE, head.id)
@@ -162,13 +190,19 @@ def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) ->
 
 def test_examples_of_another_backbone_are_refused(store: Examples) -> None:
     add(store)
-    with pytest.raises(HeadWithoutBackbone, match=r"^pets: its examples are of another backbone than that of vit$"):
+    with pytest.raises(
+        HeadWithoutBackbone, match=r"^pets: its examples are of another backbone than that of vit$"
+    ):
         store.add("pets", "cat", rows(1), "alice", ("fedcba9876543210", "vit"))
 
 
 @pytest.mark.parametrize(
     ("bound", "value", "message"),
-    [("MAX_LABELS", 2, "at most 2 labels"), ("MAX_EXAMPLES", 3, "3 examples"), ("MAX_BYTES", 60, "60 bytes")],
+    [
+        ("MAX_LABELS", 2, "at most 2 labels"),
+        ("MAX_EXAMPLES", 3, "3 examples"),
+        ("MAX_BYTES", 60, "60 bytes"),
+    ],
 )
 def test_what_is_beyond_a_bound_is_refused_whole(
     store: Examples, monkeypatch: pytest.MonkeyPatch, bound: str, value: int, message: str
@@ -209,7 +243,10 @@ def test_one_creator_leaves_heads_to_the_others(store: Examples) -> None:
     assert begin(store, "alice", 64) == 32
     assert begin(store, "bob", 64) == 16
     store.remove(store.head("alice0"))
-    assert store.add("alice0", "cat", rows(1), "alice", BACKBONE, creator="carol") == ({"cat": 1}, [1])
+    assert store.add("alice0", "cat", rows(1), "alice", BACKBONE, creator="carol") == (
+        {"cat": 1},
+        [1],
+    )
     assert begin(store, "", 16) == 16, "the operator has the rest"
 
 
@@ -218,7 +255,8 @@ def test_no_key_is_guessed_from_what_heads_show(store: Examples, tmp_path: Path)
     with closing(sqlite3.connect(store.path)) as db, db:  # as an earlier version kept the owner
         db.execute("DELETE FROM secrets")
         db.execute(
-            "INSERT INTO heads (name, backbone, model, owner, creator) VALUES ('pets', 'b', 'm', ?1, ?1)", [digest]
+            "INSERT INTO heads (name, backbone, model, owner, creator) VALUES ('pets', 'b', 'm', ?1, ?1)",
+            [digest],
         )
         db.execute("INSERT INTO examples VALUES (1, 1, 'cat', 0, ?, x'00000000')", [digest])
     again = Examples(store.path.parent)
@@ -226,7 +264,9 @@ def test_no_key_is_guessed_from_what_heads_show(store: Examples, tmp_path: Path)
     head = again.head("pets")
     assert (head.owner, [each.who for each in again.listed(head)]) == (owner, [owner])
     assert digest[4:] not in owner
-    assert Examples(store.path.parent).owner_of(digest) == owner, "workers and restarts share the secret"
+    assert Examples(store.path.parent).owner_of(digest) == owner, (
+        "workers and restarts share the secret"
+    )
     assert Examples(tmp_path / "other").owner_of(digest) != owner
     assert again.owner_of("alice") == "alice"
     assert again.owner_of("") == ""
@@ -245,7 +285,9 @@ def test_a_file_of_the_version_before_is_used(tmp_path: Path) -> None:
     assert begin(again, "alice", 64) == 31, "her head of before counts"
 
 
-def test_thumbnails_count_and_go_with_their_examples(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thumbnails_count_and_go_with_their_examples(
+    store: Examples, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 2 * 16 + 2000)
     picture = module.KeptPicture("cat.jpg", bytes(1000))
     for _ in range(2):
@@ -291,7 +333,9 @@ for number in range(10_000):
 def test_a_kill_at_any_moment_leaves_the_last_whole_state(tmp_path: Path) -> None:
     said = 0
     for kill_after in (3, 8, 15):
-        with subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
+        with subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE
+        ) as writer:
             assert writer.stdout is not None
             for _ in range(kill_after):
                 said = int(writer.stdout.readline())
@@ -305,7 +349,9 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_state(tmp_path: Path) -> Non
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_a_full_disk_is_told_and_loses_nothing(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_and_loses_nothing(
+    store: Examples, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(store, count=2)
     store.keep(store.head("pets"), b"fitted")
     connect = store._connect

@@ -22,7 +22,9 @@ from vitserve.documents import Knowledge
 LABELS = ("cat", "dog", "cow")
 
 
-def pictures(count: int, *, seed: int = 0, spread: float = 0.4) -> tuple[NDArray[np.float32], list[str]]:
+def pictures(
+    count: int, *, seed: int = 0, spread: float = 0.4
+) -> tuple[NDArray[np.float32], list[str]]:
     """Features of so many pictures of each label, near its own direction."""
     generator = np.random.default_rng(seed)
     labels = [label for label in LABELS for _ in range(count)]
@@ -74,13 +76,17 @@ def test_copies_make_no_picture_far() -> None:
 def test_a_wrong_label_is_the_first_suspect() -> None:
     features, labels = pictures(10)
     labels[4], labels[23] = "cow", "dog"
-    known = Knowledge.model_validate_json(taught_head(features, labels, range(101, 131), "b", "deit").statistics)
+    known = Knowledge.model_validate_json(
+        taught_head(features, labels, range(101, 131), "b", "deit").statistics
+    )
     assert {(each.number, each.label, each.likely) for each in known.suspects} == {
         (105, "cow", "cat"),
         (124, "dog", "cow"),
     }
     assert all(each.score > 0.5 for each in known.suspects)
-    assert {(each.label, each.answered, each.count) for each in known.confusion} >= {("cow", "cat", 1)}
+    assert {(each.label, each.answered, each.count) for each in known.confusion} >= {
+        ("cow", "cat", 1)
+    }
 
 
 def test_labels_with_few_pictures_need_more() -> None:
@@ -92,7 +98,9 @@ def test_labels_with_few_pictures_need_more() -> None:
     assert head.head.labels == LABELS, "one picture of a label is enough for it to be answered"
 
 
-@pytest.mark.parametrize("labels", [[], ["cat"] * 4, ["cat", "cat", "dog"]], ids=["none", "one label", "one dog"])
+@pytest.mark.parametrize(
+    "labels", [[], ["cat"] * 4, ["cat", "cat", "dog"]], ids=["none", "one label", "one dog"]
+)
 def test_too_few_examples_are_refused(labels: list[str]) -> None:
     with pytest.raises(DatasetError, match="two labels with two pictures each"):
         taught_head(np.ones((len(labels), 4), np.float32), labels, range(len(labels)), "b", "deit")
@@ -105,7 +113,9 @@ def test_a_file_holds_all_of_a_head(tmp_path: Path) -> None:
     assert np.array_equal(read.head.logits(features), written.head.logits(features))
     assert read.head.known is not None
     assert written.head.known is not None
-    assert np.array_equal(read.head.known.distances(features), written.head.known.distances(features))
+    assert np.array_equal(
+        read.head.known.distances(features), written.head.known.distances(features)
+    )
     assert read.head.known.examples.dtype == np.float32, "it is not converted for each picture"
     assert (read.head.labels, read.head.temperature) == (LABELS, written.head.temperature)
     assert read[1:] == written[1:]
@@ -140,7 +150,9 @@ def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     assert json.loads(TaughtHead.from_bytes(again, "pets").statistics)["fitted_to"] == 17
 
 
-def test_nothing_is_left_of_examples_that_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_examples_that_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Examples(tmp_path)
     features, labels = pictures(3)
     for row, label in zip(features, labels, strict=True):
@@ -193,7 +205,9 @@ def test_fits_of_all_heads_rest_together(tmp_path: Path, monkeypatch: pytest.Mon
             for name in names:
                 store.add(name, "cat", pictures(1, seed=int(1000 * state.now))[0], "", ("b", name))
 
-    def fit(features: NDArray[np.float32], labels: object, numbers: object, backbone: str, model: str) -> None:
+    def fit(
+        features: NDArray[np.float32], labels: object, numbers: object, backbone: str, model: str
+    ) -> None:
         begun.append((model, state.now))
         state.now += 3  # others had the processor for a second
         state.worked += 2

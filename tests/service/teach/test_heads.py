@@ -1,4 +1,6 @@
-"""The heads of a web process: they follow the file, whoever changes it, and one process alone fits them."""
+"""The heads of a web process: they follow the file, whoever changes it, and one process alone fits
+them.
+"""
 
 import asyncio
 import fcntl
@@ -64,7 +66,9 @@ async def test_every_process_sees_a_head_that_was_fitted_once(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("pause", [0.0, 3600.0])
-def test_a_killed_fit_is_repeated_after_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: float) -> None:
+def test_a_killed_fit_is_repeated_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
     monkeypatch.setattr(module, "_PAUSE_SECONDS", pause)
 
     async def kill_and_look() -> None:
@@ -106,8 +110,13 @@ def states(models: FixedModels) -> dict[str, tuple[str, str]]:
 
 
 @on_a_loop
-async def test_files_of_heads_are_read_as_they_are_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (path, content), models = (tmp_path / "pets.safetensors", taught()[0].to_bytes()), FixedModels({})
+async def test_files_of_heads_are_read_as_they_are_now(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path, content), models = (
+        (tmp_path / "pets.safetensors", taught()[0].to_bytes()),
+        FixedModels({}),
+    )
     heads = TaughtHeads(None, tmp_path, models)
     (tmp_path / "weights.safetensors").write_bytes(save({"weight": np.zeros(1, np.float32)}))
     (tmp_path / "my pets.safetensors").write_bytes(content)
@@ -137,15 +146,25 @@ async def test_files_of_heads_are_read_as_they_are_now(tmp_path: Path, caplog: p
 def written(**changes: Any) -> bytes:
     """The file of a head with some of its arrays and texts replaced."""
     content = taught()[0].to_bytes()
-    with_metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-    arrays = load(content) | {name: each for name, each in changes.items() if isinstance(each, np.ndarray)}
-    return save(arrays, with_metadata | {name: each for name, each in changes.items() if isinstance(each, str)})
+    with_metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])[
+        "__metadata__"
+    ]
+    arrays = load(content) | {
+        name: each for name, each in changes.items() if isinstance(each, np.ndarray)
+    }
+    return save(
+        arrays,
+        with_metadata | {name: each for name, each in changes.items() if isinstance(each, str)},
+    )
 
 
 NOT_FINITE = np.full((3, 24), np.nan, np.float32)
 BAD_HEADS = {
     "deep": (written(labels="[" * 5_000 + "]" * 5_000), ""),
-    "no text": (written(labels='["cat", "dog", 3]'), ": labels: '', number 3: expected 1 to 256 characters"),
+    "no text": (
+        written(labels='["cat", "dog", 3]'),
+        ": labels: '', number 3: expected 1 to 256 characters",
+    ),
     "twice": (written(labels='["cat", "dog", "cat"]'), ": a label comes twice"),
     "controls": (written(labels='["cat", "dog", "\\u0007"]'), "characters that print"),
     "nan weight": (written(weight=NOT_FINITE), ": numbers are not finite"),
@@ -156,9 +175,18 @@ BAD_HEADS = {
     "nan temperature": (written(temperature="nan"), ": temperature is nan, not a positive number"),
     "no temperature": (written(temperature="0"), ": temperature is 0.0, not a positive number"),
     "infinite limit": (written(limit="inf"), ": limit is inf, not a finite number"),
-    "no examples": (written(known=np.zeros((0, 24), np.float16)), "known have shapes (3, 24) and (0, 24)"),
-    "one dimension": (written(known=np.zeros(24, np.float16)), "known have shapes (3, 24) and (24,)"),
-    "other width": (written(known=np.zeros((2, 25), np.float16)), "have shapes (3, 24), (3,), (2, 25)"),
+    "no examples": (
+        written(known=np.zeros((0, 24), np.float16)),
+        "known have shapes (3, 24) and (0, 24)",
+    ),
+    "one dimension": (
+        written(known=np.zeros(24, np.float16)),
+        "known have shapes (3, 24) and (24,)",
+    ),
+    "other width": (
+        written(known=np.zeros((2, 25), np.float16)),
+        "have shapes (3, 24), (3,), (2, 25)",
+    ),
 }
 
 
@@ -205,7 +233,13 @@ async def test_a_damaged_fit_is_not_waited_for(tmp_path: Path) -> None:
     engine: Any = FakeEngine()
     models = FixedModels({"model": LocalModel(lambda _: engine)})
     store = Examples(tmp_path)
-    store.add("pets", "cat", np.ones((1, 8), np.float32), "", (features_of(engine.info, Features()), "model"))
+    store.add(
+        "pets",
+        "cat",
+        np.ones((1, 8), np.float32),
+        "",
+        (features_of(engine.info, Features()), "model"),
+    )
     store.keep(store.head("pets"), written(temperature="nan"))
     await TaughtHeads(store, None, models).look()
     state, told = states(models)["pets"]
@@ -234,11 +268,15 @@ async def test_a_folder_that_cannot_be_read_is_named_once_each_time(
     monkeypatch.setattr("service.teach.heads._LOOK_SECONDS", 0)
     with pytest.raises(asyncio.CancelledError):
         await heads.watch()
-    assert [message.partition(":")[0] for message in caplog.messages] == ["taught heads cannot be read or written"] * 2
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "taught heads cannot be read or written"
+    ] * 2
 
 
 @on_a_loop
-async def test_a_head_whose_name_another_has_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_head_whose_name_another_has_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine: Any = FakeEngine()
     store, models = Examples(tmp_path), FixedModels({"model": LocalModel(lambda _: engine)})
     teach(store)

@@ -64,14 +64,24 @@ class App:
     async def get(self, path: str, query: str = "", **headers: str) -> HttpCommunicator:
         return await self.request("GET", path, query=query, headers=headers)
 
-    async def classify(self, body: bytes | None = None, query: str = "", path: str = "/classify") -> HttpCommunicator:
+    async def classify(
+        self, body: bytes | None = None, query: str = "", path: str = "/classify"
+    ) -> HttpCommunicator:
         """Post a picture as a raw body; by default one that is fine."""
         body = png(7) if body is None else body
-        return await self.request("POST", path, query=query, headers={"content-type": "image/png"}, body=body)
+        return await self.request(
+            "POST", path, query=query, headers={"content-type": "image/png"}, body=body
+        )
 
     def metric(self, name: str, **labels: str) -> float:
-        samples = (sample for family in self.metrics.registry.collect() for sample in family.samples)
-        return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+        samples = (
+            sample for family in self.metrics.registry.collect() for sample in family.samples
+        )
+        return sum(
+            each.value
+            for each in samples
+            if each.name == name and labels.items() <= each.labels.items()
+        )
 
 
 def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:
@@ -101,7 +111,9 @@ def form(*files: bytes, fields: Mapping[str, str] = MappingProxyType({})) -> dic
     """Headers and body of a multipart request with `file` parts, and other fields before them."""
     head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="'
     body = "".join(f'{head}{name}"\r\n\r\n{value}\r\n' for name, value in fields.items()).encode()
-    body += b"".join(f'{head}file"; filename="a"\r\n\r\n'.encode() + data + b"\r\n" for data in files)
+    body += b"".join(
+        f'{head}file"; filename="a"\r\n\r\n'.encode() + data + b"\r\n" for data in files
+    )
     body += f"--{BOUNDARY}--\r\n".encode()
     return {"headers": {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}, "body": body}
 

@@ -76,20 +76,33 @@ class FakeEngine:
             best = int(indices[0]) if wanted.class_index is None else wanted.class_index
             if wanted.by is not None:
                 head = Head(
-                    (), independent=False, weight=wanted.by.weight, bias=wanted.by.bias, normalized=wanted.by.normalized
+                    (),
+                    independent=False,
+                    weight=wanted.by.weight,
+                    bias=wanted.by.bias,
+                    normalized=wanted.by.normalized,
                 )
                 features = expected_embedding(red, EmbeddingRequest())
                 best, _ = head.target(features, wanted.method, wanted.class_index)
             of_class = best if wanted.method in CLASS_SPECIFIC else None
             facts = (None, None) if of_class is None else (0.5, 0.25)
-            found = AttentionMap(replace(wanted, class_index=of_class, by=None), values, 0.9, *facts)
+            found = AttentionMap(
+                replace(wanted, class_index=of_class, by=None), values, 0.9, *facts
+            )
         logits = expected_logits(red) if requested.logits else None
-        embedding = None if requested.embedding is None else expected_embedding(red, requested.embedding)
+        embedding = (
+            None if requested.embedding is None else expected_embedding(red, requested.embedding)
+        )
         label_set = np.array(expected_indices(red, red % CLASSES)) if requested.label_set else None
         least = None if self.least is None else self.least[indices]
-        others = [await self.infer(replace(request, requested=each), timeout=timeout) for each in requested.more]
+        others = [
+            await self.infer(replace(request, requested=each), timeout=timeout)
+            for each in requested.more
+        ]
         more = tuple(each.outputs for each in others)
-        outputs = Outputs(scores, indices, found, logits, embedding, label_set=label_set, least=least, more=more)
+        outputs = Outputs(
+            scores, indices, found, logits, embedding, label_set=label_set, least=least, more=more
+        )
         return InferenceResult(outputs, 1, 0.001, 0.002)
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:

@@ -24,7 +24,9 @@ from tests.service.web.apps import App, Clock, app, form, kept, service_in, sett
 
 
 @on_a_loop
-async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_connection(service: App) -> None:
+async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_connection(
+    service: App,
+) -> None:
     image_id = await kept(service)
     assert (await service.get("/readyz")).status == 200
     service.lifecycle.stopping = service.lifecycle.draining = True
@@ -68,7 +70,9 @@ async def test_without_an_engine_callers_who_come_back_at_once_wait_and_probes_d
     again.cancel()
 
 
-@pytest.mark.parametrize(("changes", "name"), [({"model_name": "cats"}, "cats"), ({}, load_settings().checkpoint)])
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"model_name": "cats"}, "cats"), ({}, load_settings().checkpoint)]
+)
 def test_replicas_of_a_model_share_their_pictures_by_its_name(
     changes: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +98,9 @@ async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metric
         answer = await running
     timings = answer.json["timings_ms"]
     assert (timings["queue"], timings["inference"], timings["total"]) == (1, 2, 1234.57)
-    [line] = [record.getMessage() for record in caplog.records if record.name == "service.web.middleware"]
+    [line] = [
+        record.getMessage() for record in caplog.records if record.name == "service.web.middleware"
+    ]
     assert line == f"POST /classify 200 1234.6 ms {answer.headers['x-request-id']}"
     taken = service.metric("vit_request_duration_seconds_sum", endpoint="/classify")
     assert taken == pytest.approx(1.234567)
@@ -102,7 +108,9 @@ async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metric
 
 @on_a_loop
 async def test_requests_are_counted_by_endpoint_and_status(service: App) -> None:
-    assert all(service.metric("vit_rejected_total", reason=code) == 0 for code in CODES)  # before the first refusal
+    assert all(
+        service.metric("vit_rejected_total", reason=code) == 0 for code in CODES
+    )  # before the first refusal
     await service.classify()
     await service.classify(b"text")
     await service.get("/nope")
@@ -173,12 +181,19 @@ async def test_json_of_many_values_does_not_hold_the_event_loop(
     monkeypatch.setattr(inference, "BYTES_A_VALUE", 100)
     in_json = json.dumps({"image": base64.b64encode(png(7)).decode()}).encode()
     headers = {"content-type": "application/json"}
-    single = await service.request("POST", "/classify", query=f"top_k={CLASSES}", headers=headers, body=in_json)
+    single = await service.request(
+        "POST", "/classify", query=f"top_k={CLASSES}", headers=headers, body=in_json
+    )
     assert [one["index"] for one in single.json["predictions"]][:1] == [7]
     batch = await service.request("POST", "/classify/batch", **form(png(1), b"text", png(2)))
     codes = [one.get("error", {}).get("code") for one in batch.json["results"]]
     assert codes == [None, "unsupported_media_type", None]
-    image = {"name": "image", "datatype": "BYTES", "shape": [1], "data": [base64.b64encode(png(3)).decode()]}
+    image = {
+        "name": "image",
+        "datatype": "BYTES",
+        "shape": [1],
+        "data": [base64.b64encode(png(3)).decode()],
+    }
     body = json.dumps({"inputs": [image]}).encode()
     answer = await service.request("POST", "/v2/models/fake/infer", body=body)
     assert answer.json["outputs"][1]["data"][0] == 3

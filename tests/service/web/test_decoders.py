@@ -1,4 +1,6 @@
-"""Files are decoded by processes whose time, memory and rights are bounded: a bad one costs its sender alone."""
+"""Files are decoded by processes whose time, memory and rights are bounded: a bad one costs its
+sender alone.
+"""
 
 import asyncio
 import importlib
@@ -41,7 +43,9 @@ CONFIG = config()
 
 
 def children() -> list[int]:
-    """The decoder processes that any thread of this one has started, without those that end meanwhile."""
+    """The decoder processes that any thread of this one has started, without those that end
+    meanwhile.
+    """
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -67,8 +71,12 @@ class Pool(Decoders):
     def _count(self) -> None:
         self.restarts += 1
 
-    async def decode(self, data: bytes, seconds: float = 50, wanted: PreprocessConfig = CONFIG) -> np.ndarray:
-        found = await self.model_input(bytearray(data), wanted, Deadline(time.monotonic() + seconds))
+    async def decode(
+        self, data: bytes, seconds: float = 50, wanted: PreprocessConfig = CONFIG
+    ) -> np.ndarray:
+        found = await self.model_input(
+            bytearray(data), wanted, Deadline(time.monotonic() + seconds)
+        )
         return found.picture.pixels
 
 
@@ -86,9 +94,19 @@ def tiff_of_tiles(tiles: int) -> bytes:
     tile = zlib.compress(bytes(1_600_000 * 16), 9)
     places = 8 + 2 + 9 * 12 + 4
     first = places + 8 * tiles
-    fields = [(256, 1), (257, 16 * tiles), (258, 8), (259, 8), (262, 1), (322, 1_600_000), (323, 16)]
+    fields = [
+        (256, 1),
+        (257, 16 * tiles),
+        (258, 8),
+        (259, 8),
+        (262, 1),
+        (322, 1_600_000),
+        (323, 16),
+    ]
     entries = [struct.pack("<HHLL", tag, 4, 1, value) for tag, value in fields]
-    entries += [struct.pack("<HHLL", tag, 4, tiles, places + 4 * tiles * (tag == 325)) for tag in (324, 325)]
+    entries += [
+        struct.pack("<HHLL", tag, 4, tiles, places + 4 * tiles * (tag == 325)) for tag in (324, 325)
+    ]
     head = b"II*\0\x08\0\0\0" + struct.pack("<H", 9) + b"".join(entries) + bytes(4)
     offsets = [first + number * len(tile) for number in range(tiles)]
     return head + struct.pack(f"<{2 * tiles}L", *offsets, *[len(tile)] * tiles) + tile * tiles
@@ -104,8 +122,14 @@ async def test_every_format_comes_back_as_if_it_were_decoded_here() -> None:
         importlib.import_module("pillow_heif").register_heif_opener()  # which encodes, too
     async with pool() as decoders:
         for name in [*FORMATS, *({"HEIF"} & {*SUPPORTED_FORMATS})]:  # HEIF's library begins threads
-            data = encode(image, name, **({"orientation": 6} if name in ("JPEG", "PNG", "WEBP", "TIFF") else {}))
-            got = (await decoders.model_input(bytearray(data), CONFIG, Deadline(time.monotonic() + 50))).picture
+            data = encode(
+                image,
+                name,
+                **({"orientation": 6} if name in ("JPEG", "PNG", "WEBP", "TIFF") else {}),
+            )
+            got = (
+                await decoders.model_input(bytearray(data), CONFIG, Deadline(time.monotonic() + 50))
+            ).picture
             expected = model_input(data, CONFIG)
             assert np.array_equal(got.pixels, expected.pixels), name
             assert (got.region, got.pixels.flags.writeable) == (expected.region, True)
@@ -116,7 +140,9 @@ async def test_every_format_comes_back_as_if_it_were_decoded_here() -> None:
             assert photo.region == region
         for mode in ("L", "P", "LA", "RGBA", "CMYK", "I;16", "I", "F", "1", "YCbCr", "LAB"):
             data = encode(Image.new(mode, (40, 30)), "TIFF")
-            assert np.array_equal(await decoders.decode(data), model_input(data, CONFIG).pixels), mode
+            assert np.array_equal(await decoders.decode(data), model_input(data, CONFIG).pixels), (
+                mode
+            )
         assert decoders.restarts == 0
 
 
@@ -137,7 +163,9 @@ async def test_the_sender_is_told_what_is_wrong_and_the_process_is_kept() -> Non
 
 
 @on_a_loop
-async def test_a_picture_that_takes_long_leaves_the_processor_to_others_and_keeps_nobody_waiting() -> None:
+async def test_a_picture_that_takes_long_leaves_the_processor_to_others_and_keeps_nobody_waiting() -> (
+    None
+):
     async with pool() as decoders:
         honest = encode(noise(64, 48), "WEBP")
         await decoders.decode(honest)
@@ -149,7 +177,9 @@ async def test_a_picture_that_takes_long_leaves_the_processor_to_others_and_keep
 
 
 @on_a_loop
-async def test_a_picture_that_needs_more_memory_than_is_allowed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_picture_that_needs_more_memory_than_is_allowed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_PIXEL_BYTES", 1)
     data = encode(Image.new("RGB", (4000, 3000)), "WEBP")
     async with pool(max_image_pixels=12_000_000, max_upload_bytes=len(data)) as decoders:
@@ -187,16 +217,22 @@ async def test_a_decoder_that_crashes_is_the_pictures_fault() -> None:
 
 @on_a_loop
 async def test_a_caller_that_leaves_ends_the_process_in_the_middle_of_its_picture() -> None:
-    waiting = patch.object(subprocess.Popen, "wait", autospec=True, side_effect=subprocess.Popen.wait)
+    waiting = patch.object(
+        subprocess.Popen, "wait", autospec=True, side_effect=subprocess.Popen.wait
+    )
     async with pool() as decoders:
         with waiting as wait, pytest.raises(DeadlineExceeded):
             await decoders.decode(COSTLY, seconds=1)
         assert children() == []
-        assert [each.args[1:] for each in wait.call_args_list] == [(0.0,), ()], "it is killed at once"
+        assert [each.args[1:] for each in wait.call_args_list] == [(0.0,), ()], (
+            "it is killed at once"
+        )
 
 
 @on_a_loop
-async def test_a_process_knows_no_secret_and_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_knows_no_secret_and_ends_with_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("VIT_API_KEYS", "secret-key")
     async with pool() as decoders:
         await decoders.decode(encode(noise(64, 48), "WEBP"))
@@ -207,7 +243,9 @@ async def test_a_process_knows_no_secret_and_ends_with_the_pool(monkeypatch: pyt
 
 
 @on_a_loop
-async def test_a_service_whose_interpreter_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_whose_interpreter_does_not_start_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with pool() as decoders:
         with pytest.raises(EngineUnavailable, match="no process"):
@@ -248,13 +286,23 @@ print("done")
 
 
 def test_a_confined_process_has_no_files_no_network_no_programs_and_no_signals() -> None:
-    pytest.importorskip("seccomp" if _has("seccomp") else "pyseccomp", reason="libseccomp's binding is not installed")
-    done = subprocess.run([sys.executable, "-c", CONFINED_ATTEMPTS], capture_output=True, text=True, check=False)
+    pytest.importorskip(
+        "seccomp" if _has("seccomp") else "pyseccomp",
+        reason="libseccomp's binding is not installed",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", CONFINED_ATTEMPTS], capture_output=True, text=True, check=False
+    )
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
 def _has(name: str) -> bool:
-    return subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(
+            [sys.executable, "-c", f"import {name}"], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 @on_a_loop
@@ -291,8 +339,12 @@ async def test_a_decoder_that_answers_what_it_should_not_is_not_believed(
 def test_only_what_its_header_bounds_is_decoded_in_the_service() -> None:
     progressive = encode(noise(64, 48), "JPEG", progressive=True)
     plain = encode(noise(64, 48), "JPEG")
-    assert is_bounded(plain) and is_bounded(encode(noise(64, 48), "PNG")) and is_bounded(b"no picture")
-    assert not any(is_bounded(encode(scene(), name)) for name in ("WEBP", "GIF", "BMP", "TIFF", "AVIF"))
+    assert (
+        is_bounded(plain) and is_bounded(encode(noise(64, 48), "PNG")) and is_bounded(b"no picture")
+    )
+    assert not any(
+        is_bounded(encode(scene(), name)) for name in ("WEBP", "GIF", "BMP", "TIFF", "AVIF")
+    )
     assert not is_bounded(progressive)
     assert not is_bounded(plain.replace(b"\xff\xc0", b"\xff\xc3"))  # lossless
     assert not is_bounded(plain[:2] + b"\xff" * 100 + plain[2:])
@@ -303,7 +355,10 @@ def test_only_what_its_header_bounds_is_decoded_in_the_service() -> None:
     for side, expected in ((5099, True), (5100, False)):
         assert is_bounded(plain[:at] + struct.pack(">HH", side, 5099) + plain[at + 4 :]) == expected
     assert is_bounded(black_png(4096, 4096)) and not is_bounded(black_png(4096, 4097))
-    for png in (black_png(2100, 2000, colour_type=6), black_png(2100, 2000, bits=16, colour_type=4)):
+    for png in (
+        black_png(2100, 2000, colour_type=6),
+        black_png(2100, 2000, bits=16, colour_type=4),
+    ):
         assert not is_bounded(png)
 
 
@@ -324,7 +379,9 @@ async def test_a_costly_picture_is_422_and_counted(service: App) -> None:
 
 
 @on_a_loop
-async def test_libraries_print_nothing_between_the_lines_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_libraries_print_nothing_between_the_lines_of_the_log(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     encoded = io.BytesIO()
     Image.effect_noise((64, 64), 50).save(encoded, "TIFF", compression="tiff_lzw")
     damaged = encoded.getvalue()[:200] + b"\xff" * 200 + encoded.getvalue()[400:]

@@ -26,7 +26,9 @@ MOST = 28
 
 
 class Recorder:
-    """Records, while `on`, the files of `service` and `model` whose functions are called in any thread."""
+    """Records, while `on`, the files of `service` and `model` whose functions are called in any
+    thread.
+    """
 
     def __init__(self) -> None:
         self.on = False
@@ -45,7 +47,8 @@ def passed(files: set[str]) -> list[str]:
 
 
 def files_passed(settings: Settings) -> list[str]:
-    """Serve in this process, classify until all is warm, and return the files that each further request passes.
+    """Serve in this process, classify until all is warm, and return the files that each further
+    request passes.
 
     What else the process does now and then is in some of the records only.
     """
@@ -54,11 +57,15 @@ def files_passed(settings: Settings) -> list[str]:
     sys.setprofile(recorder)
     threading.setprofile(recorder)
     try:
-        models = LocalModels(settings, Backbones(settings, load_predictor, metrics.observe_batch).engine)
+        models = LocalModels(
+            settings, Backbones(settings, load_predictor, metrics.observe_batch).engine
+        )
         server = Server(create_app(settings, models, metrics, lifecycle), settings, lifecycle)
 
         def classify(connection: http.client.HTTPConnection) -> None:
-            connection.request("POST", "/classify", encode(noise(64, 48), "JPEG"), {"Content-Type": "image/jpeg"})
+            connection.request(
+                "POST", "/classify", encode(noise(64, 48), "JPEG"), {"Content-Type": "image/jpeg"}
+            )
             answer = connection.getresponse()
             assert answer.status == 200, answer.read()
             answer.read()
@@ -90,7 +97,9 @@ def files_passed(settings: Settings) -> list[str]:
 
 def test_a_request_passes_few_files(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "tiny", "tiny", (16, 16), ("a", "b", "c"), 0)
-    files = files_passed(load_settings({"checkpoint": str(folder), "host": "127.0.0.1", "port": 0, "drain_delay": 0}))
+    files = files_passed(
+        load_settings({"checkpoint": str(folder), "host": "127.0.0.1", "port": 0, "drain_delay": 0})
+    )
     assert "service/http.py" in files, "the recorder sees the event loop"
     assert "service/engine/streams.py" in files, "the recorder sees the engine's threads"
     assert "model/images/preprocess.py" in files, "the recorder sees the decode threads"

@@ -68,7 +68,9 @@ class QueueMachine(RuleBasedStateMachine):
         except QueueFull:
             callers = [whose for whose, _ in self.waiting.values()]
             waits = caller in callers or self.each == math.inf or not self.may_begin(caller)
-            assert callers and (waits or len(self.under_way) >= self.servers), "whoever begins at once is not refused"
+            assert callers and (waits or len(self.under_way) >= self.servers), (
+                "whoever begins at once is not refused"
+            )
         else:
             self.waiting[self.number] = caller, entry
 
@@ -85,12 +87,16 @@ class QueueMachine(RuleBasedStateMachine):
                 assert each.deadline <= self.clock.now, "what is dropped is late"
                 del self.waiting[number]
         if entry is None:
-            assert not timely or len(self.under_way) >= self.servers, "a server idles while a job waits"
+            assert not timely or len(self.under_way) >= self.servers, (
+                "a server idles while a job waits"
+            )
             return
         caller, _ = self.waiting.pop(entry.item)
         assert entry.deadline > self.clock.now, "too late to be answered"
         assert self.may_begin(caller)
-        assert all(entry.item < other for other, (whose, _) in self.waiting.items() if whose == caller)
+        assert all(
+            entry.item < other for other, (whose, _) in self.waiting.items() if whose == caller
+        )
         self.under_way.append((caller, entry))
         self.begun.append(entry.item)
 
@@ -115,7 +121,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_hold(self) -> None:
-        assert (self.queue.waiting, self.queue.under_way) == (len(self.waiting), len(self.under_way))
+        assert (self.queue.waiting, self.queue.under_way) == (
+            len(self.waiting),
+            len(self.under_way),
+        )
         assert len(set(self.begun)) == len(self.begun)
 
 
@@ -125,7 +134,9 @@ TestQueue.settings = settings(max_examples=100, stateful_step_count=40, deadline
 
 @dataclass
 class Simulation:
-    """Jobs arrive at moments and take seconds of one server; the outcome of each is counted by caller."""
+    """Jobs arrive at moments and take seconds of one server; the outcome of each is counted by
+    caller.
+    """
 
     servers: int = 1
     each: float = math.inf
@@ -135,10 +146,15 @@ class Simulation:
     waits: list[tuple[str, float]] = field(default_factory=list)
 
     def run(self, arrivals: list[tuple[float, str, float]], *, patience: float = 10.0) -> None:
-        """Serve `arrivals` (moment, caller, seconds of work), each with `patience` seconds to begin in."""
+        """Serve `arrivals` (moment, caller, seconds of work), each with `patience` seconds to begin
+        in.
+        """
         queue: FairQueue[Arrival] = FairQueue(lambda: self.servers, self.clock, self.each)
         numbers, start = count(), self.clock.now
-        jobs = [Arrival(caller, seconds, start + moment, patience) for moment, caller, seconds in arrivals]
+        jobs = [
+            Arrival(caller, seconds, start + moment, patience)
+            for moment, caller, seconds in arrivals
+        ]
         events = [(job.moment, next(numbers), job) for job in jobs]
         heapq.heapify(events)
         while events:
@@ -167,7 +183,9 @@ def test_one_caller_with_costly_work_delays_itself_first() -> None:
     assert simulation.refused["hostile"] > 4000
 
 
-@pytest.mark.parametrize(("servers", "each"), [(1, math.inf), (4, 1)], ids=["one", "one of four for each caller"])
+@pytest.mark.parametrize(
+    ("servers", "each"), [(1, math.inf), (4, 1)], ids=["one", "one of four for each caller"]
+)
 def test_whoever_would_begin_too_late_is_refused_at_once_and_nearly_nobody_waits_in_vain(
     servers: int, each: float
 ) -> None:
@@ -184,7 +202,12 @@ def test_whoever_would_begin_too_late_is_refused_at_once_and_nearly_nobody_waits
 def test_callers_that_always_wait_have_the_same_seconds_of_work(costs: list[float]) -> None:
     simulation = Simulation()
     simulation.run(
-        [(0.0, f"{number}", cost) for number, cost in enumerate(costs) for _ in range(int(5 / cost))], patience=1e9
+        [
+            (0.0, f"{number}", cost)
+            for number, cost in enumerate(costs)
+            for _ in range(int(5 / cost))
+        ],
+        patience=1e9,
     )
     had = dict.fromkeys(map(str, range(len(costs))), 0.0)
     for caller, _ in simulation.waits:
@@ -197,7 +220,9 @@ def test_callers_that_always_wait_have_the_same_seconds_of_work(costs: list[floa
 def test_who_begins_at_once_is_not_refused_for_work_that_waits_behind_its_own() -> None:
     clock = Clock()
     queue: FairQueue[Entry] = FairQueue(lambda: 8, clock, each=2)
-    first, one, *many = (Entry(size, clock.now + 10 + size) for size in (250, 1, 250, 250, 250, 250))
+    first, one, *many = (
+        Entry(size, clock.now + 10 + size) for size in (250, 1, 250, 250, 250, 250)
+    )
     queue.add(first, "many")
     queue.begin()
     clock.now += 10  # a job takes so long
@@ -265,7 +290,9 @@ async def run(lane: Lane, work: Callable[[], object], deadline: Deadline | None 
 
 @on_a_loop
 async def test_threads_return_results_and_raise_errors(lane: Lane) -> None:
-    assert await asyncio.gather(*(run(lane, partial(int, str(number))) for number in range(20))) == list(range(20))
+    assert await asyncio.gather(
+        *(run(lane, partial(int, str(number))) for number in range(20))
+    ) == list(range(20))
     with pytest.raises(ZeroDivisionError):
         await run(lane, lambda: 1 / 0)
     assert await run(lane, lambda: None) is None
@@ -280,7 +307,9 @@ async def test_what_waits_is_dropped_when_its_caller_leaves_and_let_go_of(lane: 
     running = asyncio.create_task(run(lane, blocker))
     await blocker.wait_until_begun()
     held = weakref.ref(picture)
-    following = asyncio.create_task(run(lane, lambda: 1))  # the thread takes it without asking the loop
+    following = asyncio.create_task(
+        run(lane, lambda: 1)
+    )  # the thread takes it without asking the loop
     waiting = asyncio.create_task(run(lane, partial(ran.append, picture)))
     del picture
     await settle()
@@ -346,7 +375,9 @@ async def test_work_keeps_its_server_until_it_is_left() -> None:
     lane.close()
 
 
-def test_a_lane_serves_one_event_loop_after_another_though_one_was_closed_while_a_thread_worked(lane: Lane) -> None:
+def test_a_lane_serves_one_event_loop_after_another_though_one_was_closed_while_a_thread_worked(
+    lane: Lane,
+) -> None:
     blocker = Blocker()
 
     async def leave() -> None:
@@ -386,7 +417,9 @@ async def test_turns_are_taken_one_after_the_other_and_dropped_with_their_caller
 
 
 @on_a_loop
-async def test_a_turn_beside_threads_costs_what_work_of_its_size_does_however_long_it_is_held() -> None:
+async def test_a_turn_beside_threads_costs_what_work_of_its_size_does_however_long_it_is_held() -> (
+    None
+):
     clock, order = Clock(), list[str]()
     lane = Lane("a test", lambda: 1, threads=1, clock=clock)
 
@@ -401,7 +434,10 @@ async def test_a_turn_beside_threads_costs_what_work_of_its_size_does_however_lo
     await decode("threads")
     with lane.turn("process", 1, Deadline(1e9, clock)) as turn:
         await turn
-        decoding = [asyncio.create_task(decode(caller)) for caller in ("threads", "threads", "process", "process")]
+        decoding = [
+            asyncio.create_task(decode(caller))
+            for caller in ("threads", "threads", "process", "process")
+        ]
         await settle()
         clock.now += 100  # the model is slow
     await asyncio.gather(*decoding)

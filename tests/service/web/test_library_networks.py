@@ -1,4 +1,6 @@
-"""Networks of a library over HTTP: served as any, without maps, and swapped for a Vision Transformer and back."""
+"""Networks of a library over HTTP: served as any, without maps, and swapped for a Vision
+Transformer and back.
+"""
 
 from importlib.metadata import version
 
@@ -29,9 +31,17 @@ def library_app() -> App:
         ("GET", "/attention", "id=unknown"),
     ],
 )
-async def test_a_map_is_refused_with_the_kind_of_network(method: str, path: str, query: str) -> None:
-    response = await library_app().request(method, path, query=query, body=png(7) if method == "POST" else b"")
-    assert (response.status, response.code, response.json["detail"]) == (422, "invalid_parameter", NONE)
+async def test_a_map_is_refused_with_the_kind_of_network(
+    method: str, path: str, query: str
+) -> None:
+    response = await library_app().request(
+        method, path, query=query, body=png(7) if method == "POST" else b""
+    )
+    assert (response.status, response.code, response.json["detail"]) == (
+        422,
+        "invalid_parameter",
+        NONE,
+    )
 
 
 @on_a_loop
@@ -56,4 +66,8 @@ async def test_the_model_says_whose_code_it_is() -> None:
     assert model["attention_methods"] == []
     unknown = ("patch_size", "grid", "layers", "heads", "pool", "attention_source")
     assert {name: model[name] for name in unknown} == dict.fromkeys(unknown)
-    assert (model["width"], model["classes"], model["input_size"]) == (LIBRARY.width, CLASSES, list(LIBRARY.image_size))
+    assert (model["width"], model["classes"], model["input_size"]) == (
+        LIBRARY.width,
+        CLASSES,
+        list(LIBRARY.image_size),
+    )

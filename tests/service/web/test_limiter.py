@@ -36,7 +36,15 @@ def test_few_places_are_not_shared():
     assert flood(Limiter(4), "only") == 4
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.sampled_from(("lend", "release", "close")))))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.integers(1, 40),
+            st.sampled_from(("lend", "release", "close")),
+        )
+    )
+)
 def test_all_places_come_back(requests):
     limiter = Limiter(64)
     permits = []

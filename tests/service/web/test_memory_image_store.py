@@ -94,7 +94,11 @@ def test_bytes_are_the_sum_of_all_sizes(steps: list[tuple[str, int, int]]) -> No
             latest[str(number)] = (clock.now + 60, picture(number, side=amount))
         found = {name: asyncio.run(store.get(name)) for name in latest}
         held = {name: each for name, each in found.items() if each is not None}
-        assert store.usage().size == sum(each.pixels.nbytes + overhead for each in held.values()) <= 9_000
+        assert (
+            store.usage().size
+            == sum(each.pixels.nbytes + overhead for each in held.values())
+            <= 9_000
+        )
         assert store.usage().pictures == len(held)
         for name, each in held.items():
             expires, expected = latest[name]
@@ -107,7 +111,9 @@ def test_pictures_that_are_pushed_out_tell_their_age() -> None:
     ages: list[float] = []
     size = kept()[0]
     put(size, picture(0))
-    store = MemoryImageStore(ttl=60, max_bytes=size.usage().size, clock=clock, on_evicted=ages.append)
+    store = MemoryImageStore(
+        ttl=60, max_bytes=size.usage().size, clock=clock, on_evicted=ages.append
+    )
     put(store, picture(1))
     clock.now += 12.5
     put(store, picture(2))

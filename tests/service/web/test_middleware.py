@@ -1,4 +1,6 @@
-"""What surrounds every request: identity, keys and how much each may have in flight, CORS, log lines, refusals."""
+"""What surrounds every request: identity, keys and how much each may have in flight, CORS, log
+lines, refusals.
+"""
 
 import asyncio
 import json
@@ -46,9 +48,22 @@ async def test_an_id_that_is_not_fit_for_headers_and_logs_is_replaced_by_ours(gi
 @on_a_loop
 @pytest.mark.parametrize("path", PRIVATE)
 @pytest.mark.parametrize(
-    "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic one", "one", "Bearer one two", "Bearer on"]
+    "authorization",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Basic one",
+        "one",
+        "Bearer one two",
+        "Bearer on",
+    ],
 )
-async def test_without_a_key_every_path_but_the_public_ones_is_401(path: str, authorization: str | None) -> None:
+async def test_without_a_key_every_path_but_the_public_ones_is_401(
+    path: str, authorization: str | None
+) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
     service = app(api_keys="one,two")
     response = await service.get(path, **headers)
@@ -118,13 +133,18 @@ async def test_a_preflight_needs_no_key() -> None:
 
 
 @on_a_loop
-@pytest.mark.parametrize("header", ["x-requested-with", "cache-control", "baggage", "inference-header-content-length"])
+@pytest.mark.parametrize(
+    "header", ["x-requested-with", "cache-control", "baggage", "inference-header-content-length"]
+)
 async def test_a_preflight_may_ask_for_any_header(header: str) -> None:
     service = app(cors_origins="https://a.example", api_keys="one")
     asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
     asked["access-control-request-headers"] = f"{header},sentry-trace"
     answer = await service.request("OPTIONS", "/classify", headers=asked)
-    assert (answer.status, answer.headers["access-control-allow-headers"]) == (200, f"{header},sentry-trace")
+    assert (answer.status, answer.headers["access-control-allow-headers"]) == (
+        200,
+        f"{header},sentry-trace",
+    )
 
 
 @on_a_loop
@@ -153,7 +173,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 @on_a_loop
-async def test_probes_are_logged_for_debugging_only(service: App, caplog: pytest.LogCaptureFixture) -> None:
+async def test_probes_are_logged_for_debugging_only(
+    service: App, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     for path in ("/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"):
         await service.get(path)
@@ -175,7 +197,10 @@ async def test_a_path_cannot_start_a_log_line_of_its_own(caplog: pytest.LogCaptu
 @on_a_loop
 @pytest.mark.parametrize(
     ("sent", "line", "code"),
-    [(post(png(1)), " 503 ", "queue_full"), (b"hello\r\n\r\n", "no request: ", "malformed_request")],
+    [
+        (post(png(1)), " 503 ", "queue_full"),
+        (b"hello\r\n\r\n", "no request: ", "malformed_request"),
+    ],
 )
 async def test_refusals_of_a_flood_are_all_counted_and_few_are_logged(
     sent: bytes, line: str, code: str, caplog: pytest.LogCaptureFixture
@@ -194,7 +219,9 @@ async def test_refusals_of_a_flood_are_all_counted_and_few_are_logged(
 
 
 @on_a_loop
-async def test_what_is_answered_otherwise_always_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_answered_otherwise_always_has_its_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     async with listening() as server, server.connect() as connection:
         for _ in range(LINES_A_SECOND + 5):
@@ -208,7 +235,11 @@ async def test_what_is_answered_otherwise_always_has_its_line(caplog: pytest.Log
     ("sent", "status", "code"),
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "malformed_request"),  # TLS
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400, "malformed_request"),
+        (
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+            400,
+            "malformed_request",
+        ),
         (b"GET /" + b"a" * (65 << 10), 400, "malformed_request"),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "malformed_request"),
     ],
@@ -257,7 +288,9 @@ def test_keys_have_the_names_that_they_are_given_or_those_of_their_places() -> N
         ("PUT", "/models/", False),
     ],
 )
-def test_the_admin_key_is_asked_for_where_models_are_loaded(method: str, path: str, asks: bool) -> None:
+def test_the_admin_key_is_asked_for_where_models_are_loaded(
+    method: str, path: str, asks: bool
+) -> None:
     assert needs_admin_key(method, path) is asks
 
 
@@ -267,12 +300,17 @@ def test_the_admin_key_is_asked_for_where_models_are_loaded(method: str, path: s
     [
         ({}, "an API key is needed: Authorization: Bearer KEY"),
         ({"authorization": "Bearer"}, "an API key is needed: Authorization: Bearer KEY"),
-        ({"authorization": "Basic d2ViOm9uZQ=="}, "an API key is needed: Authorization: Bearer KEY"),
+        (
+            {"authorization": "Basic d2ViOm9uZQ=="},
+            "an API key is needed: Authorization: Bearer KEY",
+        ),
         ({"authorization": "Bearer two"}, "the API key is wrong: it is none of the service's"),
         ({"authorization": "Bearer web:one"}, "the API key is wrong: it is none of the service's"),
     ],
 )
-async def test_a_missing_key_and_a_wrong_one_are_told_apart(headers: dict[str, str], told: str) -> None:
+async def test_a_missing_key_and_a_wrong_one_are_told_apart(
+    headers: dict[str, str], told: str
+) -> None:
     refused = await app(api_keys="web:one").get("/model", **headers)
     assert (refused.status, refused.code, refused.json["detail"]) == (401, "unauthorized", told)
 
@@ -293,7 +331,9 @@ def test_every_key_is_compared_whatever_was_offered(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("written", ["web:abc,web:def", "abc,abc", "web:abc,abc", "key2:abc,def"])
-def test_names_and_keys_that_stand_twice_are_refused_without_a_word_of_the_key(written: str) -> None:
+def test_names_and_keys_that_stand_twice_are_refused_without_a_word_of_the_key(
+    written: str,
+) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings({"api_keys": written})
     assert str(refused.value).startswith("VIT_API_KEYS=***: expected ")
@@ -308,16 +348,24 @@ def test_a_key_whose_variable_was_not_set_is_no_open_door(written: str) -> None:
 
 
 @on_a_loop
-async def test_logs_and_metrics_show_the_name_and_never_the_key(caplog: pytest.LogCaptureFixture) -> None:
+async def test_logs_and_metrics_show_the_name_and_never_the_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     service = app(api_keys="web:topsecret,other")
     with caplog.at_level(logging.INFO):
         await service.get("/model", authorization="Bearer topsecret")
         await service.get("/nope", authorization="Bearer topsecret")
         await service.get("/labels", authorization="Bearer other")
         await service.get("/labels")
-    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if hasattr(record, "fields")]
+    lines = [
+        json.loads(JsonFormatter().format(record))
+        for record in caplog.records
+        if hasattr(record, "fields")
+    ]
     assert [line.get("key") for line in lines] == ["web", "web", "key2", None]
-    assert [record.getMessage().split()[-1] for record in caplog.records if hasattr(record, "fields")][:3] == [
+    assert [
+        record.getMessage().split()[-1] for record in caplog.records if hasattr(record, "fields")
+    ][:3] == [
         "web",
         "web",
         "key2",
@@ -340,7 +388,9 @@ async def test_a_key_with_as_many_requests_as_it_may_have_is_refused_and_others_
     assert service.metric("vit_rejected_total", reason="too_many_requests") == 1
     assert service.metric("vit_key_inflight_requests", key="web") == 2
     assert (await service.get("/model", authorization="Bearer two")).status == 200
-    assert (await service.get("/metrics", authorization="Bearer one")).status == 200, "probes do not count"
+    assert (await service.get("/metrics", authorization="Bearer one")).status == 200, (
+        "probes do not count"
+    )
     service.engine.gate.set()
     await asyncio.gather(*held)
     assert (await service.get("/model", authorization="Bearer one")).status == 200

@@ -1,6 +1,8 @@
-"""The first failing check wins: key, path and method, query, room, sizes, form of the body, kind, image.
+"""The first failing check wins: key, path and method, query, room, sizes, form of the body, kind,
+image.
 
-Each fault below spoils a request in one way; every pair of faults must be answered as the earlier one is.
+Each fault below spoils a request in one way; every pair of faults must be answered as the earlier
+one is.
 """
 
 import asyncio
@@ -40,7 +42,11 @@ class Draft:
 
     def body(self) -> bytes:
         head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{self.part_name}"; filename="a"\r\n\r\n'
-        return head.encode() + self.picture + (f"\r\n--{BOUNDARY}--\r\n".encode() if self.complete else b"")
+        return (
+            head.encode()
+            + self.picture
+            + (f"\r\n--{BOUNDARY}--\r\n".encode() if self.complete else b"")
+        )
 
 
 FAULTS: list[tuple[str, str, dict[str, Any]]] = [
@@ -83,7 +89,11 @@ def code_of(service: App, draft: Draft, *, chunked: bool = False) -> str:
         if not chunked:
             headers["content-length"] = str(draft.declared or len(body))
         communicator = service.communicator(
-            draft.method, draft.path, query=draft.query, headers=headers, body=None if chunked else body
+            draft.method,
+            draft.path,
+            query=draft.query,
+            headers=headers,
+            body=None if chunked else body,
         )
         if chunked:
             for start in range(0, len(body), 1000):
@@ -107,14 +117,18 @@ def test_the_request_without_a_fault_is_fine(service: App) -> None:
     assert code_of(service, Draft(), chunked=True) == ""
 
 
-@pytest.mark.parametrize(("_", "code", "fault"), FAULTS, ids=lambda value: str(value) if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("_", "code", "fault"), FAULTS, ids=lambda value: str(value) if isinstance(value, str) else ""
+)
 def test_each_fault_has_its_code(_: str, code: str, fault: dict[str, Any], service: App) -> None:
     assert code_of(service, Draft(**fault)) == code
     if "declared" not in fault:
         assert code_of(service, Draft(**fault), chunked=True) == code
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS, ids=[f"{a[0]}:{a[1]} before {b[0]}:{b[1]}" for a, b in PAIRS])
+@pytest.mark.parametrize(
+    ("first", "second"), PAIRS, ids=[f"{a[0]}:{a[1]} before {b[0]}:{b[1]}" for a, b in PAIRS]
+)
 def test_of_two_faults_the_earlier_check_answers(
     first: tuple[str, str, dict[str, Any]], second: tuple[str, str, dict[str, Any]], service: App
 ) -> None:
@@ -175,10 +189,16 @@ def test_the_table_holds_exactly_the_statuses_and_codes_that_clients_rely_on() -
 
 
 def test_every_error_that_a_request_can_meet_has_its_row() -> None:
-    reachable = subclasses(errors.ServiceError) | subclasses(model_errors.ImageError) | {model_errors.InputError}
+    reachable = (
+        subclasses(errors.ServiceError)
+        | subclasses(model_errors.ImageError)
+        | {model_errors.InputError}
+    )
     reachable -= ONLY_PARENTS | NEVER_ANSWERED
     # Classes that tests of other files made up do not count.
-    reachable = {kind for kind in reachable if kind.__module__ in ("service.errors", "model.errors")}
+    reachable = {
+        kind for kind in reachable if kind.__module__ in ("service.errors", "model.errors")
+    }
     assert reachable == set(TABLE)
 
 
@@ -189,7 +209,9 @@ def test_what_is_not_in_the_table_says_nothing_of_itself() -> None:
     assert problem.headers == {}
 
 
-@pytest.mark.parametrize("kind", [errors.QueueFull, errors.ReceivingFull, errors.EngineUnavailable, errors.Draining])
+@pytest.mark.parametrize(
+    "kind", [errors.QueueFull, errors.ReceivingFull, errors.EngineUnavailable, errors.Draining]
+)
 def test_every_503_says_when_to_try_again(kind: type[Exception]) -> None:
     assert int(problem_of(kind("later")).headers["Retry-After"]) >= 1
 

@@ -1,4 +1,6 @@
-"""What a web page can do to a service that its reader reaches: nothing by a foreign name, and nothing that changes."""
+"""What a web page can do to a service that its reader reaches: nothing by a foreign name, and
+nothing that changes.
+"""
 
 from typing import Any
 
@@ -9,7 +11,15 @@ from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import app, inside
 from tests.service.web.http_communicator import HttpCommunicator
 
-NAMED = ["localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:8000", "[::1]:8000", "192.168.1.7", "localhost."]
+NAMED = [
+    "localhost",
+    "LOCALHOST:8000",
+    "a.localhost",
+    "127.0.0.1:8000",
+    "[::1]:8000",
+    "192.168.1.7",
+    "localhost.",
+]
 FOREIGN = [
     "evil.example",
     "evil.example:8000",
@@ -46,7 +56,9 @@ async def test_on_loopback_local_names_alone_are_served(hosts: list[str], status
         ({"allowed_hosts": "*"}, "evil.example", 200),
     ],
 )
-async def test_the_allowed_hosts_are_served(settings: dict[str, Any], host: str, status: int) -> None:
+async def test_the_allowed_hosts_are_served(
+    settings: dict[str, Any], host: str, status: int
+) -> None:
     assert (await app(**settings).get("/healthz", host=host)).status == status
 
 
@@ -69,7 +81,9 @@ PAGES = [
 
 @on_a_loop
 @pytest.mark.parametrize(("headers", "status"), PAGES)
-async def test_a_page_of_another_origin_changes_nothing(headers: dict[str, str], status: int) -> None:
+async def test_a_page_of_another_origin_changes_nothing(
+    headers: dict[str, str], status: int
+) -> None:
     sent = {"host": "localhost:8000", "content-type": "text/plain", **headers}
     answer = await app(**ALLOWED).request("POST", "/classify", headers=sent, body=png(1))
     assert answer.status == status
@@ -83,7 +97,9 @@ async def test_every_changing_route_refuses_a_page() -> None:
     running = app(teach="taught")
     for route in inside(running).routes:
         for method in sorted(route.methods - {"GET", "HEAD", "OPTIONS"}):
-            answer = await running.request(method, route.path, headers={"sec-fetch-site": "cross-site"})
+            answer = await running.request(
+                method, route.path, headers={"sec-fetch-site": "cross-site"}
+            )
             assert (route.path, answer.status) == (route.path, 403)
 
 
@@ -98,9 +114,15 @@ async def test_a_proxy_that_leaves_out_the_port_is_served() -> None:
 @on_a_loop
 @pytest.mark.parametrize(("proxy", "status"), [("unix:", 200), ("10.0.0.1", 403)])
 async def test_a_unix_socket_has_any_host_and_may_be_trusted(proxy: str, status: int) -> None:
-    headers = {"host": "upstream", "origin": "https://vit.example.org", "x-forwarded-host": "vit.example.org"}
+    headers = {
+        "host": "upstream",
+        "origin": "https://vit.example.org",
+        "x-forwarded-host": "vit.example.org",
+    }
     behind: Any = TrustedProxies(app().asgi, proxy)  # type: ignore[arg-type]  # uvicorn's own types
-    caller = HttpCommunicator(behind, "POST", "/classify", headers=headers | {"content-type": "image/png"}, body=png(1))
+    caller = HttpCommunicator(
+        behind, "POST", "/classify", headers=headers | {"content-type": "image/png"}, body=png(1)
+    )
     caller.scope |= {"server": ("/run/vitserve/http", None), "client": None}
     assert (await caller.run()).status == status
 
@@ -108,7 +130,13 @@ async def test_a_unix_socket_has_any_host_and_may_be_trusted(proxy: str, status:
 @on_a_loop
 @pytest.mark.parametrize(("proxy", "status"), [("127.0.0.1", 200), ("10.0.0.1", 403)])
 async def test_a_trusted_proxy_may_change_the_host(proxy: str, status: int) -> None:
-    headers = {"host": "localhost", "origin": "https://vit.example.org", "x-forwarded-host": "vit.example.org"}
+    headers = {
+        "host": "localhost",
+        "origin": "https://vit.example.org",
+        "x-forwarded-host": "vit.example.org",
+    }
     behind: Any = TrustedProxies(app().asgi, proxy)  # type: ignore[arg-type]  # uvicorn's own types
-    caller = HttpCommunicator(behind, "POST", "/classify", headers=headers | {"content-type": "image/png"}, body=png(1))
+    caller = HttpCommunicator(
+        behind, "POST", "/classify", headers=headers | {"content-type": "image/png"}, body=png(1)
+    )
     assert (await caller.run()).status == status

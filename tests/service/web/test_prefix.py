@@ -1,4 +1,6 @@
-"""A prefix of paths that a proxy cuts off or does not: links carry it, and routes answer with and without it."""
+"""A prefix of paths that a proxy cuts off or does not: links carry it, and routes answer with and
+without it.
+"""
 
 from typing import Any
 
@@ -52,7 +54,9 @@ async def test_a_prefix_hides_no_route_and_no_admin_route() -> None:
     service = app(root_path="/models", admin_key="ADMIN")
     assert (await service.get("/models")).json[0]["default"]
     service = app(root_path="/vit", api_keys="web:KEY", admin_key="ADMIN")
-    answer = await service.request("DELETE", "/vit/models/a", headers={"authorization": "Bearer KEY"})
+    answer = await service.request(
+        "DELETE", "/vit/models/a", headers={"authorization": "Bearer KEY"}
+    )
     assert (answer.status, answer.code) == (403, "forbidden")
 
 

@@ -99,7 +99,9 @@ def test_a_body_that_has_arrived_leaves_no_circle_to_the_collector() -> None:
     [(1, 1.0, False), (1, 1.01, True), (3 * RATE, 1.01, True)],
     ids=["a second behind its rate", "more", "behind a burst"],
 )
-def test_a_body_crawls_when_it_is_a_second_behind_its_rate(sent: int, seconds: float, crawls: bool) -> None:
+def test_a_body_crawls_when_it_is_a_second_behind_its_rate(
+    sent: int, seconds: float, crawls: bool
+) -> None:
     bodies = Bodies(capacity=4 * RATE)
     bodies.arrive("slow", sent)
     bodies.clock.now += seconds
@@ -138,7 +140,9 @@ def test_a_body_that_is_here_gives_way_to_none_and_its_bytes_count_until_it_is_a
 async def test_callers_that_crawl_keep_nobody_out() -> None:
     service = app(queue_size=8)
     headers = {"content-type": "image/png"}
-    crawlers = [service.communicator("POST", "/classify", headers=headers, body=None) for _ in range(12)]
+    crawlers = [
+        service.communicator("POST", "/classify", headers=headers, body=None) for _ in range(12)
+    ]
     for crawler in crawlers:
         crawler.feed(b"\x89")
     running = [crawler.start() for crawler in crawlers]
@@ -151,11 +155,14 @@ async def test_callers_that_crawl_keep_nobody_out() -> None:
 
 
 @on_a_loop
-async def test_a_request_takes_its_place_when_its_body_is_here_and_503_if_others_were_faster() -> None:
+async def test_a_request_takes_its_place_when_its_body_is_here_and_503_if_others_were_faster() -> (
+    None
+):
     service = app(queue_size=1)
     service.engine.gate.clear()
     slow, fast = (
-        service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None) for _ in range(2)
+        service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+        for _ in range(2)
     )
     running = [caller.start() for caller in (slow, fast)]
     await until(lambda: slow.received == fast.received == 1)
@@ -172,10 +179,14 @@ async def test_a_request_takes_its_place_when_its_body_is_here_and_503_if_others
 
 
 @on_a_loop
-async def test_a_batch_that_needs_more_places_than_are_free_is_refused_at_the_file_that_is_too_many() -> None:
+async def test_a_batch_that_needs_more_places_than_are_free_is_refused_at_the_file_that_is_too_many() -> (
+    None
+):
     service = app(queue_size=2)
     whole = form(png(1), png(2), png(3))
-    communicator = service.communicator("POST", "/classify/batch", headers=whole["headers"], body=None)
+    communicator = service.communicator(
+        "POST", "/classify/batch", headers=whole["headers"], body=None
+    )
     communicator.feed(whole["body"][:-30])  # the third file has begun
     running = communicator.start()
     await until(lambda: communicator.answered)
@@ -188,7 +199,9 @@ async def test_a_batch_that_needs_more_places_than_are_free_is_refused_at_the_fi
 async def test_more_bytes_than_all_bodies_may_have_are_503_with_a_time_to_try_again() -> None:
     service = app(queue_size=10)
     budget_of(service).capacity = 500
-    hog = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    hog = service.communicator(
+        "POST", "/classify", headers={"content-type": "image/png"}, body=None
+    )
     hog.feed(bytes(490))
     running = hog.start()
     await until(lambda: hog.received == 2)

@@ -1,4 +1,6 @@
-"""Pictures kept in a real Redis: by two replicas, for their time, within their bytes, and when it is gone."""
+"""Pictures kept in a real Redis: by two replicas, for their time, within their bytes, and when it
+is gone.
+"""
 
 import asyncio
 import shutil
@@ -21,7 +23,9 @@ from tests.service.web.apps import Clock, app, service_in
 
 redis = pytest.importorskip("redis", reason="the package redis is not installed")
 
-pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+pytestmark = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="redis-server is not installed"
+)
 
 
 COST = 20 * 20 * 3 + 44 + 512
@@ -37,10 +41,20 @@ class Redis:
         self.start()
 
     def start(self) -> None:
-        options = {"port": "0", "unixsocket": str(self.socket), "save": "", "dir": str(self.socket.parent)}
-        command = ["redis-server", *(word for name, value in options.items() for word in (f"--{name}", value))]
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "save": "",
+            "dir": str(self.socket.parent),
+        }
+        command = [
+            "redis-server",
+            *(word for name, value in options.items() for word in (f"--{name}", value)),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        client = redis.Redis.from_url(self.url, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.01), 3000))
+        client = redis.Redis.from_url(
+            self.url, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.01), 3000)
+        )
         assert client.ping()
         client.close()
 
@@ -75,9 +89,16 @@ def picture(value: int, side: int = 20) -> ModelInput:
 
 
 @asynccontextmanager
-async def stores(server: Redis, count: int = 2, **changes: Any) -> AsyncIterator[list[RedisImageStore]]:
+async def stores(
+    server: Redis, count: int = 2, **changes: Any
+) -> AsyncIterator[list[RedisImageStore]]:
     """Those of several replicas."""
-    options: dict[str, Any] = {"name": "cats", "ttl": 60, "max_bytes": 1 << 20, "failed": lambda: None} | changes
+    options: dict[str, Any] = {
+        "name": "cats",
+        "ttl": 60,
+        "max_bytes": 1 << 20,
+        "failed": lambda: None,
+    } | changes
     made = [RedisImageStore(server.url, **options) for _ in range(count)]
     try:
         yield made
@@ -159,7 +180,9 @@ async def test_a_picture_is_kept_for_its_time(server: Redis) -> None:
         assert store.usage().pictures == 1
         assert store.usage().evicted == 0
     client = redis.Redis.from_url(server.url)
-    assert all(0 < client.pttl(key) <= 50 for key in client.scan_iter("*order*")), "keys that nobody asks for go too"
+    assert all(0 < client.pttl(key) <= 50 for key in client.scan_iter("*order*")), (
+        "keys that nobody asks for go too"
+    )
     client.close()
 
 
@@ -192,7 +215,11 @@ async def test_when_redis_is_gone_classification_goes_on_without_ids(
         assert answer.status == 200
         assert "id" not in answer.json
         assert service.metric("vit_recent_errors_total") == failures
-    [line] = [message for message in caplog.messages if message.startswith("kept pictures: Redis does not answer: ")]
+    [line] = [
+        message
+        for message in caplog.messages
+        if message.startswith("kept pictures: Redis does not answer: ")
+    ]
     assert server.url.removeprefix("unix://") in line
     assert (await service.get("/attention", f"id={first['id']}")).status == 404
     server.start()
@@ -235,7 +262,9 @@ async def test_what_is_no_picture_of_this_model_is_not_found_and_costs_no_other_
 
 
 @on_a_loop
-async def test_a_redis_that_does_not_answer_costs_a_quarter_of_a_second_once(tmp_path: Path) -> None:
+async def test_a_redis_that_does_not_answer_costs_a_quarter_of_a_second_once(
+    tmp_path: Path,
+) -> None:
     async def listen(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         while await reader.read(1 << 16):
             pass
@@ -252,7 +281,9 @@ async def test_a_redis_that_does_not_answer_costs_a_quarter_of_a_second_once(tmp
 
 
 @on_a_loop
-async def test_one_request_at_a_time_asks_a_frozen_redis(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_request_at_a_time_asks_a_frozen_redis(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Redis(tmp_path)
     clock = Clock()
     failures: list[None] = []

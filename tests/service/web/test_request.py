@@ -1,6 +1,7 @@
 """A request's way: its time, its places, its turns, and what a caller who leaves gives back.
 
-What a request sent is held no more than once, and given back at once, not when the garbage collector comes by.
+What a request sent is held no more than once, and given back at once, not when the garbage
+collector comes by.
 """
 
 import asyncio
@@ -34,7 +35,9 @@ from tests.service.web.grpc.caller import calling, raw
 async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: str) -> None:
     clock = Clock()
     service = app(clock, request_timeout=10)
-    communicator = service.communicator("POST", path, headers={"content-type": "image/png"}, body=None)
+    communicator = service.communicator(
+        "POST", path, headers={"content-type": "image/png"}, body=None
+    )
     running = communicator.start()
     await until(lambda: communicator.received == 1)
     clock.now += 4  # a slow body
@@ -46,7 +49,9 @@ async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: 
 @on_a_loop
 async def test_a_body_that_does_not_arrive_in_time_is_408_and_leaves_nothing_behind() -> None:
     service = app(request_timeout=0.05, queue_size=1)
-    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    communicator = service.communicator(
+        "POST", "/classify", headers={"content-type": "image/png"}, body=None
+    )
     communicator.feed(png(1)[:10])
     running = communicator.start()
     await until(lambda: communicator.answered)
@@ -59,7 +64,9 @@ async def test_a_body_that_does_not_arrive_in_time_is_408_and_leaves_nothing_beh
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/classify", "/attention"])
-async def test_nobody_waits_for_an_engine_that_never_answers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_an_engine_that_never_answers(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(request_module, "LATE_SECONDS", 0.0)
     service = app(request_timeout=0.4)
     service.engine.gate.clear()
@@ -73,7 +80,9 @@ async def test_nobody_waits_for_an_engine_that_never_answers(path: str, monkeypa
 async def test_a_caller_that_goes_away_while_sending_leaves_nothing_behind() -> None:
     service = app(queue_size=1)
     budget_of(service).capacity = 500
-    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=None)
+    communicator = service.communicator(
+        "POST", "/classify", headers={"content-type": "image/png"}, body=None
+    )
     communicator.feed(png(1)[:10])
     running = communicator.start()
     await until(lambda: communicator.received == 2)
@@ -92,7 +101,9 @@ async def test_a_caller_that_goes_away_while_sending_leaves_nothing_behind() -> 
 async def test_a_caller_that_goes_away_while_waiting_takes_its_image_out_of_the_queue() -> None:
     service = app(queue_size=1)
     service.engine.gate.clear()
-    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(1))
+    communicator = service.communicator(
+        "POST", "/classify", headers={"content-type": "image/png"}, body=png(1)
+    )
     running = communicator.start()
     await until(lambda: service.engine.waiting == 1)
     assert service.metric("vit_inflight_requests") == 1
@@ -116,7 +127,9 @@ def gif(red: int) -> bytes:
 
 @on_a_loop
 @pytest.mark.parametrize("picture", [png, gif])
-async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further(picture: Callable[[int], bytes]) -> None:
+async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further(
+    picture: Callable[[int], bytes],
+) -> None:
     service = app()
     service.engine.info = model_info(max_batch=1)
     service_in(service).decoders.processes = 1
@@ -148,7 +161,9 @@ async def test_a_picture_that_was_launched_in_time_may_be_answered_late() -> Non
 async def test_a_picture_of_a_batch_frees_its_place_when_it_is_answered_or_refused() -> None:
     service = app(queue_size=3)
     service.engine.gate.clear()
-    batch = service.communicator("POST", "/classify/batch", **form(b"GIF89a nothing", png(1), b"\xff\xd8\xff nothing"))
+    batch = service.communicator(
+        "POST", "/classify/batch", **form(b"GIF89a nothing", png(1), b"\xff\xd8\xff nothing")
+    )
     running = batch.start()
     await until(lambda: service.engine.waiting == 1 and service_in(service).limiter.in_use == 1)
     others = [asyncio.create_task(service.classify(png(2))) for _ in range(2)]
@@ -180,7 +195,9 @@ async def test_what_waits_in_a_side_lane_holds_no_place() -> None:
     inside = service_in(service)
     lane = inside.lanes.explanations
     turns = [lane.turn("other", 1, Deadline(inside.clock() + PATIENCE)) for _ in range(16)]
-    answer = asyncio.create_task(service.classify(query="method=rollout&format=json", path="/attention"))
+    answer = asyncio.create_task(
+        service.classify(query="method=rollout&format=json", path="/attention")
+    )
     await until(lambda: lane.waiting == 1)
     assert inside.limiter.in_use == 0
     with inside.limiter.permit(), inside.limiter.permit():  # others fill the service meanwhile
@@ -191,16 +208,24 @@ async def test_what_waits_in_a_side_lane_holds_no_place() -> None:
 
 
 @on_a_loop
-@pytest.mark.parametrize(("picture", "waiting"), [(png, 37), (gif, 3)], ids=["threads", "processes"])
-async def test_a_batch_delays_its_own_caller_and_no_others(picture: Callable[[int], bytes], waiting: int) -> None:
+@pytest.mark.parametrize(
+    ("picture", "waiting"), [(png, 37), (gif, 3)], ids=["threads", "processes"]
+)
+async def test_a_batch_delays_its_own_caller_and_no_others(
+    picture: Callable[[int], bytes], waiting: int
+) -> None:
     service = app(queue_size=64)
     service.engine.info = model_info(max_batch=1)
     service_in(service).decoders.processes = 2
     service.engine.gate.clear()
-    batch = service.communicator("POST", "/classify/batch", **form(*(picture(red) for red in range(40))))
+    batch = service.communicator(
+        "POST", "/classify/batch", **form(*(picture(red) for red in range(40)))
+    )
     running = batch.start()
     await until(lambda: service.engine.waiting == 4)
-    other = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(77))
+    other = service.communicator(
+        "POST", "/classify", headers={"content-type": "image/png"}, body=png(77)
+    )
     other.scope["client"] = ("127.0.0.2", 1)
     asked = other.start()
     await until(lambda: service_in(service).lanes.pictures.waiting == waiting)
@@ -216,7 +241,11 @@ async def test_a_batch_delays_its_own_caller_and_no_others(picture: Callable[[in
 @on_a_loop
 @pytest.mark.parametrize(
     ("path", "query"),
-    [("/classify", "attention=relevance"), ("/classify", "labels=cat,dog&attention=relevance"), ("/attention", "")],
+    [
+        ("/classify", "attention=relevance"),
+        ("/classify", "labels=cat,dog&attention=relevance"),
+        ("/attention", ""),
+    ],
 )
 async def test_no_more_than_four_batches_of_maps_wait_in_the_engine(
     path: str, query: str, monkeypatch: pytest.MonkeyPatch
@@ -270,7 +299,8 @@ NO_PICTURE = bytes(5 << 20)
 async def little_stays() -> AsyncIterator[None]:
     """Without the collector, less than a fifth of a picture is held in the end.
 
-    A thread's last references may outlive the answer that it gave by a moment, so this waits for the end.
+    A thread's last references may outlive the answer that it gave by a moment, so this waits for
+    the end.
     """
     gc.collect()
     gc.disable()
@@ -294,7 +324,12 @@ def classify_batch() -> dict[str, Any]:
 
 def infer(file: bytes = NO_PICTURE) -> dict[str, Any]:
     data = struct.pack("<I", len(file)) + file
-    tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": len(data)}}
+    tensor = {
+        "name": "image",
+        "datatype": "BYTES",
+        "shape": [1],
+        "parameters": {"binary_data_size": len(data)},
+    }
     header = json.dumps({"inputs": [tensor]}).encode()
     headers = {"inference-header-content-length": str(len(header))}
     return {"path": "/v2/models/fake/infer", "headers": headers, "body": header + data}
@@ -326,7 +361,12 @@ def picture() -> bytes:
 
 
 def infer_json(file: bytes) -> dict[str, Any]:
-    tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "data": [base64.b64encode(file).decode()]}
+    tensor = {
+        "name": "image",
+        "datatype": "BYTES",
+        "shape": [1],
+        "data": [base64.b64encode(file).decode()],
+    }
     return {"path": "/v2/models/fake/infer", "body": json.dumps({"inputs": [tensor]}).encode()}
 
 
@@ -341,7 +381,9 @@ def traced() -> Iterator[None]:
 
 
 async def hold_no_more_than_counted(service: App, count: int) -> None:
-    """At the engine, requests hold the memory that is counted for them, and a little for what they are."""
+    """At the engine, requests hold the memory that is counted for them, and a little for what they
+    are.
+    """
     await until(lambda: service.engine.waiting == count)
     gc.collect()
     assert tracemalloc.get_traced_memory()[0] < budget_of(service).in_use + (1 << 20)
@@ -349,7 +391,9 @@ async def hold_no_more_than_counted(service: App, count: int) -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("request_of", [infer_json, infer])
-async def test_what_inference_over_http_holds_is_counted(request_of: Callable[[bytes], dict[str, Any]]) -> None:
+async def test_what_inference_over_http_holds_is_counted(
+    request_of: Callable[[bytes], dict[str, Any]],
+) -> None:
     service, request = app(), request_of(picture())
     assert (await service.request("POST", **request)).status == 200  # whatever is made once
     service.engine.gate.clear()

@@ -19,15 +19,24 @@ from tests.service.fakes import PATIENCE, FakePredictor, model_info, png
 
 
 @pytest.fixture
-def hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO, "vitserve")
     return caplog
 
 
 def test_the_hint_can_be_pasted_and_shows_no_key(hint: pytest.LogCaptureFixture) -> None:
-    log_address(load_settings({"api_keys": "web:secret", "host": "::1", "grpc_port": 9001}), 9000, path="/embed")
-    assert """curl -H "Authorization: Bearer $VIT_API_KEY" -F file=@photo.jpg 'http://[::1]:9000/embed'""" in hint.text
+    log_address(
+        load_settings({"api_keys": "web:secret", "host": "::1", "grpc_port": 9001}),
+        9000,
+        path="/embed",
+    )
+    assert (
+        """curl -H "Authorization: Bearer $VIT_API_KEY" -F file=@photo.jpg 'http://[::1]:9000/embed'"""
+        in hint.text
+    )
     assert "gRPC: [::1]:9001" in hint.text
     assert "secret" not in hint.text
     Path("examples").mkdir()
@@ -43,7 +52,10 @@ def test_the_hint_can_be_pasted_and_shows_no_key(hint: pytest.LogCaptureFixture)
         ("2001:db8::7", "[2001:db8::7]:8000"),
         ("localhost", "localhost:8000"),
         ("::", "127.0.0.1:8000 here, port 8000 for others"),
-        ("0.0.0.0", "127.0.0.1:8000 here, port 8000 for others"),  # in a container, too, whatever is published of it
+        (
+            "0.0.0.0",
+            "127.0.0.1:8000 here, port 8000 for others",
+        ),  # in a container, too, whatever is published of it
     ],
 )
 def test_the_hint_names_an_address_that_a_browser_can_open(
@@ -56,11 +68,23 @@ def test_the_hint_names_an_address_that_a_browser_can_open(
 @pytest.mark.parametrize(
     ("host", "lines"),
     [
-        ("127.0.0.1,10.0.0.7,unix:/run/a", ["ready: http://127.0.0.1:8000, http://10.0.0.7:8000, unix:/run/a (API: "]),
-        ("unix:/run/a", ["ready: unix:/run/a (API: ", "curl --unix-socket /run/a -F", "'http://localhost/classify'"]),
+        (
+            "127.0.0.1,10.0.0.7,unix:/run/a",
+            ["ready: http://127.0.0.1:8000, http://10.0.0.7:8000, unix:/run/a (API: "],
+        ),
+        (
+            "unix:/run/a",
+            [
+                "ready: unix:/run/a (API: ",
+                "curl --unix-socket /run/a -F",
+                "'http://localhost/classify'",
+            ],
+        ),
     ],
 )
-def test_the_hint_names_every_host_and_socket(host: str, lines: list[str], hint: pytest.LogCaptureFixture) -> None:
+def test_the_hint_names_every_host_and_socket(
+    host: str, lines: list[str], hint: pytest.LogCaptureFixture
+) -> None:
     log_address(load_settings({"host": host}), 8000)
     assert [line for line in lines if line not in hint.text] == []
 
@@ -75,7 +99,9 @@ def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with
 
     def ask() -> httpx.Response:
         until(lambda: "ready:" in caplog.text)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE, verify=False) as own:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE, verify=False
+        ) as own:
             assert own.get("/readyz").status_code == 200
             return own.post("/classify", content=png(1))
 
@@ -87,7 +113,9 @@ def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with
     predictor.gate.set()
     assert refused.status_code == 503
     assert refused.json()["detail"] == "a batch computed for more than 0.2 s: the device hangs"
-    assert [record.levelname for record in caplog.records if record.levelno >= logging.ERROR] == ["CRITICAL"]
+    assert [record.levelname for record in caplog.records if record.levelno >= logging.ERROR] == [
+        "CRITICAL"
+    ]
 
 
 def test_it_can_be_stopped_while_it_loads(hint: pytest.LogCaptureFixture) -> None:
@@ -104,17 +132,22 @@ def test_it_can_be_stopped_while_it_loads(hint: pytest.LogCaptureFixture) -> Non
 
 
 BARE = model_info(labels=())
-TEXTS = model_info(labels=(), zero_shot=ZeroShot(scale=1.0, bias=0.0, independent=False, templates=("{}",)))
+TEXTS = model_info(
+    labels=(), zero_shot=ZeroShot(scale=1.0, bias=0.0, independent=False, templates=("{}",))
+)
 
 
 @pytest.mark.parametrize(
-    ("info", "path"), [(model_info(), "classify"), (BARE, "embed"), (TEXTS, "classify?labels=cat,dog")]
+    ("info", "path"),
+    [(model_info(), "classify"), (BARE, "embed"), (TEXTS, "classify?labels=cat,dog")],
 )
 def test_a_model_is_announced_once_and_each_next_one_logged_and_sigterm_ends_the_service_with_0(
     info: ModelInfo, path: str, hint: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
-    process = SingleProcess(load_settings({"port": port, "drain_delay": 0}), lambda _: (FakePredictor(), info))
+    process = SingleProcess(
+        load_settings({"port": port, "drain_delay": 0}), lambda _: (FakePredictor(), info)
+    )
 
     def follow() -> None:
         until(lambda: "ready:" in hint.text)

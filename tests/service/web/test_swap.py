@@ -52,7 +52,9 @@ async def test_a_picture_that_was_prepared_for_the_old_model_is_answered_by_it_a
 
 
 @on_a_loop
-async def test_a_request_whose_body_comes_after_the_swap_belongs_to_the_model_at_its_head(service: App) -> None:
+async def test_a_request_whose_body_comes_after_the_swap_belongs_to_the_model_at_its_head(
+    service: App,
+) -> None:
     slow = service.communicator("POST", "/classify", body=None)
     asked = slow.start()
     await until(lambda: service_in(service).models.default.current.requests == 1)
@@ -75,7 +77,9 @@ async def test_requests_that_end_otherwise_let_go_of_their_model_too(service: Ap
 
 
 @on_a_loop
-async def test_kept_pictures_of_another_input_size_are_unknown_and_others_are_not(service: App) -> None:
+async def test_kept_pictures_of_another_input_size_are_unknown_and_others_are_not(
+    service: App,
+) -> None:
     image_id = await kept(service)
     for engine, status in ((service.engine, 200), (other_model(), 404), (FakeEngine(), 200)):
         swap(service, engine)

@@ -44,7 +44,19 @@ from tests.service.web.uploads import (
 # Contents made of what is likely to be taken for a boundary.
 CONTENTS = st.lists(
     st.sampled_from(
-        [b"\r", b"\n", b"\r\n", b"-", b"--", b"xYz", b"--xYz", b"\r\n--xY", b"\r\n--", b"\x00\xff", b"pix"]
+        [
+            b"\r",
+            b"\n",
+            b"\r\n",
+            b"-",
+            b"--",
+            b"xYz",
+            b"--xYz",
+            b"\r\n--xY",
+            b"\r\n--",
+            b"\x00\xff",
+            b"pix",
+        ]
     ),
     max_size=12,
 ).map(b"".join)
@@ -57,7 +69,12 @@ def is_content(content: bytes) -> bool:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["file", "file", "top_k", "labels"]), CONTENTS.filter(is_content)), max_size=6),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["file", "file", "top_k", "labels"]), CONTENTS.filter(is_content)
+        ),
+        max_size=6,
+    ),
     CUTS,
 )
 def test_the_files_arrive_whole_and_in_order_however_the_body_is_cut(
@@ -76,7 +93,9 @@ def test_the_files_arrive_whole_and_in_order_however_the_body_is_cut(
     assert len(further) == len(files) - 1
 
 
-def outcome(chunks: Sequence[bytes], content_type: str = MULTIPART) -> list[object] | type[ServiceError]:
+def outcome(
+    chunks: Sequence[bytes], content_type: str = MULTIPART
+) -> list[object] | type[ServiceError]:
     try:
         return read(chunks, content_type)
     except ServiceError as error:
@@ -119,7 +138,9 @@ def test_a_raw_body_is_the_picture(body: bytes, cuts: list[int]) -> None:
     "content_type", [None, "", "image/png", "text/plain", MULTIPART, "multipart/form-data", "junk"]
 )
 @pytest.mark.parametrize("headers", [{}, {"content_length": "0"}])
-def test_an_empty_body_holds_no_image_whatever_its_type(content_type: str | None, headers: dict[str, Any]) -> None:
+def test_an_empty_body_holds_no_image_whatever_its_type(
+    content_type: str | None, headers: dict[str, Any]
+) -> None:
     with pytest.raises(MissingImage, match=r"^the body is empty: send a picture: curl -F"):
         read(b"", content_type, **headers)
 
@@ -160,7 +181,9 @@ def test_others_have_the_interpreter_between_pieces_of_a_picture_in_json(
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
     picture = bytes(range(256)) * 4
-    assert read(JSON_WRITERS[writer](base64.b64encode(picture).decode()), "application/json") == [picture]
+    assert read(JSON_WRITERS[writer](base64.b64encode(picture).decode()), "application/json") == [
+        picture
+    ]
     assert len(pauses) > 40
 
 
@@ -187,7 +210,9 @@ def test_any_other_json_is_refused_with_the_right_call(body: bytes, cuts: list[i
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["A", "AA=A", "AAA=AAAA", "AA A", "data:image/png,AAAA", "https://x/y.jpg"])
+@pytest.mark.parametrize(
+    "text", ["A", "AA=A", "AAA=AAAA", "AA A", "data:image/png,AAAA", "https://x/y.jpg"]
+)
 def test_what_is_not_base64_is_malformed(text: str) -> None:
     with pytest.raises(MalformedRequest, match="no URL is fetched"):
         read(b'{"image": "%b"}' % text.encode(), "application/json")
@@ -210,10 +235,14 @@ def test_what_curl_leaves_of_a_picture_is_refused_with_the_right_call(picture: b
     """`curl -d @FILE` takes line breaks and NULs away (man curl, --data), and declares a form."""
     stripped = picture.translate(None, b"\r\n\0")
     form_type = "application/x-www-form-urlencoded"
-    with pytest.raises(UnsupportedMediaType, match=r"^curl -d .* curl --data-binary @photo\.jpg URL$"):
+    with pytest.raises(
+        UnsupportedMediaType, match=r"^curl -d .* curl --data-binary @photo\.jpg URL$"
+    ):
         read([stripped[:40], stripped[40:]], form_type)
     assert read(picture, form_type) == [picture]
-    assert read(stripped, "image/jpeg") == [stripped]  # whatever was sent, this was not by `curl -d`
+    assert read(stripped, "image/jpeg") == [
+        stripped
+    ]  # whatever was sent, this was not by `curl -d`
 
 
 def test_an_encoded_body_is_refused() -> None:
@@ -262,7 +291,10 @@ def test_broken_multipart_is_malformed(broken: bytes) -> None:
         read(broken, limits=UploadLimits(file_bytes=1_000_000, body_bytes=1_000_000, files=8))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["top_k", "labels"]), st.text(max_size=20)), max_size=6), CUTS)
+@given(
+    st.lists(st.tuples(st.sampled_from(["top_k", "labels"]), st.text(max_size=20)), max_size=6),
+    CUTS,
+)
 def test_other_fields_are_parameters(fields: list[tuple[str, str]], cuts: list[int]) -> None:
     texts = [(name, text) for name, text in fields if is_content(text.encode())]
     body = form(*(part(text.encode(), name) for name, text in texts), part(b"x"))
@@ -278,10 +310,16 @@ def test_other_fields_are_parameters(fields: list[tuple[str, str]], cuts: list[i
     ("parts", "message"),
     [
         ([part(b"x", "image")], r"unknown form field 'image'; the picture is the field 'file'"),
-        ([part(b"x"), part(b"3", "topk")], r"unknown form field 'topk'.*; parameters: top_k, labels"),
+        (
+            [part(b"x"), part(b"3", "topk")],
+            r"unknown form field 'topk'.*; parameters: top_k, labels",
+        ),
         ([part(b"x"), part(b"\xff", "labels")], "labels: expected text in UTF-8"),
         ([part(b"x"), *[part(b"", "labels")] * 65], "more than 64 fields"),
-        ([part(b"x"), part(b"l" * (1 << 18), "labels"), part(b"m", "labels")], "more than 262144 bytes"),
+        (
+            [part(b"x"), part(b"l" * (1 << 18), "labels"), part(b"m", "labels")],
+            "more than 262144 bytes",
+        ),
     ],
 )
 def test_a_field_without_an_effect_is_refused(parts: list[bytes], message: str) -> None:
@@ -306,11 +344,15 @@ def test_a_form_without_a_file_says_which_field_it_wants() -> None:
         lambda text: b"data:image/png;base64," + text,
         lambda text: b"DATA:Image/PNG;charset=utf-8;BASE64," + text,
         lambda text: quote(b"data:image/png;base64," + text).encode(),
-        lambda text: b"\r\n".join(text[start : start + 76] for start in range(0, len(text), 76)) + b"\n",
+        lambda text: (
+            b"\r\n".join(text[start : start + 76] for start in range(0, len(text), 76)) + b"\n"
+        ),
     ],
     ids=["bare", "data URI", "capitals", "percent-encoded", "lines"],
 )
-def test_a_picture_may_be_text(write: Callable[[bytes], bytes], wrap: Callable[[bytes], bytes]) -> None:
+def test_a_picture_may_be_text(
+    write: Callable[[bytes], bytes], wrap: Callable[[bytes], bytes]
+) -> None:
     picture = png(7)
     text = bytearray(wrap(write(picture)))
     assert is_text(text)
@@ -368,7 +410,9 @@ def test_parameters_of_a_header_are_few_as_parsing_them_takes_quadratic_time() -
 def test_a_declared_length_beyond_the_limit_is_refused_before_a_byte_is_read() -> None:
     for kind in ("image/png", MULTIPART, "application/json", "multipart/form-data"):
         channel = Channel([b"x"])
-        with pytest.raises(UploadTooLarge, match=r"100001 bytes.*\(VIT_MAX_(UPLOAD|REQUEST)_BYTES\)"):
+        with pytest.raises(
+            UploadTooLarge, match=r"100001 bytes.*\(VIT_MAX_(UPLOAD|REQUEST)_BYTES\)"
+        ):
             read(channel, kind, content_length="100001")
         assert channel.received == 0
 
@@ -384,13 +428,17 @@ def test_a_declared_length_within_the_limit_lets_form_errors_through_at_once() -
     assert channel.received == 1
 
 
-@pytest.mark.parametrize("content_type", ["image/png", MULTIPART, "application/json", "multipart/form-data", None])
+@pytest.mark.parametrize(
+    "content_type", ["image/png", MULTIPART, "application/json", "multipart/form-data", None]
+)
 def test_a_body_of_unknown_length_is_refused_when_the_limit_is_passed_and_its_size_goes_before_its_form(
     content_type: str | None,
 ) -> None:
     channel = Channel([b"junk" * 250] * 1000)
     with pytest.raises(UploadTooLarge):
-        read(channel, content_type, limits=UploadLimits(file_bytes=5_000, body_bytes=5_000, files=1))
+        read(
+            channel, content_type, limits=UploadLimits(file_bytes=5_000, body_bytes=5_000, files=1)
+        )
     assert channel.received == 6
 
 

@@ -45,7 +45,9 @@ async def at_once(work: Callable[[], bytearray], size: int) -> bytearray:
     return work()
 
 
-def read(chunks: bytes | Sequence[bytes] | Channel, content_type: str | None = MULTIPART, **options: Any) -> list[Any]:
+def read(
+    chunks: bytes | Sequence[bytes] | Channel, content_type: str | None = MULTIPART, **options: Any
+) -> list[Any]:
     """The files of a body; see `upload_of`."""
     return list(upload_of(chunks, content_type, **options).files)
 
@@ -63,7 +65,9 @@ def upload_of(
     given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     if content_type is not None:
         given_headers["content-type"] = content_type
-    upload: Upload = finish(read_files(Headers(given_headers), channel, limits, on_further, at_once))
+    upload: Upload = finish(
+        read_files(Headers(given_headers), channel, limits, on_further, at_once)
+    )
     return upload
 
 

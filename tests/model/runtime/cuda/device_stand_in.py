@@ -1,7 +1,7 @@
 """A device for the batch launcher that every machine has.
 
-It does at once, in the order of the calls, what a GPU does later, writes down what would have waited for what, and
-punishes mistakes as a GPU does.
+It does at once, in the order of the calls, what a GPU does later, writes down what would have
+waited for what, and punishes mistakes as a GPU does.
 
 * What is downloaded is poison until the event after it has been waited for.
 * Inside a capture, whatever makes the host wait for the device raises, and so does making streams, events and pinned
@@ -27,8 +27,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 POISON = 0x5A
 
 _aten = torch.ops.aten
-_WAITING = {_aten.item, _aten._local_scalar_dense, _aten.nonzero, _aten.equal, _aten.is_nonzero, _aten.masked_select}
-_PRODUCTS = {_aten.linear, _aten.matmul, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._scaled_mm}
+_WAITING = {
+    _aten.item,
+    _aten._local_scalar_dense,
+    _aten.nonzero,
+    _aten.equal,
+    _aten.is_nonzero,
+    _aten.masked_select,
+}
+_PRODUCTS = {
+    _aten.linear,
+    _aten.matmul,
+    _aten.mm,
+    _aten.addmm,
+    _aten.bmm,
+    _aten.baddbmm,
+    _aten._scaled_mm,
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,9 @@ class StandInStream:
 
 
 class StandInEvent:
-    """Writes down what happens to it; what was downloaded before it is there once it has been waited for."""
+    """Writes down what happens to it; what was downloaded before it is there once it has been
+    waited for.
+    """
 
     def __init__(self, ops: StandInOps) -> None:
         self._ops = ops
@@ -76,7 +93,8 @@ class StandInOps:
         settled: how often the device was waited for.
         fail_capture: what the first operator in a capture raises.
         spoil_capture: whether captured graphs do nothing.
-        largest_allocation: bytes of one tensor on the launcher's stream, beyond which memory runs out.
+        largest_allocation: bytes of one tensor on the launcher's stream, beyond which memory runs
+        out.
         dead: why every operation fails; None while the device lives.
         before_synchronize: called by who waits for an event.
         strict: whether operators are watched, which torch.compile does not bear.
@@ -112,7 +130,9 @@ class StandInOps:
 
     def refuse_in_capture(self, what: str) -> None:
         if self.capturing:
-            raise torch.AcceleratorError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+            raise torch.AcceleratorError(
+                f"CUDA error: operation not permitted when stream is capturing: {what}"
+            )
 
     def stream(self) -> StandInStream:
         self.refuse_in_capture("a stream is made")
@@ -146,7 +166,8 @@ class StandInOps:
         self._downloaded_on.add(self._current.stream)
         host = torch.empty_like(tensor)
         host.view(torch.uint8).fill_(POISON)
-        # A thread's own: on which stream it was is of no account, as a thread is on one after another.
+        # A thread's own: on which stream it was is of no account, as a thread is on one after
+        # another.
         self._current.downloads = [*self.take_downloads(), (host, tensor.clone())]
         return host
 
@@ -160,7 +181,9 @@ class StandInOps:
         self.need_life()
         if self._broken:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
-        assert stream not in self._downloaded_on, "memory that is freed would record an event in the graph"
+        assert stream not in self._downloaded_on, (
+            "memory that is freed would record an event in the graph"
+        )
         assert self._current.stream == stream, "the work goes to another stream"
         assert stream not in self.workspaces, "the graph holds a workspace that others free"
         self._capturing_thread = threading.get_ident()
@@ -205,6 +228,12 @@ class _Watch(TorchDispatchMode):
         if packet in _PRODUCTS and not ops.capturing:
             ops.workspaces.add(getattr(ops._current, "stream", None))
         found = func(*args, **(kwargs or {}))
-        if ops.largest_allocation is not None and isinstance(found, Tensor) and found.nbytes > ops.largest_allocation:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+        if (
+            ops.largest_allocation is not None
+            and isinstance(found, Tensor)
+            and found.nbytes > ops.largest_allocation
+        ):
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines"
+            )
         return found

@@ -1,7 +1,8 @@
-"""A device that computes nothing: torch knows every kernel's shapes and dtypes on the device `meta`.
+"""A device that computes nothing: torch knows every kernel's shapes and dtypes on the device
+`meta`.
 
-`captured` holds what a CUDA graph must hold to: tensors of the device alone, no answer that the host waits for, no
-float64, and matrix products in the model's own dtype.
+`captured` holds what a CUDA graph must hold to: tensors of the device alone, no answer that the
+host waits for, no float64, and matrix products in the model's own dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,14 @@ from tests.model.runtime.cuda.device_stand_in import StandInOps
 
 META: Final = torch.device("meta")
 
-_HOST_WAITS: Final = {"_local_scalar_dense", "masked_select", "equal", "is_nonzero", "nonzero", "item"}
+_HOST_WAITS: Final = {
+    "_local_scalar_dense",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "nonzero",
+    "item",
+}
 _PRODUCTS: Final = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 
 
@@ -29,7 +37,8 @@ class NotCapturable(AssertionError):
 
 @contextmanager
 def captured(dtype: torch.dtype, *, float_products: bool = False) -> Iterator[list[str]]:
-    """Refuse what a CUDA graph of a model of this dtype must not do; gives the names of the kernels that ran.
+    """Refuse what a CUDA graph of a model of this dtype must not do; gives the names of the kernels
+    that ran.
 
     Args:
         float_products: whether products in float32 are allowed, too, as gradients are computed.
@@ -38,15 +47,25 @@ def captured(dtype: torch.dtype, *, float_products: bool = False) -> Iterator[li
         NotCapturable: at the call at fault.
     """
     kernels: list[str] = []
-    with torch.no_grad(), _OnDevice(), _Capture({dtype, torch.float32} if float_products else {dtype}, kernels):
+    with (
+        torch.no_grad(),
+        _OnDevice(),
+        _Capture({dtype, torch.float32} if float_products else {dtype}, kernels),
+    ):
         yield kernels
 
 
 class _OnDevice(TorchFunctionMode):
-    """Computes attention in one step, as CUDA's kernels do, which torch spells out elsewhere; notices uploads."""
+    """Computes attention in one step, as CUDA's kernels do, which torch spells out elsewhere;
+    notices uploads.
+    """
 
     def __torch_function__(
-        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function is F.scaled_dot_product_attention:
             return args[0] + args[1][..., :1, :] + args[2][..., :1, :]  # of one dtype on one device
@@ -61,17 +80,25 @@ class _Capture(TorchDispatchMode):
         self._allowed, self._kernels = allowed, kernels
 
     def __torch_dispatch__(
-        self, kernel: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        kernel: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = kernel.overloadpacket.__name__
-        masks = [t for t in tree_leaves(args[1:]) if isinstance(t, Tensor) and t.dtype == torch.bool]
+        masks = [
+            t for t in tree_leaves(args[1:]) if isinstance(t, Tensor) and t.dtype == torch.bool
+        ]
         waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(kernel.tags)
         if (waits and (name != "index" or masks)) or name in _HOST_WAITS:
             raise NotCapturable(f"{kernel}: the host waits for what the device computes")
         self._check(kernel, (args, kwargs))
         found = {t.dtype for t in _tensors(args)}
         if name in _PRODUCTS and not (len(found) == 1 and found <= self._allowed):
-            raise NotCapturable(f"{kernel}: a product of {_words(found)} in a model of {_words(self._allowed)}")
+            raise NotCapturable(
+                f"{kernel}: a product of {_words(found)} in a model of {_words(self._allowed)}"
+            )
         try:
             result = kernel(*args, **(kwargs or {}))
         except NotImplementedError as error:

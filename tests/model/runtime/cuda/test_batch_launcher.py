@@ -24,7 +24,8 @@ FAULTY = 255
 
 
 class Sums:
-    """Answers each image with the sum of its bytes, plus 1000 for each layer asked for; fails on `FAULTY`.
+    """Answers each image with the sum of its bytes, plus 1000 for each layer asked for; fails on
+    `FAULTY`.
 
     Its logits are half of that, and the number of images.
     """
@@ -44,7 +45,9 @@ class Sums:
             self.sizes.append(len(pixels))
             sums = pixels.flatten(1).int().sum(dim=1, keepdim=True, dtype=torch.int32)
             scores = (sums + 1000 * len(request.layers)).expand(-1, request.top_k).contiguous()
-            logits = torch.cat((scores[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1)
+            logits = torch.cat(
+                (scores[:, :1] / 2, torch.full((len(pixels), 1), len(pixels))), dim=1
+            )
             return {"scores": scores, "logits": logits}
         finally:
             self._inside.release()
@@ -63,7 +66,9 @@ def watchless() -> StandInOps:
     return StandInOps(strict=False)
 
 
-def launcher(ops: StandInOps, compute: Sums, *, max_batch: int = 4, slots: int = 2) -> BatchLauncher:
+def launcher(
+    ops: StandInOps, compute: Sums, *, max_batch: int = 4, slots: int = 2
+) -> BatchLauncher:
     return BatchLauncher(ops, compute, shape=SHAPE, max_batch=max_batch, slots=slots)
 
 
@@ -103,10 +108,12 @@ def test_what_was_not_captured_is_computed_all_the_same() -> None:
     subject = launcher(ops, compute)
     subject.capture(compute, (4,), (BatchRequest(3),))
     before = ops.replays
-    assert subject.run(images(1), BatchRequest(3), size=2)["scores"][:, 0].tolist() == [6]  # another size
-    assert subject.run(images(1), BatchRequest(3, layers=(0, 7)), size=4)["scores"][:, 0].tolist() == [
-        2006
-    ]  # other layers
+    assert subject.run(images(1), BatchRequest(3), size=2)["scores"][:, 0].tolist() == [
+        6
+    ]  # another size
+    assert subject.run(images(1), BatchRequest(3, layers=(0, 7)), size=4)["scores"][
+        :, 0
+    ].tolist() == [2006]  # other layers
     wide = subject.run(images(1), BatchRequest(4, logits=True), size=4)  # more classes
     assert (wide["scores"].shape, wide["logits"].tolist()) == ((1, 4), [[3, 4]])
     assert ops.replays == before
@@ -124,7 +131,9 @@ def test_after_a_fault_the_device_is_waited_for_and_the_slot_is_used_again() -> 
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time(captured: bool) -> None:
+def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time(
+    captured: bool,
+) -> None:
     ops, compute = watchless(), Sums()
     subject = launcher(ops, compute, slots=2)
     if captured:
@@ -139,7 +148,9 @@ def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time
     with ThreadPoolExecutor(5) as pool:
         answers = list(pool.map(ask, range(200)))
 
-    assert answers == [[6 * (value % 7 + row) for row in range(1 + value % 4)] for value in range(200)]
+    assert answers == [
+        [6 * (value % 7 + row) for row in range(1 + value % 4)] for value in range(200)
+    ]
     assert compute.at_once == 0
 
 
@@ -183,7 +194,9 @@ def test_graphs_are_captured_on_a_stream_of_their_own_once_the_batch_before_is_d
         return computed(torch.zeros(len(pixels), 2 * request.top_k + 1, dtype=torch.int32))
 
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
-    subject.run(images(1), BatchRequest(), size=1)  # the stand-in refuses to capture where this was downloaded
+    subject.run(
+        images(1), BatchRequest(), size=1
+    )  # the stand-in refuses to capture where this was downloaded
     settled = ops.settled
     subject.capture(compute, (1, 2), (BatchRequest(),))
     assert ops.settled == settled + 5, "before and after each capture, and before the next batch"
@@ -199,7 +212,9 @@ def test_a_batch_may_be_computed_beside_its_graph() -> None:
         outputs = compute(pixels, request)
         return outputs | {"scores": 2 * outputs["scores"]}
 
-    assert subject.run(images(1), BatchRequest(3), size=2, compute=doubled)["scores"][:, 0].tolist() == [12]
+    assert subject.run(images(1), BatchRequest(3), size=2, compute=doubled)["scores"][
+        :, 0
+    ].tolist() == [12]
     assert ops.replays == before
     subject.forget_graphs()
     assert subject.run(images(1), BatchRequest(3), size=2)["scores"][:, 0].tolist() == [6]
@@ -224,7 +239,9 @@ class PooledStream:
 @pytest.fixture
 def pool_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = defaultdict[int, Iterator[int]](lambda: itertools.cycle(range(32)))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _, priority=0: PooledStream((priority, next(turns[priority]))))
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda _, priority=0: PooledStream((priority, next(turns[priority])))
+    )
 
 
 class PooledOps(StandInOps):
@@ -264,7 +281,9 @@ def test_no_capture_is_on_a_stream_of_a_loaded_model() -> None:
         of_others = [ops for ops, _ in live]
         live.append(loaded())
         captures = live[-1][0].of_captures[0]
-        assert all(captures not in ops.of_batches and captures not in ops.of_captures for ops in of_others)
+        assert all(
+            captures not in ops.of_batches and captures not in ops.of_captures for ops in of_others
+        )
         del live[1:-2]  # the first model stays
 
 
@@ -279,7 +298,9 @@ def test_the_33rd_model_with_graphs_is_refused_them() -> None:
 
 @pytest.mark.usefixtures("torch_without_a_gpu")
 def test_attention_is_never_cudnn() -> None:
-    """Its switch is of the whole process: turned on for a capture, it was on for every batch beside it."""
+    """Its switch is of the whole process: turned on for a capture, it was on for every batch beside
+    it.
+    """
     torch.backends.cuda.enable_cudnn_sdp(True)
     CudaOps(torch.device("cuda", 0))
     assert not torch.backends.cuda.cudnn_sdp_enabled()

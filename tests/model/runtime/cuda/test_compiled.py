@@ -1,4 +1,6 @@
-"""Compiling before the first answer: a stand-in for a GPU, and torch's compiler without its generator of kernels."""
+"""Compiling before the first answer: a stand-in for a GPU, and torch's compiler without its
+generator of kernels.
+"""
 
 import re
 import shutil
@@ -41,14 +43,22 @@ def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What dynamo traces is run without kernels of its own, which take a C++ compiler and minutes."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: torch._dynamo.optimize("eager")(function))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: torch._dynamo.optimize("eager")(function)
+    )
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def warm(ops: StandInOps, checkpoint: Checkpoint | None = None, **options: Any) -> Predictor:
-    options |= {"device": "cpu", "backend": "torch", "dtype": "float32", "compile_mode": "on", "max_batch": 4}
+    options |= {
+        "device": "cpu",
+        "backend": "torch",
+        "dtype": "float32",
+        "compile_mode": "on",
+        "max_batch": 4,
+    }
     predictor = Predictor(checkpoint or make_checkpoint(), streams=2, ops=ops, **options)
     predictor.warm_up()
     return predictor
@@ -73,14 +83,21 @@ def test_a_service_is_ready_with_graphs_of_the_compiled_model_and_captures_once(
     assert threading.active_count() == threads
     replays = ops.replays
     for count in (1, 3):
-        same(predict(predictor, make_images(count), top_k=5), predict(plain(), make_images(count), top_k=5))
+        same(
+            predict(predictor, make_images(count), top_k=5),
+            predict(plain(), make_images(count), top_k=5),
+        )
     assert ops.replays == replays + 2
 
 
 @pytest.mark.usefixtures("tracer")
 @pytest.mark.parametrize("graphs", [True, False])
-def test_nothing_is_compiled_after_the_compiler_has_run(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in a capture nor by a request: the compiler has seen tensors of the kind that requests bring."""
+def test_nothing_is_compiled_after_the_compiler_has_run(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in a capture nor by a request: the compiler has seen tensors of the kind that
+    requests bring.
+    """
     seen: list[int] = []
     exercise = cuda.Cuda._take_compiled
 
@@ -101,7 +118,9 @@ KINDS = {"mlp": "swiglu", "qk_norm": True, "layer_scale": True}
 
 @pytest.mark.usefixtures("tracer")
 def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo compiles a function eight times by default, and then runs it uncompiled without a word."""
+    """Dynamo compiles a function eight times by default, and then runs it uncompiled without a
+    word.
+    """
     for name, value in KINDS.items():
         before = traced()
         config = make_checkpoint().vit.model_copy(update={name: value})
@@ -119,9 +138,15 @@ def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize(("name", "factor"), [("logits", 1.2), ("attention", 1.2), ("relevance", -1.0)])
+@pytest.mark.parametrize(
+    ("name", "factor"), [("logits", 1.2), ("attention", 1.2), ("relevance", -1.0)]
+)
 def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
-    name: str, factor: float, graphs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    factor: float,
+    graphs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def wrong(*arguments: Any, **options: Any) -> Network:
         network = compiled_network(*arguments, **options)
@@ -129,7 +154,11 @@ def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
         def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
             outputs = network(pixels, request)
             tensor = getattr(outputs, name)
-            return outputs if tensor is None or len(pixels) != 4 else outputs._replace(**{name: factor * tensor})
+            return (
+                outputs
+                if tensor is None or len(pixels) != 4
+                else outputs._replace(**{name: factor * tensor})
+            )
 
         return run
 
@@ -171,14 +200,22 @@ class SlowCompiler:
 
 def serving(ops: StandInOps) -> Predictor:
     """Return a predictor that is ready and not compiled yet."""
-    options: Any = {"device": "cpu", "dtype": "float32", "compile_mode": "on", "max_batch": 4, "streams": 2}
+    options: Any = {
+        "device": "cpu",
+        "dtype": "float32",
+        "compile_mode": "on",
+        "max_batch": 4,
+        "streams": 2,
+    }
     predictor = Predictor(make_checkpoint(), ops=ops, **options)
     predictor.warm_up(compile_later=True)
     return predictor
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
-def test_a_model_answers_while_it_is_compiled(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_answers_while_it_is_compiled(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler, ops = SlowCompiler(monkeypatch, factor), not_strict()
     predictor = serving(ops)
     expected = {count: predict(plain(), make_images(count), top_k=5) for count in (2, 4)}
@@ -203,7 +240,9 @@ def test_a_model_answers_while_it_is_compiled(factor: float, monkeypatch: pytest
     assert ops.replays == replays + is_right
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, before: Callable[[], object] = lambda: None) -> None:
+def failing(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, before: Callable[[], object] = lambda: None
+) -> None:
     """Let the compiler fail."""
 
     def compiled(*_: object, **__: object) -> Network:
@@ -213,7 +252,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, before: Callable[
     monkeypatch.setattr(cuda, "compiled_network", compiled)
 
 
-def test_a_compiler_that_fails_leaves_graphs_of_the_uncompiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_leaves_graphs_of_the_uncompiled_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     failing(monkeypatch, RuntimeError("ptxas was not found\nmore lines"))
     ops = not_strict()
     predictor = warm(ops)
@@ -223,9 +264,15 @@ def test_a_compiler_that_fails_leaves_graphs_of_the_uncompiled_model(monkeypatch
     assert ops.replays == replays + 1
 
 
-def test_a_compiler_that_loses_the_device_asks_for_a_new_process_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_loses_the_device_asks_for_a_new_process_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ops = StandInOps()
-    failing(monkeypatch, RuntimeError("illegal"), lambda: setattr(ops, "dead", "an illegal memory access"))
+    failing(
+        monkeypatch,
+        RuntimeError("illegal"),
+        lambda: setattr(ops, "dead", "an illegal memory access"),
+    )
     with pytest.raises(NewProcessNeeded, match="an illegal memory access") as raised:
         warm(ops)
     assert (raised.value.option, raised.value.value) == ("compile", "off")

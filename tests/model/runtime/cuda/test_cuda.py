@@ -1,4 +1,6 @@
-"""The predictor's way through the batch launcher: on a stand-in everywhere, on CUDA where there is some."""
+"""The predictor's way through the batch launcher: on a stand-in everywhere, on CUDA where there is
+some.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -55,9 +57,15 @@ def test_launched_batches_get_the_answers_of_the_plain_model() -> None:
 
     replays = ops.replays
     for count in (1, 3, 4):
-        same(predict(predictor, make_images(count), top_k=2), predict(expected, make_images(count), top_k=2))
+        same(
+            predict(predictor, make_images(count), top_k=2),
+            predict(expected, make_images(count), top_k=2),
+        )
     last = [MapRequest.row(1, "max"), None, MapRequest.row(1, 0)]
-    same(predict(predictor, make_images(3), top_k=5, maps=last), predict(expected, make_images(3), top_k=5, maps=last))
+    same(
+        predict(predictor, make_images(3), top_k=5, maps=last),
+        predict(expected, make_images(3), top_k=5, maps=last),
+    )
     assert ops.replays == replays + 4
 
 
@@ -82,11 +90,16 @@ def test_a_batch_with_maps_of_other_layers_leaves_the_graphs_for_these_alone() -
     predictor.warm_up()
     replays = ops.replays
     maps = [MapRequest.row(0), MapRequest.row(1, 1), None]
-    same(predict(predictor, make_images(3), top_k=1, maps=maps), predict(plain(), make_images(3), top_k=1, maps=maps))
+    same(
+        predict(predictor, make_images(3), top_k=1, maps=maps),
+        predict(plain(), make_images(3), top_k=1, maps=maps),
+    )
     assert ops.replays == replays + 2, "of the last layer's row, and of none"
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize(
+    "error", [RuntimeError, ValueError, AssertionError], ids=lambda error: error.__name__
+)
 def test_a_capture_that_breaks_off_asks_for_a_new_process_and_tells_what_failed_first(
     error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,11 +107,14 @@ def test_a_capture_that_breaks_off_asks_for_a_new_process_and_tells_what_failed_
     ops.fail_capture = error("a kernel cannot be captured\nmore lines")
     predictor = launched(ops)
     with pytest.raises(
-        NewProcessNeeded, match=r"^cpu: the capture of 4 images failed: a kernel cannot be captured$"
+        NewProcessNeeded,
+        match=r"^cpu: the capture of 4 images failed: a kernel cannot be captured$",
     ) as found:
         predictor.warm_up()
     assert (found.value.option, found.value.value) == ("compile", "no-graphs")
-    assert "no CUDA graphs: the capture of 4 images failed: a kernel cannot be captured" in caplog.text
+    assert (
+        "no CUDA graphs: the capture of 4 images failed: a kernel cannot be captured" in caplog.text
+    )
 
 
 def test_without_graphs_the_model_answers_too() -> None:
@@ -115,13 +131,17 @@ def test_graphs_that_give_other_scores_are_told_and_the_model_answers_without() 
     ops.spoil_capture = True
     predictor = launched(ops)
     predictor.warm_up()
-    reason = "for 2 images the launched model's logits of an image are 1 of their norm away from torch's"
+    reason = (
+        "for 2 images the launched model's logits of an image are 1 of their norm away from torch's"
+    )
     assert predictor.compiled == f"failed: {reason}"
     assert predictor.batch_sizes is None
     same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
 
 
-def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ops = StandInOps()
     predictor = launched(ops)
 
@@ -130,7 +150,9 @@ def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(m
         raise RuntimeError(ops.dead)
 
     monkeypatch.setattr(BatchLauncher, "capture", dies)
-    with pytest.raises(NewProcessNeeded, match=r"^cpu: an illegal memory access was encountered$") as raised:
+    with pytest.raises(
+        NewProcessNeeded, match=r"^cpu: an illegal memory access was encountered$"
+    ) as raised:
         predictor.warm_up()
     assert (raised.value.option, raised.value.value) == ("compile", "off")
 
@@ -142,7 +164,9 @@ def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(m
         (0, "not enough memory for batches of 1$", None),
     ],
 )
-def test_a_largest_batch_that_does_not_fit_asks_for_half_of_it(rows: int, message: str, largest: int | None) -> None:
+def test_a_largest_batch_that_does_not_fit_asks_for_half_of_it(
+    rows: int, message: str, largest: int | None
+) -> None:
     ops = StandInOps()
     predictor = plain(max_batch=8 if rows else 1, ops=ops)
     ops.largest_allocation = rows * 7 * 64 * 4  # what the MLP makes of so many images
@@ -180,35 +204,64 @@ def test_patches_as_one_matrix_product_are_the_convolution(size: tuple[int, int]
 
 def of_real_size(**changes: object) -> Checkpoint:
     """Return a model with heads of width 64 and 196 patches, small enough for float32 on a CPU."""
-    shape = {"image_size": (224, 224), "patch_size": 16, "width": 192, "depth": 3, "heads": 3, "mlp_width": 768}
+    shape = {
+        "image_size": (224, 224),
+        "patch_size": 16,
+        "width": 192,
+        "depth": 3,
+        "heads": 3,
+        "mlp_width": 768,
+    }
     config = ViTConfig(**(shape | {"num_classes": 10} | changes))
     torch.manual_seed(0)
     model = VisionTransformer(config)
     model.reset_parameters()
     torch.nn.init.normal_(model.head.weight, std=0.1)
-    preprocess = make_checkpoint().preprocess.model_copy(update={"size": (224, 224), "resize_size": (224, 224)})
+    preprocess = make_checkpoint().preprocess.model_copy(
+        update={"size": (224, 224), "resize_size": (224, 224)}
+    )
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return make_checkpoint(config=config, preprocess=preprocess, tensors=tensors, labels=tuple("abcdefghij"))
+    return make_checkpoint(
+        config=config, preprocess=preprocess, tensors=tensors, labels=tuple("abcdefghij")
+    )
 
 
 REAL_KINDS: dict[str, dict[str, object]] = {
     "cls": {},
-    "beit": {"position_embedding": "none", "relative_position_bias": True, "pool": "mean", "layer_scale": True},
+    "beit": {
+        "position_embedding": "none",
+        "relative_position_bias": True,
+        "pool": "mean",
+        "layer_scale": True,
+    },
     "mean": {"pool": "mean", "class_token": False, "position_prefix": False},
     "attention pool": {"pool": "attention", "class_token": False, "position_prefix": False},
     "gated, registers": {"mlp": "swiglu", "registers": 4},
-    "rotary": {"rotary": {"temperature": 100.0, "centred": True}, "position_embedding": "none", "registers": 4},
-    "rotary, learned": {"rotary": {"learned": True}, "mlp": "swiglu", "mlp_norm": True, "attention_norm": True},
+    "rotary": {
+        "rotary": {"temperature": 100.0, "centred": True},
+        "position_embedding": "none",
+        "registers": 4,
+    },
+    "rotary, learned": {
+        "rotary": {"learned": True},
+        "mlp": "swiglu",
+        "mlp_norm": True,
+        "attention_norm": True,
+    },
 }
 
 
 def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
-    """Compare logits, top-k and the last layer's map, in graphs and without, with those of float32 on the CPU."""
+    """Compare logits, top-k and the last layer's map, in graphs and without, with those of float32
+    on the CPU.
+    """
     checkpoint = predictor.checkpoint
     assert isinstance(checkpoint, Checkpoint)
     last = checkpoint.vit.depth - 1
     reference = Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32")
-    images = np.random.default_rng(5).integers(0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8)
+    images = np.random.default_rng(5).integers(
+        0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8
+    )
     expected = reference.logits(images)
 
     def off(logits: NDArray[np.float32]) -> float:
@@ -230,7 +283,11 @@ def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
 def test_a_model_of_real_size_in_bfloat16_is_close_to_float32(kind: str) -> None:
     """What is asked of a GPU below, of the CPU."""
     predictor = Predictor(
-        of_real_size(**REAL_KINDS[kind]), device="cpu", dtype="bfloat16", max_batch=4, ops=StandInOps()
+        of_real_size(**REAL_KINDS[kind]),
+        device="cpu",
+        dtype="bfloat16",
+        max_batch=4,
+        ops=StandInOps(),
     )
     predictor.check()
     close_to_the_cpu(predictor, tolerance=0.05)
@@ -244,9 +301,13 @@ class TestOnCuda:
         """Each test compiles its own model, whatever those before it have compiled."""
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize(("kind", "dtype"), [*zip(REAL_KINDS, repeat("bfloat16")), ("cls", "float16")])
+    @pytest.mark.parametrize(
+        ("kind", "dtype"), [*zip(REAL_KINDS, repeat("bfloat16")), ("cls", "float16")]
+    )
     def test_models_of_real_size_are_close_to_float32(self, kind: str, dtype: str) -> None:
-        predictor = Predictor(of_real_size(**REAL_KINDS[kind]), device="cuda", dtype=dtype, max_batch=4)
+        predictor = Predictor(
+            of_real_size(**REAL_KINDS[kind]), device="cuda", dtype=dtype, max_batch=4
+        )
         predictor.warm_up()
         assert predictor.compiled == "compiled"
         close_to_the_cpu(predictor, tolerance=0.05)
@@ -262,19 +323,25 @@ class TestOnCuda:
             same(found, predict(plain(), make_images(count), top_k=5, maps=maps), atol=5e-3)
 
     def test_other_layers_and_other_sizes_answer_without_a_graph(self) -> None:
-        predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off")
+        predictor = Predictor(
+            make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off"
+        )
         predictor.warm_up()
         maps = [MapRequest.row(0), None, MapRequest.row(1, 1)]
         found = predict(predictor, make_images(3), top_k=5, maps=maps)
         same(found, predict(plain(), make_images(3), top_k=5, maps=maps), atol=5e-3)
 
     def test_two_threads_never_get_one_anothers_answers(self) -> None:
-        predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off")
+        predictor = Predictor(
+            make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off"
+        )
         predictor.warm_up()
         predictor._backend._capture()  # type: ignore[attr-defined]
         batches = [make_images(8)[start : start + 1 + start % 4] for start in range(5)]
         alone = [predict(predictor, batch, top_k=5) for batch in batches]
         with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(lambda turn: predict(predictor, batches[turn % 5], top_k=5), range(500)))
+            found = list(
+                pool.map(lambda turn: predict(predictor, batches[turn % 5], top_k=5), range(500))
+            )
         for turn, prediction in enumerate(found):
             same(prediction, alone[turn % 5])

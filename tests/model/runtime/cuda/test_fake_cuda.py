@@ -1,4 +1,6 @@
-"""Every kind of model on a CUDA device that computes nothing: all that a graph captures stays on it and never waits."""
+"""Every kind of model on a CUDA device that computes nothing: all that a graph captures stays on it
+and never waits.
+"""
 
 from collections.abc import Callable
 from typing import get_args
@@ -33,7 +35,9 @@ def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
 
     def compiled(self: Cuda) -> None:
-        self._compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=True)
+        self._compiled = compiled_network(
+            self._plain, self._normalise, self._folded, any_batch=True
+        )
 
     monkeypatch.setattr(Cuda, "_take_compiled", compiled)
 
@@ -41,7 +45,9 @@ def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(kind: str, dtype: torch.dtype) -> Cuda:
     """Return a backend as after a start: the weights on the device, the twin in the model's place."""
     source = checkpoint(KINDS[kind])
-    backend = Cuda(TorchOptions(source.build(), source, META, dtype, "on", (2,)), MetaOps(), streams=1)
+    backend = Cuda(
+        TorchOptions(source.build(), source, META, dtype, "on", (2,)), MetaOps(), streams=1
+    )
     for module in backend._plain.modules():
         if isinstance(module, PatchEmbed):
             module.as_product = True  # as on CUDA
@@ -66,11 +72,17 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=META)
     for request in requests:
         relevance = request.relevance
-        with captured(backend._options.dtype, float_products=relevance or config.normalized_head) as kernels:
-            outputs = (to_capture if request.of_network in backend.usual else backend._compute)(pixels, request)
+        with captured(
+            backend._options.dtype, float_products=relevance or config.normalized_head
+        ) as kernels:
+            outputs = (to_capture if request.of_network in backend.usual else backend._compute)(
+                pixels, request
+            )
         assert outputs["scores"].shape == (2, 3)
         assert ("attention" in outputs, "relevance" in outputs) == (bool(request.layers), relevance)
-        assert kernels.count("topk") == 2 * relevance  # the rivals of the best class, and the strongest tokens
+        assert (
+            kernels.count("topk") == 2 * relevance
+        )  # the rivals of the best class, and the strongest tokens
     return kernels
 
 
@@ -120,7 +132,9 @@ def test_no_family_and_no_switch_is_left_out() -> None:
     assert set(HUGGING_FACE) == {family.class_name for family in FAMILIES}
     assert {config.pool for config in KINDS.values()} == set(get_args(Pool))
     activations = {config.activation for config in KINDS.values()}
-    assert activations == set(get_args(Activation)) - {"tanh"}  # of the heads of older folders alone
+    assert activations == set(get_args(Activation)) - {
+        "tanh"
+    }  # of the heads of older folders alone
     assert set(NATIVE) <= {name.removeprefix("native ") for name in KINDS}
     for name, field in ViTConfig.model_fields.items():
         if field.annotation is bool:

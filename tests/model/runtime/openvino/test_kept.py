@@ -1,4 +1,6 @@
-"""Graphs that are kept for later starts: the same answers without torch, and made again where anything changed."""
+"""Graphs that are kept for later starts: the same answers without torch, and made again where
+anything changed.
+"""
 
 import json
 import os
@@ -32,7 +34,9 @@ REQUESTS = [
 ]
 
 
-def first_start(checkpoint: Path, folder: Path, *, limit: int = 1 << 30, **settings: object) -> Predictor:
+def first_start(
+    checkpoint: Path, folder: Path, *, limit: int = 1 << 30, **settings: object
+) -> Predictor:
     with recording() as files:
         loaded = load_checkpoint(str(checkpoint))
     keep = Keep(Entry(folder, settings, limit=limit), files)
@@ -42,7 +46,9 @@ def first_start(checkpoint: Path, folder: Path, *, limit: int = 1 << 30, **setti
 
 
 def later_start(checkpoint: Path, folder: Path, **settings: object) -> Predictor | None:
-    return kept_predictor(Entry(folder, settings), lambda: load_checkpoint(str(checkpoint)), max_batch=4, threads=1)
+    return kept_predictor(
+        Entry(folder, settings), lambda: load_checkpoint(str(checkpoint)), max_batch=4, threads=1
+    )
 
 
 @pytest.fixture
@@ -67,14 +73,25 @@ def wait_for_relevance() -> None:
             thread.join()
 
 
-def test_a_later_start_answers_the_same_and_describes_itself_so(checkpoint: Path, folder: Path) -> None:
+def test_a_later_start_answers_the_same_and_describes_itself_so(
+    checkpoint: Path, folder: Path
+) -> None:
     first = first_start(checkpoint, folder)
     first.predict(make_images(3), REQUESTS)
     wait_for_relevance()
     later = later_start(checkpoint, folder)
     assert later is not None
     later.warm_up()
-    for name in ("device", "dtype", "backend", "backend_reason", "parameters", "max_batch", "streams", "compiled"):
+    for name in (
+        "device",
+        "dtype",
+        "backend",
+        "backend_reason",
+        "parameters",
+        "max_batch",
+        "streams",
+        "compiled",
+    ):
         assert getattr(later, name) == getattr(first, name), name
     for name in Description.__dataclass_fields__:
         assert getattr(later.checkpoint, name) == getattr(first.checkpoint, name), name
@@ -82,7 +99,10 @@ def test_a_later_start_answers_the_same_and_describes_itself_so(checkpoint: Path
     for ours, theirs in zip(*answers, strict=True):
         np.testing.assert_array_equal(ours.indices, theirs.indices)
         np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-6)
-        assert (ours.map is None, ours.embedding is None) == (theirs.map is None, theirs.embedding is None)
+        assert (ours.map is None, ours.embedding is None) == (
+            theirs.map is None,
+            theirs.embedding is None,
+        )
         if ours.map is not None and theirs.map is not None:
             np.testing.assert_allclose(ours.map.values, theirs.map.values, atol=1e-5)
 
@@ -101,7 +121,9 @@ def test_a_later_start_is_warm_when_its_text_tower_is_loaded(tmp_path: Path, fol
     assert reads == []
     later.warm_up()
     assert len(reads) == 1
-    np.testing.assert_array_equal(later.embed_texts(["a red car"]), first.embed_texts(["a red car"]))
+    np.testing.assert_array_equal(
+        later.embed_texts(["a red car"]), first.embed_texts(["a red car"])
+    )
     assert len(reads) == 1
 
 
@@ -128,7 +150,10 @@ def foreign_key(place: Path) -> None:
     ids=["damaged", "of other versions", "open to all", "empty manifest", "without a reference"],
 )
 def test_an_entry_that_is_not_what_was_written_is_not_used(
-    change: Callable[[Path], object], checkpoint: Path, folder: Path, caplog: pytest.LogCaptureFixture
+    change: Callable[[Path], object],
+    checkpoint: Path,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first_start(checkpoint, folder)
     change(Entry(folder, {}).place())
@@ -144,7 +169,9 @@ def test_it_is_made_again_for_other_files_or_settings(checkpoint: Path, folder: 
     assert later_start(checkpoint, folder, dtype="float32") is None
 
 
-def test_what_torch_is_to_compute_is_refused_once_the_files_changed(checkpoint: Path, folder: Path) -> None:
+def test_what_torch_is_to_compute_is_refused_once_the_files_changed(
+    checkpoint: Path, folder: Path
+) -> None:
     first_start(checkpoint, folder)
     later = later_start(checkpoint, folder)
     assert later is not None
@@ -156,14 +183,18 @@ def test_what_torch_is_to_compute_is_refused_once_the_files_changed(checkpoint: 
     assert later.predict(make_images(1), RequestedOutputs(1))[0].finite, "its graph goes on"
 
 
-def test_entries_are_bounded_and_the_one_unused_for_longest_goes(checkpoint: Path, folder: Path) -> None:
+def test_entries_are_bounded_and_the_one_unused_for_longest_goes(
+    checkpoint: Path, folder: Path
+) -> None:
     first_start(checkpoint, folder, number=1)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     first_start(checkpoint, folder, number=2)
     for number, used in ((1, 2_000_000_000), (2, 1_000_000_000)):
         os.utime(Entry(folder, {"number": number}).place(), (used, used))
     first_start(checkpoint, folder, number=3, limit=2 * size + size // 2)
-    kept = [number for number in (1, 2, 3) if later_start(checkpoint, folder, number=number) is not None]
+    kept = [
+        number for number in (1, 2, 3) if later_start(checkpoint, folder, number=number) is not None
+    ]
     assert kept == [1, 3]
 
 
@@ -173,10 +204,14 @@ def test_a_folder_that_cannot_be_written_costs_a_line_and_no_answer(
     (tmp_path / "file").write_text("no folder")
     predictor = first_start(checkpoint, tmp_path / "file" / "graphs")
     assert predictor.predict(make_images(1), RequestedOutputs(1))[0].finite
-    assert "the graph is not kept (VIT_CACHE_DIR names the folder), and is made again" in caplog.text
+    assert (
+        "the graph is not kept (VIT_CACHE_DIR names the folder), and is made again" in caplog.text
+    )
 
 
-def test_what_a_killed_process_was_writing_goes_when_the_next_one_writes(checkpoint: Path, folder: Path) -> None:
+def test_what_a_killed_process_was_writing_goes_when_the_next_one_writes(
+    checkpoint: Path, folder: Path
+) -> None:
     abandoned = folder / ".abandoned"
     abandoned.mkdir(mode=0o700, parents=True)
     (abandoned / "graph.bin").write_bytes(bytes(1000))

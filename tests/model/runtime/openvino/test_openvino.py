@@ -1,4 +1,6 @@
-"""OpenVINO beside torch: the same scores and rows, whatever the batch; silent about itself; refused where it cannot."""
+"""OpenVINO beside torch: the same scores and rows, whatever the batch; silent about itself; refused
+where it cannot.
+"""
 
 import importlib.util
 import subprocess
@@ -19,12 +21,21 @@ from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime.backend import BatchRequest
 from model.runtime.openvino import backend as openvino_backend
-from model.runtime.openvino.backend import _LEAN, CompiledGraph, OpenVino, OpenVinoNetwork, core, unsupported_reason
+from model.runtime.openvino.backend import (
+    _LEAN,
+    CompiledGraph,
+    OpenVino,
+    OpenVinoNetwork,
+    core,
+    unsupported_reason,
+)
 from model.runtime.predictor import Predictor
 from tests.model.runtime.predictions import MODES, predict
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="openvino is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("openvino") is None, reason="openvino is not installed"
+    ),
     pytest.mark.timeout(120),  # models are compiled
 ]
 
@@ -33,7 +44,9 @@ def shallow() -> Checkpoint:
     """The first two layers of the bundled model, which are compiled sooner than all."""
     bundled = load_checkpoint("bundled")
     beyond = tuple(f"blocks.{layer}." for layer in range(2, bundled.vit.depth))
-    tensors = {name: tensor for name, tensor in bundled.tensors.items() if not name.startswith(beyond)}
+    tensors = {
+        name: tensor for name, tensor in bundled.tensors.items() if not name.startswith(beyond)
+    }
     return replace(bundled, config=bundled.config.model_copy(update={"depth": 2}), tensors=tensors)
 
 
@@ -47,7 +60,13 @@ def both() -> tuple[Predictor, Predictor]:
     checkpoint = shallow()
     made = [
         Predictor(
-            checkpoint, device="cpu", dtype="float32", compile_mode=MODES[name], threads=2, streams=2, max_batch=8
+            checkpoint,
+            device="cpu",
+            dtype="float32",
+            compile_mode=MODES[name],
+            threads=2,
+            streams=2,
+            max_batch=8,
         )
         for name in ("torch", "openvino")
     ]
@@ -56,7 +75,9 @@ def both() -> tuple[Predictor, Predictor]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7])
-def test_scores_and_maps_are_torchs(both: tuple[Predictor, Predictor], images: np.ndarray, count: int) -> None:
+def test_scores_and_maps_are_torchs(
+    both: tuple[Predictor, Predictor], images: np.ndarray, count: int
+) -> None:
     wanted = [MapRequest.row(layer=shallow().vit.depth - 1, head="mean")] * count
     expected, found = (predict(one, images[:count], top_k=10, maps=wanted) for one in both)
     np.testing.assert_array_equal(found.indices, expected.indices)
@@ -122,7 +143,9 @@ def test_another_layer_is_torchs_own_and_no_concern_of_the_other_pictures(
     wanted = [MapRequest.row(layer=0, head=1), None]
     found = predict(both[1], images[:2], top_k=3, maps=wanted)
     for place, predictor in enumerate(both):
-        alone = predict(predictor, images[place : place + 1], top_k=3, maps=wanted[place : place + 1])
+        alone = predict(
+            predictor, images[place : place + 1], top_k=3, maps=wanted[place : place + 1]
+        )
         np.testing.assert_array_equal(found.scores[place], alone.scores[0])
         for got, expected in zip(found.maps[place : place + 1], alone.maps, strict=True):
             if got is not None and expected is not None:
@@ -130,7 +153,9 @@ def test_another_layer_is_torchs_own_and_no_concern_of_the_other_pictures(
     assert [each is not None for each in found.maps] == [True, False]
 
 
-def test_callers_at_once_get_their_own(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
+def test_callers_at_once_get_their_own(
+    both: tuple[Predictor, Predictor], images: np.ndarray
+) -> None:
     batches = [images[i : i + 1 + i % 3] for i in range(5)] * 8
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda batch: predict(both[1], batch, top_k=10), batches))
@@ -146,7 +171,12 @@ KINDS: list[dict[str, Any]] = [
     {"mlp": "swiglu", "activation": "silu", "layer_scale": True},
     {"qk_norm": True, "norm_before_blocks": True, "qkv_bias": False},
     {"relative_position_bias": True, "activation": "quick_gelu"},
-    {"rotary": {"reference_grid": (3, 3), "offset": 1.0}, "mlp": "swiglu", "mlp_norm": True, "attention_norm": True},
+    {
+        "rotary": {"reference_grid": (3, 3), "offset": 1.0},
+        "mlp": "swiglu",
+        "mlp_norm": True,
+        "attention_norm": True,
+    },
     {"rotary": {"learned": True}, "pool": "attention", "pool_heads": 4, "pool_mlp_width": 24},
     {"relative_position_bias": True, "class_token": False, "position_prefix": False, "pool": "mean"}
     | {"norm_order": "res_post"},
@@ -165,20 +195,35 @@ def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.n
     tensors = {name: value + 0.05 * torch.randn_like(value) for name, value in weights.items()}
     checkpoint = replace(bundled, config=config, tensors=tensors)
     expected, found = (
-        Predictor(checkpoint, device="cpu", dtype="float32", compile_mode=MODES[name], threads=2, max_batch=8)
+        Predictor(
+            checkpoint,
+            device="cpu",
+            dtype="float32",
+            compile_mode=MODES[name],
+            threads=2,
+            max_batch=8,
+        )
         for name in ("torch", "openvino")
     )
     for count in (1, 2, 7):
-        np.testing.assert_allclose(found.logits(images[:count]), expected.logits(images[:count]), atol=1e-4)
+        np.testing.assert_allclose(
+            found.logits(images[:count]), expected.logits(images[:count]), atol=1e-4
+        )
         wanted = [MapRequest.row(layer=config.depth - 1)] * count
-        maps = [predict(one, images[:count], top_k=1, maps=wanted).maps for one in (expected, found)]
+        maps = [
+            predict(one, images[:count], top_k=1, maps=wanted).maps for one in (expected, found)
+        ]
         for ours, theirs in zip(maps[1], maps[0], strict=True):
             np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
 
 
 @pytest.mark.usefixtures("one_graph")
-@pytest.mark.skipif(unsupported_reason("bfloat16") is not None, reason="this CPU has no bfloat16 that OpenVINO uses")
-def test_bfloat16_is_float32s_but_for_its_rounding(both: tuple[Predictor, Predictor], images: np.ndarray) -> None:
+@pytest.mark.skipif(
+    unsupported_reason("bfloat16") is not None, reason="this CPU has no bfloat16 that OpenVINO uses"
+)
+def test_bfloat16_is_float32s_but_for_its_rounding(
+    both: tuple[Predictor, Predictor], images: np.ndarray
+) -> None:
     made = Predictor(shallow(), device="cpu", dtype="bfloat16")
     expected = both[0].logits(images)
     off = np.linalg.norm(made.logits(images) - expected) / np.linalg.norm(expected)
@@ -202,13 +247,17 @@ def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_start_does_not_say_that_tracing_is_deprecated_as_each_torch_has_its_own_kind_of_warning() -> None:
+def test_a_start_does_not_say_that_tracing_is_deprecated_as_each_torch_has_its_own_kind_of_warning() -> (
+    None
+):
     code = (
         "import warnings, model.runtime.openvino.tracing;"
         "warnings.warn_explicit('old', DeprecationWarning, '', 1, 'torch.jit._trace');"
         "warnings.warn_explicit('older', FutureWarning, '', 1, 'torch.jit._trace')"
     )
-    done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
 
 
@@ -232,9 +281,14 @@ os.kill(os.getpid(), signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-@pytest.mark.parametrize("fixed_bytes", [openvino_backend._FIXED_BYTES, 1], ids=["a graph a size", "one for any size"])
+@pytest.mark.parametrize(
+    "fixed_bytes", [openvino_backend._FIXED_BYTES, 1], ids=["a graph a size", "one for any size"]
+)
 def test_every_number_of_images_alone_and_beside_others_has_torchs_logits(
-    both: tuple[Predictor, Predictor], fixed_bytes: int, streams: int, monkeypatch: pytest.MonkeyPatch
+    both: tuple[Predictor, Predictor],
+    fixed_bytes: int,
+    streams: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", fixed_bytes)
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=2, streams=streams)
@@ -262,7 +316,10 @@ def test_a_graph_that_does_not_compute_what_torch_does_leaves_torch_serving(
     monkeypatch.setattr(CompiledGraph, "infer_on_all", wrong)
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=2)
     assert made.backend.startswith("torch ")
-    said = {"fails": "OpenVINO does not run this model: shapes do not match", "other logits": "away from torch's"}
+    said = {
+        "fails": "OpenVINO does not run this model: shapes do not match",
+        "other logits": "away from torch's",
+    }
     assert said[fault] in made.backend_reason
     assert said[fault] in caplog.text
 

@@ -9,7 +9,11 @@ import numpy as np
 
 from service.cli.serve import grpc_port_kept
 from service.settings import load_settings
-from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
+from service.web.grpc.open_inference_pb2 import (
+    InferParameter,
+    ModelInferRequest,
+    ModelInferResponse,
+)
 from service.web.inference_protocol import GRPC_SERVICE
 from tests.service.web.apps import App, inside
 
@@ -21,7 +25,11 @@ class Caller:
     """Calls methods; `infer` by its messages, any other by bytes."""
 
     def __init__(
-        self, service: App, port: int, channel: grpc.aio.Channel, stop: Callable[[], Coroutine[Any, Any, None]]
+        self,
+        service: App,
+        port: int,
+        channel: grpc.aio.Channel,
+        stop: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self.service = service
         self.port = port
@@ -37,10 +45,14 @@ class Caller:
 
     async def infer(self, request: ModelInferRequest, **options: Any) -> ModelInferResponse:
         response = ModelInferResponse()
-        response.ParseFromString(await self.call("ModelInfer", request.SerializeToString(), **options))
+        response.ParseFromString(
+            await self.call("ModelInfer", request.SerializeToString(), **options)
+        )
         return response
 
-    async def refusal(self, request: ModelInferRequest | bytes, **options: Any) -> grpc.aio.AioRpcError:
+    async def refusal(
+        self, request: ModelInferRequest | bytes, **options: Any
+    ) -> grpc.aio.AioRpcError:
         """The error that answers a request for inference."""
         message = request if isinstance(request, bytes) else request.SerializeToString()
         try:
@@ -52,7 +64,9 @@ class Caller:
 
 @asynccontextmanager
 async def calling(engine: Any = None, **settings: Any) -> AsyncIterator[Caller]:
-    """The application, running, and a caller; at the end, or with `stop`, it stops as when its process ends."""
+    """The application, running, and a caller; at the end, or with `stop`, it stops as when its
+    process ends.
+    """
     with grpc_port_kept(load_settings({"grpc_port": 0, **settings})) as kept:
         service = App(kept) if engine is None else App(kept, engine=engine)
         assert kept.grpc_port is not None

@@ -35,7 +35,16 @@ from service.web.grpc.calls import STATUS_CODES
 from service.web.grpc.messages import check_cost, decode_request
 from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest
 from service.web.problems import TABLE
-from tests.service.fakes import CLASSES, PATIENCE, SIZE, expected_indices, on_a_loop, pixels, png, until
+from tests.service.fakes import (
+    CLASSES,
+    PATIENCE,
+    SIZE,
+    expected_indices,
+    on_a_loop,
+    pixels,
+    png,
+    until,
+)
 from tests.service.web.apps import service_in, settle
 from tests.service.web.grpc.caller import arrays, calling, image, number, raw
 
@@ -57,7 +66,9 @@ async def test_pixels_are_taken_as_they_are_raw_and_typed() -> None:
     async with calling() as caller:
         for request in (typed, raw("pixels", "UINT8", list(data.shape), data.tobytes())):
             request.outputs.add(name="index")
-            assert arrays(await caller.infer(request))["index"].tolist() == [expected_indices(red, 5) for red in (1, 2)]
+            assert arrays(await caller.infer(request))["index"].tolist() == [
+                expected_indices(red, 5) for red in (1, 2)
+            ]
 
 
 @on_a_loop
@@ -66,14 +77,26 @@ async def test_documents_are_those_of_http() -> None:
     kinds: list[tuple[str, str, Any, Callable[[Any], Any]]] = [
         ("ServerMetadata", "/v2", messages.ServerMetadataResponse, lambda found: found),
         ("ModelMetadata", "/v2/models/fake", messages.ModelMetadataResponse, lambda found: found),
-        ("ModelConfig", "/v2/models/fake/config", messages.ModelConfigResponse, lambda found: found.config),
-        ("ModelStatistics", "/v2/models/fake/stats", messages.ModelStatisticsResponse, lambda found: found),
+        (
+            "ModelConfig",
+            "/v2/models/fake/config",
+            messages.ModelConfigResponse,
+            lambda found: found.config,
+        ),
+        (
+            "ModelStatistics",
+            "/v2/models/fake/stats",
+            messages.ModelStatisticsResponse,
+            lambda found: found,
+        ),
     ]
     async with calling() as caller:
         await caller.infer(image(png(1)))
         for method, path, kind, part in kinds:
             found = part(kind.FromString(await caller.call(method, asked)))
-            assert found == json_format.ParseDict((await caller.service.get(path)).json, type(found)()), method
+            assert found == json_format.ParseDict(
+                (await caller.service.get(path)).json, type(found)()
+            ), method
     [statistics] = found.model_stats
     assert (statistics.inference_count, statistics.inference_stats.success.count) == (1, 1)
 
@@ -86,7 +109,11 @@ async def test_health_follows_the_engine_and_the_drain() -> None:
 
     async with calling() as caller:
         service = caller.service
-        for state, stopping, expected in (("ready", False, True), ("failed", False, False), ("ready", True, False)):
+        for state, stopping, expected in (
+            ("ready", False, True),
+            ("failed", False, False),
+            ("ready", True, False),
+        ):
             service.engine.state, service.lifecycle.stopping = state, stopping
             assert await ready("ServerReady") is expected
             assert await ready("ModelReady", name="fake", version="1") is expected
@@ -106,13 +133,37 @@ def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
 @pytest.mark.parametrize(
     ("request_", "code", "words"),
     [
-        (changed(lambda request: setattr(request, "model_name", "other")), Code.NOT_FOUND, "no such model"),
-        (changed(lambda request: setattr(request, "model_version", "2")), Code.NOT_FOUND, "version '2'"),
-        (changed(lambda request: request.inputs.add(name="pixels")), Code.INVALID_ARGUMENT, "not both"),
+        (
+            changed(lambda request: setattr(request, "model_name", "other")),
+            Code.NOT_FOUND,
+            "no such model",
+        ),
+        (
+            changed(lambda request: setattr(request, "model_version", "2")),
+            Code.NOT_FOUND,
+            "version '2'",
+        ),
+        (
+            changed(lambda request: request.inputs.add(name="pixels")),
+            Code.INVALID_ARGUMENT,
+            "not both",
+        ),
         (changed(lambda request: request.ClearField("inputs")), Code.INVALID_ARGUMENT, "0 inputs"),
-        (changed(lambda request: request.outputs.add(name="logit")), Code.INVALID_ARGUMENT, "'logit'"),
-        (changed(lambda request: request.raw_input_contents.append(b"")), Code.INVALID_ARGUMENT, "beside"),
-        (changed(lambda request: request.raw_input_contents.extend([b""] * 2)), Code.INVALID_ARGUMENT, "2 raw_input"),
+        (
+            changed(lambda request: request.outputs.add(name="logit")),
+            Code.INVALID_ARGUMENT,
+            "'logit'",
+        ),
+        (
+            changed(lambda request: request.raw_input_contents.append(b"")),
+            Code.INVALID_ARGUMENT,
+            "beside",
+        ),
+        (
+            changed(lambda request: request.raw_input_contents.extend([b""] * 2)),
+            Code.INVALID_ARGUMENT,
+            "2 raw_input",
+        ),
         (
             changed(lambda request: request.parameters["top_k"].CopyFrom(number(CLASSES + 1))),
             Code.INVALID_ARGUMENT,
@@ -153,13 +204,17 @@ async def test_what_the_protocol_or_the_model_has_not_is_refused_by_its_status_c
         (ValueError("a secret of ours"), Code.INTERNAL, "500"),
     ],
 )
-async def test_errors_of_the_engine_are_answered_and_counted(error: Exception, code: Any, status: str) -> None:
+async def test_errors_of_the_engine_are_answered_and_counted(
+    error: Exception, code: Any, status: str
+) -> None:
     async with calling() as caller:
         caller.service.engine.error = error
         found = await caller.refusal(image(png(1)), metadata=(("x-request-id", "mine"),))
         assert (found.code(), "secret" in found.details()) == (code, False)
         assert found.trailing_metadata()["x-request-id"] == "mine"
-        await until(lambda: caller.service.metric("vit_requests_total", endpoint=ENDPOINT, code=status) == 1)
+        await until(
+            lambda: caller.service.metric("vit_requests_total", endpoint=ENDPOINT, code=status) == 1
+        )
 
 
 @on_a_loop
@@ -188,10 +243,15 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> 
 
 
 @on_a_loop
-async def test_messages_that_do_not_come_leave_turns_to_another_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_do_not_come_leave_turns_to_another_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(calls, "_OWN_GRACE_SECONDS", 3 * PATIENCE)
     async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
-        crowd = [caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),)) for _ in range(40)]
+        crowd = [
+            caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),))
+            for _ in range(40)
+        ]
         await until(lambda: caller.service.metric("vit_inflight_requests") == 40)
         await caller.infer(image(png(1)), metadata=(("authorization", "Bearer two"),))
         assert caller.service.metric("vit_rejected_total", reason="request_timeout") == 0
@@ -200,12 +260,19 @@ async def test_messages_that_do_not_come_leave_turns_to_another_caller(monkeypat
 
 
 @on_a_loop
-async def test_messages_that_do_not_come_give_way_to_those_of_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_do_not_come_give_way_to_those_of_a_crowd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(calls, "_GRACE_SECONDS", 0.05)
     monkeypatch.setattr(calls, "_ARRIVALS_OF_EACH", 8)
     async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
-        crowd = [caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),)) for _ in range(40)]
-        await until(lambda: caller.service.metric("vit_rejected_total", reason="request_timeout") > 0)
+        crowd = [
+            caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),))
+            for _ in range(40)
+        ]
+        await until(
+            lambda: caller.service.metric("vit_rejected_total", reason="request_timeout") > 0
+        )
         async with asyncio.timeout(PATIENCE / 6):  # half of the time of a request
             await caller.infer(image(png(1)), metadata=(("authorization", "Bearer two"),))
         for call in crowd:
@@ -234,12 +301,16 @@ async def test_keys_are_asked_for_but_for_health_and_have_their_limits() -> None
         await caller.call("ServerLive")
         await caller.call("ServerReady")
         for metadata in ((), (("authorization", "Bearer three"),), (("authorization", "one"),)):
-            assert (await caller.refusal(image(png(1)), metadata=metadata)).code() == Code.UNAUTHENTICATED
+            assert (
+                await caller.refusal(image(png(1)), metadata=metadata)
+            ).code() == Code.UNAUTHENTICATED
         await caller.call("ServerMetadata", metadata=mine)
         service.engine.gate.clear()
         held = asyncio.ensure_future(caller.infer(image(png(1)), metadata=mine))
         await until(lambda: service.engine.waiting == 1)
-        assert (await caller.refusal(image(png(1)), metadata=mine)).code() == Code.RESOURCE_EXHAUSTED
+        assert (
+            await caller.refusal(image(png(1)), metadata=mine)
+        ).code() == Code.RESOURCE_EXHAUSTED
         service.engine.gate.set()
         await held
         assert service.metric("vit_key_requests_total", key="name", code="200") == 2
@@ -247,7 +318,9 @@ async def test_keys_are_asked_for_but_for_health_and_have_their_limits() -> None
 
 
 @on_a_loop
-async def test_refusals_beyond_many_wait_and_keep_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusals_beyond_many_wait_and_keep_nobody_else_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(calls, "_REFUSALS_A_SECOND", 1)
     async with calling() as caller:
         await caller.refusal(b"junk")
@@ -266,7 +339,9 @@ async def test_a_caller_that_leaves_takes_its_picture_out_of_the_queue() -> None
         call.cancel()
         await until(lambda: service.metric("vit_cancelled_total") == 1)
         assert service.engine.cancelled == 2
-        await until(lambda: service.metric("vit_requests_total", endpoint=ENDPOINT, code="499") == 1)
+        await until(
+            lambda: service.metric("vit_requests_total", endpoint=ENDPOINT, code="499") == 1
+        )
         assert service.metric("vit_admitted_images") == 0
 
 
@@ -289,7 +364,9 @@ async def test_what_was_accepted_is_answered_before_the_engine_is_closed() -> No
 
 def test_every_error_of_a_call_has_a_status_code() -> None:
     only_http = {405, 417, 501, 505}
-    assert {status for status, _ in TABLE.values()} - only_http <= {int(status) for status in STATUS_CODES}
+    assert {status for status, _ in TABLE.values()} - only_http <= {
+        int(status) for status in STATUS_CODES
+    }
 
 
 @pytest.mark.parametrize("version", [None, "1.67.1", "1.80.1"])
@@ -300,7 +377,8 @@ def test_without_a_grpcio_that_bounds_pings_the_setting_is_refused_in_one_line(
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     assert load_settings().grpc_port is None
     with pytest.raises(
-        SettingsError, match=r"^VIT_GRPC_PORT='1': it needs grpcio 1.81 or newer: pip install 'vitserve"
+        SettingsError,
+        match=r"^VIT_GRPC_PORT='1': it needs grpcio 1.81 or newer: pip install 'vitserve",
     ):
         load_settings({"grpc_port": "1"})
 
@@ -318,7 +396,9 @@ async def test_pings_without_a_key_are_not_kept_in_memory() -> None:
         before = resident_mebibytes()
         with socket.create_connection(("127.0.0.1", caller.port)) as flood:
             flood.settimeout(FLOOD_SECONDS)
-            await asyncio.to_thread(send_and_read, flood, PREFACE + SETTINGS + ping * (FLOOD_BYTES // len(ping)))
+            await asyncio.to_thread(
+                send_and_read, flood, PREFACE + SETTINGS + ping * (FLOOD_BYTES // len(ping))
+            )
             assert await caller.call("ServerLive")
             assert resident_mebibytes() - before < 40
 
@@ -327,7 +407,9 @@ async def test_pings_without_a_key_are_not_kept_in_memory() -> None:
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MAX_CONNECTIONS", 2)
     async with calling() as caller:
-        opened = [socket.create_connection(("127.0.0.1", caller.port), timeout=PATIENCE) for _ in range(6)]
+        opened = [
+            socket.create_connection(("127.0.0.1", caller.port), timeout=PATIENCE) for _ in range(6)
+        ]
         received = [await asyncio.to_thread(greeting, each) for each in opened]
         for each in opened:
             each.close()
@@ -343,7 +425,9 @@ def greeting(connection: socket.socket) -> bytes:
 
 
 def send_and_read(connection: socket.socket, flood: bytes) -> None:
-    """Send all, and only then read, until the server says that these are too many or cuts the caller off."""
+    """Send all, and only then read, until the server says that these are too many or cuts the
+    caller off.
+    """
     received = b""
     with suppress(ConnectionError):
         connection.sendall(flood)
@@ -359,7 +443,10 @@ def test_a_free_port_is_chosen_and_listeners_that_share_it_may_come() -> None:
     with grpc_port_kept(load_settings({"grpc_port": 0})) as settings:
         assert settings.grpc_port
         address = (settings.host, settings.grpc_port)
-        with socket.create_server(address, reuse_port=True), socket.create_server(address, reuse_port=True):
+        with (
+            socket.create_server(address, reuse_port=True),
+            socket.create_server(address, reuse_port=True),
+        ):
             socket.create_connection(address, timeout=10).close()
 
 
@@ -376,7 +463,10 @@ def test_a_port_that_is_taken_ends_the_start_with_one_line() -> None:
 
 def test_two_services_that_start_at_the_same_time_do_not_share_a_port() -> None:
     # Nobody listens on the port yet.
-    with grpc_port_kept(load_settings({"grpc_port": 0})) as settings, pytest.raises(SystemExit, match="already in use"):
+    with (
+        grpc_port_kept(load_settings({"grpc_port": 0})) as settings,
+        pytest.raises(SystemExit, match="already in use"),
+    ):
         _check_address(load_settings({"port": 0, "grpc_port": settings.grpc_port}))
 
 
@@ -407,11 +497,17 @@ REQUESTS = st.builds(
 )
 
 
-@given(st.one_of(st.binary(max_size=60), REQUESTS.map(lambda request: request.SerializeToString()[:-1])))
+@given(
+    st.one_of(
+        st.binary(max_size=60), REQUESTS.map(lambda request: request.SerializeToString()[:-1])
+    )
+)
 def test_whatever_is_no_message_is_refused_as_such(data: bytes) -> None:
     with suppress(MalformedRequest):
         named, _ = decode_request(bytearray(data))
-        assert ModelInferRequest.FromString(data).model_name == named.name  # what is read is what protobuf reads
+        assert (
+            ModelInferRequest.FromString(data).model_name == named.name
+        )  # what is read is what protobuf reads
 
 
 @pytest.mark.parametrize(
@@ -419,15 +515,29 @@ def test_whatever_is_no_message_is_refused_as_such(data: bytes) -> None:
     [
         b"\x2a\x00" * 1_000_000,  # inputs without anything
         b"\x3a\x00" * 1_000_000,  # raw contents
-        ModelInferRequest(inputs=[{"contents": {"bytes_contents": [b""] * 100_000}}]).SerializeToString(),
-        ModelInferRequest(inputs=[{"contents": {"uint_contents": [1] * 1_000_001}}]).SerializeToString(),
-        ModelInferRequest(parameters={str(i): InferParameter() for i in range(1_001)}).SerializeToString(),
+        ModelInferRequest(
+            inputs=[{"contents": {"bytes_contents": [b""] * 100_000}}]
+        ).SerializeToString(),
+        ModelInferRequest(
+            inputs=[{"contents": {"uint_contents": [1] * 1_000_001}}]
+        ).SerializeToString(),
+        ModelInferRequest(
+            parameters={str(i): InferParameter() for i in range(1_001)}
+        ).SerializeToString(),
         ModelInferRequest(
             outputs=[{"parameters": {str(i): InferParameter() for i in range(1_001)}}]
         ).SerializeToString(),
         b"\x7a\x00" * 1_000_000,  # fields that are not known
     ],
-    ids=["inputs", "raw", "elements", "numbers", "parameters", "parameters of an output", "unknown"],
+    ids=[
+        "inputs",
+        "raw",
+        "elements",
+        "numbers",
+        "parameters",
+        "parameters of an output",
+        "unknown",
+    ],
 )
 def test_a_message_of_very_many_things_is_refused_before_it_is_parsed(message: bytes) -> None:
     with pytest.raises(UploadTooLarge):
@@ -435,7 +545,16 @@ def test_a_message_of_very_many_things_is_refused_before_it_is_parsed(message: b
 
 
 @pytest.mark.parametrize(
-    "message", [b"\x80" * 11, b"\x78" + b"\x80" * 10 + b"\x01", b"\x0a", b"\x0a\x05abc", b"\x09\x00", b"\x0b", b"\x0f"]
+    "message",
+    [
+        b"\x80" * 11,
+        b"\x78" + b"\x80" * 10 + b"\x01",
+        b"\x0a",
+        b"\x0a\x05abc",
+        b"\x09\x00",
+        b"\x0b",
+        b"\x0f",
+    ],
 )
 def test_broken_framing_is_refused(message: bytes) -> None:
     with pytest.raises(MalformedRequest):

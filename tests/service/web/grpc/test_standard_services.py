@@ -1,4 +1,6 @@
-"""The standard services of gRPC beside the protocol's own: health, as probes ask for it, and reflection."""
+"""The standard services of gRPC beside the protocol's own: health, as probes ask for it, and
+reflection.
+"""
 
 import asyncio
 from typing import Any
@@ -43,7 +45,12 @@ async def test_health_is_the_readiness_of_a_model() -> None:
         caller.service.engine.state = "loading"
         for name in ("", GRPC_SERVICE, "fake"):
             assert await check(caller, name) == "NOT_SERVING"
-        assert caller.service.metric("vit_requests_total", endpoint="/grpc.health.v1.Health/Check", code="200") == 6
+        assert (
+            caller.service.metric(
+                "vit_requests_total", endpoint="/grpc.health.v1.Health/Check", code="200"
+            )
+            == 6
+        )
 
 
 @on_a_loop
@@ -52,7 +59,10 @@ async def test_a_watcher_is_told_each_change(monkeypatch: pytest.MonkeyPatch) ->
     async with calling() as caller:
         watching = caller.channel.unary_stream("/grpc.health.v1.Health/Watch")(question("fake"))
         unknown = caller.channel.unary_stream("/grpc.health.v1.Health/Watch")(question("nobody"))
-        assert [status(await each.read()) for each in (watching, unknown)] == ["SERVING", "SERVICE_UNKNOWN"]
+        assert [status(await each.read()) for each in (watching, unknown)] == [
+            "SERVING",
+            "SERVICE_UNKNOWN",
+        ]
         caller.service.engine.state = "failed"
         assert status(await watching.read()) == "NOT_SERVING"
         caller.service.engine.state = "ready"
@@ -68,7 +78,9 @@ async def test_a_watcher_is_told_each_change(monkeypatch: pytest.MonkeyPatch) ->
 @on_a_loop
 async def test_one_caller_watches_few_times() -> None:
     async with calling(request_timeout=0.3) as caller:
-        watches = [caller.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(9)]
+        watches = [
+            caller.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(9)
+        ]
         first = [asyncio.create_task(each.read()) for each in watches]
         await until(lambda: sum(each.done() for each in first) == 9)
         refused = [each for each in first if each.exception() is not None]
@@ -90,7 +102,10 @@ async def ask(caller: Caller, path: str, **asked: str) -> Any:
 @on_a_loop
 async def test_reflection_describes_every_method(path: str) -> None:
     async with calling() as caller:
-        services = [each.name for each in (await ask(caller, path, list_services="")).list_services_response.service]
+        services = [
+            each.name
+            for each in (await ask(caller, path, list_services="")).list_services_response.service
+        ]
         assert GRPC_SERVICE in services
         pool = DescriptorPool()
         for name in services:
@@ -99,7 +114,9 @@ async def test_reflection_describes_every_method(path: str) -> None:
                 pool.Add(FileDescriptorProto.FromString(content))
             methods = pool.FindServiceByName(name).methods
             for method in methods:
-                code = await caller.channel.stream_stream(f"/{name}/{method.name}")(timeout=0.1).code()
+                code = await caller.channel.stream_stream(f"/{name}/{method.name}")(
+                    timeout=0.1
+                ).code()
                 assert code != Code.UNIMPLEMENTED
         unknown = await ask(caller, path, file_containing_symbol="nothing")
         assert unknown.error_response.error_code == Code.NOT_FOUND.value[0]

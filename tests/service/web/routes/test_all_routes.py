@@ -1,7 +1,7 @@
 """What holds for every route that the application has, and for every route that is added to it.
 
-Each route that takes a body is admitted, bounded, and ends when its caller leaves. Each route refuses
-parameters that it does not have, in the address and in a form.
+Each route that takes a body is admitted, bounded, and ends when its caller leaves. Each route
+refuses parameters that it does not have, in the address and in a form.
 """
 
 import base64
@@ -21,7 +21,10 @@ ADMIN = {"authorization": "Bearer root"}
 NAMES = {"{name:path}": "fake", "{name}": "birds", "{version}": "1", "{number:int}": "1"}
 """Values of the parameters of paths."""
 
-REQUIRED = {"/heads/{name}/examples": "label=cat", "/heads/{name}/examples/{number:int}": "label=cat"}
+REQUIRED = {
+    "/heads/{name}/examples": "label=cat",
+    "/heads/{name}/examples/{number:int}": "label=cat",
+}
 """Parameters without which a route refuses its request."""
 
 WITHOUT_BODY = {"/heads/{name}/examples/{number:int}"}
@@ -33,14 +36,30 @@ WITHOUT_SLOT = {
     "/v2/repository/models/{name:path}/load",
     "/v2/repository/models/{name:path}/unload",
 }
-"""Routes that read a small document and compute nothing: operators use them while all slots are taken."""
+"""Routes that read a small document and compute nothing: operators use them while all slots are
+taken.
+"""
 
-LOOSE = {"/healthz", "/readyz", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready", "/openapi.json"}
+LOOSE = {
+    "/healthz",
+    "/readyz",
+    "/ping",
+    "/metrics",
+    "/v2/health/live",
+    "/v2/health/ready",
+    "/openapi.json",
+}
 """Routes where probes and browsers add parameters, beside the pages and their files."""
 
 
 def running(folder: Path, **settings: Any) -> App:
-    return app(teach=str(folder), admin_key="root", max_request_bytes=60_000, max_upload_bytes=50_000, **settings)
+    return app(
+        teach=str(folder),
+        admin_key="root",
+        max_request_bytes=60_000,
+        max_upload_bytes=50_000,
+        **settings,
+    )
 
 
 def routes_of(service: App) -> list[Endpoint]:
@@ -62,7 +81,9 @@ def with_bodies(service: App) -> list[tuple[str, Endpoint]]:
 
 
 def computing(service: App) -> list[tuple[str, Endpoint]]:
-    return [(method, route) for method, route in with_bodies(service) if route.path not in WITHOUT_SLOT]
+    return [
+        (method, route) for method, route in with_bodies(service) if route.path not in WITHOUT_SLOT
+    ]
 
 
 def path_of(route: Endpoint) -> str:
@@ -73,16 +94,22 @@ def path_of(route: Endpoint) -> str:
     return path
 
 
-def sent(service: App, method: str, route: Endpoint, body: bytes | None, **headers: str) -> HttpCommunicator:
+def sent(
+    service: App, method: str, route: Endpoint, body: bytes | None, **headers: str
+) -> HttpCommunicator:
     query = REQUIRED.get(route.path, "") if method in ("POST", "PUT") else ""
-    return service.communicator(method, path_of(route), query=query, headers=ADMIN | headers, body=body)
+    return service.communicator(
+        method, path_of(route), query=query, headers=ADMIN | headers, body=body
+    )
 
 
 def valid_body(route: Endpoint) -> bytes:
     if not route.path.endswith("/infer"):
         return png(7)
     data = [base64.b64encode(png(7)).decode()]
-    return json.dumps({"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": data}]}).encode()
+    return json.dumps(
+        {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": data}]}
+    ).encode()
 
 
 def assert_empty(service: App, route: Endpoint) -> None:
@@ -156,8 +183,14 @@ async def test_every_route_refuses_unknown_parameters(tmp_path: Path) -> None:
         for method in sorted(route.methods or ()):
             path = path_of(route)
             answer = await service.request(method, path, query="zzz=1&_=2", headers=ADMIN)
-            is_loose = path in LOOSE or path in ("/", "/docs") or path.startswith(("/page/", "/docs/"))
-            assert (answer.status == 200) if is_loose else (answer.status == 422), (method, path, answer.status)
+            is_loose = (
+                path in LOOSE or path in ("/", "/docs") or path.startswith(("/page/", "/docs/"))
+            )
+            assert (answer.status == 200) if is_loose else (answer.status == 422), (
+                method,
+                path,
+                answer.status,
+            )
             if not is_loose:
                 assert "zzz: no such parameter; " in answer.content.decode(), (method, path)
 
@@ -174,7 +207,9 @@ async def test_every_misspelt_parameter_is_named(tmp_path: Path) -> None:
     for route in routes_of(service):
         for name in parameters(route):
             method = min(route.methods or ())
-            answer = await service.request(method, path_of(route), query=f"{name.upper()}s=1", headers=ADMIN)
+            answer = await service.request(
+                method, path_of(route), query=f"{name.upper()}s=1", headers=ADMIN
+            )
             assert answer.status == 422, (method, route.path, name)
             assert f"{name.upper()}s: no such parameter; there are {name}" in answer.json["detail"]
             tried += 1

@@ -38,7 +38,9 @@ async def test_a_field_counts_as_in_the_query(path: str, fields: dict[str, str])
     by_query, by_form = await post(service, path, query), await post(service, path, **fields)
     assert by_query.status == by_form.status == 200
     assert without_times(by_form.json) == without_times(by_query.json)
-    assert without_times((await post(service, path, query, **fields)).json) == without_times(by_query.json)
+    assert without_times((await post(service, path, query, **fields)).json) == without_times(
+        by_query.json
+    )
 
 
 @on_a_loop
@@ -48,7 +50,10 @@ async def test_a_field_may_name_several_models(names: str) -> None:
     by_query = await post(service, "/classify", f"model={names}")
     by_form = await post(service, "/classify", model=names)
     assert by_form.json["models"].keys() == by_query.json["models"].keys()
-    assert by_form.json["models"]["few"]["predictions"] == by_query.json["models"]["few"]["predictions"]
+    assert (
+        by_form.json["models"]["few"]["predictions"]
+        == by_query.json["models"]["few"]["predictions"]
+    )
     assert (await post(service, "/classify/batch", model=names)).code == "invalid_parameter"
 
 
@@ -64,7 +69,12 @@ async def test_a_field_may_mend_what_the_query_lacks() -> None:
 @pytest.mark.parametrize(
     ("query", "fields", "code", "detail"),
     [
-        ("top_k=2", {"top_k": "3"}, "malformed_request", "top_k: '2' in the address and '3' in the form: send one"),
+        (
+            "top_k=2",
+            {"top_k": "3"},
+            "malformed_request",
+            "top_k: '2' in the address and '3' in the form: send one",
+        ),
         ("", {"topk": "3"}, "malformed_request", "unknown form field 'topk'"),
         ("", {"top_k": "x"}, "invalid_parameter", "top_k: input should be a valid integer"),
         ("", {"top_k": "11"}, "invalid_parameter", "top_k 11: the model has 10 classes"),
@@ -72,7 +82,9 @@ async def test_a_field_may_mend_what_the_query_lacks() -> None:
         ("", {"model": "few,nobody"}, "unknown_model", "nobody"),
     ],
 )
-async def test_a_field_is_refused_with_the_reason(query: str, fields: dict[str, str], code: str, detail: str) -> None:
+async def test_a_field_is_refused_with_the_reason(
+    query: str, fields: dict[str, str], code: str, detail: str
+) -> None:
     answer = await post(several()[0], "/classify", query, **fields)
     assert answer.code == code
     assert detail in answer.json["detail"]

@@ -27,7 +27,16 @@ async def test_a_kept_picture_gets_its_map_in_every_format(service: App) -> None
     assert Image.open(io.BytesIO(plain.content)).size == (64, 64)
 
     document = (await service.get("/attention", f"id={image_id}&format=json")).json
-    assert set(document) == {"id", "method", "class", "label", "grid", "values", "kept_mass", "region"} | {
+    assert set(document) == {
+        "id",
+        "method",
+        "class",
+        "label",
+        "grid",
+        "values",
+        "kept_mass",
+        "region",
+    } | {
         "score",
         "evidence",
         "abstained",
@@ -116,7 +125,9 @@ async def test_a_posted_picture_gets_its_map_and_is_kept(service: App) -> None:
         ("overlay=perhaps", "overlay"),
     ],
 )
-async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(service: App, query: str, says: str) -> None:
+async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(
+    service: App, query: str, says: str
+) -> None:
     by_id = await service.get("/attention", f"id={await kept(service)}&{query}")
     posted = await service.request("POST", "/attention", query=query, **form(png(1)))
     for response in (by_id, posted):
@@ -140,7 +151,9 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(service: App
 async def test_a_map_is_of_the_method_and_class_that_are_asked_for(
     service: App, query: str, answered: dict[str, Any]
 ) -> None:
-    document = (await service.get("/attention", f"id={await kept(service, 7)}&format=json&{query}")).json
+    document = (
+        await service.get("/attention", f"id={await kept(service, 7)}&format=json&{query}")
+    ).json
     names = ("method", "class", "label", "layer", "head")
     assert {name: document[name] for name in names if name in document} == answered
 
@@ -155,7 +168,9 @@ async def test_several_classes_have_a_map_each(service: App) -> None:
     assert (array.dtype, array.shape) == (np.float32, (3, 2, 2))
     drawn = await service.get("/attention", f"{query}size=100")
     assert Image.open(io.BytesIO(drawn.content)).size == (308, 100)
-    posted = await service.request("POST", "/attention", query="class=4,2&format=json", **form(png(9)))
+    posted = await service.request(
+        "POST", "/attention", query="class=4,2&format=json", **form(png(9))
+    )
     assert [document["class"] for document in posted.json] == [4, 2]
 
 
@@ -192,7 +207,9 @@ async def test_the_region_of_a_turned_photo_is_the_same_in_every_document(
     service: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crops(monkeypatch, service)
-    posted = (await service.request("POST", "/attention", query="format=json", **form(two_halves(6)))).json
+    posted = (
+        await service.request("POST", "/attention", query="format=json", **form(two_halves(6)))
+    ).json
     assert posted["region"] == {"x": 0, "y": 10, "width": 20, "height": 20}  # upright it is 20 x 40
     classified = (await service.classify(two_halves(6), query="attention=true")).json
     assert classified["attention"]["region"] == posted["region"]
@@ -205,7 +222,9 @@ async def test_a_small_model_has_its_map_over_the_photo_which_dims_what_it_did_n
     monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
     crops(monkeypatch, service)
-    response = await service.request("POST", "/attention", query="alpha=0&size=80", **form(two_halves(1)))
+    response = await service.request(
+        "POST", "/attention", query="alpha=0&size=80", **form(two_halves(1))
+    )
     pixels = np.asarray(Image.open(io.BytesIO(response.content)))
     assert pixels.shape == (40, 80, 3)
     assert [pixels[20, column].tolist() for column in (10, 30, 50, 70)] == [

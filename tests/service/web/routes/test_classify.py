@@ -1,4 +1,6 @@
-"""POST /classify and POST /classify/batch; the digits of their numbers; and sets of labels at every door."""
+"""POST /classify and POST /classify/batch; the digits of their numbers; and sets of labels at every
+door.
+"""
 
 import json
 import time
@@ -26,7 +28,9 @@ from vitserve.documents import MAX_SET, Classification, Prediction, ranked, set_
 
 
 @on_a_loop
-@pytest.mark.parametrize("query", ["", "top_k=3&embedding=true", "attention=true", "attention=relevance"])
+@pytest.mark.parametrize(
+    "query", ["", "top_k=3&embedding=true", "attention=true", "attention=relevance"]
+)
 async def test_an_answer_is_what_its_documentation_says_and_nothing_beside(query: str) -> None:
     document = (await app().classify(query=query)).json
     described = Classification.model_validate(document)
@@ -57,7 +61,16 @@ async def test_a_failing_store_costs_the_id_alone() -> None:
 @on_a_loop
 async def test_attention_comes_with_the_answer_when_asked(service: App) -> None:
     attention = (await service.classify(png(1), query="attention=true")).json["attention"]
-    assert set(attention) == {"url", "grid", "method", "layer", "head", "values", "kept_mass", "region"}
+    assert set(attention) == {
+        "url",
+        "grid",
+        "method",
+        "layer",
+        "head",
+        "values",
+        "kept_mass",
+        "region",
+    }
     assert (attention["grid"], attention["layer"], attention["head"]) == ([2, 2], 2, "mean")
     path, query = attention["url"].split("?")
     again = (await service.get(path, f"{query}&format=json")).json
@@ -72,16 +85,25 @@ async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked(serv
     document = (await service.classify(png(1), query="attention=relevance")).json
     attention, best = document["attention"], document["predictions"][0]
     facts = {"score", "evidence", "abstained"}
-    assert set(attention) == {"url", "grid", "method", "class", "label", "values", "kept_mass", "region"} | facts
+    assert (
+        set(attention)
+        == {"url", "grid", "method", "class", "label", "values", "kept_mass", "region"} | facts
+    )
     assert (attention["score"], attention["evidence"], attention["abstained"]) == (0.5, 0.25, False)
-    assert (attention["method"], attention["class"], attention["label"]) == ("relevance", best["index"], best["label"])
+    assert (attention["method"], attention["class"], attention["label"]) == (
+        "relevance",
+        best["index"],
+        best["label"],
+    )
     path, query = attention["url"].split("?")
     again = (await service.get(path, f"{query}&format=json")).json
     assert (again["method"], again["class"]) == ("relevance", best["index"])
 
 
 @on_a_loop
-async def test_a_model_without_relevance_says_which_maps_it_has(service: App, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_without_relevance_says_which_maps_it_has(
+    service: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = model_info().config.model_copy(update={"norm_order": "post"})
     monkeypatch.setattr(service.engine, "info", replace(model_info(), config=config))
     refused = await service.classify(png(1), query="attention=relevance")
@@ -124,7 +146,9 @@ async def test_the_engines_errors_are_answered_as_the_table_says(
 
 @on_a_loop
 async def test_a_batch_is_answered_in_its_order() -> None:
-    response = await app().request("POST", "/classify/batch", **form(*(png(red) for red in range(20))))
+    response = await app().request(
+        "POST", "/classify/batch", **form(*(png(red) for red in range(20)))
+    )
     assert response.status == 200
     results = response.json["results"]
     assert [r["predictions"][0]["index"] for r in results] == [red % CLASSES for red in range(20)]
@@ -174,7 +198,10 @@ LABELS = ("cat", "dog", "eel")
 def test_scores_are_the_shortest_decimals_of_their_floats() -> None:
     fields = ranked(LABELS, [2, 0], np.array([0.83, 1 / 3], np.float32).tolist())
     predictions = [Prediction.model_validate(each) for each in fields]
-    assert [(each.label, each.index, each.score) for each in predictions] == [("eel", 2, 0.83), ("cat", 0, 0.3333333)]
+    assert [(each.label, each.index, each.score) for each in predictions] == [
+        ("eel", 2, 0.83),
+        ("cat", 0, 0.3333333),
+    ]
 
 
 def test_a_region_is_told_to_a_thousandth_of_a_pixel() -> None:
@@ -201,12 +228,16 @@ def test_a_map_is_told_to_seven_decimals() -> None:
         "kept_mass": 0.6666667,
         "abstained": None,
     }
-    fields = map_fields(AttentionMap(MapRequest("relevance", 1), values, 1.0, 0.1 + 0.2, 1 / 3), LABELS)
+    fields = map_fields(
+        AttentionMap(MapRequest("relevance", 1), values, 1.0, 0.1 + 0.2, 1 / 3), LABELS
+    )
     assert [fields[name] for name in ("label", "score", "evidence")] == ["dog", 0.3, 0.3333333]
 
 
 def with_coverage() -> App:
-    """The application of a model with a coverage; a picture's set has as many labels as its red value."""
+    """The application of a model with a coverage; a picture's set has as many labels as its red
+    value.
+    """
     service = app()
     service.engine.info = model_info(coverage=0.95, calibrated_on=50)
     return service
@@ -225,7 +256,9 @@ def fields(answer: dict[str, Any]) -> dict[str, Any]:
 @on_a_loop
 @pytest.mark.parametrize("path", ["/classify", "/invocations"])
 @pytest.mark.parametrize(("red", "expected"), [(3, THREE), (0, ABSTAINED)])
-async def test_an_answer_has_its_set_or_abstains_whatever_top_k(path: str, red: int, expected: dict[str, Any]) -> None:
+async def test_an_answer_has_its_set_or_abstains_whatever_top_k(
+    path: str, red: int, expected: dict[str, Any]
+) -> None:
     service = with_coverage()
     answer = (await service.classify(png(red), "top_k=1", path)).json
     assert fields(answer) == expected
@@ -244,7 +277,14 @@ async def test_predictions_are_those_in_the_set() -> None:
 @on_a_loop
 async def test_the_inference_protocol_has_the_size_of_the_set_over_http_and_grpc() -> None:
     service = with_coverage()
-    inputs = [{"name": "pixels", "shape": [2, 8, 8, 3], "datatype": "UINT8", "data": [3, 0, 0] * 64 + [0] * 192}]
+    inputs = [
+        {
+            "name": "pixels",
+            "shape": [2, 8, 8, 3],
+            "datatype": "UINT8",
+            "data": [3, 0, 0] * 64 + [0] * 192,
+        }
+    ]
     body = json.dumps({"inputs": inputs, "outputs": [{"name": "set_size"}]}).encode()
     headers = {"content-type": "application/json"}
     answer = await service.request("POST", "/v2/models/fake/infer", headers=headers, body=body)
@@ -257,7 +297,12 @@ async def test_the_inference_protocol_has_the_size_of_the_set_over_http_and_grpc
     answer = await service.request("POST", "/v2/models/fake/infer", headers=headers, body=body)
     by_name = {each["name"]: each for each in answer.json["outputs"]}
     assert list(by_name) == ["label", "index", "score", "abstained"]
-    assert by_name["abstained"] == {"name": "abstained", "datatype": "BOOL", "shape": [2, 1], "data": [False, True]}
+    assert by_name["abstained"] == {
+        "name": "abstained",
+        "datatype": "BOOL",
+        "shape": [2, 1],
+        "data": [False, True],
+    }
     request = image(png(3), png(0))
     request.outputs.append(Output(name="set_size"))
     async with calling(FakeEngine(model_info(coverage=0.95))) as caller:
@@ -280,8 +325,12 @@ async def test_the_inference_protocol_says_that_a_taught_head_abstains_over_http
         assert set(found["label"].ravel()) == {"a", "b"}
     service = app()
     service_in(service).models.added = {"pets": AddedHead("pets", head, "", "")}
-    inputs = [{"name": "pixels", "shape": [1, 8, 8, 3], "datatype": "UINT8", "data": [3, 0, 0] * 64}]
-    answer = await service.request("POST", "/v2/models/pets/infer", body=json.dumps({"inputs": inputs}).encode())
+    inputs = [
+        {"name": "pixels", "shape": [1, 8, 8, 3], "datatype": "UINT8", "data": [3, 0, 0] * 64}
+    ]
+    answer = await service.request(
+        "POST", "/v2/models/pets/infer", body=json.dumps({"inputs": inputs}).encode()
+    )
     assert {each["name"]: each["data"] for each in answer.json["outputs"]}["abstained"] == [is_far]
 
 
@@ -298,7 +347,9 @@ async def test_classes_below_their_thresholds_are_left_out_at_every_door() -> No
     service.engine.least[:] = 0.6
     abstained = [(await service.classify(png(3))).json]
     abstained += (await service.request("POST", "/classify/batch", **form(png(3)))).json["results"]
-    assert [(each["predictions"], each["abstained_by"]) for each in abstained] == [([], "min_score")] * 2
+    assert [(each["predictions"], each["abstained_by"]) for each in abstained] == [
+        ([], "min_score")
+    ] * 2
     assert (await service.classify(png(3), path="/predictions/fake")).json == {}
     assert service.metric("vit_abstained_total") == 3
     async with calling(service.engine) as caller:
@@ -325,19 +376,34 @@ async def test_a_model_that_loads_slowly_leaves_half_of_the_time_to_others(unloa
     models.engines["few"].state, models.served["few"].unloaded = "loading", unloaded
     models.engines["few"].gate.clear()
     found = (await served.classify(query="model=few,cats")).json["models"]
-    assert (found["few"]["error"]["code"], "predictions" in found["cats"]) == ("model_loading", True)
+    assert (found["few"]["error"]["code"], "predictions" in found["cats"]) == (
+        "model_loading",
+        True,
+    )
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/classify", "/embed", "/attention", "/predictions/fake", "/invocations"])
+@pytest.mark.parametrize(
+    "path", ["/classify", "/embed", "/attention", "/predictions/fake", "/invocations"]
+)
 @pytest.mark.parametrize(
     ("kind", "body", "status", "detail"),
     [
         ("application/json", png(7), 200, ""),
         ("application/problem+json", png(7), 200, ""),
-        ("application/json", b"no picture", 415, "parameters go in the address; or send the picture itself: curl"),
+        (
+            "application/json",
+            b"no picture",
+            415,
+            "parameters go in the address; or send the picture itself: curl",
+        ),
         ("application/json", b'{"image": "AAAA", "top_k": 1}', 415, "parameters go in the address"),
-        ("text/html", "<!doctype html><title>größe</title>".encode(), 415, "the body is HTML or XML"),
+        (
+            "text/html",
+            "<!doctype html><title>größe</title>".encode(),
+            415,
+            "the body is HTML or XML",
+        ),
         ("image/jpeg", b"<html><body>404 Not Found</body></html>", 415, "the body is HTML or XML"),
     ],
 )

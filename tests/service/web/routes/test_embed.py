@@ -1,4 +1,6 @@
-"""POST /embed and POST /embed/batch; a model without a classification head, which has embeddings and maps alone."""
+"""POST /embed and POST /embed/batch; a model without a classification head, which has embeddings
+and maps alone.
+"""
 
 import base64
 import io
@@ -61,7 +63,9 @@ async def test_every_format_has_what_was_asked_for(query: str, requested: Embedd
     np.testing.assert_array_equal(document["embedding"], expected)
     np.testing.assert_array_equal(array(await embed(service, f"{query}&format=npy")), expected)
     text = (await embed(service, f"{query}&format=base64")).json["embedding"]
-    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text, validate=True), "<f4"), expected)
+    np.testing.assert_array_equal(
+        np.frombuffer(base64.b64decode(text, validate=True), "<f4"), expected
+    )
 
 
 @on_a_loop
@@ -83,7 +87,9 @@ async def test_a_batch_as_an_array_has_a_row_for_each_picture_or_none_at_all(ser
     refused = await embed_batch(service, png(1), b"no picture", png(3), query="format=npy")
     assert (refused.status, refused.code) == (415, "unsupported_media_type")
     assert refused.json["detail"].startswith("picture 1: the body is text")
-    large = await embed_batch(app(max_upload_bytes=len(png(1))), png(1), png(1) + b"0", query="format=npy")
+    large = await embed_batch(
+        app(max_upload_bytes=len(png(1))), png(1), png(1) + b"0", query="format=npy"
+    )
     assert (large.status, large.json["detail"][:11]) == (413, "picture 1: ")
 
 
@@ -102,7 +108,9 @@ async def test_a_model_without_a_cls_token_has_no_embedding_of_it(service: App) 
     service.engine.info = model_info(config=model_info().config.model_copy(update=changes))
     response = await embed(service, "pool=cls")
     assert (response.status, response.code) == (422, "invalid_parameter")
-    assert response.json["detail"] == "pool 'cls': the model has no CLS token; expected head or mean"
+    assert (
+        response.json["detail"] == "pool 'cls': the model has no CLS token; expected head or mean"
+    )
     assert (await embed(service, "pool=mean")).status == 200
 
 
@@ -125,15 +133,29 @@ def headless() -> App:
 
 
 def v2(outputs: list[str], **parameters: Any) -> dict[str, Any]:
-    tensor = {"name": "pixels", "datatype": "UINT8", "shape": [1, SIZE, SIZE, 3], "data": [9] * (3 * SIZE * SIZE)}
-    body = {"inputs": [tensor], "outputs": [{"name": name} for name in outputs], "parameters": parameters}
+    tensor = {
+        "name": "pixels",
+        "datatype": "UINT8",
+        "shape": [1, SIZE, SIZE, 3],
+        "data": [9] * (3 * SIZE * SIZE),
+    }
+    body = {
+        "inputs": [tensor],
+        "outputs": [{"name": name} for name in outputs],
+        "parameters": parameters,
+    }
     return {"headers": {"content-type": "application/json"}, "body": json.dumps(body).encode()}
 
 
 @on_a_loop
 @pytest.mark.parametrize(
     ("path", "query"),
-    [("/classify", ""), ("/classify", "embedding=true"), ("/invocations", ""), ("/predictions/fake", "")],
+    [
+        ("/classify", ""),
+        ("/classify", "embedding=true"),
+        ("/invocations", ""),
+        ("/predictions/fake", ""),
+    ],
 )
 async def test_classes_are_refused_with_what_the_model_has_instead(path: str, query: str) -> None:
     service = headless()
@@ -186,5 +208,8 @@ async def test_the_open_inference_protocol_gives_the_embedding_by_default() -> N
     refused = await service.request("POST", path, **v2(["attention"], attention="relevance"))
     assert refused.json["error"] == "attention 'relevance': expected one of cls"
     refused = await service.request("POST", path, **v2(["embedding"], top_k=1))
-    assert refused.json["error"] == "top_k: does not apply to these outputs; ask for the output index or label or score"
+    assert (
+        refused.json["error"]
+        == "top_k: does not apply to these outputs; ask for the output index or label or score"
+    )
     assert service.metric("vit_top1_score_count") == 0

@@ -1,4 +1,6 @@
-"""How a request finds its route, and how its query is read; the routes of operators and their tools."""
+"""How a request finds its route, and how its query is read; the routes of operators and their
+tools.
+"""
 
 import pytest
 
@@ -21,7 +23,10 @@ async def test_405_names_every_method_that_the_path_has(method: str, path: str, 
     response = await app().request(method, path)
     assert (response.status, response.code) == (405, "method_not_allowed")
     assert response.headers["allow"] == allow
-    assert response.json["detail"] == f"{method} {path}: no such method on this path; there are {allow}"
+    assert (
+        response.json["detail"]
+        == f"{method} {path}: no such method on this path; there are {allow}"
+    )
 
 
 @on_a_loop
@@ -80,7 +85,9 @@ async def test_an_unknown_path_names_the_route_meant(path: str, route: str | Non
         ("&&top_k=2&", 2, False),
     ],
 )
-async def test_a_query_is_read_however_it_is_written(query: str, labels: int, attention: bool) -> None:
+async def test_a_query_is_read_however_it_is_written(
+    query: str, labels: int, attention: bool
+) -> None:
     document = (await app().classify(query=query)).json
     assert len(document["predictions"]) == labels
     assert ("attention" in document) == attention
@@ -95,13 +102,25 @@ async def test_a_query_is_read_however_it_is_written(query: str, labels: int, at
         ("top_k=11", "top_k 11: the model has 10 classes"),
         ("top_k=", "top_k: input should be a valid integer, unable to parse string as an integer"),
         ("top_k=3&top_k=4", "top_k: given as '3' and as '4': send one"),
-        ("top_k=5attention=true", "top_k: input should be a valid integer, unable to parse string as an integer"),
-        ("top_k=05x", "top_k: input should be a valid integer, unable to parse string as an integer"),
+        (
+            "top_k=5attention=true",
+            "top_k: input should be a valid integer, unable to parse string as an integer",
+        ),
+        (
+            "top_k=05x",
+            "top_k: input should be a valid integer, unable to parse string as an integer",
+        ),
         ("top_k=+", "top_k: input should be a valid integer, unable to parse string as an integer"),
         ("attention=yep", "attention: input should be a valid boolean, unable to interpret input"),
-        ("attention=true\n", "attention: input should be a valid boolean, unable to interpret input"),
+        (
+            "attention=true\n",
+            "attention: input should be a valid boolean, unable to interpret input",
+        ),
         ("attention=x&top_k=0", "top_k: input should be greater than or equal to 1"),
-        ("topk=2", "topk: no such parameter; there are top_k, attention, model, min_score, embedding, labels"),
+        (
+            "topk=2",
+            "topk: no such parameter; there are top_k, attention, model, min_score, embedding, labels",
+        ),
         (
             "top_k=2&ATENTION=true",
             "ATENTION: no such parameter; there are attention, embedding, top_k, labels, min_score, model",
@@ -114,10 +133,15 @@ async def test_a_query_is_read_however_it_is_written(query: str, labels: int, at
             f"{'x' * 9000}=",
             f"{'x' * 50}: no such parameter; there are attention, embedding, labels, min_score, model, top_k",
         ),
-        ("a%0Ab=1", "a\\nb: no such parameter; there are labels, attention, embedding, min_score, model, top_k"),
+        (
+            "a%0Ab=1",
+            "a\\nb: no such parameter; there are labels, attention, embedding, min_score, model, top_k",
+        ),
     ],
 )
-async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str, query: str, detail: str) -> None:
+async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(
+    path: str, query: str, detail: str
+) -> None:
     response = await app().classify(query=query, path=path)
     assert (response.status, response.code) == (422, "invalid_parameter")
     assert response.json["detail"] == detail
@@ -125,7 +149,9 @@ async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(path: str
 
 @on_a_loop
 async def test_a_query_of_bytes_that_are_no_text_is_refused_like_any_other(service: App) -> None:
-    communicator = service.communicator("POST", "/classify", headers={"content-type": "image/png"}, body=png(7))
+    communicator = service.communicator(
+        "POST", "/classify", headers={"content-type": "image/png"}, body=png(7)
+    )
     communicator.scope["query_string"] = b"top_k=\xff"
     await communicator.run()
     assert (communicator.status, communicator.code) == (422, "invalid_parameter")
@@ -144,7 +170,10 @@ async def test_a_query_has_a_bounded_number_of_parameters(parameters: int, statu
     response = await app().classify(query="&".join(["top_k=1"] * parameters))
     assert response.status == status
     if status == 422:
-        assert (response.code, response.json["detail"]) == ("invalid_parameter", "more than 64 parameters")
+        assert (response.code, response.json["detail"]) == (
+            "invalid_parameter",
+            "more than 64 parameters",
+        )
 
 
 @on_a_loop
@@ -217,17 +246,28 @@ async def test_the_model_is_described_by_exactly_these_names_and_values(service:
 
 @on_a_loop
 async def test_labels_are_told_in_index_order() -> None:
-    assert (await app().get("/labels")).json == {"model": "fake", "labels": [f"label {i}" for i in range(CLASSES)]}
+    assert (await app().get("/labels")).json == {
+        "model": "fake",
+        "labels": [f"label {i}" for i in range(CLASSES)],
+    }
 
 
 @on_a_loop
-@pytest.mark.parametrize(("state", "reason"), [("loading", "the model is loading"), ("failed", "the device failed")])
-async def test_without_an_engine_only_readiness_suffers_and_work_is_503(service: App, state: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("state", "reason"), [("loading", "the model is loading"), ("failed", "the device failed")]
+)
+async def test_without_an_engine_only_readiness_suffers_and_work_is_503(
+    service: App, state: str, reason: str
+) -> None:
     service.engine.state, service.engine.reason = state, reason
     assert (await service.get("/healthz")).status == 200
     assert (await service.get("/metrics")).status == 200
     assert (await service.get("/")).status == 200
-    for response in (await service.get("/readyz"), await service.classify(), await service.get("/model")):
+    for response in (
+        await service.get("/readyz"),
+        await service.classify(),
+        await service.get("/model"),
+    ):
         assert (response.status, response.code) == (503, "engine_unavailable")
         assert response.json["detail"] == reason
         assert int(response.headers["retry-after"]) > 0
@@ -245,4 +285,7 @@ async def test_who_is_about_to_stop_is_alive_and_not_ready(service: App) -> None
     assert (response.status, response.headers["connection"]) == (200, "close")
     service.lifecycle.draining = True
     assert (await service.classify()).code == (await service.get("/readyz")).code == "draining"
-    assert (service.lifecycle.answered, service.lifecycle.refused) == (1, 2)  # the model's readiness is one of them
+    assert (service.lifecycle.answered, service.lifecycle.refused) == (
+        1,
+        2,
+    )  # the model's readiness is one of them

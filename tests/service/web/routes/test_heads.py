@@ -21,7 +21,10 @@ from tests.service.fakes import PATIENCE, on_a_loop, png, until
 from tests.service.web.apps import App, app, form, inside, service_in
 from tests.service.web.http_communicator import HttpCommunicator
 
-QUERIES = {("PUT", "/heads/{name}/examples/{number:int}"): "label=cat", ("POST", "/heads/{name}/examples"): "label=cat"}
+QUERIES = {
+    ("PUT", "/heads/{name}/examples/{number:int}"): "label=cat",
+    ("POST", "/heads/{name}/examples"): "label=cat",
+}
 
 
 def routes_of_heads() -> list[tuple[str, str]]:
@@ -40,7 +43,9 @@ def asking(service: App, method: str, path: str) -> HttpCommunicator:
 async def teach(service: App, count: int, label: str = "cat") -> None:
     for red in range(count):
         body = png(red + 1 if label == "cat" else 200 - red)
-        answer = await service.request("POST", "/heads/pets/examples", query=f"label={label}", body=body)
+        answer = await service.request(
+            "POST", "/heads/pets/examples", query=f"label={label}", body=body
+        )
         assert answer.status == 201
 
 
@@ -49,7 +54,9 @@ def busy_lane(service: App) -> Iterator[None]:
     """Keep the two threads of the lane of examples at work."""
     lane, gate = service_in(service).lanes.examples, threading.Event()
     deadline = Deadline(service_in(service).clock() + PATIENCE)
-    jobs = [lane.work(lambda: gate.wait(PATIENCE), "other", 1, deadline) for _ in range(4)]  # two jobs a thread begin
+    jobs = [
+        lane.work(lambda: gate.wait(PATIENCE), "other", 1, deadline) for _ in range(4)
+    ]  # two jobs a thread begin
     try:
         yield
     finally:
@@ -70,7 +77,9 @@ async def test_every_route_of_heads_takes_a_slot(tmp_path: Path, method: str, pa
 
 @pytest.mark.parametrize(("method", "path"), routes_of_heads())
 @on_a_loop
-async def test_a_caller_that_left_counts_as_cancelled(tmp_path: Path, method: str, path: str) -> None:
+async def test_a_caller_that_left_counts_as_cancelled(
+    tmp_path: Path, method: str, path: str
+) -> None:
     service = app(teach=str(tmp_path))
     await teach(service, 1)
     lane = service_in(service).lanes.examples
@@ -109,14 +118,18 @@ async def test_heads_are_listed_while_no_model_is_ready(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_a_key_takes_no_more_than_its_share_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_takes_no_more_than_its_share_of_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(examples_module, "MAX_HEADS", 4)
     service = app(teach=str(tmp_path), api_keys="alice:KEY1,bob:KEY2", admin_key="ADMIN")
 
     async def begin(key: str, head: str) -> int:
         headers = {"authorization": f"Bearer {key}"}
         path = f"/heads/{head}/examples"
-        return (await service.request("POST", path, query="label=cat", body=png(1), headers=headers)).status
+        return (
+            await service.request("POST", path, query="label=cat", body=png(1), headers=headers)
+        ).status
 
     assert [await begin("KEY1", f"a{number}") for number in range(3)] == [201, 201, 409]
     assert [await begin("KEY2", f"b{number}") for number in range(2)] == [201, 409]
@@ -124,19 +137,31 @@ async def test_a_key_takes_no_more_than_its_share_of_heads(tmp_path: Path, monke
 
 
 @on_a_loop
-async def test_examples_are_listed_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_examples_are_listed_in_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(examples_module, "PAGE", 2)
     service = app(teach=str(tmp_path))
     await teach(service, 3)
     await teach(service, 2, "dog")
-    pages = [(await service.get("/heads/pets/examples", f"after={after}")).json for after in (0, 2, 4, 10**30)]
-    assert [[each["number"] for each in page["examples"]] for page in pages] == [[1, 2], [3, 4], [5], []]
+    pages = [
+        (await service.get("/heads/pets/examples", f"after={after}")).json
+        for after in (0, 2, 4, 10**30)
+    ]
+    assert [[each["number"] for each in page["examples"]] for page in pages] == [
+        [1, 2],
+        [3, 4],
+        [5],
+        [],
+    ]
     assert (await service.get("/heads/pets/examples", "after=-1")).code == "invalid_parameter"
 
 
 @pytest.mark.parametrize(("method", "path"), routes_of_heads())
 @on_a_loop
-async def test_unknown_parameters_of_heads_are_refused(tmp_path: Path, method: str, path: str) -> None:
+async def test_unknown_parameters_of_heads_are_refused(
+    tmp_path: Path, method: str, path: str
+) -> None:
     service = app(teach=str(tmp_path))
     await teach(service, 1)
     asked = asking(service, method, path)
@@ -149,7 +174,9 @@ async def test_unknown_parameters_of_heads_are_refused(tmp_path: Path, method: s
 @pytest.mark.parametrize("label", ["", "%20%09", "a%07b", "%E2%80%8B", "a" * 257])
 @pytest.mark.parametrize("method", ["POST", "PUT"])
 @on_a_loop
-async def test_labels_that_do_not_print_are_refused(tmp_path: Path, method: str, label: str) -> None:
+async def test_labels_that_do_not_print_are_refused(
+    tmp_path: Path, method: str, label: str
+) -> None:
     service = app(teach=str(tmp_path))
     await teach(service, 1)
     path = "/heads/pets/examples" + ("/1" if method == "PUT" else "")
@@ -163,7 +190,9 @@ async def test_labels_that_do_not_print_are_refused(tmp_path: Path, method: str,
 async def test_thumbnails_are_kept_only_where_allowed(tmp_path: Path, is_kept: bool) -> None:
     service = app(teach=str(tmp_path), teach_thumbnails=is_kept)
     path = "/heads/pets/examples"
-    named = await service.request("POST", path, query="label=cat&file_name=my%20cat.png", body=png(1))
+    named = await service.request(
+        "POST", path, query="label=cat&file_name=my%20cat.png", body=png(1)
+    )
     assert (await service.get("/heads")).json.get("thumbnails", False) is is_kept
     if not is_kept:
         assert (named.status, named.code) == (422, "invalid_parameter")
@@ -178,7 +207,9 @@ async def test_thumbnails_are_kept_only_where_allowed(tmp_path: Path, is_kept: b
     assert "thumbnail" not in (await service.get(path)).json["examples"][0]
     assert (await service.request("DELETE", f"{path}/1")).status == 200
     assert (await service.get(f"{path}/1")).code == "not_found"
-    two = await service.request("POST", path, query="label=cat&file_name=a.png", **form(png(2), png(3)))
+    two = await service.request(
+        "POST", path, query="label=cat&file_name=a.png", **form(png(2), png(3))
+    )
     assert two.json["detail"] == "file_name: needs exactly one picture, and there are 2"
 
 
@@ -199,11 +230,16 @@ async def test_a_head_goes_on_with_its_features(tmp_path: Path) -> None:
 
     service.engine.infer = noting  # type: ignore[method-assign]
     for name in ("old", "new"):
-        answer = await service.request("POST", f"/heads/{name}/examples", query="label=dog", **form(png(7)))
+        answer = await service.request(
+            "POST", f"/heads/{name}/examples", query="label=dog", **form(png(7))
+        )
         assert answer.status == 201
     assert asked == ["head", "transfer"]
     rows = examples.heads()
-    assert (Features.named(rows["old"].backbone).pool, Features.named(rows["new"].backbone).pool) == (
+    assert (
+        Features.named(rows["old"].backbone).pool,
+        Features.named(rows["new"].backbone).pool,
+    ) == (
         "head",
         "transfer",
     )

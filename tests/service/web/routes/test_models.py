@@ -61,10 +61,21 @@ def several(**settings: Any) -> tuple[App, Named]:
     info = model_info()
     preprocess = info.preprocess.model_copy(update={"interpolation": "bilinear"})
     few = model_info(
-        name="few", labels=FEW, config=info.config.model_copy(update={"num_classes": 3}), preprocess=preprocess
+        name="few",
+        labels=FEW,
+        config=info.config.model_copy(update={"num_classes": 3}),
+        preprocess=preprocess,
     )
-    bare = model_info(name="bare", labels=(), config=info.config.model_copy(update={"num_classes": 0}))
-    models = Named({"cats": FakeEngine(model_info(name="cats")), "few": FakeEngine(few), "bare": FakeEngine(bare)})
+    bare = model_info(
+        name="bare", labels=(), config=info.config.model_copy(update={"num_classes": 0})
+    )
+    models = Named(
+        {
+            "cats": FakeEngine(model_info(name="cats")),
+            "few": FakeEngine(few),
+            "bare": FakeEngine(bare),
+        }
+    )
     return App(load_settings({"admin_key": "admin", **settings}), models=models), models
 
 
@@ -84,7 +95,11 @@ async def classify(service: App, query: str, red: int = 1) -> HttpCommunicator:
 )
 async def test_the_named_model_answers_on_every_route(method: str, path: str, query: str) -> None:
     service, _ = several()
-    headers = {"inference-header-content-length": "0"} if path.startswith("/v2") else {"content-type": "image/png"}
+    headers = (
+        {"inference-header-content-length": "0"}
+        if path.startswith("/v2")
+        else {"content-type": "image/png"}
+    )
     answer = await service.request(method, path, query=query, headers=headers, body=png(1))
     assert answer.status == 200
     assert b'"few"' in answer.content
@@ -94,11 +109,15 @@ async def test_the_named_model_answers_on_every_route(method: str, path: str, qu
 async def test_the_named_model_describes_itself_draws_its_maps_and_is_torchserves() -> None:
     service, _ = several()
     assert (await service.get("/model", "model=few")).json["classes"] == 3
-    drawn = await service.request("POST", "/attention", query="model=few&format=json&class=2", **form(png(1)))
+    drawn = await service.request(
+        "POST", "/attention", query="model=few&format=json&class=2", **form(png(1))
+    )
     assert (drawn.json["class"], drawn.json["label"]) == (2, "few 2")
     predictions = await service.classify(png(1), path="/predictions/few")
     assert set(predictions.json) <= set(FEW)
-    batch = await service.request("POST", "/classify/batch", query="model=few&top_k=1", **form(png(1), png(2)))
+    batch = await service.request(
+        "POST", "/classify/batch", query="model=few&top_k=1", **form(png(1), png(2))
+    )
     assert [each["model"] for each in batch.json["results"]] == ["few", "few"]
     assert (await service.get("/v2/models/few/ready")).status == 200
 
@@ -110,7 +129,11 @@ async def test_who_asks_for_a_model_may_have_its_maps_prepared_once() -> None:
     for name in ("few", "few", "bare"):
         assert (await service.get("/model", f"model={name}&prepare_maps=true")).status == 200
         await settle()
-    assert {name: len(engine.timeouts) for name, engine in models.engines.items()} == {"cats": 0, "few": 1, "bare": 0}
+    assert {name: len(engine.timeouts) for name, engine in models.engines.items()} == {
+        "cats": 0,
+        "few": 1,
+        "bare": 0,
+    }
 
 
 @on_a_loop
@@ -122,7 +145,9 @@ async def test_an_unknown_name_is_404_with_the_names() -> None:
         assert "there is bare, cats, few" in answer.json["detail"]
     for path in ("/labels", "/model"):
         assert (await service.get(path, "model=nope")).code == "unknown_model"
-    assert (await classify(service, "model=cats,nope")).code == "unknown_model", "it refuses the whole request"
+    assert (await classify(service, "model=cats,nope")).code == "unknown_model", (
+        "it refuses the whole request"
+    )
     assert (await service.get("/v2/models/nope/ready")).status == 404
 
 
@@ -134,23 +159,35 @@ async def test_several_models_answer_one_picture_each_by_itself() -> None:
     assert list(answer.json) == ["id", "models", "timings_ms"]
     of_few, of_cats, of_bare = (answer.json["models"][name] for name in ("few", "cats", "bare"))
     assert list(answer.json["models"]) == ["few", "cats", "bare"]
-    assert [len(of_few["predictions"]), len(of_cats["predictions"])] == [3, 5], "top_k is capped at a model's classes"
+    assert [len(of_few["predictions"]), len(of_cats["predictions"])] == [3, 5], (
+        "top_k is capped at a model's classes"
+    )
     assert of_bare["error"]["code"] == "invalid_parameter"
     assert of_few["attention"]["url"].endswith("&method=cls&model=few")
     assert service.metric("vit_requests_total") == 1, "a request to three models is one"
-    assert [service.metric("vit_images_total", model=name) for name in ("few", "cats", "bare")] == [1, 1, 0]
+    assert [service.metric("vit_images_total", model=name) for name in ("few", "cats", "bare")] == [
+        1,
+        1,
+        0,
+    ]
     image_id = answer.json["id"]
     for name in ("few", "cats"):
-        assert (await service.get("/attention", f"id={image_id}&model={name}&format=json")).status == 200
+        assert (
+            await service.get("/attention", f"id={image_id}&model={name}&format=json")
+        ).status == 200
     models.engines["few"].error = ModelsFull("no")
     answer = await classify(service, "model=*")
     assert {name: "error" in each for name, each in answer.json["models"].items()} == {
         "bare": True, "cats": False, "few": True
     }  # fmt: skip
     assert (await classify(service, "model=cats,few&labels=a,b")).code == "invalid_parameter"
-    assert (await service.request("POST", "/classify/batch", query="model=cats,few", **form(png(1)))).status == 422
+    assert (
+        await service.request("POST", "/classify/batch", query="model=cats,few", **form(png(1)))
+    ).status == 422
     assert (await classify(service, "model=cats,few", red=1)).status == 200
-    assert (await service.classify(b"no picture", query="model=cats,few")).code == "unsupported_media_type"
+    assert (
+        await service.classify(b"no picture", query="model=cats,few")
+    ).code == "unsupported_media_type"
 
 
 @on_a_loop
@@ -171,7 +208,9 @@ async def test_a_picture_kept_for_one_preprocessing_is_none_of_another() -> None
     service, _ = several()
     image_id = (await classify(service, "model=cats")).json["id"]
     assert (await service.get("/attention", f"id={image_id}&format=json")).status == 200
-    assert (await service.get("/attention", f"id={image_id}&model=few&format=json")).code == "not_found"
+    assert (
+        await service.get("/attention", f"id={image_id}&model=few&format=json")
+    ).code == "not_found"
 
 
 @on_a_loop
@@ -187,7 +226,11 @@ async def test_a_request_for_a_model_that_is_not_loaded_waits_and_few_do() -> No
     limiter = service_in(service).limiter
     await until(lambda: limiter.in_use == 2)
     refused = await classify(service, "model=few")
-    assert (refused.status, refused.code, "retry-after" in refused.headers) == (503, "model_loading", True)
+    assert (refused.status, refused.code, "retry-after" in refused.headers) == (
+        503,
+        "model_loading",
+        True,
+    )
     assert (await classify(service, "model=cats")).status == 200, "others are not delayed"
     assert (await service.get("/v2/models/few/ready")).status == 503
     assert (await service.get("/readyz")).status == 200
@@ -200,7 +243,14 @@ async def test_a_request_for_a_model_that_is_not_loaded_waits_and_few_do() -> No
 
 @on_a_loop
 @pytest.mark.parametrize(
-    "path", ["/labels?model=few", "/model?model=few", "/v2/models/few", "/v2/models/few/config", "/v2/models/few/stats"]
+    "path",
+    [
+        "/labels?model=few",
+        "/model?model=few",
+        "/v2/models/few",
+        "/v2/models/few/config",
+        "/v2/models/few/stats",
+    ],
 )
 async def test_an_unloaded_model_is_described_without_loading_it(path: str) -> None:
     service, models = several()
@@ -229,7 +279,9 @@ async def test_an_unloaded_model_is_described_without_loading_it(path: str) -> N
         ("/v2/models/few/infer", "", b"no request", 400),
     ],
 )
-async def test_what_is_refused_loads_no_model(path: str, query: str, body: bytes, status: int) -> None:
+async def test_what_is_refused_loads_no_model(
+    path: str, query: str, body: bytes, status: int
+) -> None:
     service, models = several()
     engine = models.engines["few"]
     engine.state, models.served["few"].unloaded = "loading", True
@@ -244,7 +296,9 @@ async def test_what_is_refused_loads_no_model(path: str, query: str, body: bytes
 
 @on_a_loop
 @pytest.mark.parametrize("own", ["ready", "ready, and deleted", "closed", "ready as another"])
-async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version_alone(own: str) -> None:
+async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version_alone(
+    own: str,
+) -> None:
     service, models = several()
     engine, model = models.engines["few"], models.served["few"]
     engine.state, model.unloaded = "loading", True
@@ -261,7 +315,11 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version
     engine.gate.set()
     await task
     is_own = own in ("ready", "ready, and deleted")
-    assert (asked.status, len(engine.timeouts), len(other.timeouts)) == (200 if is_own else 503, is_own, 0)
+    assert (asked.status, len(engine.timeouts), len(other.timeouts)) == (
+        200 if is_own else 503,
+        is_own,
+        0,
+    )
 
 
 @on_a_loop
@@ -273,7 +331,9 @@ async def test_a_wait_ends_with_the_requests_time_and_without_memory_at_once() -
     models.engines["few"].reason = "full"
     assert (await classify(service, "model=few")).code == "models_full"
     models.engines["cats"].state = "loading"
-    assert (await classify(service, "")).code == "engine_unavailable", "without the default nothing is ready"
+    assert (await classify(service, "")).code == "engine_unavailable", (
+        "without the default nothing is ready"
+    )
 
 
 @on_a_loop
@@ -326,7 +386,9 @@ async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path)
     for name in ("x" * 300, "a%2Fb", ".."):
         assert (await put(name, {"checkpoint": "v2"})).status in (404, 422)
     models.changes.clear()
-    assert (await put("few", {"checkpoint": "v2", "labels": "labels.txt", "image_size": "32"})).status == 200
+    assert (
+        await put("few", {"checkpoint": "v2", "labels": "labels.txt", "image_size": "32"})
+    ).status == 200
     [(_, name, what)] = models.changes
     assert name == "few"
     assert what == {
@@ -345,11 +407,17 @@ async def test_who_puts_a_model_that_is_deleted_meanwhile_is_told_so() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("method", ["PUT", "DELETE"])
-@pytest.mark.parametrize(("key", "status"), [("", 401), ("wrong", 401), ("user", 403), ("admin", None)])
-async def test_with_api_keys_the_admin_key_alone_changes_models(method: str, key: str, status: int | None) -> None:
+@pytest.mark.parametrize(
+    ("key", "status"), [("", 401), ("wrong", 401), ("user", 403), ("admin", None)]
+)
+async def test_with_api_keys_the_admin_key_alone_changes_models(
+    method: str, key: str, status: int | None
+) -> None:
     service, models = several(api_keys="user", checkpoint_folder="/")
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    answer = await service.request(method, "/models/few", headers=headers, body=b'{"checkpoint": "x"}')
+    answer = await service.request(
+        method, "/models/few", headers=headers, body=b'{"checkpoint": "x"}'
+    )
     assert answer.status == status or (status is None and answer.status in (200, 204))
     assert len(models.changes) == (status is None)
 
@@ -360,7 +428,10 @@ async def test_low_scores_are_left_out_and_the_answer_says_when_none_is_left() -
     scores = [each["score"] for each in (await classify(service, "top_k=4")).json["predictions"]]
     assert scores == [0.5, 0.25, 0.125, 0.0625]
     some = (await classify(service, "top_k=4&min_score=0.25")).json
-    assert ([each["score"] for each in some["predictions"]], some["abstained"]) == ([0.5, 0.25], False)
+    assert ([each["score"] for each in some["predictions"]], some["abstained"]) == (
+        [0.5, 0.25],
+        False,
+    )
     none = (await classify(service, "min_score=0.9")).json
     assert (none["predictions"], none["abstained"], none["abstained_by"]) == ([], True, "min_score")
     several_models = (await classify(service, "model=cats,few&min_score=0.9")).json["models"]
@@ -389,7 +460,9 @@ async def test_models_that_do_not_answer_have_errors_of_their_own_beside_others(
     assert answer.status == 200
     found = answer.json["models"]
     assert "predictions" in found.pop("cats")
-    assert {name: (each["error"]["code"], each["error"]["detail"]) for name, each in found.items()} == {
+    assert {
+        name: (each["error"]["code"], each["error"]["detail"]) for name, each in found.items()
+    } == {
         "unfitted": ("engine_unavailable", "unfitted: it is being fitted"),
         "orphan": ("engine_unavailable", "orphan: no model has its backbone"),
         "few": ("models_full", "there is no memory"),
@@ -404,7 +477,9 @@ async def test_a_batch_for_a_model_that_is_not_loaded_holds_one_place_while_it_w
     await classify(service, "model=few")  # which knows it then
     engine.state, models.served["few"].unloaded = "loading", True
     engine.gate.clear()
-    asked = service.communicator("POST", "/classify/batch", query="model=few", **form(*[png(1)] * 6))
+    asked = service.communicator(
+        "POST", "/classify/batch", query="model=few", **form(*[png(1)] * 6)
+    )
     task = asked.start()
     await until(lambda: limiter._waiting == limiter.in_use == 1)  # the last picture is decoded then
     engine.gate.set()
@@ -417,7 +492,9 @@ LOAD = "/v2/repository/models/fake/load"
 UNLOAD = "/v2/repository/models/fake/unload"
 
 
-def swapping(folder: Path | None = None, error: Exception | None = None, **settings: Any) -> tuple[App, list[Any]]:
+def swapping(
+    folder: Path | None = None, error: Exception | None = None, **settings: Any
+) -> tuple[App, list[Any]]:
     """An application, and the checkpoints that its engine is to load."""
     if folder is not None:
         settings["checkpoint_folder"] = str(folder)
@@ -433,8 +510,12 @@ def swapping(folder: Path | None = None, error: Exception | None = None, **setti
     return service, loaded
 
 
-async def post(service: App, path: str = LOAD, body: Any = None, **headers: str) -> HttpCommunicator:
-    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+async def post(
+    service: App, path: str = LOAD, body: Any = None, **headers: str
+) -> HttpCommunicator:
+    content = (
+        body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    )
     return await service.request("POST", path, headers=ADMIN | headers, body=content)
 
 
@@ -462,8 +543,12 @@ async def test_a_checkpoint_below_the_folder_is_loaded(tmp_path: Path) -> None:
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "out", "out/side", "v2/../../elsewhere", "circle"])
-async def test_a_checkpoint_elsewhere_is_refused_whether_it_exists_or_not(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", ["../elsewhere", "/etc", "out", "out/side", "v2/../../elsewhere", "circle"]
+)
+async def test_a_checkpoint_elsewhere_is_refused_whether_it_exists_or_not(
+    path: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -547,11 +632,31 @@ async def test_a_service_that_stops_loads_nothing() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "detail"),
     [
-        ("/models/fake", {"checkpoint": "v2", "lables": "a"}, 422, "lables: unknown name: did you mean labels?"),
-        (LOAD, {"parameters": {"checkpoint": "v2", "lables": "a"}}, 422, "lables: unknown name: did you mean labels?"),
-        (LOAD, {"parameter": {"checkpoint": "v2"}}, 400, "unknown field 'parameter'; there are parameters"),
+        (
+            "/models/fake",
+            {"checkpoint": "v2", "lables": "a"},
+            422,
+            "lables: unknown name: did you mean labels?",
+        ),
+        (
+            LOAD,
+            {"parameters": {"checkpoint": "v2", "lables": "a"}},
+            422,
+            "lables: unknown name: did you mean labels?",
+        ),
+        (
+            LOAD,
+            {"parameter": {"checkpoint": "v2"}},
+            400,
+            "unknown field 'parameter'; there are parameters",
+        ),
         (UNLOAD, {"parameter": {}}, 400, "unknown field 'parameter'; there are parameters"),
-        (UNLOAD, {"parameters": {"unload": True}}, 422, "unload: no such parameter; there are unload_dependents"),
+        (
+            UNLOAD,
+            {"parameters": {"unload": True}},
+            422,
+            "unload: no such parameter; there are unload_dependents",
+        ),
         ("/v2/repository/index", {"redy": True}, 400, "unknown field 'redy'; there are ready"),
     ],
 )

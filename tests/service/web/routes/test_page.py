@@ -1,4 +1,7 @@
-"""GET /, /docs and /openapi.json as they are served. What the page does is tested in a browser, in tests/e2e/page."""
+"""GET /, /docs and /openapi.json as they are served.
+
+What the page does is tested in a browser, in tests/e2e/page.
+"""
 
 import gzip
 import re
@@ -21,7 +24,9 @@ def size(*suffixes: str) -> int:
 
 
 def test_the_page_is_small() -> None:
-    assert 10_000 < size(".html", ".css", ".js") < 119_000  # 36 kB compressed: maps, a table, two models, teaching
+    assert (
+        10_000 < size(".html", ".css", ".js") < 119_000
+    )  # 36 kB compressed: maps, a table, two models, teaching
     assert size(".jpg") < 60_000
 
 
@@ -29,7 +34,9 @@ def test_nothing_comes_from_another_host_and_nothing_is_inline() -> None:
     for path in FILES:
         if path.suffix in {".html", ".css", ".js"}:
             text = path.read_text()
-            assert not re.search(r"https?://|\bstyle=|\son[a-z]+=|@import|innerHTML|\beval\(", text), path.name
+            assert not re.search(
+                r"https?://|\bstyle=|\son[a-z]+=|@import|innerHTML|\beval\(", text
+            ), path.name
             assert not re.search(r'(src|href)="/', text), path.name
 
 
@@ -123,7 +130,11 @@ async def test_attention_is_documented_with_all_its_parameters() -> None:
 
 def operations(document: dict[str, Any]) -> dict[str, Any]:
     """Operations by id."""
-    return {found["operationId"]: found for path in document["paths"].values() for found in path.values()}
+    return {
+        found["operationId"]: found
+        for path in document["paths"].values()
+        for found in path.values()
+    }
 
 
 @on_a_loop
@@ -211,13 +222,20 @@ async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() ->
 @on_a_loop
 @pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"])
 async def test_large_files_are_compressed_for_who_takes_it(path: str) -> None:
-    """Who reads slowly would be disconnected: an answer as large as the bundle counts against a limit."""
+    """Who reads slowly would be disconnected: an answer as large as the bundle counts against a
+    limit.
+    """
     service = app()
     file = await service.get(path, **{"accept-encoding": "br, gzip;q=0.5"})
     assert (file.status, file.headers["content-encoding"]) == (200, "gzip")
     for takes in ("identity", "gzip; q=0.0, br"):
         plain = await service.get(path, **{"accept-encoding": takes})
         assert "content-encoding" not in plain.headers
-        assert (plain.headers["vary"], plain.content) == ("Accept-Encoding", gzip.decompress(file.content))
-    again = await service.get(path, **{"accept-encoding": "gzip", "if-none-match": file.headers["etag"]})
+        assert (plain.headers["vary"], plain.content) == (
+            "Accept-Encoding",
+            gzip.decompress(file.content),
+        )
+    again = await service.get(
+        path, **{"accept-encoding": "gzip", "if-none-match": file.headers["etag"]}
+    )
     assert (again.status, again.content, again.headers["etag"]) == (304, b"", file.headers["etag"])

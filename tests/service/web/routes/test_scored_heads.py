@@ -29,7 +29,9 @@ class NotingKnown(Known):
 def head(examples: int = 2, width: int = WIDTH, scale: float = 1.0) -> Head:
     known = NotingKnown(np.ones((examples, width), np.float32), 10.0)
     weight = np.float32(scale) * np.eye(2, width, dtype=np.float32)
-    return Head(("a", "b"), independent=False, weight=weight, bias=np.zeros(2, np.float32), known=known)
+    return Head(
+        ("a", "b"), independent=False, weight=weight, bias=np.zeros(2, np.float32), known=known
+    )
 
 
 def with_heads(**heads: Head) -> App:
@@ -42,7 +44,9 @@ def with_heads(**heads: Head) -> App:
 
 
 @on_a_loop
-@pytest.mark.parametrize(("query", "count"), [("model=large", 1), ("model=large,small", 2), ("model=small", 0)])
+@pytest.mark.parametrize(
+    ("query", "count"), [("model=large", 1), ("model=large,small", 2), ("model=small", 0)]
+)
 async def test_large_heads_are_scored_on_a_thread(query: str, count: int) -> None:
     NotingKnown.threads.clear()
     service = with_heads(large=head(40_000), small=head())

@@ -1,4 +1,6 @@
-"""Labels and texts of a request, by every way in: /classify, /embed, /v2, gRPC and other servers' routes."""
+"""Labels and texts of a request, by every way in: /classify, /embed, /v2, gRPC and other servers'
+routes.
+"""
 
 import asyncio
 import io
@@ -22,7 +24,15 @@ from service.errors import QueueFull
 from service.settings import load_settings
 from tests.model.checkpoint import whole_models
 from tests.model.images.pictures import encode
-from tests.service.fakes import expected_embedding, model_info, on_a_loop, png, running, text_feature, until
+from tests.service.fakes import (
+    expected_embedding,
+    model_info,
+    on_a_loop,
+    png,
+    running,
+    text_feature,
+    until,
+)
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
@@ -67,7 +77,9 @@ async def classify(served: App, red: int = 9, **query: object) -> HttpCommunicat
 
 def require_scores(predictions: list[dict[str, Any]], red: int) -> None:
     expected = expected_scores(red)
-    assert [each["label"] for each in predictions] == sorted(expected, key=lambda label: -expected[label])
+    assert [each["label"] for each in predictions] == sorted(
+        expected, key=lambda label: -expected[label]
+    )
     for each in predictions:
         assert each["score"] == pytest.approx(expected[each["label"]], abs=1e-6)
         assert LABELS[each["index"]] == each["label"]
@@ -110,7 +122,8 @@ def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
     expected = from_the_start.predict(pictures, requested)
     named = sorted({0, count - 1})
     of_named = [
-        from_the_start.predict(pictures[:1], RequestedOutputs(1, MapRequest("relevance", each))) for each in named
+        from_the_start.predict(pictures[:1], RequestedOutputs(1, MapRequest("relevance", each)))
+        for each in named
     ]
 
     @on_a_loop
@@ -125,19 +138,33 @@ def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
             for outputs, found in zip(expected, answer.json["results"], strict=True):
                 assert outputs.map is not None
                 assert outputs.map.values.std() > 1e-3, "the reference says nothing"
-                np.testing.assert_allclose(found["attention"]["values"], outputs.map.values, atol=1e-5)
+                np.testing.assert_allclose(
+                    found["attention"]["values"], outputs.map.values, atol=1e-5
+                )
                 for name in ("score", "evidence", "kept_mass"):
-                    assert found["attention"][name] == pytest.approx(getattr(outputs.map, name), abs=1e-5)
+                    assert found["attention"][name] == pytest.approx(
+                        getattr(outputs.map, name), abs=1e-5
+                    )
                 best = found["predictions"][0]
                 assert best["index"] == found["attention"]["class"] == outputs.indices[0]
-                assert best["label"] == found["attention"]["label"] == json.loads(labels)[outputs.indices[0]]
-                assert "url" not in found["attention"], "by its id alone the picture has no map of this label"
-            query = urlencode({"labels": labels, "class": ",".join(map(str, named)), "format": "json"})
+                assert (
+                    best["label"]
+                    == found["attention"]["label"]
+                    == json.loads(labels)[outputs.indices[0]]
+                )
+                assert "url" not in found["attention"], (
+                    "by its id alone the picture has no map of this label"
+                )
+            query = urlencode(
+                {"labels": labels, "class": ",".join(map(str, named)), "format": "json"}
+            )
             kept = answer.json["results"][0]["id"]
             documents = (await served.get("/attention", f"id={kept}&{query}")).json
             sent = (await served.request("POST", "/attention", query=query, body=files[0])).json
             for found in (documents, sent):
-                for document, [outputs] in zip([found] if count == 1 else found, of_named, strict=True):
+                for document, [outputs] in zip(
+                    [found] if count == 1 else found, of_named, strict=True
+                ):
                     assert outputs.map is not None
                     np.testing.assert_allclose(document["values"], outputs.map.values, atol=1e-5)
                     for name in ("score", "evidence"):
@@ -157,7 +184,9 @@ def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
         ({"labels": "a,b", "top_k": 3}, "top_k 3: there are 2 labels"),
     ],
 )
-async def test_labels_that_cannot_be_compared_are_refused(query: dict[str, Any], detail: str) -> None:
+async def test_labels_that_cannot_be_compared_are_refused(
+    query: dict[str, Any], detail: str
+) -> None:
     response = await classify(service(), **query)
     assert response.status == 422
     assert response.json["code"] == "invalid_parameter"
@@ -193,7 +222,11 @@ async def test_a_picture_whose_texts_are_refused_costs_no_pass() -> None:
 
     served.engine.embed_texts = full  # type: ignore[method-assign, assignment]
     response = await classify(served, labels="cat,dog")
-    assert (response.status, response.json["code"], served.engine.timeouts) == (503, "queue_full", [])
+    assert (response.status, response.json["code"], served.engine.timeouts) == (
+        503,
+        "queue_full",
+        [],
+    )
 
 
 @on_a_loop
@@ -209,9 +242,17 @@ async def test_who_asks_for_texts_that_are_known_does_not_wait_behind_new_ones()
     await classify(served, labels=CSV)
     several = ("/classify/batch", "labels=new", form(*map(png, range(6))))  # they are computed once
     requests = [several, *(("/embed", f"text=new{number}", {"body": b""}) for number in range(3))]
-    new = [served.communicator("POST", path, query=query, **sent).start() for path, query, sent in requests]
-    await until(lambda: service_in(served).lanes.texts.waiting == 2)  # two of one caller are computed
-    assert ((await classify(served, labels=CSV)).status, service_in(served).lanes.texts.waiting) == (200, 2)
+    new = [
+        served.communicator("POST", path, query=query, **sent).start()
+        for path, query, sent in requests
+    ]
+    await until(
+        lambda: service_in(served).lanes.texts.waiting == 2
+    )  # two of one caller are computed
+    assert (
+        (await classify(served, labels=CSV)).status,
+        service_in(served).lanes.texts.waiting,
+    ) == (200, 2)
     gate.set()
     assert [each.status for each in await asyncio.gather(*new)] == [200] * 4
 
@@ -248,7 +289,9 @@ async def test_texts_are_embedded_in_every_format() -> None:
     response = await served.request("POST", "/embed", query=f"{query}&format=npy&normalize=true")
     expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
     np.testing.assert_allclose(np.load(io.BytesIO(response.content)), expected, rtol=1e-6)
-    text = (await served.request("POST", "/embed", query="text=egg&format=base64")).json["embeddings"]
+    text = (await served.request("POST", "/embed", query="text=egg&format=base64")).json[
+        "embeddings"
+    ]
     assert [type(each) for each in text] == [str]
     assert served.metric("vit_inflight_requests") == 0
 
@@ -260,7 +303,9 @@ async def test_labels_of_v2_are_a_parameter() -> None:
     found = outputs(response.json)
     for place, red in enumerate((9, 60)):
         rows = zip(found["label"][place], found["index"][place], found["score"][place], strict=True)
-        require_scores([{"label": name, "index": int(i), "score": float(s)} for name, i, s in rows], red)
+        require_scores(
+            [{"label": name, "index": int(i), "score": float(s)} for name, i, s in rows], red
+        )
     assert found["logits"].shape == (2, 3)
     assert found["embedding"].shape == (2, 8)
     for parameters, detail in (
