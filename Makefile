@@ -27,7 +27,7 @@ help:
 	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"
 	@echo "make rules   write the rules of Prometheus anew as the manifest of its operator"
 	@echo "make image   build the container's image VARIANT=cpu, cuda or cuda12"
-	@echo "make protocol  generate the messages of gRPC anew from service/web/grpc/open_inference.proto"
+	@echo "make protocol  generate the messages of gRPC anew from service/extensions/inference_protocol/grpc/open_inference.proto"
 	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
 	@echo "make wheels  write the wheels and the source distribution to dist/"
 	@echo "make site    write the documentation's site to dist/site"
@@ -79,7 +79,7 @@ test: $(VENV)/.test
 
 test-ray: $(VENV)/.test
 	$(PIP) --quiet -e '.[ray]'
-	$(BIN)/pytest -m "ray or not ray" tests/service/test_ray_serve.py tests/e2e/test_ray_serve.py
+	$(BIN)/pytest -m "ray or not ray" tests/extensions/ray/test_replicas.py tests/e2e/test_ray_serve.py
 
 fuzz: $(VENV)/.test
 	EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/pytest -n0 --timeout 0 tests/fuzz $(if $(SEED),--hypothesis-seed $(SEED))
@@ -129,7 +129,7 @@ protocol: $(VENV)/.made
 	$(BIN)/python -m venv $(VENV)/protocol
 	$(VENV)/protocol/bin/pip install --quiet --disable-pip-version-check 'grpcio-tools==1.72.*'
 	$(VENV)/protocol/bin/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. \
-		service/web/grpc/open_inference.proto
+		service/extensions/inference_protocol/grpc/open_inference.proto
 
 screenshots: $(VENV)/.test
 	$(BIN)/python -m tests.e2e.page.screenshots

@@ -212,7 +212,10 @@ def grpc(messages: Iterable[bytes]) -> Ask:
 
 def grpc_labels() -> Ask:
     """Return calls with so many commas for labels: more than is read, and nearly as many as are."""
-    from service.web.grpc.open_inference_pb2 import InferParameter, ModelInferRequest  # noqa: PLC0415  needs protobuf
+    from service.extensions.inference_protocol.grpc.open_inference_pb2 import (  # noqa: PLC0415  needs protobuf
+        InferParameter,
+        ModelInferRequest,
+    )
 
     image = ModelInferRequest.InferInputTensor(name="image", datatype="BYTES", shape=[1])
     picture = flat("JPEG", 300)

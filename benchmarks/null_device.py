@@ -45,10 +45,10 @@ from model.runtime.backend import (
     captured_sizes,
 )
 from model.runtime.predictor import Predictor
-from service.cluster.engine_process import EngineServer
-from service.cluster.remote_model import EngineClient, RemoteModels
 from service.engine.local import Backbones
 from service.engine.messages import BatchReport, InferenceRequest, ModelInfo
+from service.extensions.cluster.engine_process import EngineServer
+from service.extensions.cluster.remote_model import EngineClient, RemoteModels
 from service.lifecycle import NEW_OBJECTS, bound_heaps
 from service.models.registry import LocalModels
 from service.settings import Settings, load_settings

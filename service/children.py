@@ -2,7 +2,7 @@
 a caller may write.
 
 A child runs in `/`, with `-P` if it is Python, and with the environment variables of an allow-list.
-Processes that are forked from the supervisor (`service.cluster.processes`) are the service itself,
+Processes that are forked from the supervisor (`service.extensions.cluster.processes`) are the service itself,
 and keep all.
 """
 

@@ -32,9 +32,9 @@ from model.outputs import (
 from model.taught_heads import Features
 from service.cli.image_files import read_input, writing
 from service.cli.setting_flags import predictor_from
+from service.extensions.teach.fit import taught_head
+from service.extensions.teach.heads import features_of
 from service.settings import Settings
-from service.teach.fit import taught_head
-from service.teach.heads import features_of
 from vitserve.client import (
     Client,
     ClientError,

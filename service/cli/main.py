@@ -37,6 +37,15 @@ COMMANDS = {
     "convert": "write a checkpoint as vitserve's own folder",
 }
 
+_MODULES: Final = {
+    "evaluate": "service.extensions.evaluation.evaluate",
+    "calibrate": "service.extensions.evaluation.calibrate",
+    "teach": "service.extensions.teach.command",
+    "train": "service.extensions.training.train",
+    "inspect": "service.extensions.evaluation.inspect",
+    "convert": "service.extensions.formats.convert",
+}
+
 # A call of each subcommand that needs arguments.
 EXAMPLES: Final = {
     "classify": "vitserve classify photo.jpg",
@@ -215,5 +224,10 @@ def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentPars
     return parser, of_chosen
 
 
+def module_of(command: str) -> str:
+    """Return the name of the module of a subcommand."""
+    return _MODULES.get(command, f"service.cli.{command}")
+
+
 def _command(name: str) -> ModuleType:
-    return importlib.import_module(f"service.cli.{name}")
+    return importlib.import_module(module_of(name))

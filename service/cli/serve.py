@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
             exit_now(run_single_process(settings, load_predictor))
         if not sys.platform.startswith("linux"):
             raise SettingsError("VIT_WORKERS, VIT_DEVICE: several processes, or a GPU, need Linux")
-        from service.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
+        from service.extensions.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
 
         exit_now(run_cluster(settings, load_predictor))
 

@@ -9,7 +9,7 @@ size and preprocessing. The next generation is loaded beside the one that serves
                            fails: CheckpointRefused, and the old one goes on
 
 `LocalModel` has its engines in this process. With several processes it runs in each engine's
-process, and `service.cluster.remote_model` is what web workers have in its place.
+process, and `service.extensions.cluster.remote_model` is what web workers have in its place.
 """
 
 import asyncio

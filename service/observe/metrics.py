@@ -97,7 +97,7 @@ class Sources:
 
 class Metrics(Collector):
     """The service's metrics; with several processes they count in files in `folder`
-    (`service.cluster.run`).
+    (`service.extensions.cluster.run`).
     """
 
     def __init__(self, folder: Path | None = None) -> None:

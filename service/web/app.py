@@ -16,12 +16,14 @@ from starlette.types import ASGIApp
 
 from service.background import keep_running
 from service.engine.messages import EngineStatus, ModelInfo
+from service.extensions.inference_protocol import routes as inference_protocol
+from service.extensions.teach import routes as heads
+from service.extensions.teach.examples import Examples
+from service.extensions.teach.heads import TaughtHeads
 from service.lifecycle import Lifecycle
 from service.models.registry import Models
 from service.observe.metrics import Metrics, Sources
 from service.settings import MEMORY, Settings, exports_spans
-from service.teach.examples import Examples
-from service.teach.heads import TaughtHeads
 from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard
@@ -31,15 +33,7 @@ from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMidd
 from service.web.origins import OriginMiddleware, split_origins
 from service.web.prefix import Prefixes
 from service.web.request import Lanes, Service
-from service.web.routes import (
-    attention,
-    classify,
-    embed,
-    heads,
-    inference_protocol,
-    operations,
-    pages,
-)
+from service.web.routes import attention, classify, embed, operations, pages
 from service.web.routes import models as models_routes
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
 from vitserve import __version__
@@ -152,7 +146,7 @@ def create_app(
     app.state.on_engine_change = partial(_publish_model, service, on_engine_change)
     app.state.tracing = None
     if exports_spans():
-        from service.observe.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
+        from service.extensions.tracing.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
 
         app.state.tracing = Tracing()
     app.state.outermost = outermost = _surrounded(app, service)
@@ -214,7 +208,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service.models.start(state.on_engine_change)
     async with AsyncExitStack() as beside:
         if service.settings.grpc_port is not None:
-            from service.web.grpc.calls import serving  # noqa: PLC0415  it needs the extra `grpc`
+            from service.extensions.inference_protocol.grpc.calls import serving  # noqa: PLC0415  it needs the extra `grpc`
 
             grpc = serving(service, state.guard, state.outermost.count, service.settings.grpc_port)
             await beside.enter_async_context(grpc)

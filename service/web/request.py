@@ -60,13 +60,13 @@ from service.errors import (
     ServiceError,
     UploadTooLarge,
 )
+from service.extensions.teach.heads import TaughtHeads
 from service.http import connection_of
 from service.lifecycle import Lifecycle
 from service.models.generation import Generation, ServedModel
 from service.models.registry import UNNAMED, Models, load_caller
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.teach.heads import TaughtHeads
 from service.web.admission import Body, Limiter, Permit, Receiving
 from service.web.decoders import Decoded, Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id

@@ -19,14 +19,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from model.checkpoint import BUNDLED, load_checkpoint
-from model.data import cifar10
-from model.data.datasets import open_evaluation_set
 from model.data.pictures import Images, PictureFiles
-from model.evaluation.evaluate import measure
+from model.extensions.evaluation import cifar10
+from model.extensions.evaluation.datasets import open_evaluation_set
+from model.extensions.evaluation.evaluate import measure
 from model.images.preprocess import preprocess
 from model.runtime.predictor import Predictor
+from tests.extensions.evaluation.scores import predict_scores
 from tests.launcher import ServerProcess
-from tests.model.evaluation.scores import predict_scores
 from tests.model.images.pictures import encode
 from tests.timm_reference import timm
 from vitserve.client import Client

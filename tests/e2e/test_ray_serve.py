@@ -24,7 +24,7 @@ pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 import ray
 from ray import serve
 
-from service.ray_serve import app
+from service.extensions.ray.replicas import app
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -119,7 +119,7 @@ def service(
     )  # `serve run` takes what runs already, and has no flag for the port
     log = tmp_path_factory.mktemp("ray") / "serve.log"
     application = [
-        "service.ray_serve:app",
+        "service.extensions.ray.replicas:app",
         *(f"{name}={value}" for name, value in ARGUMENTS.items()),
     ]
     with log.open("wb") as out:

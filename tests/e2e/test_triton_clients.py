@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.web.inference_protocol import EXTENSIONS, REPOSITORY_EXTENSION
+from service.extensions.inference_protocol import EXTENSIONS, REPOSITORY_EXTENSION
 from tests.e2e.serving import (
     CHECKPOINT_NAME,
     INFERRED,

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.data.datasets import open_dataset
 from model.data.pictures import decode
-from model.training.recipe import Recipe
-from model.training.training_data import TrainingData
+from model.extensions.evaluation.datasets import open_dataset
+from model.extensions.training.recipe import Recipe
+from model.extensions.training.training_data import TrainingData
+from tests.extensions.training.synthetic import write_cifar
 from tests.model.images.pictures import config
-from tests.model.training.synthetic import write_cifar
 
 
 @pytest.fixture

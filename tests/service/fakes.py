@@ -19,12 +19,12 @@ from PIL import Image
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
-from service.cluster.engine_process import EngineServer
-from service.cluster.remote_model import EngineClient, RemoteModels
 from service.engine.base import Engine
 from service.engine.local import LocalEngine, What
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden
+from service.extensions.cluster.engine_process import EngineServer
+from service.extensions.cluster.remote_model import EngineClient, RemoteModels
 from service.models.generation import LocalModel
 from service.models.registry import LocalModels, Models, Version
 from service.settings import load_settings

@@ -34,11 +34,11 @@ ALLOWED = {
     "service/engine/texts.py:TextFeatures._compute": "of a request, which awaits it",
     "service/http.py:Connection._begin": "of a request: the application answers with the error",
     "service/models/folder.py:in_time": "the error is raised where the result is read",
-    "service/observe/spans.py:Tracing.close": "at the end of the process; the log has the error",
-    "service/cluster/engine_process.py:_Worker.handle": "of a request: the error is its answer",
+    "service/extensions/tracing/spans.py:Tracing.close": "at the end of the process; the log has the error",
+    "service/extensions/cluster/engine_process.py:_Worker.handle": "of a request: the error is its answer",
     "service/server.py:Server.serve": "the server itself, which is awaited",
     "service/web/decoders.py:Decoders._ask": "the end of a process; asyncio logs the error",
-    "service/web/grpc/calls.py:Call.message": "of a request, which awaits it",
+    "service/extensions/inference_protocol/grpc/calls.py:Call.message": "of a request, which awaits it",
     "service/web/request.py:AdmittedRequest.take": "of a request, which it cancels",
 }
 

@@ -47,7 +47,7 @@ OF_LOOPS = (
 )
 
 # The helper itself, and the supervisor, whose children are the service.
-ALLOWED = {"service/children.py", "service/cluster/processes.py"}
+ALLOWED = {"service/children.py", "service/extensions/cluster/processes.py"}
 
 
 def starts(tree: ast.AST) -> set[str]:
@@ -151,7 +151,7 @@ def test_a_child_imports_nothing_of_the_folder(hostile_folder: Path) -> None:
         assert child.wait(60) == 0
 
     async def fit() -> int:
-        process = await start_python_async("service.teach.fit", str(hostile_folder))
+        process = await start_python_async("service.extensions.teach.fit", str(hostile_folder))
         return await process.wait()
 
     asyncio.run(fit())

@@ -29,9 +29,9 @@ from service.errors import (
     UnknownModel,
     UploadTooLarge,
 )
+from service.extensions.inference_protocol.inference import find_model
 from service.web.decoders import Decoded
 from service.web.image_stores import new_image_id
-from service.web.inference_protocol.inference import find_model
 from service.web.middleware import request_context
 from service.web.problems import INTERNAL_ERROR, problem_of
 from service.web.request import (

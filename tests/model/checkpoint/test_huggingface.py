@@ -23,8 +23,8 @@ from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import CLIP, SIGLIP
 from model.errors import CheckpointError
 from model.explanation.methods import explain
+from model.extensions.evaluation.summary import summarise
 from model.heads import compared, of_image
-from model.insight.summary import summarise
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise

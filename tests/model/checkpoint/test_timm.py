@@ -15,7 +15,7 @@ from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments
 from model.config import LibraryConfig
 from model.errors import CheckpointError, InputError
-from model.insight.summary import summarise
+from model.extensions.evaluation.summary import summarise
 from model.network import library
 from model.network.layers.block import Mlp, SwiGLU
 from model.network.vit import VisionTransformer

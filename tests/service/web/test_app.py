@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
+from service.extensions.inference_protocol import inference
+from service.extensions.inference_protocol import routes as inference_protocol
 from service.observe.metrics import Metrics
 from service.settings import load_settings
 from service.web import app as app_module
 from service.web import request as request_module
 from service.web import upload
 from service.web.admission import RefusalPace
-from service.web.inference_protocol import inference
 from service.web.problems import CODES
-from service.web.routes import classify, inference_protocol
+from service.web.routes import classify
 from tests.service.fakes import CLASSES, SIZE, on_a_loop, png, until
 from tests.service.web.apps import App, Clock, app, form, kept, service_in, settle
 

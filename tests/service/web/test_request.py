@@ -24,10 +24,10 @@ from service.web import request as request_module
 from service.web.admission import Permit
 from service.web.lanes import Deadline
 from service.web.request import all_of, network_of
+from tests.extensions.inference_protocol.grpc.caller import calling, raw
 from tests.model.images.pictures import encode, noise
 from tests.service.fakes import PATIENCE, model_info, on_a_loop, png, until
 from tests.service.web.apps import App, Clock, app, budget_of, form, service_in, settle
-from tests.service.web.grpc.caller import calling, raw
 
 
 @on_a_loop

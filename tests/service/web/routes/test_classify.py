@@ -19,10 +19,10 @@ from service.models.registry import AddedHead
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from service.web.routes.attention import map_fields, region_document
+from tests.extensions.inference_protocol.grpc.caller import Output, arrays, calling, image
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.fake_engine import FakeEngine
-from tests.service.web.grpc.caller import Output, arrays, calling, image
 from tests.service.web.routes.test_models import several
 from vitserve.documents import MAX_SET, Classification, Prediction, ranked, set_fields
 

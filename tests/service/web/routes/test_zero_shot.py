@@ -22,6 +22,7 @@ from model.runtime.predictor import Predictor
 from service.engine.loading import load_predictor
 from service.errors import QueueFull
 from service.settings import load_settings
+from tests.extensions.inference_protocol.test_routes import encoded, infer, outputs
 from tests.model.checkpoint import whole_models
 from tests.model.images.pictures import encode
 from tests.service.fakes import (
@@ -36,7 +37,6 @@ from tests.service.fakes import (
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
-from tests.service.web.routes.test_inference_protocol import encoded, infer, outputs
 
 ZERO_SHOT = ZeroShot(5.0, -1.0, False, ("a photo of {}.", "{} at night"))
 LABELS = ("cab", "a bee, high", "egg")

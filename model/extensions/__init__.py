@@ -1,0 +1,1 @@
+"""Parts of `model` above its core, each in a folder of its own; the core imports none of them."""

@@ -1,0 +1,189 @@
+"""Data to train on and to measure on: CIFAR-10's binary files and folders of pictures
+(`model.data.folders`).
+"""
+
+import logging
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import Size
+from model.data.folders import TEST, TRAIN, VALIDATION, PictureFolder, find_pictures
+from model.data.pictures import PictureFiles
+from model.errors import DatasetError
+from model.extensions.evaluation import cifar10
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A training set, a validation set and perhaps a test set.
+
+    Attributes:
+        name: what a model card calls them.
+        labels: names of the classes, in index order.
+        train, validation: no picture is in both; every class is in each.
+        test: not for training, nor for any choice made while training; None where there is none.
+        own_validation: whether the validation set was given, and not split off.
+        image_size: (rows, columns) of all pictures; None where they differ.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    train: PictureFiles
+    validation: PictureFiles
+    test: PictureFiles | None
+    own_validation: bool = False
+    image_size: Size | None = None
+
+    def sets(self) -> dict[str, PictureFiles]:
+        """Return the pictures of each set."""
+        sets = {TRAIN: self.train, VALIDATION: self.validation}
+        return sets if self.test is None else {**sets, TEST: self.test}
+
+    def split(self) -> dict[str, list[str]]:
+        """Return the names of the pictures of each set."""
+        return {
+            name: [files.name(number) for number in range(len(files))]
+            for name, files in self.sets().items()
+        }
+
+
+def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
+    """Open a folder of either kind, log what is used, and split its training pictures unless it has
+    a validation set.
+
+    Args:
+        validation: size of the validation set, as a number or as a share of the training pictures.
+        seed: decides which pictures are in it.
+
+    Raises:
+        DatasetError: neither kind, or data that cannot be trained on.
+    """
+    if cifar10.is_cifar10(root):
+        labels = cifar10.read_labels(root)
+        cifar_test = cifar10.read_files(root, cifar10.TEST_FILES)
+        every = cifar10.read_files(root, cifar10.TRAIN_FILES)
+        kept, aside = stratify(every, labels, validation, seed)
+        return Dataset("CIFAR-10", labels, kept, aside, cifar_test, image_size=cifar10.IMAGE_SIZE)
+    folder = find_pictures(root)
+    chosen, notes = folder.choose([TRAIN], "train")
+    if folder.folders:
+        notes = (_uses(folder), *folder.notes)
+    for note in notes:
+        logger.info("%s", note)
+    train = folder.sets[chosen]
+    own = folder.sets.get(VALIDATION)
+    parts = stratify(train, folder.labels, validation, seed) if own is None else (train, own)
+    test = folder.sets.get(TEST)
+    name = root.resolve().name
+    return Dataset(name, folder.labels, *parts, test, own_validation=own is not None)
+
+
+def _uses(folder: PictureFolder) -> str:
+    """Return one line on what each split is used for in training."""
+    names = folder.folders
+    validated = (
+        f"{names[VALIDATION]}/ validates" if VALIDATION in names else "a part of it validates"
+    )
+    measured = f", {names[TEST]}/ is measured at the end" if TEST in names else ""
+    return f"{folder.root}: {names[TRAIN]}/ is trained on, {validated}{measured}"
+
+
+def stratify(
+    files: PictureFiles, names: Sequence[str], validation: int | float, seed: int
+) -> tuple[PictureFiles, PictureFiles]:
+    """Split pictures into (training, validation) with about the same share of each class; each
+    class is on both sides.
+
+    Args:
+        names: of the classes.
+        validation: number of pictures, or share of them.
+        seed: decides which pictures.
+
+    Raises:
+        DatasetError: a class with less than two pictures, or a number that leaves no picture on one
+        side.
+    """
+    counts = np.bincount(files.labels, minlength=len(names))
+    if counts.min() < 2:
+        name, pictures = names[int(counts.argmin())], "1 picture" if counts.min() else "no pictures"
+        raise DatasetError(
+            f"class {name!r} has {pictures}: it needs one to train on and one to validate on"
+        )
+    share = validation / len(files) if isinstance(validation, int) else validation
+    if not 0 < share < 1:
+        raise DatasetError(f"cannot set {validation} of {len(files)} pictures aside for validation")
+    generator = np.random.default_rng(seed)
+    chosen = np.zeros(len(files), bool)
+    for label, count in enumerate(np.clip(np.round(share * counts).astype(int), 1, counts - 1)):
+        chosen[generator.permutation(np.flatnonzero(files.labels == label))[:count]] = True
+    return files.take(np.flatnonzero(~chosen)), files.take(np.flatnonzero(chosen))
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Labelled pictures to measure a model on.
+
+    Attributes:
+        source: as the user wrote it, for messages.
+        split: `test`, `validation`, or empty where the data are not split.
+        names: names of the classes, in index order.
+        files: the pictures; their labels are indices of `names`.
+        notes: a line each on the split that is used, and on what is left out.
+    """
+
+    source: str
+    split: str
+    names: tuple[str, ...]
+    files: PictureFiles
+    notes: tuple[str, ...] = ()
+
+    def truth(self, labels: Sequence[str], model: str) -> NDArray[np.int64]:
+        """Return the right class of each picture as an index of the model's labels: int64 [N].
+
+        Args:
+            labels: the model's, in index order; it may know more classes than there are here.
+            model: its name, for messages.
+
+        Raises:
+            DatasetError: a class that the model does not know, or knows twice.
+        """
+        known = [unicodedata.normalize("NFC", label) for label in labels]
+        unknown = [name for name in self.names if known.count(name) != 1]
+        if unknown:
+            raise DatasetError(
+                f"{self.source}: classes that are not those of the model {model}, by name: "
+                f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}"
+            )
+        return np.array([known.index(name) for name in self.names], dtype=np.int64)[
+            self.files.labels
+        ]
+
+
+def open_evaluation_set(
+    root: Path, wanted: Sequence[str] = (TEST, VALIDATION), purpose: str = "measure"
+) -> EvaluationSet:
+    """Open CIFAR-10's test set, or one split of a folder of classes, or all of a folder without
+    splits.
+
+    Args:
+        root: the folder.
+        wanted: splits in order of preference.
+        purpose: verb that says what the pictures are for, for messages.
+
+    Raises:
+        DatasetError: neither, not readable, or without these splits.
+    """
+    if cifar10.is_cifar10(root):
+        files = cifar10.read_files(root, cifar10.TEST_FILES)
+        return EvaluationSet(str(root), TEST, cifar10.read_labels(root), files)
+    folder = find_pictures(root)
+    chosen, notes = folder.choose(wanted, purpose)
+    split = chosen if folder.folders else ""
+    return EvaluationSet(str(root), split, folder.labels, folder.sets[chosen], notes)

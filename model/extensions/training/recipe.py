@@ -1,0 +1,267 @@
+"""A training recipe: every choice that a run depends on, frozen, read from TOML or JSON, and
+recorded as JSON.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from model.config import ConvolutionalStem, Frozen, Size, ViTConfig
+from model.errors import TrainingError, first_problem
+
+# The recipes that travel with the code.
+RECIPES: Final = Path(__file__).resolve().parent / "recipes"
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+class Architecture(Frozen):
+    """The part of a `ViTConfig` that the data do not decide.
+
+    Attributes:
+        conv_stem: convolutions before the patch embedding. With a teacher they start as its first
+        layers.
+    """
+
+    patch_size: Annotated[int, Field(ge=1)]
+    width: Annotated[int, Field(ge=4, multiple_of=4)]
+    depth: Annotated[int, Field(ge=1)]
+    heads: Annotated[int, Field(ge=1)]
+    mlp_width: Annotated[int, Field(ge=1)]
+    conv_stem: ConvolutionalStem | None = None
+
+    def config(self, image_size: Size, num_classes: int) -> ViTConfig:
+        """Return the whole architecture, or raise TrainingError where it does not fit these data."""
+        try:
+            return ViTConfig(**self.model_dump(), image_size=image_size, num_classes=num_classes)
+        except ValidationError as error:
+            raise TrainingError(f"architecture: {first_problem(error)}") from None
+
+
+class Optimiser(Frozen):
+    """`adamw` for all parameters, or `muon` for the matrices of blocks and stem, and AdamW for the
+    rest.
+
+    Attributes:
+        learning_rate: the peak rate of AdamW.
+        muon_learning_rate: the peak rate of Muon, scaled to match AdamW's step sizes (Liu et al.
+        2025).
+        weight_decay: the decay is decoupled; biases and LayerNorm weights are spared.
+        warmup: share of all steps over which the rate rises linearly; then it falls to zero along a
+        cosine.
+        restart: share of the schedule after which a second cycle begins, whose rates are
+            `restart_rate` of the first's (warm restarts, Loshchilov & Hutter 2016). 0: there is one
+            cycle. Shares of the schedule are then shares of each cycle.
+        layer_decay: both learning rates are multiplied by this once for each layer between a
+            parameter and the head (Clark et al. 2020; for fine-tuning, 0.65...0.9). 1: all layers
+            learn at the same rate.
+        clip_norm: gradients of all parameters together are scaled down to this 2-norm where they
+        exceed it; 0: never.
+    """
+
+    name: Literal["adamw", "muon"] = "muon"
+    learning_rate: Positive
+    muon_learning_rate: Positive = 2e-3
+    betas: tuple[Share, Share] = (0.9, 0.98)
+    weight_decay: NotNegative = 0.05
+    warmup: Share = 0.1
+    restart: Share = 0.0
+    restart_rate: Positive = 0.3
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    clip_norm: NotNegative = 0.0
+
+
+class Augmentation(Frozen):
+    """Random changes to each image by itself, drawn anew in every epoch and made in the order of
+    the fields.
+
+    Attributes:
+        crop_padding: pixels of black around an image before a random part of the model's input size
+            is cut out of it; not used with `resized_crop`.
+        resized_crop: a random part of the image is resized to the input: at least this share of its
+            area, sides 3:4 to 4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`). 0:
+            parts are cut out, not resized.
+        flip: half of the images are mirrored left to right.
+        resample: share of the images that are enlarged and shrunk again, which blurs them as
+        pictures from users are.
+        trivial_augment: share of the images that one random operation changes (TrivialAugment).
+    """
+
+    crop_padding: Annotated[int, Field(ge=0)] = 4
+    resized_crop: Probability = 0.0
+    flip: bool = True
+    resample: Probability = 0.0
+    trivial_augment: Probability = 0.0
+
+
+class Mixing(Frozen):
+    """Mixing of a batch's images in pairs, and of their labels in the same proportion.
+
+    Where both alphas are given, each batch takes one of the two with equal probability.
+
+    Attributes:
+        mixup: alpha of the Beta(alpha, alpha) that the share of the first image is drawn from, all
+            pixels being blended (Zhang et al. 2017); 0: off.
+        cutmix: alpha for the share of the area that stays, a rectangle coming from the other image
+            (Yun et al. 2019); 0: off.
+        probability: share of the batches that are mixed.
+        until: share of the schedule after which nothing is mixed, from the next epoch on, so that
+            the model ends on pictures as they are: mixed ones make it say less than it knows.
+    """
+
+    mixup: NotNegative = 0.0
+    cutmix: NotNegative = 0.0
+    probability: Probability = 1.0
+    until: Probability = 1.0
+
+
+class PatchDropout(Frozen):
+    """Training on a part of the patches: cheaper steps, and a regulariser (Liu et al. 2022).
+
+    Attributes:
+        rate: share of the patches left out.
+        until: share of the schedule after which all patches are used, so that the model ends on
+        whole images.
+    """
+
+    rate: Share = 0.0
+    until: Probability = 1.0
+
+
+class Teacher(Frozen):
+    """A small convolutional network, trained first on the same pictures, whose answers the model
+    then learns.
+
+    It answers the very views that the model is shown (Hinton et al. 2015). See
+    `model.extensions.training.teacher`.
+
+    Attributes:
+        widths: channels of its three groups of convolutions.
+        learning_rate: the peak rate of Muon for the convolutions: an update's share of the filters'
+            norm; it falls linearly to zero.
+        resample: as in `Augmentation`, over the whole schedule.
+        weight: share of the model's loss that is the divergence from the teacher's scores; the rest
+            is that of the labels.
+        temperature: both logits are divided by it before the softmax; the divergence is multiplied
+        by its square.
+        frozen_stem: share of the schedule, or of its first cycle, over which the model's stem stays
+        as it started.
+    """
+
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]
+    batch_size: Annotated[int, Field(ge=2)] = 1000
+    widths: tuple[
+        Annotated[int, Field(ge=24)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]
+    ] = (
+        64,
+        256,
+        256,
+    )
+    learning_rate: Positive = 0.17
+    resample: Probability = 0.0
+    weight: Annotated[float, Field(gt=0, le=1)] = 0.9
+    temperature: Positive = 1.0
+    frozen_stem: Probability = 0.0
+
+
+class Recipe(Frozen):
+    """All choices that determine a run's result; written into its checkpoint.
+
+    Attributes:
+        validation: size of the validation set, as a number or as a share of the training images: no
+            gradient sees it; it is for choices and for the temperature. Not used where the data
+            bring a validation split of their own.
+        label_smoothing: share of each target that is spread evenly over all classes (Szegedy et al.
+        2015).
+        precision: dtype of activations and gradients; weights and optimiser state are float32
+        whatever it is.
+        threads: threads of one operator on the CPU; 0: torch's own choice.
+        checkpoint: the checkpoint to fine-tune (a folder or a hub id), instead of an `architecture`
+            from scratch.
+        image_size: (rows, columns) of the model's input in pixels; absent: the checkpoint's, or
+        that of the data.
+        architecture: the architecture to train from scratch; not used for fine-tuning.
+        teacher: absent: the model learns from the labels alone.
+
+    Raises:
+        pydantic.ValidationError: a field is missing, unknown, or out of range.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]
+    batch_size: Annotated[int, Field(ge=1)]
+    validation: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = 5000
+    label_smoothing: Share = 0.1
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    checkpoint: str | None = None
+    image_size: Size | None = None
+    architecture: Architecture | None = None
+    optimiser: Optimiser
+    augmentation: Augmentation = Augmentation()
+    mixing: Mixing = Mixing()
+    patch_dropout: PatchDropout = PatchDropout()
+    teacher: Teacher | None = None
+
+    @model_validator(mode="after")
+    def _teacher_has_a_stem(self) -> Self:
+        if self.teacher is not None and (
+            self.architecture is None or self.architecture.conv_stem is None
+        ):
+            raise ValueError(
+                "a teacher needs an architecture.conv_stem, which starts as its first layers"
+            )
+        return self
+
+    def override(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> "Recipe":
+        """Return the recipe with some fields replaced and all checked again.
+
+        Args:
+            values: by name; a field of a table is named with a dot, as in
+            `optimiser.learning_rate`.
+            fields: the same for names without a dot. A whole table is replaced by a mapping.
+
+        Raises:
+            TrainingError: a field is unknown, or its value is not allowed.
+        """
+        changed = self.model_dump(exclude_none=True)
+        for name, value in {**(values or {}), **fields}.items():
+            *tables, field = name.split(".")
+            place: Any = changed
+            for table in tables:
+                place = place.setdefault(table, {})
+                if not isinstance(place, dict):
+                    raise TrainingError(f"recipe: {name}: {table} is not a table")
+            place[field] = value
+        return _validated(changed, "recipe")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe from TOML, or from the JSON of a run's record.
+
+    Raises:
+        TrainingError: the file cannot be read, or holds what a recipe may not.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise TrainingError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise TrainingError(f"{path}: not a recipe: {error}") from error
+    return _validated(values, str(path))
+
+
+def _validated(values: dict[str, Any], source: str) -> Recipe:
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise TrainingError(f"{source}: {first_problem(error)}") from None

@@ -1,0 +1,217 @@
+"""The folder of a run: checks before the run, and the files that the run writes; its model card by
+a template.
+
+Each file is whole or absent, whenever the process ends. The state to resume from never holds code.
+"""
+
+import csv
+import html
+import pickle
+import platform
+import re
+import shlex
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from model.checkpoint import Checkpoint
+from model.data.split_record import SPLIT_FILE, SplitRecord
+from model.errors import TrainingError
+from model.extensions.evaluation.evaluate import Evaluation
+from model.extensions.training.recipe import Recipe
+
+STATE_FILE: Final = "last.pt"
+METRICS_FILE: Final = "metrics.csv"
+RECIPE_FILE: Final = "recipe.json"
+CARD_FILE: Final = "MODEL_CARD.md"
+_MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
+# Up to this many classes are named in the card's first sentence.
+_LISTED_CLASSES: Final = 20
+# Up to this many have a line each in its table; of more, the worst `_LISTED_CLASSES`.
+_TABLED_CLASSES: Final = 100
+# What a run that was ended before its first epoch may have left behind.
+_LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE})
+
+
+# A row of `metrics.csv`, by the names of its columns:
+#
+#   epoch: counted from 1.
+#   learning_rate: of AdamW (of the head, where it differs by layer), at the epoch's last step.
+#   train_loss, train_accuracy: means over the epoch's augmented images as they were seen; a mixed image counts as its
+#       own, unmixed label.
+#   validation_loss, validation_accuracy: without augmentation or smoothing.
+#   images_per_second: of training alone.
+#   seconds: wall time since the run began, evaluation included, interruptions and the teacher not.
+EpochMetrics = dict[str, float]
+
+
+def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
+    """Make the folder of a run, and check that a run may begin or resume in it.
+
+    Raises:
+        TrainingError: it lies in the data, holds something already, or nothing that could be
+        resumed.
+    """
+    if out.resolve().is_relative_to(data.resolve()):
+        raise TrainingError(
+            f"{out}: lies in the data, where it would be taken for a class; choose another folder"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        there = {path.name for path in out.iterdir()}
+    except OSError as error:
+        raise TrainingError(f"{out}: cannot be made: {error.strerror}") from error
+    if resume and not there & {STATE_FILE, RECIPE_FILE}:
+        raise TrainingError(f"{out}: nothing to resume: no {STATE_FILE}")
+    if not resume and STATE_FILE in there:
+        raise TrainingError(f"{out}: holds a run already; resume it or choose another folder")
+    if not resume and (others := there - _LEFT_BEFORE_FIRST_EPOCH):
+        raise TrainingError(f"{out}: is not empty ({min(others)}); choose another folder")
+
+
+def record_start(out: Path, recipe: Recipe, split: SplitRecord) -> None:
+    """Write recipe and split down or, where a run is resumed, check that the split is still the
+    same.
+
+    Raises:
+        TrainingError: the pictures or their split are not those that the run began with; or nothing
+        can be written.
+    """
+    path = out / SPLIT_FILE
+    try:
+        begun = (
+            path.read_text(encoding="utf-8")
+            if (out / STATE_FILE).exists() and path.exists()
+            else None
+        )
+        if begun is not None and not split.has_same_split(begun):
+            raise TrainingError(
+                f"{path}: the data now hold other files, or split them otherwise; start afresh"
+            )
+        if begun is None or SplitRecord.parse(begun) is None:
+            write_text(path, split.text())
+        write_text(out / RECIPE_FILE, recipe.model_dump_json(indent=2))
+    except OSError as error:
+        raise TrainingError(f"{out}: cannot be written to: {error.strerror}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the whole text of a file."""
+    with _replaced(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_metrics(folder: Path, history: Sequence[EpochMetrics]) -> None:
+    """Write `metrics.csv`."""
+    with (
+        _replaced(folder / METRICS_FILE) as part,
+        part.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.DictWriter(file, history[0] if history else ())
+        writer.writeheader()
+        writer.writerows(history)
+
+
+def write_state(folder: Path, recipe: Recipe, state: dict[str, Any]) -> None:
+    """Replace the state on disk."""
+    with _replaced(folder / STATE_FILE) as part:
+        torch.save({"recipe": recipe.model_dump_json(), **state}, part)
+
+
+def read_state(folder: Path, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """Read the state that `write_state` wrote.
+
+    Args:
+        recipe: the run's recipe, which the state's must equal.
+        device: where the tensors go.
+
+    Raises:
+        TrainingError: no state there, unreadable, or of another recipe.
+    """
+    path = folder / STATE_FILE
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch's remarks on pickles that it refuses
+            state: object = torch.load(path, map_location=device, weights_only=True)
+    except OSError as error:
+        raise TrainingError(f"{path}: nothing to resume: {error.strerror}") from error
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        # Torch's own message advises to load it without the protection against code.
+        raise TrainingError(
+            f"{path}: not a training state, or damaged; start afresh in another folder"
+        ) from error
+    if not isinstance(state, dict) or state.get("recipe") != recipe.model_dump_json():
+        raise TrainingError(
+            f"{path}: made with another recipe; resume with that recipe or start in another folder"
+        )
+    return state
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Yield where to write; what is written there then takes the place of the file at `path`, at
+    once.
+    """
+    part = path.with_name(f"{path.name}.part")
+    yield part
+    part.replace(path)
+
+
+def model_card(run: dict[str, Any], checkpoint: Checkpoint) -> str:
+    """Fill a run's record (see `model.extensions.training.train.run`) in `model_card.md.jinja`."""
+    split = "validation" if run["test"] is None else "test"
+    tabled = list(run[split]["per_class"].items())
+    if len(tabled) > _TABLED_CLASSES:
+        tabled = sorted(tabled, key=lambda row: row[1])[:_LISTED_CLASSES]
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {"fmt": format, "escaped": _text, "quoted": shlex.quote}
+    return templates.get_template("model_card.md.jinja").render(
+        run=run,
+        recipe=run["recipe"],
+        measured=run[split],
+        split=split,
+        checkpoint=checkpoint,
+        config=checkpoint.config,
+        preprocess=checkpoint.preprocess,
+        listed_classes=_LISTED_CLASSES,
+        tabled=tabled,
+    )
+
+
+def _text(name: str) -> str:
+    """Escape a name that comes from outside, so that Markdown shows it as it is."""
+    return _MARKUP.sub(r"\\\g<0>", html.escape(name, quote=False))
+
+
+def write_confusion(out: Path, measured: Evaluation, labels: Sequence[str]) -> None:
+    """Write the confusion matrix as CSV: a row a class, a column an answer."""
+    with (out / "confusion_matrix.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["truth", *labels])
+        writer.writerows(
+            [label, *row] for label, row in zip(labels, measured.confusion, strict=True)
+        )
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the name of a device: `NVIDIA H100 80GB HBM3`, or `x86_64, 2 threads`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide the numbers."""
+    packages = ("vitserve", "torch", "numpy", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

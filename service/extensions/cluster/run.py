@@ -1,0 +1,189 @@
+"""Runs a service of several processes: a process for each engine and each web worker."""
+
+import gc
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Final, Self
+
+from prometheus_client import values
+from prometheus_client.multiprocess import mark_process_dead
+
+from service.addresses import SocketFiles, listen, port_of
+from service.engine.local import Loader
+from service.errors import SettingsError
+from service.extensions.cluster.engine_process import STOP, run_engine
+from service.extensions.cluster.processes import RUNNING, SERVING, OperatingSystem, Report
+from service.extensions.cluster.supervisor import Child, Supervisor
+from service.extensions.cluster.worker import RELOAD, run_web, worker_settings
+from service.lifecycle import Terminal
+from service.models.registry import Version
+from service.observe import logs
+from service.observe.metrics import Metrics
+from service.settings import Settings
+from service.web.single_process import log_address
+
+logger = logging.getLogger("vitserve")
+
+# Bytes of the folder's path: the path of a socket in it has at most 107.
+_LONGEST_PATH: Final = 90
+
+
+def run_cluster(settings: Settings, load: Loader) -> int:
+    """Run the service until a signal ends it, and return the exit code; this process only looks
+    after the others.
+
+    `load` is called in each engine's process, with that engine's device in the settings.
+    """
+    with Cluster(settings, load) as cluster:
+        gc.freeze()  # else the collector would write to pages that the children share, and copy them
+        supervisor = Supervisor(
+            cluster.workers,
+            cluster.engines,
+            cluster.system,
+            cluster,
+            drain_timeout=settings.drain_timeout,
+        )
+        return supervisor.run()
+
+
+class Cluster:
+    """The processes of one service, and what they inherit; see `service.extensions.cluster.supervisor.Events`.
+
+    The folder has the engines' sockets, and the files in which each process counts its metrics
+    (`prometheus_client.multiprocess`): the worker that is scraped adds them up.
+
+    Raises:
+        SettingsError: there is no place for the folder.
+        OSError: the address is not available.
+    """
+
+    def __init__(self, settings: Settings, load: Loader) -> None:
+        self._settings = settings
+        self._load = load
+        self._terminal = Terminal()
+        self._versions: dict[str, Version] = {}
+        self._announced = False
+        self.system = OperatingSystem()
+        # The supervisor keeps them open: connections that wait for a worker that dies are its
+        # successor's.
+        self.listeners = listen(settings.hosts, settings.port, settings.workers)
+        self._socket_files = SocketFiles(self.listeners[0])
+        self.folder = _private_folder()
+        logs.on_drop(self._count_dropped_line)
+        self.workers = [
+            Child(f"worker {index}", partial(self._be_worker, index), signal.SIGTERM)
+            for index in range(settings.workers)
+        ]
+        self.engines = [
+            Child(
+                "engine" if device == "auto" else f"engine {device}",
+                partial(self._be_engine, index),
+                STOP,
+            )
+            for index, device in enumerate(settings.devices)
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.draining()
+        self._socket_files.remove()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # What the supervisor tells.
+
+    def reported(self, report: Report) -> None:
+        """Let engines that are started again load what has taken over; log once where the service
+        answers.
+        """
+        for name, version in report.versions.items():
+            if version.number >= self._versions.get(name, version).number:
+                self._versions[name] = version
+        if not self._announced and all(
+            child.state == SERVING for child in (*self.engines, *self.workers)
+        ):
+            self._announced = True
+            log_address(self._settings, port_of(self.listeners[0]))
+
+    def ended(self, pid: int) -> None:
+        """Forget what a process counted of the present; what it counted of the past is not lost."""
+        mark_process_dead(pid, str(self.folder))  # type: ignore[no-untyped-call]
+
+    def draining(self) -> None:
+        """Close this process's listeners; the workers still have theirs."""
+        for listener in chain.from_iterable(self.listeners):
+            listener.close()
+
+    def hung_up(self) -> bool:
+        """Let a worker load the configured checkpoint again, unless a terminal was closed."""
+        return self._terminal.hang_up(self._reload)
+
+    def _count_dropped_line(self) -> None:
+        """Count a line that the supervisor has dropped; it has no metrics until then."""
+        metrics_in(self.folder).log_lines_dropped.inc()
+
+    def _reload(self) -> None:
+        running = [
+            child.pid for child in self.workers if child.pid is not None and child.state >= RUNNING
+        ]
+        if running:
+            self.system.kill(running[0], RELOAD)
+        else:
+            logger.warning("not reloaded: no worker is there")
+
+    # The processes.
+
+    def _be_worker(self, index: int, child: Child) -> int:
+        own = self.listeners[index]
+        for listener in chain.from_iterable(self.listeners):
+            if listener not in own:
+                listener.close()
+        sockets = [self._socket(engine) for engine in range(len(self.engines))]
+        settings = worker_settings(self._settings, index)
+        return run_web(settings, child, own, sockets, metrics_in(self.folder), is_first=index == 0)
+
+    def _be_engine(self, index: int, child: Child) -> int:
+        self.draining()
+        own = {"device": self._settings.devices[index], **child.options}
+        settings = self._settings.model_copy(update=own)
+        return run_engine(
+            settings,
+            child,
+            self._socket(index),
+            self._load,
+            metrics_in(self.folder),
+            self._versions,
+        )
+
+    def _socket(self, engine: int) -> Path:
+        return self.folder / f"engine-{engine}"
+
+
+def metrics_in(folder: Path) -> Metrics:
+    """Return the metrics of this process, which counts in files of its own in a folder."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+    metrics = Metrics(folder)
+    metrics.observe_process()
+    return metrics
+
+
+def _private_folder() -> Path:
+    """Return a new folder that only this user may enter."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="vitserve-"))
+    except OSError as error:
+        raise SettingsError(
+            f"several processes need a folder for temporary files (TMPDIR): {error}"
+        ) from None
+    if len(os.fsencode(folder)) > _LONGEST_PATH:
+        folder.rmdir()
+        raise SettingsError(f"TMPDIR={folder.parent}: expected a shorter path, for sockets in it")
+    return folder

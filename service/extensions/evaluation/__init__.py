@@ -1,0 +1,1 @@
+"""Subcommands that measure, calibrate and describe checkpoints."""

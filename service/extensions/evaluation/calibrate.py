@@ -1,0 +1,187 @@
+"""`vitserve calibrate CHECKPOINT`: its temperature, and what sets of labels are made by, from
+labelled pictures.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from model.calibration import Calibrated, Fit, calibrate, require_pictures
+from model.data.folders import TEST, VALIDATION
+from model.data.split_record import SplitRecord, copy_record, digests_of
+from model.errors import InputError
+from model.extensions.evaluation.datasets import EvaluationSet, open_evaluation_set
+from model.outputs import require_classes
+from service.cli.image_files import print_notes, require_empty, writing
+from service.cli.setting_flags import (
+    CHECKPOINT_FLAGS,
+    add_checkpoint,
+    add_setting_flags,
+    require_checkpoint,
+    serve_command,
+    settings_from,
+)
+from service.engine.loading import checkpoint_from, load_predictor
+from service.settings import Settings
+
+_COVERAGE: Final = 0.95
+# The most that are made use of.
+_MOST_PICTURES: Final = 12_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve calibrate`."""
+    parser.description = (
+        "Fit a checkpoint's temperature to labelled pictures, and write what its sets of labels are made by "
+        "(docs/training.md). The folder is then served with any VIT_COVERAGE that the pictures are enough for."
+    )
+    add_checkpoint(parser)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="labelled pictures like those to come, one folder a class, or CIFAR-10's files; of the data that `train` "
+        "was given, the pictures that it held out are used",
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write the checkpoint as vitserve's own folder here; without it, CHECKPOINT is such a folder, and gets a "
+        "file more",
+    )
+    add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "coverage"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Calibrate a checkpoint, and print how well its sets of labels do."""
+    require_checkpoint(arguments, "calibrate")
+    settings = settings_from(arguments)
+    coverage = settings.coverage or _COVERAGE
+    if arguments.out is None:
+        _require_own_folder(settings)
+    else:
+        require_empty(arguments.out)
+    from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
+    from model.extensions.evaluation.evaluate import predict_logits  # noqa: PLC0415
+
+    pictures = _not_trained_on(arguments.data, settings.checkpoint)
+    print_notes(pictures.notes)
+    require_pictures(len(pictures.files), coverage, pictures.source)
+    predictor, info = load_predictor(settings.model_copy(update={"coverage": None}))
+    checkpoint = predictor.checkpoint
+    require_classes(checkpoint.config)
+    if checkpoint.multi_label or checkpoint.config.num_classes == 1:
+        raise InputError(
+            "checkpoint",
+            f"{checkpoint.name}: its scores are independent: no set holds one right label",
+        )
+    truth = pictures.truth(info.labels, info.name)
+    predictor.warm_up()
+
+    drawn = np.random.default_rng(0).permutation(len(truth))[:_MOST_PICTURES]
+    logits = predict_logits(predictor, pictures.files.take(drawn))
+    if not np.isfinite(logits).all():
+        raise InputError(
+            "data", f"{info.name}: gives scores that are not finite for these pictures"
+        )
+    coverages = (coverage, *(each for each in (0.8, 0.9, 0.95, 0.99) if each != coverage))
+    before = Fit(checkpoint.temperature, checkpoint.form)
+    found = calibrate(logits, truth[drawn], before, arguments.data.name, coverages)
+    calibration, left = found.calibration, len(drawn) - found.fitted
+    folder = arguments.out or Path(settings.checkpoint).expanduser()
+    with writing(folder):
+        if arguments.out is None:
+            native.write_calibration(folder, calibration)
+        else:
+            # Read again: a predictor of a kept graph has no tensors.
+            whole = checkpoint_from(settings)
+            calibrated = replace(
+                whole,
+                temperature=calibration.temperature,
+                form=calibration.form,
+                calibration=calibration,
+            )
+            native.write(folder, calibrated)
+            copy_record(settings.checkpoint, folder)
+    _print(info.name, found, left)
+    print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")
+    return 0
+
+
+def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
+    """Open labelled pictures; of those that the checkpoint was trained with, the ones that it was
+    not trained on.
+
+    Raises:
+        DatasetError: the data cannot be read.
+        InputError: pictures that were trained on, without any that the training held out.
+    """
+    record = SplitRecord.read(checkpoint)
+    splits = (VALIDATION, TEST) if record is None or record.holds_out else (TEST, VALIDATION)
+    pictures = open_evaluation_set(data, splits, "calibrate")
+    if record is None:
+        return pictures
+    digests = digests_of(pictures.files)
+    trained = record.trained_on(digests)
+    count = int(trained.sum())
+    if not count:
+        return pictures
+    if not record.held_out(digests).any():
+        remedy = "give other pictures"
+        if record.holds_out:
+            remedy += ", or all that `train` was given: those that it held out are then used"
+        raise InputError(
+            "data",
+            f"{data}: {count} of {len(trained)} pictures were trained on by {checkpoint}: {remedy}",
+        )
+    left = np.flatnonzero(~trained)
+    note = f"{data}: {len(left)} pictures that {checkpoint} was not trained on are used, {count} others are not"
+    return replace(pictures, files=pictures.files.take(left), notes=(*pictures.notes, note))
+
+
+def _print(name: str, found: Calibrated, left: int) -> None:
+    """Print how scores do on the pictures that they were not fitted to, and the sets of each
+    coverage.
+    """
+    why = ": nothing fits better" if found.fitted else ": too few, or all right"
+    how = f"by {found.form}, fitted to {found.fitted}" if found.form else f"as they were{why}"
+    (loss, error), (now, remaining) = found.before, found.after
+    print(f"{name}: {left + found.fitted} pictures; scores {how}")
+    print(
+        f"  on the other {left}: log loss {loss:.4f} -> {now:.4f}, calibration error {error:.2%} -> {remaining:.2%}"
+    )
+    if found.sets:
+        print(
+            f"sets of labels, measured on halves of {left} pictures while the other halves calibrate:"
+        )
+        print("  coverage  holds the right label  labels in a set  abstained")
+    for coverage, sets in found.sets.items():
+        print(f"  {coverage:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")
+
+
+def _require_own_folder(settings: Settings) -> None:
+    """Raise `InputError` where a calibration cannot be put beside the checkpoint."""
+    from model.checkpoint.files import Files  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint.native import recognises  # noqa: PLC0415
+
+    changed = [name for name in ("image_size", "preprocess") if getattr(settings, name) is not None]
+    folder = Path(settings.checkpoint).expanduser()
+    of_hub = any(
+        part.startswith("models--") for part in folder.absolute().parts
+    )  # the cache, which is not ours
+    if changed:
+        why = f"--{changed[0].replace('_', '-')} makes another model of it"
+    elif settings.checkpoint == "bundled" or of_hub or not recognises(Files(folder, str(folder))):
+        why = "is no folder of your own"
+    else:
+        return
+    raise InputError(
+        "out", f"{settings.checkpoint}: {why}: give --out DIR, which gets a calibrated copy"
+    )

@@ -1,0 +1,110 @@
+"""`vitserve evaluate`: accuracy and calibration error on labelled pictures; of pictures of no
+class, how sure it is.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from model.calibration import MeasuredSets
+from model.data.pictures import PictureFiles
+from model.data.split_record import SplitRecord, digests_of
+from model.errors import InputError
+from model.extensions.evaluation.datasets import open_evaluation_set
+from model.outputs import RequestedOutputs, require_classes
+from service.cli.image_files import find_images, print_notes
+from service.cli.setting_flags import (
+    CHECKPOINT_FLAGS,
+    add_checkpoint,
+    add_setting_flags,
+    predictor_from,
+)
+
+CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
+
+# A best score above it reads as certainty.
+_SURE: Final = 0.9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `vitserve evaluate`."""
+    add_checkpoint(parser)
+    pictures = parser.add_mutually_exclusive_group(required=True)
+    pictures.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help=f"CIFAR-10's binary files (from {CIFAR10_HOME}), or one folder of pictures a class",
+    )
+    pictures.add_argument(
+        "--unknown",
+        type=Path,
+        nargs="+",
+        metavar="FILE|FOLDER",
+        help="pictures of none of the model's classes: measure how sure it is of them all the same",
+    )
+    add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "coverage"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and print the result."""
+    if arguments.data is not None and not arguments.data.is_dir():
+        wrong = "not a folder" if arguments.data.exists() else "no such folder"
+        raise InputError(
+            "data",
+            f"{arguments.data}: {wrong}: give one folder of pictures a class, or CIFAR-10's .bin files; "
+            f"they are the binary version at {CIFAR10_HOME}, to be unpacked",
+        )
+    known = None if arguments.data is None else open_evaluation_set(arguments.data)
+    print_notes([] if known is None else known.notes)
+    unknown = [] if arguments.unknown is None else find_images(arguments.unknown)
+    files = (
+        PictureFiles.of(unknown, np.zeros(len(unknown), np.int64)) if known is None else known.files
+    )
+    from model.extensions.evaluation.evaluate import measure, outputs_of, scores_and_members  # noqa: PLC0415  torch is slow
+
+    predictor, info, settings = predictor_from(arguments)
+    require_classes(info.config)
+    truth = None if known is None else known.truth(info.labels, info.name)
+    requested = RequestedOutputs(len(info.labels), label_set=info.coverage is not None)
+    outputs = outputs_of(predictor, files, requested)
+    scores, members = scores_and_members(outputs, len(files), len(info.labels))
+    if known is None or truth is None:
+        best = scores.max(axis=1)
+        abstained = (
+            "" if info.coverage is None else f"; {(~members.any(axis=1)).mean():.1%} abstained"
+        )
+        print(
+            f"{len(files)} pictures of none of its classes: the best score is {best.mean():.1%} on average, and above "
+            f"{_SURE:.0%} for {(best > _SURE).mean():.1%}{abstained}"
+        )
+        return 0
+    found = measure(scores, truth, info.labels)
+    images = f"{found.count} {known.split} images".replace("  ", " ")
+    print(f"{info.name} on {info.device} in {info.dtype}: {found.accuracy:.2%} of {images} right")
+    print(f"loss {found.loss:.4f} nats, expected calibration error {found.calibration_error:.2%}")
+    _print_trained_on(known.files, settings.checkpoint)
+    width = max(12, *(len(label) for label in found.per_class))
+    for label, accuracy in found.per_class.items():
+        print(f"  {label:{width}} {accuracy:.1%}")
+    if info.coverage is not None:
+        sets = MeasuredSets.of(members, truth)
+        print(
+            f"sets for a coverage of {info.coverage:g}: {sets.covered:.2%} hold the right label, "
+            f"{sets.labels:.2f} labels on average, {sets.abstained:.2%} abstained"
+        )
+    return 0
+
+
+def _print_trained_on(files: PictureFiles, checkpoint: str) -> None:
+    """Print how many of the pictures the checkpoint was trained on, if any."""
+    record = SplitRecord.read(checkpoint)
+    if record is None:
+        return
+    count = int(record.trained_on(digests_of(files)).sum())
+    if count:
+        print(
+            f"{count} of these {len(files)} pictures were trained on: new pictures are answered worse"
+        )

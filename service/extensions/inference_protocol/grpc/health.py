@@ -1,0 +1,50 @@
+"""The service `grpc.health.v1.Health`: `/readyz` and `/v2/models/NAME/ready` for probes that speak
+gRPC.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from service.errors import NotFound, Unavailable, UnknownModel
+from service.extensions.inference_protocol import GRPC_SERVICE
+from service.extensions.inference_protocol.grpc.standard import HEALTH_SERVICE, message_class
+from service.web.request import Service
+
+WATCH_SECONDS: Final = 0.5
+"""Time between two looks of a watcher: an orchestrator asks as often."""
+
+REQUEST: Final = message_class("grpc.health.v1.HealthCheckRequest")
+RESPONSE: Final = message_class("grpc.health.v1.HealthCheckResponse")
+
+# Their readiness is that of the whole service.
+_WHOLE: Final = frozenset({"", GRPC_SERVICE, HEALTH_SERVICE})
+
+
+def status_of(service: Service, name: str) -> str:
+    """Return the status of the service, or of a model by its name; raises `UnknownModel`."""
+    try:
+        service.check_ready()
+        if name not in _WHOLE:
+            service.model(name)
+    except UnknownModel:
+        raise
+    except (NotFound, Unavailable):
+        return "NOT_SERVING"
+    return "SERVING"
+
+
+async def watch(service: Service, name: str, send: Callable[[str], Awaitable[None]]) -> None:
+    """Send the status whenever it changes, until the service stops."""
+    before = ""
+    while True:
+        try:
+            status = status_of(service, name)
+        except UnknownModel:
+            status = "SERVICE_UNKNOWN"
+        if status != before:
+            await send(status)
+            before = status
+        if service.lifecycle.draining:
+            return
+        await asyncio.sleep(WATCH_SECONDS)

@@ -1,0 +1,169 @@
+"""Messages of gRPC as the requests and answers of `service.extensions.inference_protocol`.
+
+A message is bounded before it is parsed: a few bytes may stand for a large object, and a message
+has millions. https://protobuf.dev/programming-guides/encoding/
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from service.errors import MalformedRequest, UploadTooLarge
+from service.extensions.inference_protocol import VERSION
+from service.extensions.inference_protocol.grpc.open_inference_pb2 import (
+    InferParameter,
+    ModelInferRequest,
+    ModelInferResponse,
+    ModelRequest,
+)
+from service.extensions.inference_protocol.tensors import (
+    InferenceRequest,
+    InputTensor,
+    OutputTensor,
+    RequestedOutput,
+)
+
+_Fields = Mapping[int, Any]
+
+_TENSORS: Final[_Fields] = {7: None, 5: {5: {8: None}}, 6: {}}
+"""Numbers of the fields in whose bytes tensors lie, `raw_input_contents` and
+`inputs.contents.bytes_contents`, and of other messages whose fields are counted: `outputs`."""
+
+_VARINT, _BYTES = 0, 2
+_FIXED: Final = {1: 8, 5: 4}
+"""Bytes of wire types of a fixed size."""
+
+_MAX_VARINT_BYTES: Final = 10
+
+_MAX_COST: Final = 1_000_000
+"""About the time and memory of the largest JSON that is read: each byte costs 1, but for those of
+tensors.
+"""
+_FIELD_COST: Final = 1000
+
+M = TypeVar("M", ModelRequest, ModelInferRequest)
+
+
+def parse(kind: type[M], data: bytes | bytearray) -> M:
+    """Return a message; raises `MalformedRequest`."""
+    message = kind()
+    try:
+        message.ParseFromString(bytes(data))
+    except DecodeError as error:
+        raise MalformedRequest(f"not the message of this method: {error}") from None
+    return message
+
+
+def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
+    """Return the model that a message names, and the request in it; the message's bytes are
+    dropped.
+
+    Raises `MalformedRequest`, and `UploadTooLarge` if the message has very many fields or numbers.
+    """
+    check_cost(memoryview(data), _TENSORS)
+    message = parse(ModelInferRequest, data)
+    data.clear()
+    contents = list(message.raw_input_contents)
+    if contents and len(contents) != len(message.inputs):
+        raise MalformedRequest(
+            f"{len(contents)} raw_input_contents, and {len(message.inputs)} inputs"
+        )
+    inputs = []
+    for position, tensor in enumerate(message.inputs):
+        content: Any = memoryview(contents[position]) if contents else None
+        if tensor.HasField("contents"):
+            if contents:
+                raise MalformedRequest(
+                    f"input {tensor.name!r:.80} has contents beside raw_input_contents"
+                )
+            typed = tensor.contents
+            content = list(
+                typed.bytes_contents if tensor.datatype == "BYTES" else typed.uint_contents
+            )
+        parameters = _parameters(tensor.parameters)
+        inputs.append(
+            InputTensor(tensor.name, tensor.datatype, list(tensor.shape), content, parameters)
+        )
+    outputs = [
+        RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs
+    ]
+    named = ModelRequest(name=message.model_name, version=message.model_version)
+    return named, InferenceRequest(
+        inputs, message.id or None, outputs, _parameters(message.parameters)
+    )
+
+
+def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
+    chosen = {
+        name: (value, value.WhichOneof("parameter_choice")) for name, value in parameters.items()
+    }
+    return {name: getattr(value, kind) if kind else None for name, (value, kind) in chosen.items()}
+
+
+def encode_answer(model: str, request_id: str | None, outputs: Sequence[OutputTensor]) -> bytes:
+    """Return the message of the answer of a model; its tensors are raw, as Triton's are."""
+    response = ModelInferResponse(
+        model_name=model,
+        model_version=VERSION,
+        id=request_id or "",
+        outputs=[
+            ModelInferResponse.InferOutputTensor(
+                name=output.name, datatype=output.datatype, shape=list(output.values.shape)
+            )
+            for output in outputs
+        ],
+        raw_output_contents=[output.raw() for output in outputs],
+    )
+    return bytes(response.SerializeToString())
+
+
+def check_cost(message: memoryview, tensors: _Fields, cost: int = 0) -> int:
+    """Return `cost` with that of a message, whose bytes in the fields `tensors` cost nothing.
+
+    Raises `UploadTooLarge` as soon as that is too much, `MalformedRequest` if it is no message.
+    """
+    for number, content in _fields(message):
+        cost += _FIELD_COST
+        within = tensors.get(number)
+        if within is not None:
+            cost = check_cost(content, within, cost)
+        elif number not in tensors:
+            cost += len(content)
+        if cost > _MAX_COST:
+            raise UploadTooLarge(
+                "the message has more fields or numbers than are read: send tensors as raw_input_contents"
+            )
+    return cost
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield number and content of each field of a message; raises `MalformedRequest`."""
+    end = 0
+    while end < len(message):
+        tag, start = _varint(message, end)
+        wire_type = tag & 7
+        if wire_type == _VARINT:
+            _, end = _varint(message, start)
+        elif wire_type == _BYTES:
+            length, start = _varint(message, start)
+            end = start + length
+        elif wire_type in _FIXED:
+            end = start + _FIXED[wire_type]
+        else:
+            raise MalformedRequest(f"not a message: wire type {wire_type}")
+        if end > len(message):
+            raise MalformedRequest("not a message: it ends within a field")
+        yield tag >> 3, message[start:end]
+
+
+def _varint(message: memoryview, position: int) -> tuple[int, int]:
+    """Return a number of variable length, and where it ends."""
+    if position < len(message) and message[position] < 0x80:  # most have one byte
+        return message[position], position + 1
+    value = 0
+    for shift, byte in enumerate(message[position : position + _MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * shift)
+        if byte < 0x80:
+            return value, position + shift + 1
+    raise MalformedRequest("not a message: it ends within a number")

@@ -1,0 +1,179 @@
+"""The Open Inference Protocol, version 2, under /v2; `service.extensions.inference_protocol` has its
+tensors and documents.
+
+A model's name may hold slashes, so longer paths come first. Of a function's decorators the lowest
+is the first.
+"""
+
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.errors import InvalidParameter, MalformedRequest
+from service.extensions.inference_protocol import VERSION
+from service.extensions.inference_protocol.descriptions import (
+    model_configuration,
+    model_metadata,
+    model_statistics,
+    repository_entry,
+    server_metadata,
+)
+from service.extensions.inference_protocol.inference import check_version, infer, read
+from service.extensions.inference_protocol.tensors import decode_request, encode_answer
+from service.web.json_bodies import decoded, require_known
+from service.web.request import model_of, service_of
+from service.web.routes.endpoint import Endpoint, json_response
+from service.web.routes.models import allowed, load, require_admin, small_body
+from vitserve import __version__
+
+# The protocol has an OpenAPI document of its own, so these routes are not in ours.
+router = APIRouter(prefix="/v2", include_in_schema=False, route_class=Endpoint)
+
+PUBLIC: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
+"""Paths that are open even when keys are set."""
+
+_HEADER_LENGTH: Final = "inference-header-content-length"
+_MAX_DIGITS: Final = 20
+_MODEL: Final = "/models/{name:path}"
+_VERSIONED: Final = "/models/{name:path}/versions/{version}"
+
+
+def _name(request: Request) -> str | None:
+    """Return the name in the path, if it has any; raises `NotFound` if there is no such version."""
+    check_version(request.path_params.get("version", VERSION))
+    name: str | None = request.path_params.get("name")
+    return name
+
+
+@router.get("")
+async def v2_server(request: Request) -> Response:
+    """Describe the server."""
+    swaps = service_of(request).settings.admin_key is not None
+    return json_response(server_metadata(__version__, swaps=swaps))
+
+
+@router.get("/health/live")
+async def v2_live(request: Request) -> Response:
+    """Answer as long as the process lives."""
+    return Response()
+
+
+@router.get("/health/ready")
+@router.get(f"{_MODEL}/ready")
+@router.get(f"{_VERSIONED}/ready")
+async def v2_ready(request: Request) -> Response:
+    """Answer 200 when the model is ready, else 503."""
+    service_of(request).check_ready()
+    service_of(request).model(_name(request))
+    return Response()
+
+
+@router.get(f"{_MODEL}/config")
+@router.get(f"{_VERSIONED}/config")
+async def v2_configuration(request: Request) -> Response:
+    """Return the model's configuration."""
+    return json_response(model_configuration((await model_of(request, _name(request))).info))
+
+
+@router.get("/models/stats")
+@router.get(f"{_MODEL}/stats")
+@router.get(f"{_VERSIONED}/stats")
+async def v2_statistics(request: Request) -> Response:
+    """Return the statistics of the model since the start; its name may be left out."""
+    return json_response(
+        model_statistics(
+            (await model_of(request, _name(request))).info, service_of(request).metrics
+        )
+    )
+
+
+@router.post(f"{_MODEL}/infer")
+@router.post(f"{_VERSIONED}/infer")
+async def v2_infer(request: Request) -> Response:
+    """Classify the pictures of the tensor `image` or `pixels`."""
+    async with service_of(request).admit(
+        request, await model_of(request, _name(request))
+    ) as admitted:
+        body, length = await admitted.read_body(), _header_length(request)
+        asked = await read(admitted, body, partial(decode_request, header_length=length))
+        content, header_length = await infer(admitted, asked, encode_answer)
+    if header_length is None:
+        return Response(content, media_type="application/json")
+    return Response(
+        content, headers={_HEADER_LENGTH: str(header_length)}, media_type="application/octet-stream"
+    )
+
+
+def _header_length(request: Request) -> int | None:
+    text = request.headers.get(_HEADER_LENGTH)
+    if text is not None and not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+        raise MalformedRequest("Inference-Header-Content-Length is not a number")
+    return None if text is None else int(text)
+
+
+@router.get(_MODEL)
+@router.get(_VERSIONED)
+async def v2_model(request: Request) -> Response:
+    """Describe the model: its inputs and outputs."""
+    return json_response(model_metadata((await model_of(request, _name(request))).info))
+
+
+# The model repository: `service.web.routes.models` does the same by the name of each model.
+# https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
+
+
+class _Question(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request for the index."""
+
+    ready: bool = False
+
+
+class _Command(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request to load or to unload a model."""
+
+    parameters: dict[str, Any] = {}
+
+
+@router.post("/repository/index")
+async def v2_repository_index(request: Request) -> Response:
+    """List all models, or with `ready` those that answer."""
+    question = decoded(await small_body(request), _Question)
+    models = service_of(request).models.describe()
+    return json_response(
+        [repository_entry(each) for each in models if each.state == "ready" or not question.ready]
+    )
+
+
+@router.post("/repository/models/{name:path}/load")
+async def v2_load(request: Request) -> Response:
+    """Load what the parameters say in a model's place, or what was unloaded again, and answer when
+    it serves.
+    """
+    service, name = service_of(request), request.path_params["name"]
+    require_admin(request, service.settings)
+    body = await small_body(request)
+    what = allowed(decoded(body, _Command).parameters, service.settings)
+    if not what:
+        service.models.find(name)
+    elif "checkpoint" not in what:
+        raise InvalidParameter("checkpoint: expected the path of one beside other settings")
+    only = what.get("checkpoint") if len(what) == 1 else what or None
+    status, _ = await load(service, name, only)
+    return json_response(repository_entry(status))
+
+
+@router.post("/repository/models/{name:path}/unload")
+async def v2_unload(request: Request) -> Response:
+    """Give a model's memory back: it is loaded again when somebody asks for it."""
+    service, name = service_of(request), request.path_params["name"]
+    require_admin(request, service.settings)
+    command = decoded(await small_body(request), _Command)
+    require_known(
+        command.parameters, ["unload_dependents"]
+    )  # there are no ensembles, so it has no effect
+    await service.models.unload(name)
+    return json_response(repository_entry(service.models.status_of(service.models.key(name))))

@@ -1,0 +1,235 @@
+"""Requests and answers of the protocol as values, and their form over HTTP: JSON, with raw tensors
+behind it.
+
+A BYTES element is preceded by its length, 4 bytes little endian; numbers are little endian, in
+row-major order.
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
+from service.extensions.inference_protocol import VERSION
+from service.web.json_bodies import explained
+from service.web.upload import from_base64
+
+_LENGTH: Final = struct.Struct("<I")
+_MAX_ELEMENTS: Final = 1 << 40
+_MAX_DIMENSIONS: Final = 8
+_UINT8: Final = list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
+
+_MAX_JSON_VALUES: Final = 500_000
+"""Two pictures of 224 pixels as numbers. A list takes 20 times its text."""
+
+Parameters = dict[str, Any]
+
+
+class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor of a request.
+
+    Attributes:
+        data: a list of values, nested or not, or the tensor's bytes as a memoryview. Files are
+        base64 in JSON.
+    """
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: Any = None
+    parameters: Parameters = {}
+
+    def files(self) -> list[bytearray]:
+        """Return the elements of a BYTES tensor, and take them out of `data`; raises
+        `MalformedRequest`.
+        """
+        count = self._elements()
+        files: list[bytearray] = []
+        if isinstance(self.data, memoryview):
+            rest, self.data = self.data, None
+            while rest and len(files) <= count:  # a surplus is refused below
+                size = _LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest)
+                if len(rest) < _LENGTH.size + size:
+                    raise MalformedRequest(
+                        f"input {self.name!r}: element {len(files)} has more bytes than there are"
+                    )
+                files.append(bytearray(rest[_LENGTH.size : _LENGTH.size + size]))
+                rest = rest[_LENGTH.size + size :]
+        else:
+            for position, content in enumerate(self.data):
+                self.data[position] = None
+                try:
+                    files.append(
+                        from_base64(content)
+                        if isinstance(content, str)
+                        else bytearray(memoryview(content))
+                    )
+                except (TypeError, ValueError):
+                    wrong = f"input {self.name!r}: element {position} is not a string in base64"
+                    raise MalformedRequest(wrong) from None
+        self._check(len(files), count)
+        return files
+
+    def pixels(self) -> NDArray[np.uint8]:
+        """Return the array of a UINT8 tensor, which views raw data; raises `MalformedRequest`."""
+        count, flat = self._elements(), self.data
+        if not isinstance(flat, memoryview):
+            try:
+                while flat and isinstance(flat[0], list):
+                    flat = list(chain.from_iterable(flat))
+                flat = bytearray(msgspec.convert(flat, _UINT8))
+            except (TypeError, msgspec.ValidationError):
+                raise MalformedRequest(
+                    f"input {self.name!r}: the data are not numbers from 0 to 255"
+                ) from None
+        self._check(len(flat), count)
+        return np.frombuffer(flat, np.uint8).reshape(self.shape)
+
+    def _elements(self) -> int:
+        """Return the number of elements of the shape; raises `InvalidParameter` for a shape that is
+        none.
+        """
+        sides = self.shape[: _MAX_DIMENSIONS + 1]
+        if (
+            not 1 <= len(sides) <= _MAX_DIMENSIONS
+            or min(sides) < 0
+            or math.prod(sides) > _MAX_ELEMENTS
+        ):
+            raise InvalidParameter(
+                f"input {self.name!r:.80}: shape {sides!s:.80} is not one of a tensor"
+            )
+        if not isinstance(self.data, list | memoryview):
+            raise MalformedRequest(f"input {self.name!r:.80}: the data are no list")
+        return math.prod(sides)
+
+    def _check(self, found: int, expected: int) -> None:
+        if found != expected:
+            raise MalformedRequest(
+                f"input {self.name!r}: {found} elements, and the shape is {self.shape}"
+            )
+
+
+class RequestedOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An output that a request selects."""
+
+    name: str
+    parameters: Parameters = {}
+
+
+class InferenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request for inference, which over HTTP is this JSON."""
+
+    inputs: list[InputTensor]
+    id: str | None = None
+    outputs: list[RequestedOutput] = []
+    parameters: Parameters = {}
+
+
+# Its own reader of floats takes 10 us for 1e308, and a body holds many.
+_decode = msgspec.json.Decoder(InferenceRequest, float_hook=float).decode
+
+
+def decode_request(body: bytearray, header_length: int | None) -> InferenceRequest:
+    """Return the request in a body, whose JSON has `header_length` bytes: None is all, 0 says that
+    it is a picture.
+
+    Raises `MalformedRequest`, or `UploadTooLarge` if the JSON holds very many values.
+    """
+    if header_length == 0:
+        return InferenceRequest(
+            [InputTensor("image", "BYTES", [1], [body])], parameters={"binary_data_output": True}
+        )
+    whole = memoryview(body)
+    length = len(whole) if header_length is None else header_length
+    if length > len(whole):
+        raise MalformedRequest(
+            f"Inference-Header-Content-Length is {length}, and the body has {len(whole)} bytes"
+        )
+    # Counted before they are parsed. Marks within strings count too, and base64 has none of these.
+    if sum(body.count(mark, 0, length) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
+        raise UploadTooLarge(
+            f"the JSON holds more than {_MAX_JSON_VALUES} values: send tensors in binary"
+        )
+    try:
+        request = _decode(whole[:length])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        wrong = explained(error, InferenceRequest)
+        raise MalformedRequest(f"not the JSON of an inference request: {wrong}") from None
+    rest = whole[length:]
+    for tensor in request.inputs:
+        size = tensor.parameters.get("binary_data_size")
+        if size is None:
+            continue
+        if not isinstance(size, int) or not 0 <= size <= len(rest):
+            wrong = f"input {tensor.name!r}: binary_data_size {size!r:.40}, and {len(rest)} bytes are left"
+            raise MalformedRequest(wrong)
+        tensor.data, rest = rest[:size], rest[size:]
+    if rest:
+        raise MalformedRequest(f"{len(rest)} bytes follow the last tensor")
+    return request
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor of an answer, of int64, float32, or of objects that are str; `binary`: its bytes
+    follow the JSON.
+    """
+
+    name: str
+    values: NDArray[Any]
+    binary: bool
+
+    @property
+    def datatype(self) -> str:
+        """Return its datatype on the wire; texts are BYTES."""
+        return {"O": "BYTES", "b": "BOOL", "i": "INT64", "f": "FP32"}[self.values.dtype.kind]
+
+    def raw(self) -> bytes:
+        """Return its bytes."""
+        if self.datatype != "BYTES":
+            return self.values.astype(
+                {"BOOL": "?", "INT64": "<i8", "FP32": "<f4"}[self.datatype]
+            ).tobytes()
+        encoded = [text.encode() for text in self.values.ravel().tolist()]
+        return b"".join(_LENGTH.pack(len(text)) + text for text in encoded)
+
+    def values_in_json(self) -> list[Any]:
+        """Return its values, numbers with the shortest decimal that is the same float32: 0.83, not
+        0.8299999833.
+        """
+        values = self.values.ravel()
+        return (
+            [float(str(value)) for value in values] if self.datatype == "FP32" else values.tolist()
+        )
+
+
+def encode_answer(
+    model: str, request_id: str | None, outputs: Sequence[OutputTensor]
+) -> tuple[bytes, int | None]:
+    """Return the body of the answer of a model, and the length of its JSON if bytes follow it."""
+    documents, binary = [], []
+    for output in outputs:
+        document: dict[str, Any] = {
+            "name": output.name,
+            "datatype": output.datatype,
+            "shape": output.values.shape,
+        }
+        if output.binary:
+            binary.append(output.raw())
+            document["parameters"] = {"binary_data_size": len(binary[-1])}
+        else:
+            document["data"] = output.values_in_json()
+        # The encoder holds the interpreter until it is done, so it gets one output at a time.
+        documents.append(msgspec.Raw(msgspec.json.encode(document)))
+    header = {"model_name": model, "model_version": VERSION, "outputs": documents}
+    header |= {} if request_id is None else {"id": request_id}
+    content = msgspec.json.encode(header)
+    return content + b"".join(binary), len(content) if binary else None

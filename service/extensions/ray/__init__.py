@@ -1,0 +1,1 @@
+"""Replicas of the service on Ray Serve."""

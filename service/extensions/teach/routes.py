@@ -1,0 +1,447 @@
+"""Taught heads: the examples that they learn from, what they know of themselves, and their files.
+
+With keys set a key teaches the heads that it began; the admin key teaches all, and deletes.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Annotated, Any, Final
+
+import numpy as np
+from fastapi import APIRouter, Query
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from model.errors import CheckpointError
+from model.heads import checked_label, checked_texts
+from model.images.thumbnail import jpeg_thumbnail
+from model.outputs import EmbeddingRequest, RequestedOutputs
+from model.taught_heads import Features, TaughtHead
+from service.engine.messages import ModelInfo
+from service.errors import (
+    Forbidden,
+    HeadWithoutBackbone,
+    InferenceFailed,
+    InvalidParameter,
+    NameTaken,
+    NotFound,
+)
+from service.extensions.teach.examples import Examples, HeadRow, KeptPicture
+from service.extensions.teach.heads import features_of
+from service.models.folder import check_name
+from service.settings import Settings
+from service.web.api_keys import holds_admin_key
+from service.web.middleware import request_context
+from service.web.request import AdmittedRequest, model_of, of_each, require_file, service_of
+from service.web.routes.asked import Asked
+from service.web.routes.embed import embedding_of
+from service.web.routes.endpoint import (
+    BINARY,
+    NAME,
+    SEVERAL_PICTURES,
+    Absent,
+    Endpoint,
+    problems,
+    to_json,
+)
+from service.web.upload import UploadedFile
+from vitserve.documents import (
+    AddedExamples,
+    ExampleCounts,
+    ExampleDocument,
+    ExampleList,
+    HeadDescription,
+    HeadList,
+    Knowledge,
+)
+
+router = APIRouter(tags=["teaching"], route_class=Endpoint)
+
+_NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
+_PICTURES: Final = {
+    "requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False},
+    "parameters": [NAME],
+}
+_FILE: Final = {
+    "content": {"application/octet-stream": {"schema": BINARY}},
+    "description": "One safetensors file",
+}
+
+
+class LabelQuery(BaseModel, frozen=True):
+    """The query of PUT /heads/NAME/examples/N."""
+
+    label: Annotated[str, Field(description="what is on the pictures")]
+
+
+class ExampleQuery(BaseModel, frozen=True):
+    """The query of POST /heads/NAME/examples, whose parameters may be fields of its form."""
+
+    label: Annotated[
+        str | Absent, Field(description="what is on the pictures; required, here or in the form")
+    ] = None
+    id: Annotated[
+        str | Absent,
+        Field(description="a kept picture, from the answer of /classify, instead of a body"),
+    ] = None
+    backbone: Annotated[
+        str | Absent,
+        Field(
+            description="with the first example: the model whose features the head reads; default the default one"
+        ),
+    ] = None
+    file_name: Annotated[
+        Annotated[str, Field(max_length=256)] | Absent,
+        Field(description="of the only picture, kept with VIT_TEACH_THUMBNAILS"),
+    ] = None
+
+
+class PageQuery(BaseModel, frozen=True):
+    """The query of GET /heads/NAME/examples."""
+
+    after: Annotated[
+        Annotated[int, Field(ge=0)],
+        Field(description="list examples with higher numbers: the last one of a page"),
+    ] = 0
+
+
+@router.get(
+    "/heads",
+    response_model=HeadList,
+    response_model_exclude_none=True,
+    responses=problems(422, 503, 504),
+)
+async def list_heads(request: Request) -> HeadList:
+    """List the heads that are taught here; GET /models has all that answer."""
+    examples = service_of(request).taught.examples
+    async with _admitted(request) as admitted:
+        heads = [] if examples is None else sorted(await admitted.with_examples(examples.heads))
+    is_kept = examples is not None and service_of(request).settings.teach_thumbnails
+    return HeadList(enabled=examples is not None, heads=heads, thumbnails=is_kept or None)
+
+
+@router.post(
+    "/heads/{name}/examples",
+    status_code=201,
+    response_model=AddedExamples,
+    openapi_extra=_PICTURES,
+    responses=problems(400, 403, 404, 408, 409, 413, 415, 422, 500, 503, 504),
+)
+async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]) -> AddedExamples:
+    """Add one or several pictures to what a head learns from, under one label; the first one begins
+    the head.
+
+    All are added, or none. The head is fitted in the background; until then the one before answers.
+    """
+    service, examples = service_of(request), _examples(request)
+    name = check_name(request.path_params["name"])
+    if name in map(service.models.name_of, service.models.served) or service.taught.is_file(name):
+        raise NameTaken(f"{name}: a model has this name: choose another one for the head")
+    if query.label is not None:
+        checked_label(query.label)  # an error of the query is raised before there must be room
+    owner, backbone = _owner(request), query.backbone
+    async with service.admit(request) as admitted:
+        head = (await admitted.with_examples(examples.heads)).get(name)
+        known = head and head.id
+        if head is not None:
+            _require_own(request, head)
+        if head is not None and backbone is None:
+            backbone = service.models.name_of(service.taught.base(head))
+        model = await model_of(request, backbone)
+        admitted.choose(model)
+        asked = Asked(
+            request, query, model, _checked_label, lambda query: query.backbone or backbone
+        )
+        features, pixels = await _features(admitted, asked, head)
+        info = admitted.model.info
+        of = features_of(info, _kind(head, info)), info.name
+        creator = "" if _holds_admin_key(request) else owner or admitted.sender.caller
+        file_name, label = asked.query.file_name or "", asked.wanted
+
+        def add() -> tuple[dict[str, int], list[int]]:
+            kept = [KeptPicture(file_name, jpeg_thumbnail(each)) for each in pixels]
+            return examples.add(name, label, features, owner, of, known, creator, kept)
+
+        counts, numbers = await admitted.with_examples(add)
+    service.taught.changed()
+    return AddedExamples(head=name, examples=counts, numbers=numbers)
+
+
+@router.get(
+    "/heads/{name}/examples",
+    response_model=ExampleList,
+    response_model_exclude_none=True,
+    openapi_extra={"parameters": [NAME]},
+    responses=problems(404, 422, 503, 504),
+)
+async def list_examples(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
+    """List the examples of a head, without their features, in pages of 1,000: the pictures are not
+    kept.
+    """
+    examples = _examples(request)
+
+    def write() -> bytes:
+        head = examples.head(request.path_params["name"])
+        return to_json(ExampleList(head=head.name, examples=examples.listed(head, query.after)))
+
+    async with _admitted(request) as admitted:
+        return Response(await admitted.with_examples(write), media_type="application/json")
+
+
+@router.get(
+    "/heads/{name}/examples/{number:int}",
+    response_model=ExampleDocument,
+    response_model_exclude_none=True,
+    openapi_extra={"parameters": [NAME, _NUMBER]},
+    responses=problems(404, 422, 503, 504),
+)
+async def describe_example(request: Request) -> ExampleDocument:
+    """Describe an example of a head, with its thumbnail if VIT_TEACH_THUMBNAILS keeps one."""
+    examples, name = _examples(request), request.path_params["name"]
+    async with _admitted(request) as admitted:
+        return await admitted.with_examples(
+            lambda: examples.example(examples.head(name), request.path_params["number"])
+        )
+
+
+@router.put(
+    "/heads/{name}/examples/{number:int}",
+    response_model=ExampleCounts,
+    openapi_extra={"parameters": [NAME, _NUMBER]},
+    responses=problems(403, 404, 409, 422, 503, 504),
+)
+async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()]) -> ExampleCounts:
+    """Put an example of a head under another label, in one step; the head is fitted again."""
+    examples, label = _examples(request), checked_label(query.label)
+    async with _admitted(request) as admitted:
+        head = await admitted.with_examples(partial(examples.head, request.path_params["name"]))
+        _require_own(request, head)
+        change = partial(examples.relabel, head, request.path_params["number"], label)
+        counts = await admitted.with_examples(change)
+    service_of(request).taught.changed()
+    return ExampleCounts(head=head.name, examples=counts)
+
+
+@router.delete(
+    "/heads/{name}/examples/{number:int}",
+    response_model=ExampleCounts,
+    openapi_extra={"parameters": [NAME, _NUMBER]},
+    responses=problems(403, 404, 422, 503, 504),
+)
+async def delete_example(request: Request) -> ExampleCounts:
+    """Remove an example of a head, which is fitted again."""
+    _require_admin(request)
+    examples, name = _examples(request), request.path_params["name"]
+
+    def remove() -> dict[str, int]:
+        return examples.remove(examples.head(name), request.path_params["number"])
+
+    async with _admitted(request) as admitted:
+        counts = await admitted.with_examples(remove)
+    service_of(request).taught.changed()
+    return ExampleCounts(head=name, examples=counts)
+
+
+@router.get(
+    "/heads/{name}",
+    response_model=HeadDescription,
+    response_model_exclude_none=True,
+    openapi_extra={"parameters": [NAME]},
+    responses=problems(404, 422, 503, 504),
+)
+async def describe_head(request: Request) -> HeadDescription:
+    """Describe a head: its examples, how often it is right, what it takes for what, and which
+    labels look wrong.
+    """
+    examples, name = _examples(request), request.path_params["name"]
+    async with _admitted(request) as admitted:
+        await service_of(
+            request
+        ).taught.look()  # so that what is described here is what answers here
+        head, facts = await admitted.with_examples(partial(_described, examples, name))
+    try:
+        service_of(request).taught.base(head)
+    except HeadWithoutBackbone as error:
+        facts |= {"reason": str(error)}
+    return HeadDescription.model_validate(facts)
+
+
+def _described(examples: Examples, name: str) -> tuple[HeadRow, dict[str, Any]]:
+    """Return a head, and the fields of its description; raises `NotFound`."""
+    head = examples.head(name)
+    counts, content = examples.state(head)
+    facts: dict[str, Any] = {
+        "head": head.name,
+        "examples": counts,
+        "backbone": head.backbone,
+        "model": head.model,
+    }
+    facts |= {"reason": head.reason or None, "up_to_date": head.fitted_revision == head.revision}
+    if content is not None:
+        try:
+            taught = TaughtHead.from_bytes(content, head.name)
+            facts |= dict(Knowledge.model_validate_json(taught.statistics))
+        except (CheckpointError, ValidationError):
+            facts |= {
+                "reason": "its fit is damaged: add or remove an example, and it is fitted again"
+            }
+    return head, facts
+
+
+@router.delete(
+    "/heads/{name}",
+    status_code=204,
+    response_class=Response,
+    openapi_extra={"parameters": [NAME]},
+    responses=problems(403, 404, 422, 503, 504),
+)
+async def delete_head(request: Request) -> Response:
+    """Remove a head with all its examples; requests that were admitted are answered."""
+    _require_admin(request)
+    examples, name = _examples(request), request.path_params["name"]
+    async with _admitted(request) as admitted:
+        await admitted.with_examples(lambda: examples.remove(examples.head(name)))
+    service_of(request).taught.changed()
+    return Response(status_code=204)
+
+
+@router.get(
+    "/heads/{name}/export",
+    response_class=Response,
+    openapi_extra={"parameters": [NAME]},
+    responses={200: _FILE, **problems(404, 422, 503, 504)},
+)
+async def export_head(request: Request) -> Response:
+    """Return a head as one file, which a folder of models takes beside its backbone."""
+    examples, name = _examples(request), request.path_params["name"]
+    async with _admitted(request) as admitted:
+        _, content = await admitted.with_examples(lambda: examples.state(examples.head(name)))
+    if content is None:
+        raise NotFound(f"{name}: it is not fitted yet: GET /heads/{name} says why")
+    file_name = f'attachment; filename="{name}.safetensors"'
+    return Response(
+        content, headers={"Content-Disposition": file_name}, media_type="application/octet-stream"
+    )
+
+
+@asynccontextmanager
+async def _admitted(request: Request) -> AsyncIterator[AdmittedRequest]:
+    """Admit a request that asks no model, with a slot, until its answer is written or its caller
+    leaves.
+    """
+    async with service_of(request).admit(request) as admitted:
+        await admitted.take(1)
+        yield admitted
+
+
+def _examples(request: Request) -> Examples:
+    """Return where the examples are; raises `NotFound` where nothing is taught."""
+    examples = service_of(request).taught.examples
+    if examples is None:
+        raise NotFound("nothing is taught here: the service was started without VIT_TEACH")
+    return examples
+
+
+def _checked_label(query: ExampleQuery, _: ModelInfo) -> str:
+    if query.label is None:
+        raise InvalidParameter("label: it is missing: send ?label=cat, or a field of the form")
+    return checked_label(query.label)
+
+
+def _checked_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> None:
+    """Raise `InvalidParameter` or `InputError` if a file's name is sent that is not kept, or is
+    none.
+    """
+    if query.file_name is None:
+        return
+    if not settings.teach_thumbnails:
+        raise InvalidParameter(
+            "file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS"
+        )
+    if count != 1:
+        raise InvalidParameter(f"file_name: needs exactly one picture, and there are {count}")
+    checked_texts([query.file_name], "file_name", 1)
+
+
+def _require_own(request: Request, head: HeadRow) -> None:
+    """Raise `Forbidden` where keys are set, and the request has neither the head's own key nor the
+    admin key.
+    """
+    if head.owner != _owner(request) and service_of(request).settings.api_keys:
+        _require_admin(request)
+
+
+def _owner(request: Request) -> str:
+    """Return what heads keep of the key of a request, empty without keys and of the admin key."""
+    return _examples(request).owner_of(request_context(request.scope).key_owner or "")
+
+
+def _require_admin(request: Request) -> None:
+    """Raise `Forbidden` where keys are set, and the request has not the admin key."""
+    settings = service_of(request).settings
+    is_open = not settings.api_keys and settings.admin_key is None
+    if not (is_open or _holds_admin_key(request)):
+        raise Forbidden("the admin key is needed for this: VIT_ADMIN_KEY has it")
+
+
+def _holds_admin_key(request: Request) -> bool:
+    return holds_admin_key(request.headers.get("authorization", ""), service_of(request).settings)
+
+
+def _kind(head: HeadRow | None, info: ModelInfo) -> Features:
+    """Return which features a head reads: those of its examples, or those of a new head."""
+    return Features.of(info.config) if head is None else Features.named(head.backbone)
+
+
+async def _features(
+    admitted: AdmittedRequest, asked: Asked[ExampleQuery, str], head: HeadRow | None
+) -> tuple[NDArray[np.float32], list[NDArray[np.uint8]]]:
+    """Return what the head reads of each picture of a request, [N, D], all finite, and the pixels
+    that are kept.
+
+    The first error is the request's.
+    """
+    query, settings = asked.query, admitted.service.settings
+
+    def wanted() -> RequestedOutputs:
+        """Return what is asked of each picture, once the form has named the model."""
+        return RequestedOutputs(
+            1, embedding=EmbeddingRequest(_kind(head, admitted.model.info).pool)
+        )
+
+    if query.id is not None:
+        if await admitted.read_body():
+            raise InvalidParameter(
+                "id: there is a body, too: send pictures, or the id of a kept one"
+            )
+        _checked_file_name(query, settings, count=1)
+        picture = await admitted.service.kept(query.id, admitted.model)
+        if picture is None:
+            raise InvalidParameter(
+                "id: no picture of this id is kept as the head's backbone sees it"
+            )
+        await admitted.take(1)
+        rows = [
+            (embedding_of(admitted, await admitted.infer(picture.pixels, wanted())), picture.pixels)
+        ]
+    else:
+        pictures = await asked.read_all(admitted)
+        if asked.query.id is not None:
+            raise InvalidParameter(
+                "id: there are pictures, too: send pictures, or the id of a kept one"
+            )
+        _checked_file_name(asked.query, settings, count=len(pictures))
+        await admitted.take(len(pictures))
+
+        async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+            decoded, result = await admitted.classify(require_file(picture), wanted())
+            return embedding_of(admitted, result), decoded.picture.pixels
+
+        rows = await of_each(row, pictures)
+    features = np.stack([embedding for embedding, _ in rows])
+    if not np.isfinite(features).all():
+        raise InferenceFailed("the model gives features that are not finite")
+    return features, [pixels for _, pixels in rows] if settings.teach_thumbnails else []

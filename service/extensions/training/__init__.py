@@ -1,0 +1,1 @@
+"""The subcommand that trains and fine-tunes networks."""

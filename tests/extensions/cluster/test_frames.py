@@ -1,0 +1,266 @@
+"""Frames: whatever is sent is what arrives, however the stream is cut."""
+
+import asyncio
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from model.images.preprocess import ModelInput, Region
+from model.outputs import (
+    METHODS,
+    POOLINGS,
+    AttentionMap,
+    EmbeddingRequest,
+    Head,
+    Linear,
+    MapRequest,
+    Outputs,
+    RequestedOutputs,
+)
+from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
+from service.errors import CheckpointRefused, ModelsFull, QueueFull
+from service.extensions.cluster import frames
+from service.web.image_stores import StoreUsage
+from tests.service.fakes import LIBRARY, model_info, on_a_loop
+from vitserve.documents import ListedModel
+
+IDS = st.integers(0, 2**64 - 1)
+SMALL = st.integers(0, 2**31 - 1)
+SECONDS = st.floats(0, 1e9)
+HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
+
+WEIGHTS = arrays.arrays(
+    np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(-1, 1, width=32)
+)
+MAPS = st.builds(
+    MapRequest,
+    st.sampled_from(METHODS),
+    st.none() | SMALL,
+    st.none() | st.integers(0, 255),
+    st.none() | HEADS,
+    st.none() | st.builds(Linear, WEIGHTS, WEIGHTS, st.booleans()),
+)
+EMBEDDINGS = st.builds(EmbeddingRequest, st.sampled_from(POOLINGS), st.booleans())
+
+
+def floats(shape: Any) -> st.SearchStrategy[Any]:
+    return arrays.arrays(np.float32, shape, elements=st.floats(0, 1, width=32))
+
+
+@st.composite
+def results(draw: st.DrawFn) -> InferenceResult:
+    top_k = draw(st.integers(1, 20))
+    found = None
+    if draw(st.booleans()):
+        grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+        kept, score, evidence = (draw(st.floats(0, 1)) for _ in range(3))
+        found = AttentionMap(
+            draw(MAPS), draw(floats(grid)), kept, score, evidence, draw(st.booleans())
+        )
+    indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
+    times = draw(SECONDS), draw(SECONDS)
+    logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))
+    label_set = draw(st.none() | arrays.arrays(np.int64, st.integers(0, 9), elements=SMALL))
+    outputs = Outputs(draw(floats(top_k)), indices, found, logits, embedding, label_set=label_set)
+    return InferenceResult(outputs, draw(SMALL), *times)
+
+
+PIXELS = arrays.arrays(np.uint8, (3, 2, 3))
+PICTURES = st.builds(ModelInput, PIXELS, st.builds(Region, *[st.floats(0, 100)] * 4))
+ONE = st.builds(
+    RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS, head=st.text()
+)
+REQUESTED = st.builds(dataclasses.replace, ONE, more=st.lists(ONE, max_size=2).map(tuple))
+LISTED = st.builds(
+    ListedModel,
+    name=st.text(),
+    state=st.sampled_from(["ready", "loading", "unloaded", "failed"]),
+    reason=st.text(),
+    backbone=st.text(),
+    classes=st.none() | SMALL,
+    bytes=SMALL,
+    last_used_seconds=st.none() | SECONDS,
+    default=st.booleans(),
+    taught=st.booleans(),
+)
+STATUSES = st.builds(
+    EngineStatus,
+    st.text(),
+    st.sampled_from(["loading", "ready", "failed", "closed"]),
+    st.text(),
+    st.text(),
+    st.none() | st.lists(SMALL).map(tuple),
+    SMALL,
+    SMALL,
+)
+REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
+    st.builds(
+        frames.Submit.of,
+        st.text(),
+        SMALL,
+        st.builds(InferenceRequest, PIXELS, REQUESTED, st.text()),
+        SECONDS,
+    ),
+    st.builds(
+        frames.EmbedTexts, st.text(), SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS
+    ),
+    st.builds(
+        frames.Change,
+        st.sampled_from(["load", "take_over", "discard", "wake", "unload", "delete", "reload"]),
+        st.text(),
+        st.none() | st.text() | st.dictionaries(st.text(), st.text() | SMALL),
+    ),
+    st.builds(frames.Put, PICTURES, st.none() | st.text()),
+    st.builds(frames.Get, st.text()),
+)
+FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
+    st.builds(frames.Call, IDS, REQUESTS),
+    st.builds(frames.Cancel, IDS),
+    st.builds(frames.Uses, st.text(), SMALL, SMALL, st.booleans()),
+    st.builds(frames.Withdrawn, st.text(), SMALL),
+    st.builds(
+        frames.StatusChanged,
+        STATUSES,
+        st.builds(StoreUsage, SMALL, SMALL, SMALL),
+        st.dictionaries(st.text(), LISTED, max_size=3),
+        st.dictionaries(st.text(), SMALL, max_size=3),
+    ),
+    st.builds(
+        frames.Serving,
+        st.text(),
+        SMALL,
+        st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())]),
+    ),
+    st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
+)
+SUBMIT = frames.Submit.of(
+    "m", 1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0
+)
+ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
+    st.tuples(st.builds(lambda: SUBMIT), results()),
+    st.tuples(st.just(frames.EmbedTexts("m", 1, (), 1.0)), floats((3, 5))),
+    st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
+    st.tuples(st.builds(frames.Put, PICTURES, st.none()), st.none() | st.text()),
+    st.tuples(
+        st.sampled_from([frames.Change("load", "m"), frames.Change("discard", what="no")]),
+        st.none(),
+    ),
+)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two frames hold the same, arrays and their dtypes included."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if dataclasses.is_dataclass(one):
+        return type(one) is type(other) and all(
+            equal(getattr(one, each.name), getattr(other, each.name))
+            for each in dataclasses.fields(one)
+        )
+    if hasattr(one, "__struct_fields__"):
+        return type(one) is type(other) and all(
+            equal(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__
+        )
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(map(equal, one, other))
+    return bool(one == other)
+
+
+async def received(*pieces: bytes | bytearray) -> list[frames.Frame]:
+    connection = frames.Connection()
+    for piece in pieces:
+        begin = 0
+        while begin < len(piece):
+            buffer = connection.get_buffer(-1)
+            part = piece[begin : begin + len(buffer)]
+            buffer[: len(part)] = part
+            connection.buffer_updated(len(part))
+            begin += len(part)
+    connection.connection_lost(None)
+    return [frame async for frame in connection]
+
+
+@given(sent=st.lists(FRAMES, max_size=4), cut=st.integers(0, 100))
+def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(
+    sent: list[frames.Frame], cut: int
+) -> None:
+    data = b"".join(map(frames.encode, sent))
+    found = asyncio.run(received(data[:cut], data[cut:]))
+    assert len(found) == len(sent)
+    assert all(map(equal, sent, found))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 80_000), max_size=5),
+    cuts=st.lists(st.integers(0, 300_000), max_size=5),
+)
+def test_pictures_longer_and_shorter_than_what_is_read_ahead_arrive(
+    sizes: list[int], cuts: list[int]
+) -> None:
+    images = [InferenceRequest(noise(n, size), RequestedOutputs(1)) for n, size in enumerate(sizes)]
+    sent = [frames.Call(n, SUBMIT.of("m", n, image, 1)) for n, image in enumerate(images)]
+    data, places = b"".join(map(frames.encode, sent)), [0, *sorted(cuts), 400_000]
+    found = asyncio.run(received(*(data[begin:end] for begin, end in pairwise(places))))
+    assert found == sent
+
+
+def noise(seed: int, size: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, (1, size, 1), np.uint8)
+
+
+@given(asked=ANSWERS, id_=IDS)
+def test_the_result_of_a_request_is_what_was_answered(
+    asked: tuple[frames.Request, Any], id_: int
+) -> None:
+    request, result = asked
+    [frame] = asyncio.run(received(frames.encode(frames.answer(id_, result))))
+    assert isinstance(frame, frames.Answer)
+    assert frame.id == id_
+    assert equal(frames.result_of(frame, request), result)
+
+
+def test_an_answer_to_another_request_is_refused() -> None:
+    [frame] = asyncio.run(received(frames.encode(frames.answer(1, "id"))))
+    assert isinstance(frame, frames.Answer)
+    with pytest.raises(frames.FrameError, match="no answer of Submit"):
+        frames.result_of(frame, SUBMIT)
+
+
+@given(sent=FRAMES, missing=st.integers(1, 9))
+def test_a_frame_that_is_cut_off_is_none(sent: frames.Frame, missing: int) -> None:
+    assert asyncio.run(received(frames.encode(sent)[:-missing])) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (frames.MAX_BYTES + 1).to_bytes(4, "little"),
+        b"\1\0\0\0\xc0",
+        b"\3\0\0\0\x92\x7f\x00",
+        frames.encode(frames.Cancel(1))[:-1] + b"\xc0",
+        frames.encode(frames.Failed(1, 0, "x")).replace(b"\x00\xa1", b"\x7e\xa1"),
+    ],
+    ids=["too long", "nothing", "of an unknown kind", "of another type", "of no known error"],
+)
+@on_a_loop
+async def test_bytes_that_no_frame_has_are_refused(data: bytes) -> None:
+    with pytest.raises(frames.FrameError):
+        await received(data)
+
+
+def test_an_error_keeps_its_type_and_its_message() -> None:
+    for error in (QueueFull("all places are taken"), CheckpointRefused("no such file")):
+        found = frames.Failed.of(7, error).error()
+        assert (type(found), str(found)) == (type(error), str(error))
+
+
+def test_an_error_says_when_to_try_again() -> None:
+    error = frames.Failed.of(1, ModelsFull("no memory", 17)).error()
+    assert isinstance(error, ModelsFull)
+    assert (str(error), error.retry_after) == ("no memory", 17)

@@ -1,0 +1,610 @@
+"""Workers and engines over sockets: whose answers are whose, who learns of what, and swaps that all
+take or none.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from model.errors import CheckpointError
+from model.images.preprocess import ModelInput, Region
+from service.engine.local import LocalEngine, What
+from service.engine.messages import InferenceResult, ModelInfo
+from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay, UnknownModel
+from service.extensions.cluster import frames
+from service.extensions.cluster.engine_process import EngineServer
+from service.extensions.cluster.remote_model import (
+    EngineClient,
+    RemoteImageStore,
+    RemoteModel,
+    RemoteModels,
+)
+from service.models.registry import LocalModels, Version
+from service.settings import load_settings
+from service.web.image_stores import MemoryImageStore
+from tests.service.fakes import (
+    PATIENCE,
+    FakePredictor,
+    expected_indices,
+    model_info,
+    on_a_loop,
+    pixels,
+    request_for,
+)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@dataclass
+class Device:
+    """What an engine loads: each checkpoint has a predictor; `broken` ones cannot be read, and
+    `gate` holds loading.
+    """
+
+    path: Path
+    broken: set[str] = field(default_factory=set)
+    gate: threading.Event = field(default_factory=threading.Event)
+    predictors: dict[str, FakePredictor] = field(default_factory=dict)
+    refresh_seconds: float = 0.01
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def start(self, served: str | None = None, generation: int = 1) -> None:
+        self.models = LocalModels(
+            load_settings(), self._make, versions={"": Version(generation, served)}
+        )
+        self.model = self.models.served[""]
+        images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
+        self.server = EngineServer(self.models, images, refresh_seconds=self.refresh_seconds)
+        await self.server.start(self.path)
+
+    async def die(self) -> None:
+        """As its process would: without a word, and its socket stays."""
+        for worker in list(self.server.workers):
+            assert worker._connection._transport is not None
+            worker._connection._transport.abort()
+        await self.server.close()
+
+    def _make(self, own: Mapping[str, Any]) -> Any:
+        name = own.get("checkpoint", "configured")
+
+        def load() -> tuple[FakePredictor, ModelInfo]:
+            assert self.gate.wait(PATIENCE)
+            if name in self.broken:
+                raise CheckpointError(f"{name}: no such file")
+            self.predictors[name] = FakePredictor()
+            return self.predictors[name], replace(model_info(name=name), content=name)
+
+        engine = LocalEngine(
+            load, device="cpu", queue_size=50, max_delay=0, on_batch=lambda _: None
+        )
+        engine.last_used = None  # type: ignore[attr-defined]  # which engines of models have
+        return engine
+
+
+@dataclass
+class Service:
+    """Engines of one service, and the workers that use them."""
+
+    devices: list[Device]
+    workers: list[RemoteModels] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+
+    async def worker(self) -> RemoteModels:
+        """One more worker, which knows all engines."""
+        model = RemoteModels([EngineClient(device.path, "cpu") for device in self.devices])
+        model.start(lambda: self.changes.append(name_of(model)))
+        self.workers.append(model)
+        await until(
+            lambda: (
+                all(engine.models for engine in model.engines)
+                and model.default.current.engine.ready
+            )
+        )
+        return model
+
+
+def name_of(model: RemoteModels) -> str:
+    engine = model.default.current.engine
+    return engine.info.name if engine.info is not None and engine.ready else engine.status.reason
+
+
+async def load(model: RemoteModels, checkpoint: What) -> None:
+    await model.put(model.name_of(""), checkpoint)
+
+
+@asynccontextmanager
+async def running(engines: int = 1, refresh_seconds: float = 0.01) -> AsyncIterator[Service]:
+    with TemporaryDirectory() as folder:
+        paths = [Path(folder, str(index)) for index in range(engines)]
+        service = Service([Device(path, refresh_seconds=refresh_seconds) for path in paths])
+        for device in service.devices:
+            await device.start()
+        try:
+            yield service
+        finally:
+            for device in service.devices:
+                device.gate.set()
+                for predictor in device.predictors.values():
+                    predictor.gate.set()
+            for worker in service.workers:
+                await worker.close()
+            for device in service.devices:
+                await device.server.close()
+
+
+def ask(model: RemoteModels, red: int, timeout: float = PATIENCE) -> asyncio.Task[InferenceResult]:
+    return asyncio.create_task(
+        model.default.current.engine.infer(request_for(red), timeout=timeout)
+    )
+
+
+async def check(answers: Iterable[asyncio.Task[InferenceResult]], reds: Iterable[int]) -> None:
+    for answer, red in zip(answers, reds, strict=True):
+        assert (await answer).outputs.indices.tolist() == expected_indices(red, 3)
+
+
+@on_a_loop
+async def test_requests_of_all_workers_meet_in_batches_and_each_gets_its_own_answer() -> None:
+    async with running() as service:
+        workers = [await service.worker() for _ in range(3)]
+        predictor = service.devices[0].predictors["configured"]
+        predictor.gate.clear()
+        answers = [ask(workers[red % 3], red) for red in range(30)]
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth >= 25)
+        predictor.gate.set()
+        await check(answers, range(30))
+        assert any(len({red % 3 for red in batch}) > 1 for batch in predictor.launched)
+
+
+@on_a_loop
+async def test_a_worker_that_dies_takes_its_own_requests_along_and_no_others() -> None:
+    async with running() as service:
+        dies, stays = [await service.worker() for _ in range(2)]
+        predictor = service.devices[0].predictors["configured"]
+        predictor.gate.clear()
+        busy = ask(stays, 0)
+        await predictor.wait_until_busy()
+        gone = ask(dies, 1)
+        kept = ask(stays, 2)
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 2)
+        await dies.close()
+        with pytest.raises(EngineUnavailable):
+            await gone
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 1)
+        predictor.gate.set()
+        await check([busy, kept], [0, 2])
+        assert predictor.launched == [[0], [2]]
+
+
+@on_a_loop
+async def test_an_engine_that_dies_is_an_error_for_whom_it_had_and_its_successor_answers_the_next() -> (
+    None
+):
+    async with running() as service:
+        model = await service.worker()
+        [device] = service.devices
+        device.predictors["configured"].gate.clear()
+        lost = ask(model, 1)
+        await device.predictors["configured"].wait_until_busy()
+        dying = asyncio.create_task(device.die())
+        with pytest.raises(EngineUnavailable, match="the engine ended and is being started again"):
+            await lost
+        with pytest.raises(EngineUnavailable, match="the engine ended"):
+            await ask(model, 2)
+        device.predictors["configured"].gate.set()
+        await dying
+        await device.start()
+        await until(lambda: model.default.current.engine.ready)
+        await check([ask(model, 3)], [3])
+        assert service.changes[-1] == "configured"
+
+
+@on_a_loop
+async def test_images_go_to_the_engine_with_the_fewest_and_around_one_that_died() -> None:
+    async with running(engines=2) as service:
+        model = await service.worker()
+        one, other = (device.predictors["configured"] for device in service.devices)
+        one.gate.clear()
+        other.gate.clear()
+        answers = [ask(model, red) for red in range(6)]
+        await until(lambda: [len(engine.pending) for engine in model.engines] == [3, 3])
+        one.gate.set()
+        await until(lambda: not model.engines[0].pending)
+        answers += [ask(model, red) for red in (6, 7)]
+        await until(lambda: sum(map(len, one.launched)) == 5)
+        other.gate.set()
+        await check(answers, range(8))
+        await service.devices[0].die()
+        await until(lambda: model.engines[0].status.state == "failed")
+        await check([ask(model, red) for red in range(4)], range(4))
+        await service.devices[0].start()
+
+
+def show_silence(engine: EngineClient) -> None:
+    """Let 3 s pass in which the engine gives no sign of life."""
+    for _ in range(6):
+        engine.look()
+
+
+@on_a_loop
+async def test_requests_go_around_an_engine_that_is_silent() -> None:
+    async with running(engines=2, refresh_seconds=PATIENCE) as service:
+        model = await service.worker()
+        silent, other = model.engines
+        show_silence(silent)
+        assert (silent.status.state, other.status.state) == ("failed", "ready")
+        await check([ask(model, red) for red in range(4)], range(4))
+        assert service.devices[0].predictors["configured"].launched == []
+        for worker in service.devices[0].server.workers:
+            worker.send(frames.Alive())
+        await until(lambda: silent.status.state == "ready")
+        await check([ask(model, red) for red in range(4)], range(4))
+        assert len(service.devices[0].predictors["configured"].launched) > 0
+
+
+@on_a_loop
+async def test_a_silent_engine_alone_refuses_at_once() -> None:
+    async with running(refresh_seconds=PATIENCE) as service:
+        model = await service.worker()
+        [engine] = model.engines
+        store = RemoteImageStore(engine)
+        assert await store.get("nobody") is None  # all earlier frames have come before the answer
+        show_silence(engine)
+        assert service.changes[-1] == "the engine gives no sign of life"
+        # The load comes last: it is discarded, and the answer to that is a sign of life.
+        for refused in (ask(model, 1), model.available(None), model.put("other", None)):
+            with pytest.raises(EngineUnavailable, match="no sign of life"):
+                await refused
+
+
+@on_a_loop
+async def test_an_engine_gives_signs_of_life() -> None:
+    async with running() as service:
+        model = await service.worker()
+        [engine] = model.engines
+        for _ in range(3):
+            show_silence(engine)
+            assert engine.is_silent
+            await until(lambda: not engine.is_silent)
+
+
+@on_a_loop
+async def test_a_deadline_and_a_caller_who_leaves_reach_the_engine() -> None:
+    async with running() as service:
+        model = await service.worker()
+        predictor = service.devices[0].predictors["configured"]
+        predictor.gate.clear()
+        busy = ask(model, 0)
+        await predictor.wait_until_busy()
+        leaves, stays = ask(model, 1), ask(model, 2)
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 2)
+        leaves.cancel()
+        await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 1)
+        predictor.gate.set()
+        await check([busy, stays], [0, 2])
+        assert predictor.launched == [[0], [2]]
+        assert not model.engines[0].pending
+
+
+@on_a_loop
+async def test_a_kept_picture_is_found_by_every_worker() -> None:
+    async with running() as service:
+        stores = [RemoteImageStore((await service.worker()).engines[0]) for _ in range(2)]
+        picture = ModelInput(pixels(9), Region(1, 2, 3, 4))
+        image_id = await stores[0].put(picture)
+        assert image_id is not None
+        for store in stores:
+            found = await store.get(image_id)
+            assert found is not None
+            assert (found.region, found.pixels.tolist()) == (
+                picture.region,
+                picture.pixels.tolist(),
+            )
+            assert await store.get("nobody") is None
+        await until(lambda: all(store.usage().pictures == 1 for store in stores))
+        await service.devices[0].die()
+        await until(lambda: service.workers[0].engines[0].status.state == "failed")
+        assert (await stores[0].put(picture), await stores[0].get(image_id)) == (None, None)
+        await service.devices[0].start()
+
+
+# Swaps
+
+
+@on_a_loop
+async def test_all_engines_and_workers_turn_to_the_next_model_and_old_requests_are_answered_by_the_old_one() -> (
+    None
+):
+    async with running(engines=2) as service:
+        leads, follows = [await service.worker() for _ in range(2)]
+        old = follows.default.current
+        with old.request():
+            await load(leads, "next")
+            assert [name_of(worker) for worker in service.workers] == ["next", "next"]
+            assert leads.default.current.number == follows.default.current.number == 2
+            before = await old.engine.infer(request_for(4), timeout=PATIENCE)
+            assert before.outputs.indices.tolist() == expected_indices(4, 3)
+            assert [4] in [
+                batch
+                for each in service.devices
+                for batch in each.predictors["configured"].launched
+            ]
+            await check([ask(worker, 5) for worker in service.workers], [5, 5])
+            assert (
+                sum(sum(map(len, each.predictors["next"].launched)) for each in service.devices)
+                == 2
+            )
+            assert all(len(each.model._open) == 2 for each in service.devices)
+        await until(lambda: all(len(each.model._open) == 1 for each in service.devices))
+        await until(lambda: follows.results == {"loaded": 2, "served": 1})
+        follows.reload()
+        await until(lambda: [name_of(worker) for worker in service.workers] == ["configured"] * 2)
+
+
+@on_a_loop
+async def test_one_engine_that_refuses_a_checkpoint_keeps_all_from_taking_it_over() -> None:
+    async with running(engines=2) as service:
+        model = await service.worker()
+        service.devices[1].broken = {"bad"}
+        with pytest.raises(CheckpointRefused, match="bad: no such file"):
+            await load(model, "bad")
+        assert name_of(model) == "configured"
+        assert all(
+            each.models._prepared is None and len(each.model._open) == 1 for each in service.devices
+        )
+        await until(
+            lambda: (model.results.get("refused"), list(model.reloads().values())) == (1, [False])
+        )
+        await load(model, "good")
+        assert name_of(model) == "good"
+
+
+@on_a_loop
+async def test_engines_with_other_content_under_one_number_do_not_answer_together() -> None:
+    async with running(engines=2) as service:
+        model = await service.worker()
+        for device, checkpoint in zip(service.devices, ["one", "other"], strict=True):
+            await device.models.put(
+                device.models.name_of(""), checkpoint
+            )  # each by itself, under the same number
+            await until(lambda: name_of(model) == "one")
+        await until(lambda: all(2 in engine.models[""] for engine in model.engines))
+        await check([ask(model, red) for red in range(6)], range(6))
+        assert service.devices[1].predictors["other"].launched == []
+
+
+@on_a_loop
+async def test_the_only_engine_answers_though_it_comes_back_with_other_content() -> None:
+    async with running() as service:
+        model = await service.worker()
+        await service.devices[0].die()
+        await service.devices[0].start("changed")
+        await until(lambda: name_of(model) == "changed")
+        await check([ask(model, 1)], [1])
+
+
+@on_a_loop
+async def test_of_two_workers_that_load_at_once_one_is_refused() -> None:
+    async with running() as service:
+        first, second = [await service.worker() for _ in range(2)]
+        [device] = service.devices
+        device.gate.clear()
+        loading = asyncio.create_task(load(first, "next"))
+        await until(lambda: device.models._prepared)
+        for model in (first, second):
+            with pytest.raises(SwapUnderWay):
+                await load(model, "other")
+        device.gate.set()
+        await loading
+        assert name_of(second) == "next"
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["loading", "loaded"])
+@on_a_loop
+async def test_what_a_worker_asked_for_that_died_does_not_take_over(loaded: bool) -> None:
+    async with running() as service:
+        dies, stays = [await service.worker() for _ in range(2)]
+        [device] = service.devices
+        if not loaded:
+            device.gate.clear()
+        asking = asyncio.create_task(dies.engines[0].ask(frames.Change("load", "", "next")))
+        await until(lambda: device.models._prepared)
+        if loaded:
+            await asking
+        await dies.close()
+        await until(lambda: not device.models._turn.locked())
+        device.gate.set()
+        asking.cancel()
+        await load(stays, "other")
+        assert name_of(stays) == "other"
+
+
+@on_a_loop
+async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successor_serves_what_the_others_do() -> (
+    None
+):
+    async with running(engines=2) as service:
+        model = await service.worker()
+        service.devices[1].gate.clear()
+        loading = asyncio.create_task(load(model, "next"))
+        await until(lambda: service.devices[1].models._prepared)
+        dying = asyncio.create_task(service.devices[1].die())
+        with pytest.raises(EngineUnavailable):
+            await loading
+        assert service.devices[0].models._prepared is None
+        service.devices[1].gate.set()
+        await dying
+        await service.devices[1].start()
+        await until(lambda: all(engine.models for engine in model.engines))
+        await load(model, "next")
+        await service.devices[1].die()
+        await service.devices[1].start("next", generation=2)
+        await until(
+            lambda: [set(engine.models.get("", {})) for engine in model.engines] == [{2}, {2}]
+        )
+        await check([ask(model, red) for red in range(4)], range(4))
+        assert service.devices[1].predictors["next"].launched != []
+
+
+@on_a_loop
+async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so() -> None:
+    async with running() as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        waiting = asyncio.create_task(model.available("other"))
+        await asyncio.sleep(0)
+        del model.served["other"]
+        with pytest.raises(UnknownModel):
+            await waiting
+
+
+@on_a_loop
+async def test_who_waits_for_a_model_that_is_unloaded_again_at_once_waits_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running() as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        await model.unload("other")
+        engine, left = service.devices[0].models, [1, 2]
+        load = engine.available
+
+        async def load_for_a_moment(name: str | None) -> None:
+            await load(name)
+            if left:
+                left.pop()
+                await engine.unload("other")
+
+        monkeypatch.setattr(engine, "available", load_for_a_moment)
+        await model.available("other")
+        assert not left
+        assert model.served["other"].current.engine.ready
+
+
+@on_a_loop
+async def test_what_is_loaded_again_stays_though_a_worker_has_just_let_go_of_it() -> None:
+    async with running() as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        [worker] = service.devices[0].server.workers
+        worker.handle(
+            frames.Uses("other", 2, 2, busy=False)
+        )  # sent before the worker knew of the load
+        await model.served["other"].current.engine.infer(request_for(1), timeout=PATIENCE)
+
+
+@on_a_loop
+async def test_a_model_with_a_request_that_arrives_at_a_worker_has_work_until_it_ends() -> None:
+    async with running() as service:
+        model, other = await service.worker(), await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        await until(lambda: all("other" in each.served for each in (model, other)))
+        await until(
+            lambda: all(each.served["other"].current.engine.ready for each in (model, other))
+        )
+        generation = service.devices[0].models.served["other"].current
+
+        def works() -> bool:
+            return generation.requests > generation.held
+
+        with other.served["other"].current.request():
+            await until(works)
+            with other.served["other"].current.request():
+                pass
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await until(lambda: not works())
+        await until(lambda: not works())
+        assert generation.requests == 2, "each worker keeps it"
+
+
+@pytest.mark.parametrize("changes", [["delete"], ["put"], ["delete", "put"]], ids="-".join)
+@on_a_loop
+async def test_who_was_admitted_is_answered_by_its_version_though_the_model_is_to_go(
+    changes: list[str],
+) -> None:
+    async with running() as service:
+        leads, model = [await service.worker() for _ in range(2)]
+        await leads.put("other", {"checkpoint": "other"})
+        await until(lambda: "other" in model.served and model.served["other"].state == "ready")
+        admitted, [device] = model.served["other"].current, service.devices
+        with admitted.request():  # whose picture is being read
+            generation = device.models.served["other"].current
+            await until(lambda: generation.requests > generation.held)
+            for change in changes:
+                await (
+                    leads.delete("other")
+                    if change == "delete"
+                    else leads.put("other", {"checkpoint": "next"})
+                )
+                await until(lambda put=change == "put": ("other" in model.served) == put)  # type: ignore[misc]
+            result = await admitted.engine.infer(request_for(5), timeout=PATIENCE)
+            assert result.outputs.indices.tolist() == expected_indices(5, 3)
+            assert device.predictors["other"].launched == [[5]]
+        await until(lambda: not generation.requests)
+
+
+@on_a_loop
+async def test_a_model_that_is_deleted_while_its_next_version_is_loaded_is_gone() -> None:
+    async with running() as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        [device] = service.devices
+        with model.served["other"].current.request():
+            device.gate.clear()
+            replacing = asyncio.create_task(model.put("other", {"checkpoint": "next"}))
+            await until(lambda: device.models._prepared)
+            await model.delete("other")
+            device.gate.set()
+            assert not await replacing
+        assert set(model.served) == set(device.models.served) == {""}
+
+
+@on_a_loop
+async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running() as service:
+        model = await service.worker()
+        for nonsense in (
+            b"\1\0\0\0\xc0",
+            frames.encode(frames.answer(1, None)),
+            b"\xff\xff\xff\xff",
+        ):
+            reader, writer = await asyncio.open_unix_connection(service.devices[0].path)
+            writer.write(nonsense)
+            await reader.read()  # to the end
+            writer.close()
+        assert caplog.text.count("connection of a worker") == 3
+        await check([ask(model, 1)], [1])
+
+
+@on_a_loop
+async def test_a_version_that_is_withdrawn_as_soon_as_it_serves_gives_nothing_back_to_the_one_before() -> (
+    None
+):
+    client, uses = EngineClient(Path("nowhere"), "cpu"), list[frames.Frame]()
+    client._published = replace(client.status, state="ready")
+    client.send = uses.append  # type: ignore[method-assign, assignment]
+    model = RemoteModel([client], "m")
+    client._on_change = model.refresh
+    client._receive(frames.Serving("m", 1, model_info()))
+    await asyncio.sleep(0)
+    client._receive(
+        frames.Serving("m", 2, model_info())
+    )  # with no turn of the loop before the next frame
+    client._receive(frames.Withdrawn("m", 2))
+    await until(lambda: model.current.number == 3)
+    assert not model.current.engine.ready

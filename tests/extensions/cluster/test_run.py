@@ -1,0 +1,300 @@
+"""What the processes of one service do beside their requests: their shares, their metrics, how an
+engine ends.
+
+Real processes and signals are in a process of their own: this one has threads, and handlers of its
+own.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.errors import CheckpointError, NewProcessNeeded
+from service.errors import SettingsError
+from service.extensions.cluster.engine_process import STOP, _run
+from service.extensions.cluster.processes import SERVING, Report
+from service.extensions.cluster.run import Cluster
+from service.extensions.cluster.supervisor import TRY_AGAIN, Child
+from service.extensions.cluster.worker import share, worker_settings
+from service.models.registry import Version
+from service.observe.metrics import Metrics
+from service.settings import load_settings
+from tests.extensions.cluster.scripts import run
+from tests.service.fakes import FakePredictor, model_info, on_a_loop
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize(("total", "workers"), [(256, 8), (256, 3), (5, 5), (0, 2)])
+def test_shares_of_all_workers_are_what_they_may_take_together(total: int, workers: int) -> None:
+    settings = load_settings({"workers": workers})
+    shares = [share(total, index, settings) for index in range(workers)]
+    assert sum(shares) == total
+    assert max(shares) - min(shares) <= 1
+
+
+def test_a_share_has_room_for_one_request_of_the_largest_size() -> None:
+    settings = load_settings(
+        {"workers": 8, "queue_size": 256, "key_max_requests": 3, "max_images_per_request": 64}
+    )
+    own = worker_settings(settings, 7)
+    assert (own.queue_size, own.key_max_requests) == (64, 1)
+    assert worker_settings(load_settings({"workers": 2, "queue_size": 48}), 0).queue_size == 48
+
+
+def child() -> Child:
+    return Child("engine", lambda _: 0, STOP)
+
+
+def reports(of: Child) -> list[Report]:
+    return [report for report in of.link.receive() if report != Report()]
+
+
+@on_a_loop
+async def test_an_engine_reports_what_it_serves_and_ends_with_zero_when_it_is_told_to(
+    tmp_path: Path,
+) -> None:
+    own, settings = child(), load_settings({"workers": 2})
+    loaded: list[str] = []
+
+    def load(settings: Any) -> Any:
+        loaded.append(settings.checkpoint)
+        return FakePredictor(), model_info()
+
+    versions = {"": Version(3, "swapped")}
+    running = asyncio.create_task(
+        _run(settings, own, tmp_path / "engine", load, Metrics(), versions)
+    )
+    found: list[Report] = []
+    while not found:
+        found = reports(own)
+        await asyncio.sleep(0.001)
+    assert (found, loaded) == ([Report(SERVING, versions)], ["swapped"])
+    os.kill(os.getpid(), STOP)
+    assert await running == 0
+
+
+@on_a_loop
+async def test_an_engine_that_cannot_go_on_in_its_process_asks_once_for_another(
+    tmp_path: Path,
+) -> None:
+    def fail(_: Any) -> Any:
+        raise NewProcessNeeded("no memory", "max_batch", 16)
+
+    own, settings = child(), load_settings({"workers": 2})
+    assert await _run(settings, own, tmp_path / "engine", fail, Metrics(), {}) == TRY_AGAIN
+    assert reports(own) == [Report(options={"max_batch": 16})]
+    own.options = {"max_batch": 16}
+    assert await _run(settings, own, tmp_path / "engine", fail, Metrics(), {}) == 1
+
+
+@on_a_loop
+async def test_an_engine_that_cannot_start_says_why_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Any) -> Any:
+        raise CheckpointError("no such folder")
+
+    own = child()
+    assert (
+        await _run(load_settings({"device": "cpu"}), own, tmp_path / "engine", fail, Metrics(), {})
+        == 1
+    )
+    assert caplog.messages == ["cannot start: no such folder"]
+
+
+def test_every_process_shows_what_all_have_counted_also_those_that_ended() -> None:
+    script = """
+import os, tempfile
+from prometheus_client import generate_latest
+from prometheus_client.multiprocess import mark_process_dead
+from service.extensions.cluster.run import metrics_in
+from service.observe.metrics import Metrics
+
+folder = tempfile.mkdtemp()
+
+def count(images, inflight):
+    pid = os.fork()
+    if pid == 0:
+        own = metrics_in(folder)
+        for _ in range(images):
+            own.count_image("a")
+        own.inflight.inc(inflight)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+count(3, 1)
+mark_process_dead(count(4, 2), folder)
+scraped = metrics_in(folder)
+scraped.count_image("a")
+lines = generate_latest(scraped).decode().splitlines()
+print(sorted(line for line in lines if line.startswith(("vit_images_total", "vit_inflight"))))
+"""
+    assert run(script) == "['vit_images_total{model=\"a\"} 8.0', 'vit_inflight_requests 1.0']"
+
+
+def test_a_folder_for_sockets_must_be_there_and_have_a_short_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.extensions.cluster.run.OperatingSystem", lambda: None)
+    for folder, message in (
+        (tmp_path / "none", "TMPDIR"),
+        (tmp_path / (90 * "x"), "expected a shorter path"),
+    ):
+        if "x" in folder.name:
+            folder.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        with pytest.raises(SettingsError, match=message):
+            Cluster(load_settings({"port": 0, "workers": 2}), lambda _: None)  # type: ignore[arg-type, return-value]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+PROLOGUE = """
+import os, signal
+from service.models.registry import Version
+from service.extensions.cluster.processes import Link, OperatingSystem, Report
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
+system = OperatingSystem()
+
+def until_ended():
+    while not (ended := system.reap()):
+        system.wait(60, [])
+    [(pid, code)] = ended
+    return pid, code
+"""
+
+
+def test_a_process_ends_with_what_its_work_returns_or_with_one() -> None:
+    script = """
+def fail():
+    raise RuntimeError("it does not work")
+
+for main in (lambda: 0, lambda: 7, fail):
+    pid = system.spawn("child", main)
+    ended, code = until_ended()
+    assert ended == pid
+    print(code)
+assert system.reap() == []
+"""
+    assert run(PROLOGUE + script) == "0\n7\n1"
+
+
+def test_all_that_have_ended_are_reaped_at_once() -> None:
+    script = """
+pids = [system.spawn("child", lambda code=code: code) for code in (0, 3, 0)]
+for pid in pids:
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+print(sorted(system.reap()) == sorted(zip(pids, (0, 3, 0))), system.reap())
+"""
+    assert run(PROLOGUE + script) == "True []"
+
+
+def test_a_process_that_fails_says_why() -> None:
+    script = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+def fail():
+    raise RuntimeError("it does not work")
+
+system.spawn("the child", fail)
+until_ended()
+"""
+    lines = run(PROLOGUE + script).splitlines()
+    assert (lines[0], lines[-1]) == ("the child failed", "RuntimeError: it does not work")
+
+
+@pytest.mark.parametrize(
+    "name", ["engine cuda:0", "worker " + 9000 * "0"], ids=["short", "longer than its arguments"]
+)
+def test_a_process_is_shown_by_its_name(name: str) -> None:
+    script = """
+from pathlib import Path
+
+def cut(arguments):
+    return arguments.strip(b"\\0").decode()
+
+own = Path("/proc/self/cmdline").read_bytes()
+read_end, write_end = os.pipe()
+pid = system.spawn(NAME, lambda: os.write(write_end, b"!") and signal.pause() or 0)
+os.read(read_end, 1)
+shown = Path(f"/proc/{pid}/cmdline").read_bytes()
+print(cut(shown) == f"vitserve: {NAME}"[: len(own) - 1], Path("/proc/self/cmdline").read_bytes() == own)
+system.kill(pid, signal.SIGKILL)
+until_ended()
+"""
+    assert run(f"{PROLOGUE}NAME = {name!r}\n{script}") == "True True"
+
+
+def test_a_process_hears_signals_as_if_it_had_no_parent() -> None:
+    script = """
+for number in (signal.SIGTERM, signal.SIGKILL):
+    pid = system.spawn("child", lambda: signal.pause() or 0)
+    system.kill(pid, number)
+    print(until_ended() == (pid, -number))
+"""
+    assert run(PROLOGUE + script) == "True\nTrue"
+
+
+def test_signals_and_reports_end_the_wait() -> None:
+    script = """
+assert system.wait(0, []) == []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    os.kill(os.getpid(), number)
+print(system.wait(60, []) == [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+link = Link()
+sent = Report(2, {"": Version(3, "a\\nb")}, options={"max_batch": 4})
+system.spawn("child", lambda: link.send(sent) or link.send(Report()) or 0)
+reports = []
+while len(reports) < 2:
+    system.wait(60, [link])
+    reports += link.receive()
+print(reports == [sent, Report()])
+"""
+    assert run(PROLOGUE + script) == "True\nTrue"
+
+
+def test_no_process_outlives_the_one_that_started_it() -> None:
+    script = """
+read_end, write_end = os.pipe()
+parent = os.fork()
+if parent == 0:
+    os.close(read_end)
+    def live():
+        os.write(write_end, b"x")
+        signal.pause()
+        return 0
+    OperatingSystem().spawn("child", live)
+    signal.pause()
+os.close(write_end)
+os.read(read_end, 1)  # the child lives
+os.kill(parent, signal.SIGKILL)
+print(os.read(read_end, 1) == b"")  # and so does nobody any more
+"""
+    assert run(PROLOGUE + script) == "True"
+
+
+SCRIPT = """
+import os, socket, sys
+from service.cli.main import open_standard_streams
+open_standard_streams()
+with socket.socket() as opened:
+    assert opened.fileno() > 2
+assert all(os.readlink(f"/proc/self/fd/{number}") == "/dev/null" for number in (0, 2))
+print("an error", file=sys.stderr)
+print("fine")
+"""
+
+
+def test_a_closed_stream_leads_nowhere_and_its_number_is_not_given_to_a_socket() -> None:
+    shell = ["sh", "-c", 'exec "$0" -c "$1" 0<&- 2>&-', sys.executable, SCRIPT]
+    done = subprocess.run(shell, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "fine\n")

@@ -1,0 +1,21 @@
+"""All scores of pictures, as a model is measured by."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.data.pictures import PictureFiles
+from model.extensions.evaluation.evaluate import outputs_of, scores_and_members
+from model.outputs import RequestedOutputs
+from model.runtime.predictor import Predictor
+
+
+def predict_scores(
+    predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8]
+) -> NDArray[np.float32]:
+    """Return all scores, float32 [N, K] in class order, of files, or of images that are uint8 [N,
+    C, H, W].
+    """
+    classes = predictor.checkpoint.config.num_classes
+    return scores_and_members(
+        outputs_of(predictor, pictures, RequestedOutputs(classes)), len(pictures), classes
+    )[0]

@@ -1,0 +1,566 @@
+"""gRPC in one process: what is answered, what is refused and how, what a call leaves behind, and
+what callers may take of the process: connections, memory, messages.
+"""
+
+import asyncio
+import resource
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.cli.serve import _check_address, grpc_port_kept
+from service.errors import (
+    DeadlineExceeded,
+    InferenceFailed,
+    MalformedRequest,
+    ModelFailed,
+    SettingsError,
+    UploadTooLarge,
+)
+from service.extensions.inference_protocol.grpc import calls
+from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
+from service.extensions.inference_protocol.grpc.calls import STATUS_CODES
+from service.extensions.inference_protocol.grpc.messages import check_cost, decode_request
+from service.extensions.inference_protocol.grpc.open_inference_pb2 import (
+    InferParameter,
+    ModelInferRequest,
+)
+from service.settings import load_settings
+from service.web.problems import TABLE
+from tests.extensions.inference_protocol.grpc.caller import arrays, calling, image, number, raw
+from tests.service.fakes import (
+    CLASSES,
+    PATIENCE,
+    SIZE,
+    expected_indices,
+    on_a_loop,
+    pixels,
+    png,
+    until,
+)
+from tests.service.web.apps import service_in, settle
+
+Code = grpc.StatusCode
+ENDPOINT = "/inference.GRPCInferenceService/ModelInfer"
+
+
+def elements(*files: bytes) -> bytes:
+    """A BYTES tensor as raw bytes."""
+    return b"".join(struct.pack("<I", len(file)) + file for file in files)
+
+
+@on_a_loop
+async def test_pixels_are_taken_as_they_are_raw_and_typed() -> None:
+    data = np.stack([pixels(1), pixels(2)])
+    typed = raw("pixels", "UINT8", list(data.shape), b"")
+    del typed.raw_input_contents[:]
+    typed.inputs[0].contents.uint_contents.extend(data.ravel().tolist())
+    async with calling() as caller:
+        for request in (typed, raw("pixels", "UINT8", list(data.shape), data.tobytes())):
+            request.outputs.add(name="index")
+            assert arrays(await caller.infer(request))["index"].tolist() == [
+                expected_indices(red, 5) for red in (1, 2)
+            ]
+
+
+@on_a_loop
+async def test_documents_are_those_of_http() -> None:
+    asked = messages.ModelRequest(name="fake").SerializeToString()
+    kinds: list[tuple[str, str, Any, Callable[[Any], Any]]] = [
+        ("ServerMetadata", "/v2", messages.ServerMetadataResponse, lambda found: found),
+        ("ModelMetadata", "/v2/models/fake", messages.ModelMetadataResponse, lambda found: found),
+        (
+            "ModelConfig",
+            "/v2/models/fake/config",
+            messages.ModelConfigResponse,
+            lambda found: found.config,
+        ),
+        (
+            "ModelStatistics",
+            "/v2/models/fake/stats",
+            messages.ModelStatisticsResponse,
+            lambda found: found,
+        ),
+    ]
+    async with calling() as caller:
+        await caller.infer(image(png(1)))
+        for method, path, kind, part in kinds:
+            found = part(kind.FromString(await caller.call(method, asked)))
+            assert found == json_format.ParseDict(
+                (await caller.service.get(path)).json, type(found)()
+            ), method
+    [statistics] = found.model_stats
+    assert (statistics.inference_count, statistics.inference_stats.success.count) == (1, 1)
+
+
+@on_a_loop
+async def test_health_follows_the_engine_and_the_drain() -> None:
+    async def ready(method: str, **model: str) -> bool:
+        found = await caller.call(method, messages.ModelRequest(**model).SerializeToString())
+        return bool(messages.ModelReadyResponse.FromString(found).ready)
+
+    async with calling() as caller:
+        service = caller.service
+        for state, stopping, expected in (
+            ("ready", False, True),
+            ("failed", False, False),
+            ("ready", True, False),
+        ):
+            service.engine.state, service.lifecycle.stopping = state, stopping
+            assert await ready("ServerReady") is expected
+            assert await ready("ModelReady", name="fake", version="1") is expected
+        assert messages.ServerLiveResponse.FromString(await caller.call("ServerLive")).live
+        service.lifecycle.stopping = False
+        assert not await ready("ModelReady", name="other")
+        assert not await ready("ModelReady", name="fake", version="2")
+
+
+def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
+    request = image(png(1))
+    change(request)
+    return request
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (
+            changed(lambda request: setattr(request, "model_name", "other")),
+            Code.NOT_FOUND,
+            "no such model",
+        ),
+        (
+            changed(lambda request: setattr(request, "model_version", "2")),
+            Code.NOT_FOUND,
+            "version '2'",
+        ),
+        (
+            changed(lambda request: request.inputs.add(name="pixels")),
+            Code.INVALID_ARGUMENT,
+            "not both",
+        ),
+        (changed(lambda request: request.ClearField("inputs")), Code.INVALID_ARGUMENT, "0 inputs"),
+        (
+            changed(lambda request: request.outputs.add(name="logit")),
+            Code.INVALID_ARGUMENT,
+            "'logit'",
+        ),
+        (
+            changed(lambda request: request.raw_input_contents.append(b"")),
+            Code.INVALID_ARGUMENT,
+            "beside",
+        ),
+        (
+            changed(lambda request: request.raw_input_contents.extend([b""] * 2)),
+            Code.INVALID_ARGUMENT,
+            "2 raw_input",
+        ),
+        (
+            changed(lambda request: request.parameters["top_k"].CopyFrom(number(CLASSES + 1))),
+            Code.INVALID_ARGUMENT,
+            "1 to 10",
+        ),
+        (changed(lambda request: request.parameters["top_k"].SetInParent()), None, ""),
+        (raw("image", "BYTES", [2], elements(png(1))), Code.INVALID_ARGUMENT, "1 elements"),
+        (raw("image", "BYTES", [1], b"\xff\xff\xff\xff"), Code.INVALID_ARGUMENT, "more bytes"),
+        (raw("pixels", "UINT8", [1, SIZE, SIZE, 3], b"123"), Code.INVALID_ARGUMENT, "3 elements"),
+        (raw("pixels", "FP32", [1, SIZE, SIZE, 3], b"123"), Code.INVALID_ARGUMENT, "UINT8"),
+        (image(png(1), b"GIF89a nothing"), Code.INVALID_ARGUMENT, "picture 1: "),
+        (image(*[b""] * 65), Code.RESOURCE_EXHAUSTED, "at most 64"),
+        (b"\x0b", Code.INVALID_ARGUMENT, "not a message"),
+        (b"\x0a\x02\xff\xff", Code.INVALID_ARGUMENT, "not the message"),
+        (b"\x2a\x00" * 50_000, Code.RESOURCE_EXHAUSTED, "raw_input_contents"),
+    ],
+)
+async def test_what_the_protocol_or_the_model_has_not_is_refused_by_its_status_code(
+    request_: messages.ModelInferRequest | bytes, code: Any, words: str
+) -> None:
+    async with calling() as caller:
+        if not isinstance(request_, bytes) and code is None:
+            await caller.infer(request_)
+        else:
+            error = await caller.refusal(request_)
+            assert (error.code(), words in error.details()) == (code, True), error
+        assert caller.service.metric("vit_admitted_images") == 0
+        await until(lambda: caller.service.metric("vit_inflight_requests") == 0)
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [
+        (DeadlineExceeded("too late"), Code.DEADLINE_EXCEEDED, "504"),
+        (InferenceFailed("no finite score"), Code.INTERNAL, "500"),
+        (ModelFailed("dogs: it cannot be read"), Code.FAILED_PRECONDITION, "503"),
+        (ValueError("a secret of ours"), Code.INTERNAL, "500"),
+    ],
+)
+async def test_errors_of_the_engine_are_answered_and_counted(
+    error: Exception, code: Any, status: str
+) -> None:
+    async with calling() as caller:
+        caller.service.engine.error = error
+        found = await caller.refusal(image(png(1)), metadata=(("x-request-id", "mine"),))
+        assert (found.code(), "secret" in found.details()) == (code, False)
+        assert found.trailing_metadata()["x-request-id"] == "mine"
+        await until(
+            lambda: caller.service.metric("vit_requests_total", endpoint=ENDPOINT, code=status) == 1
+        )
+
+
+@on_a_loop
+async def test_no_message_is_read_when_every_place_is_taken_or_the_service_drains() -> None:
+    async with calling(queue_size=1) as caller:
+        service = caller.service
+        with service_in(service).limiter.permit():
+            full = caller.stream("ModelInfer")
+            assert await full.code() == Code.UNAVAILABLE
+            assert "all 1 places" in await full.details()
+            assert (await full.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+        service.lifecycle.draining = True
+        assert await caller.stream("ModelInfer").code() == Code.UNAVAILABLE
+        assert service.metric("vit_rejected_total", reason="queue_full") == 1
+        assert service.metric("vit_rejected_total", reason="draining") == 1
+
+
+@on_a_loop
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelReady"])
+async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> None:
+    async with calling(request_timeout=0.05) as caller:
+        assert await caller.stream(method).code() == Code.DEADLINE_EXCEEDED
+        ended = caller.stream(method)
+        await ended.done_writing()
+        assert await ended.code() == Code.INVALID_ARGUMENT
+
+
+@on_a_loop
+async def test_messages_that_do_not_come_leave_turns_to_another_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "_OWN_GRACE_SECONDS", 3 * PATIENCE)
+    async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
+        crowd = [
+            caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),))
+            for _ in range(40)
+        ]
+        await until(lambda: caller.service.metric("vit_inflight_requests") == 40)
+        await caller.infer(image(png(1)), metadata=(("authorization", "Bearer two"),))
+        assert caller.service.metric("vit_rejected_total", reason="request_timeout") == 0
+        for call in crowd:
+            call.cancel()
+
+
+@on_a_loop
+async def test_messages_that_do_not_come_give_way_to_those_of_a_crowd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(calls, "_ARRIVALS_OF_EACH", 8)
+    async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
+        crowd = [
+            caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),))
+            for _ in range(40)
+        ]
+        await until(
+            lambda: caller.service.metric("vit_rejected_total", reason="request_timeout") > 0
+        )
+        async with asyncio.timeout(PATIENCE / 6):  # half of the time of a request
+            await caller.infer(image(png(1)), metadata=(("authorization", "Bearer two"),))
+        for call in crowd:
+            call.cancel()
+
+
+@on_a_loop
+async def test_messages_are_bounded_and_not_compressed() -> None:
+    async with calling(max_request_bytes=100_000) as caller:
+        service_in(caller.service).receiving.capacity = 50_000
+        assert (await caller.refusal(bytes(100_001))).code() == Code.RESOURCE_EXHAUSTED
+        refused = await caller.refusal(raw("image", "BYTES", [1], bytes(60_000)))
+        assert (refused.code(), "being received" in refused.details()) == (Code.UNAVAILABLE, True)
+        compressed = await caller.refusal(image(png(1)), compression=grpc.Compression.Gzip)
+        assert compressed.code() == Code.UNIMPLEMENTED
+        with pytest.raises(grpc.aio.AioRpcError, match="more fields or numbers"):
+            await caller.call("ModelReady", bytes(70_000))
+        await caller.infer(image(png(1)))
+        assert service_in(caller.service).receiving.in_use == 0
+
+
+@on_a_loop
+async def test_keys_are_asked_for_but_for_health_and_have_their_limits() -> None:
+    async with calling(api_keys="name:one,two", key_max_requests=1) as caller:
+        service, mine = caller.service, (("authorization", "Bearer one"),)
+        await caller.call("ServerLive")
+        await caller.call("ServerReady")
+        for metadata in ((), (("authorization", "Bearer three"),), (("authorization", "one"),)):
+            assert (
+                await caller.refusal(image(png(1)), metadata=metadata)
+            ).code() == Code.UNAUTHENTICATED
+        await caller.call("ServerMetadata", metadata=mine)
+        service.engine.gate.clear()
+        held = asyncio.ensure_future(caller.infer(image(png(1)), metadata=mine))
+        await until(lambda: service.engine.waiting == 1)
+        assert (
+            await caller.refusal(image(png(1)), metadata=mine)
+        ).code() == Code.RESOURCE_EXHAUSTED
+        service.engine.gate.set()
+        await held
+        assert service.metric("vit_key_requests_total", key="name", code="200") == 2
+        await until(lambda: service.metric("vit_key_requests_total", key="name", code="429") == 1)
+
+
+@on_a_loop
+async def test_refusals_beyond_many_wait_and_keep_nobody_else_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "_REFUSALS_A_SECOND", 1)
+    async with calling() as caller:
+        await caller.refusal(b"junk")
+        second = asyncio.create_task(caller.refusal(b"junk"))
+        await caller.infer(image(png(1)))
+        assert (second.done(), (await second).code()) == (False, Code.INVALID_ARGUMENT)
+
+
+@on_a_loop
+async def test_a_caller_that_leaves_takes_its_picture_out_of_the_queue() -> None:
+    async with calling() as caller:
+        service = caller.service
+        service.engine.gate.clear()
+        call = caller.call("ModelInfer", image(png(1), png(2)).SerializeToString())
+        await until(lambda: service.engine.waiting == 2)
+        call.cancel()
+        await until(lambda: service.metric("vit_cancelled_total") == 1)
+        assert service.engine.cancelled == 2
+        await until(
+            lambda: service.metric("vit_requests_total", endpoint=ENDPOINT, code="499") == 1
+        )
+        assert service.metric("vit_admitted_images") == 0
+
+
+@on_a_loop
+async def test_what_was_accepted_is_answered_before_the_engine_is_closed() -> None:
+    async with calling() as caller:
+        service = caller.service
+        service.engine.gate.clear()
+        held = asyncio.ensure_future(caller.infer(image(png(4))))
+        await until(lambda: service.engine.waiting == 1)
+        service.lifecycle.draining = True
+        stopping = asyncio.create_task(caller.stop())
+        await settle()
+        assert (stopping.done(), service.engine.state) == (False, "ready")
+        service.engine.gate.set()
+        await stopping
+        assert service.engine.state == "closed"
+        assert arrays(await held)["index"].tolist() == [expected_indices(4, 5)]
+
+
+def test_every_error_of_a_call_has_a_status_code() -> None:
+    only_http = {405, 417, 501, 505}
+    assert {status for status, _ in TABLE.values()} - only_http <= {
+        int(status) for status in STATUS_CODES
+    }
+
+
+@pytest.mark.parametrize("version", [None, "1.67.1", "1.80.1"])
+def test_without_a_grpcio_that_bounds_pings_the_setting_is_refused_in_one_line(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert load_settings().grpc_port is None
+    with pytest.raises(
+        SettingsError,
+        match=r"^VIT_GRPC_PORT='1': it needs grpcio 1.81 or newer: pip install 'vitserve",
+    ):
+        load_settings({"grpc_port": "1"})
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+FLOOD_BYTES = 1 << 20
+FLOOD_SECONDS = 20.0
+
+
+@on_a_loop
+async def test_pings_without_a_key_are_not_kept_in_memory() -> None:
+    ping = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + b"12345678"
+    async with calling(api_keys="secret") as caller:
+        before = resident_mebibytes()
+        with socket.create_connection(("127.0.0.1", caller.port)) as flood:
+            flood.settimeout(FLOOD_SECONDS)
+            await asyncio.to_thread(
+                send_and_read, flood, PREFACE + SETTINGS + ping * (FLOOD_BYTES // len(ping))
+            )
+            assert await caller.call("ServerLive")
+            assert resident_mebibytes() - before < 40
+
+
+@on_a_loop
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_CONNECTIONS", 2)
+    async with calling() as caller:
+        opened = [
+            socket.create_connection(("127.0.0.1", caller.port), timeout=PATIENCE) for _ in range(6)
+        ]
+        received = [await asyncio.to_thread(greeting, each) for each in opened]
+        for each in opened:
+            each.close()
+        assert [bool(each) for each in received].count(True) == 2
+
+
+def greeting(connection: socket.socket) -> bytes:
+    """What the server says to a new connection; nothing if it closes it."""
+    with suppress(ConnectionError):
+        connection.sendall(PREFACE + SETTINGS)
+        return connection.recv(9)
+    return b""
+
+
+def send_and_read(connection: socket.socket, flood: bytes) -> None:
+    """Send all, and only then read, until the server says that these are too many or cuts the
+    caller off.
+    """
+    received = b""
+    with suppress(ConnectionError):
+        connection.sendall(flood)
+        while b"too_many_pings" not in received and (part := connection.recv(1 << 20)):
+            received = received[-64:] + part
+
+
+def resident_mebibytes() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def test_a_free_port_is_chosen_and_listeners_that_share_it_may_come() -> None:
+    with grpc_port_kept(load_settings({"grpc_port": 0})) as settings:
+        assert settings.grpc_port
+        address = (settings.host, settings.grpc_port)
+        with (
+            socket.create_server(address, reuse_port=True),
+            socket.create_server(address, reuse_port=True),
+        ):
+            socket.create_connection(address, timeout=10).close()
+
+
+def test_a_port_that_is_taken_ends_the_start_with_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            _check_address(load_settings({"port": 0, "grpc_port": port}))
+    assert str(ended.value) == (
+        f"vitserve: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "--grpc-port (VIT_GRPC_PORT) chooses another"
+    )
+
+
+def test_two_services_that_start_at_the_same_time_do_not_share_a_port() -> None:
+    # Nobody listens on the port yet.
+    with (
+        grpc_port_kept(load_settings({"grpc_port": 0})) as settings,
+        pytest.raises(SystemExit, match="already in use"),
+    ):
+        _check_address(load_settings({"port": 0, "grpc_port": settings.grpc_port}))
+
+
+def test_a_port_on_which_connections_have_just_ended_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        port = before.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            before.accept()[0].close()
+            assert caller.recv(1) == b""
+    settings = load_settings({"port": 0, "grpc_port": port})
+    _check_address(settings)
+    with grpc_port_kept(settings) as kept:
+        assert kept.grpc_port == port
+
+
+TENSORS = st.builds(
+    ModelInferRequest.InferInputTensor,
+    name=st.text(max_size=5),
+    datatype=st.text(max_size=5),
+    shape=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
+)
+REQUESTS = st.builds(
+    ModelInferRequest,
+    model_name=st.text(max_size=5),
+    id=st.text(max_size=200),
+    inputs=st.lists(TENSORS, max_size=3),
+    raw_input_contents=st.lists(st.binary(max_size=300), max_size=3),
+)
+
+
+@given(
+    st.one_of(
+        st.binary(max_size=60), REQUESTS.map(lambda request: request.SerializeToString()[:-1])
+    )
+)
+def test_whatever_is_no_message_is_refused_as_such(data: bytes) -> None:
+    with suppress(MalformedRequest):
+        named, _ = decode_request(bytearray(data))
+        assert (
+            ModelInferRequest.FromString(data).model_name == named.name
+        )  # what is read is what protobuf reads
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\x2a\x00" * 1_000_000,  # inputs without anything
+        b"\x3a\x00" * 1_000_000,  # raw contents
+        ModelInferRequest(
+            inputs=[{"contents": {"bytes_contents": [b""] * 100_000}}]
+        ).SerializeToString(),
+        ModelInferRequest(
+            inputs=[{"contents": {"uint_contents": [1] * 1_000_001}}]
+        ).SerializeToString(),
+        ModelInferRequest(
+            parameters={str(i): InferParameter() for i in range(1_001)}
+        ).SerializeToString(),
+        ModelInferRequest(
+            outputs=[{"parameters": {str(i): InferParameter() for i in range(1_001)}}]
+        ).SerializeToString(),
+        b"\x7a\x00" * 1_000_000,  # fields that are not known
+    ],
+    ids=[
+        "inputs",
+        "raw",
+        "elements",
+        "numbers",
+        "parameters",
+        "parameters of an output",
+        "unknown",
+    ],
+)
+def test_a_message_of_very_many_things_is_refused_before_it_is_parsed(message: bytes) -> None:
+    with pytest.raises(UploadTooLarge):
+        decode_request(bytearray(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\x80" * 11,
+        b"\x78" + b"\x80" * 10 + b"\x01",
+        b"\x0a",
+        b"\x0a\x05abc",
+        b"\x09\x00",
+        b"\x0b",
+        b"\x0f",
+    ],
+)
+def test_broken_framing_is_refused(message: bytes) -> None:
+    with pytest.raises(MalformedRequest):
+        check_cost(memoryview(message), {})
+    with pytest.raises(DecodeError):
+        ModelInferRequest.FromString(message)

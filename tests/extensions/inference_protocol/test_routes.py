@@ -1,0 +1,542 @@
+"""The Open Inference Protocol without a network: forms of requests and answers, what is refused;
+and the routes that clients of other servers call.
+"""
+
+import base64
+import json
+import struct
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.outputs import EmbeddingRequest
+from service.errors import MalformedRequest
+from service.extensions.inference_protocol.tensors import InputTensor, OutputTensor
+from tests.service.fakes import (
+    CLASSES,
+    SIZE,
+    answer,
+    expected_embedding,
+    expected_indices,
+    on_a_loop,
+    pixels,
+    png,
+)
+from tests.service.web.apps import App, app
+from tests.service.web.http_communicator import HttpCommunicator
+from tests.service.web.uploads import MULTIPART, form, part
+
+INFER = "/v2/models/fake/infer"
+
+
+def encoded(*reds: int) -> dict[str, Any]:
+    """A tensor `image` in JSON."""
+    data = [base64.b64encode(png(red)).decode() for red in reds]
+    return {"name": "image", "datatype": "BYTES", "shape": [len(reds)], "data": data}
+
+
+async def infer(
+    service: App, *inputs: dict[str, Any], path: str = INFER, **header: Any
+) -> HttpCommunicator:
+    return await post(service, json.dumps({"inputs": inputs, **header}).encode(), path=path)
+
+
+async def post(service: App, body: bytes, *, path: str = INFER, **headers: str) -> HttpCommunicator:
+    return await service.request("POST", path, headers=headers, body=body)
+
+
+def outputs(document: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {
+        each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in document["outputs"]
+    }
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", [INFER, "/v2/models/fake/versions/1/infer"])
+async def test_pictures_get_their_own_rows_in_order(path: str) -> None:
+    response = await infer(app(), encoded(3, 250, 3), path=path, id="mine", parameters={"top_k": 2})
+    assert response.status == 200
+    assert response.headers["content-type"] == "application/json"
+    document = response.json
+    assert (document["model_name"], document["model_version"], document["id"]) == (
+        "fake",
+        "1",
+        "mine",
+    )
+    found = outputs(document)
+    assert list(found) == ["label", "index", "score"]
+    assert found["index"].tolist() == [expected_indices(red, 2) for red in (3, 250, 3)]
+    assert found["label"].tolist() == [
+        [f"label {i}" for i in row] for row in found["index"].tolist()
+    ]
+    np.testing.assert_array_equal(found["score"].astype(np.float32), [answer(3, 2)[0]] * 3)
+    assert [each["datatype"] for each in document["outputs"]] == ["BYTES", "INT64", "FP32"]
+
+
+@on_a_loop
+async def test_pixels_of_the_models_size_are_taken_as_they_are() -> None:
+    data = np.stack([pixels(1), pixels(2)])
+    tensor = {
+        "name": "pixels",
+        "datatype": "UINT8",
+        "shape": list(data.shape),
+        "data": data.tolist(),
+    }
+    response = await infer(app(), tensor, outputs=[{"name": "index"}])
+    assert outputs(response.json)["index"].tolist() == [expected_indices(red, 5) for red in (1, 2)]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("bytes_allowed", "status"), [(0, 200), (-1, 413)], ids=["as many", "one more"]
+)
+async def test_each_picture_may_have_as_many_bytes_as_an_upload(
+    bytes_allowed: int, status: int
+) -> None:
+    picture = encoded(3)
+    size = len(png(3)) + bytes_allowed
+    response = await infer(app(max_upload_bytes=size), picture)
+    assert response.status == status
+    if status == 413:
+        assert response.json == {
+            "error": f"{size + 1} bytes: at most {size} are allowed (VIT_MAX_UPLOAD_BYTES)"
+        }
+
+
+@on_a_loop
+async def test_a_header_of_no_bytes_means_that_the_body_is_one_picture() -> None:
+    response = await post(app(), png(4), **{"inference-header-content-length": "0"})
+    length = int(response.headers["inference-header-content-length"])
+    document = json.loads(response.content[:length])
+    assert [each["shape"] for each in document["outputs"]] == [[1, 5]] * 3
+    assert np.frombuffer(response.content[-20:], "<f4")[0] == 0.5
+
+
+@on_a_loop
+async def test_classification_joins_value_index_and_label() -> None:
+    wanted = [{"name": "score", "parameters": {"classification": 2}}, {"name": "index"}]
+    response = await infer(app(), encoded(8), outputs=wanted, parameters={"top_k": 3})
+    found = outputs(response.json)
+    assert found["score"].tolist() == [["0.500000:8:label 8", "0.250000:9:label 9"]]
+    assert found["index"].tolist() == [[8, 9, 0]]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("parameters", "beside"),
+    [
+        ({"attention": "cls"}, {}),
+        ({"attention": "relevance"}, {"evidence": [[0.25], [0.25]]}),
+        ({}, {"evidence": [[0.25], [0.25]]}),
+    ],
+)
+async def test_attention_is_one_map_a_picture(
+    parameters: dict[str, str], beside: dict[str, Any]
+) -> None:
+    wanted = [{"name": name} for name in ("attention", *beside)]
+    response = await infer(app(), encoded(1, 2), outputs=wanted, parameters=parameters)
+    found = outputs(response.json)
+    assert found.pop("attention").shape == (2, 2, 2)
+    assert {name: values.tolist() for name, values in found.items()} == beside
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("parameters", "embedding"),
+    [({}, EmbeddingRequest()), ({"pool": "cls", "normalize": True}, EmbeddingRequest("cls", True))],
+)
+async def test_embeddings_come_beside_labels(
+    parameters: dict[str, Any], embedding: EmbeddingRequest
+) -> None:
+    wanted = [{"name": "embedding"}, {"name": "index"}]
+    response = await infer(app(), encoded(1, 2), outputs=wanted, parameters=parameters)
+    found = outputs(response.json)
+    np.testing.assert_array_equal(
+        found["embedding"], np.stack([expected_embedding(red, embedding) for red in (1, 2)])
+    )
+    assert found["index"].tolist() == [expected_indices(red, 5) for red in (1, 2)]
+
+
+@on_a_loop
+async def test_metadata_configuration_and_statistics_describe_the_model(service: App) -> None:
+    server = (await service.get("/v2")).json
+    assert server["name"] == "vitserve"
+    assert "binary_tensor_data" in server["extensions"]
+    for path in ("/v2/models/fake", "/v2/models/fake/versions/1"):
+        document = (await service.get(path)).json
+        assert document["versions"] == ["1"]
+        assert [(each["name"], each["shape"]) for each in document["inputs"]] == [
+            ("image", [-1]),
+            ("pixels", [-1, SIZE, SIZE, 3]),
+        ]
+    configuration = (await service.get("/v2/models/fake/config")).json
+    names = {each["name"] for each in configuration["output"]}
+    assert names == {"label", "index", "score", "logits", "attention", "evidence", "embedding"}
+    await infer(service, encoded(1, 2))
+    for path in ("/v2/models/fake/stats", "/v2/models/stats"):
+        [statistics] = (await service.get(path)).json["model_stats"]
+        assert statistics["inference_count"] == 2
+        assert statistics["inference_stats"]["success"]["count"] == 1
+        assert statistics["inference_stats"]["queue"]["count"] == 2
+        assert statistics["inference_stats"]["success"]["ns"] > 0
+
+
+@on_a_loop
+async def test_health_follows_the_engine_and_the_drain(service: App) -> None:
+    for state, stopping, status in (
+        ("ready", False, 200),
+        ("failed", False, 503),
+        ("ready", True, 503),
+    ):
+        service.engine.state, service.lifecycle.stopping = state, stopping
+        for path in ("/v2/health/ready", "/v2/models/fake/ready"):
+            assert (await service.get(path)).status == status
+    assert (await service.get("/v2/health/live")).status == 200
+
+
+IMAGE = encoded(1)
+PIXELS = {"name": "pixels", "datatype": "UINT8", "shape": [1, SIZE, SIZE, 3]}
+EMBEDDING = [{"name": "embedding"}]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("request_", "status", "words"),
+    [
+        ({}, 400, "inputs"),
+        ({"inputs": []}, 422, "0 inputs"),
+        ({"inputs": [IMAGE, PIXELS]}, 422, "not both"),
+        ({"inputs": [{**IMAGE, "name": "x"}]}, 422, "'x'"),
+        ({"inputs": [{**IMAGE, "datatype": "FP32"}]}, 422, "BYTES"),
+        ({"inputs": [{**IMAGE, "shape": [2]}]}, 400, "1 elements"),
+        ({"inputs": [{**IMAGE, "shape": [-1]}]}, 422, "not one of a tensor"),
+        ({"inputs": [{**IMAGE, "shape": []}]}, 422, "shape [N]"),
+        ({"inputs": [{**IMAGE, "shape": [0], "data": []}]}, 422, "no picture"),
+        ({"inputs": [{**IMAGE, "data": ["*"]}]}, 400, "element 0 is not a string in base64"),
+        ({"inputs": [{**IMAGE, "data": [7]}]}, 400, "element 0"),
+        ({"inputs": [{**IMAGE, "data": None}]}, 422, "no data"),
+        (
+            {"inputs": [{**IMAGE, "parameters": {"binary_data_size": 5}}]},
+            400,
+            "0 are left|0 bytes are left",
+        ),
+        ({"inputs": [{**IMAGE, "parameters": {"binary_data_size": "5"}}]}, 400, "bytes are left"),
+        ({"inputs": [{**PIXELS, "data": [[[[0] * 3] * SIZE] * (SIZE - 1)]}]}, 400, "elements"),
+        ({"inputs": [{**PIXELS, "data": [[[[256] * 3] * SIZE] * SIZE]}]}, 400, "0 to 255"),
+        ({"inputs": [{**PIXELS, "data": [[[["a"] * 3] * SIZE] * SIZE]}]}, 400, "0 to 255"),
+        ({"inputs": [{**PIXELS, "data": [[1], [1, 2]]}]}, 400, "3 elements"),
+        ({"inputs": [{**PIXELS, "shape": [1, SIZE, SIZE, 4], "data": []}]}, 422, "pixels"),
+        ({"inputs": [IMAGE], "outputs": [{"name": "logit"}]}, 422, "'logit'"),
+        (
+            {
+                "inputs": [IMAGE],
+                "outputs": [{"name": "index", "parameters": {"classification": 1}}],
+            },
+            422,
+            "score",
+        ),
+        ({"inputs": [IMAGE], "parameters": {"top_k": CLASSES + 1}}, 422, "1 to 10"),
+        ({"inputs": [IMAGE], "parameters": {"top_k": True}}, 422, "top_k"),
+        (
+            {
+                "inputs": [IMAGE],
+                "parameters": {"attention": "lime"},
+                "outputs": [{"name": "attention"}],
+            },
+            422,
+            "lime",
+        ),
+        (
+            {
+                "inputs": [IMAGE],
+                "parameters": {"attention": ["cls"]},
+                "outputs": [{"name": "attention"}],
+            },
+            422,
+            "cls",
+        ),
+        ({"inputs": [IMAGE], "outputs": [{"name": "label"}, {"name": "label"}]}, 422, "twice"),
+        (
+            {"inputs": [IMAGE], "outputs": EMBEDDING, "parameters": {"pool": "max"}},
+            422,
+            "pool 'max'",
+        ),
+        ({"inputs": [IMAGE], "outputs": EMBEDDING, "parameters": {"pool": 1}}, 422, "pool 1"),
+        (
+            {"inputs": [IMAGE], "outputs": EMBEDDING, "parameters": {"normalize": "yes"}},
+            422,
+            "normalize",
+        ),
+        (
+            {"inputs": [{**IMAGE, "shape": [2], "data": [*IMAGE["data"], "R0lGODlhIG4="]}]},
+            422,
+            "picture 1: ",
+        ),
+        ({"inputs": [{**IMAGE, "shape": [10**18, 1]}]}, 413, "at most 64"),
+        ({"inputs": [encoded(*range(65))]}, 413, "64"),
+        ({"inputs": [IMAGE], "id": "x" * 1025}, 422, "1025 characters"),
+        ({"input": [IMAGE]}, 400, "unknown field 'input'; there are inputs, "),
+        ({"inputs": [IMAGE], "top_k": 1}, 400, "unknown field 'top_k'; there are "),
+        (
+            {"inputs": [{**IMAGE, "dtype": "BYTES"}]},
+            400,
+            "inputs[0]: unknown field 'dtype'; there are datatype, ",
+        ),
+        (
+            {"inputs": [IMAGE], "outputs": [{"name": "score", "top_k": 1}]},
+            400,
+            "unknown field 'top_k'; there are ",
+        ),
+        (
+            {"inputs": [IMAGE], "parameters": {"topk": 1}},
+            422,
+            "topk: no such parameter; there are top_k, ",
+        ),
+        (
+            {"inputs": [{**IMAGE, "parameters": {"shared_memory_region": "x"}}]},
+            422,
+            "input 'image': shared_memory_",
+        ),
+        (
+            {"inputs": [IMAGE], "outputs": [{"name": "score", "parameters": {"clasification": 1}}]},
+            422,
+            "output 'score': clasification: no such parameter; there are classification, ",
+        ),
+        (
+            {"inputs": [IMAGE], "parameters": {"binary_data_output": "false"}},
+            422,
+            "expected true or false",
+        ),
+        ({"inputs": [IMAGE], "parameters": {"pool": "cls"}}, 422, "ask for the output embedding"),
+        (
+            {"inputs": [IMAGE], "parameters": {"attention": "cls"}},
+            422,
+            "ask for the output attention or evidence",
+        ),
+        (
+            {"inputs": [IMAGE], "outputs": EMBEDDING, "parameters": {"top_k": 2}},
+            422,
+            "top_k: does not apply",
+        ),
+    ],
+)
+async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form(
+    request_: dict[str, Any], status: int, words: str, service: App
+) -> None:
+    response = await post(service, json.dumps(request_).encode())
+    assert response.headers["content-type"] == "application/json"
+    assert list(response.json) == ["error"]
+    assert any(word in response.json["error"] for word in words.split("|")), response.json
+    assert response.status == status
+    assert service.metric("vit_admitted_images") == 0
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b"", {}),
+        (b"{", {}),
+        (b"[]", {}),
+        (b"{}x", {"inference-header-content-length": "3"}),
+        (b"{}", {"inference-header-content-length": "99"}),
+        (b"{}", {"inference-header-content-length": "-1"}),
+        (b"{}", {"inference-header-content-length": "two"}),
+        (b"{}", {"inference-header-content-length": "9" * 5000}),
+        (b'{"inputs":[],"id":"\xff"}', {}),
+        (b'{"inputs":[],"parameters":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}", {}),
+    ],
+)
+async def test_a_body_that_is_no_request_is_400(body: bytes, headers: dict[str, str]) -> None:
+    response = await post(app(), body, **headers)
+    assert (response.status, list(response.json)) == (400, ["error"])
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/models/other/infer",
+        "/v2/models/fake/versions/2/infer",
+        "/v2/models/a/b/infer",
+        "/v2/nothing",
+    ],
+)
+async def test_another_model_is_404(path: str) -> None:
+    response = await infer(app(), IMAGE, path=path)
+    assert (response.status, list(response.json)) == (404, ["error"])
+
+
+@on_a_loop
+async def test_json_of_very_many_values_is_refused_before_anything_is_made_of_them() -> None:
+    """A list takes twenty times the memory of its text, and the event loop reads it."""
+    tensor = (
+        b'{"inputs":[{"name":"image","datatype":"BYTES","shape":[1],"data":['
+        + b"[]," * 500_000
+        + b"0]}]}"
+    )
+    refused = await post(app(), tensor)
+    assert (refused.status, list(refused.json)) == (413, ["error"])
+    assert "binary" in refused.json["error"]
+    # What follows the JSON does not count.
+    data = struct.pack("<I", 600_000) + b"," * 600_000
+    header = {
+        "name": "image",
+        "datatype": "BYTES",
+        "shape": [1],
+        "parameters": {"binary_data_size": len(data)},
+    }
+    document = json.dumps({"inputs": [header]}).encode()
+    response = await post(
+        app(), document + data, **{"inference-header-content-length": str(len(document))}
+    )
+    assert response.status == 415
+
+
+@on_a_loop
+@pytest.mark.parametrize("nested", [False, True])
+async def test_strings_among_pixels_are_refused_before_an_array_is_as_wide_as_the_longest(
+    nested: bool,
+) -> None:
+    data = ["a" * 1_000_000, *["a"] * 200_000]  # as an array 800 GB
+    tensor = {
+        "name": "pixels",
+        "datatype": "UINT8",
+        "shape": [1, 8, 8, 3],
+        "data": [data] if nested else data,
+    }
+    response = await post(app(), json.dumps({"inputs": [tensor]}).encode())
+    assert response.status == 400
+    assert "0 to 255" in response.json["error"]
+
+
+def raw(files: list[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(file)) + file for file in files)
+
+
+def read(count: int, data: object) -> list[bytearray]:
+    return InputTensor("image", "BYTES", [count], data).files()
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.integers(0, 220), st.binary(max_size=6))
+def test_files_come_back_and_damaged_lengths_are_refused(
+    files: list[bytes], cut: int, more: bytes
+) -> None:
+    assert read(len(files), memoryview(raw(files))) == files
+    assert read(len(files), [base64.b64encode(file).decode() for file in files]) == files
+    damaged = raw(files)[:cut] + more
+    try:
+        found = read(len(files), memoryview(damaged))
+    except MalformedRequest:
+        return
+    assert raw([bytes(file) for file in found]) == damaged
+
+
+@given(st.lists(st.text(max_size=9), min_size=1, max_size=5))
+def test_texts_of_an_answer_are_read_as_they_were_written(texts: list[str]) -> None:
+    sent = OutputTensor("label", np.array(texts, object), binary=True).raw()
+    assert [file.decode() for file in read(len(texts), memoryview(sent))] == texts
+
+
+def test_long_base64_is_read_in_pieces_and_elements_beyond_the_shape_are_not_collected() -> None:
+    data = bytes(range(256)) * 4096
+    assert read(1, [base64.b64encode(data).decode()]) == [data]
+    for wrong in (
+        "=" * 4 + "A" * (1 << 20),
+        "A" * (1 << 20) + "*",
+        "A" * ((1 << 20) - 1) + "=" + "A" * 4,
+    ):
+        with pytest.raises(MalformedRequest, match="element 0 is not a string in base64"):
+            read(1, [wrong])
+    with pytest.raises(MalformedRequest, match="4 elements, and the shape is"):
+        read(3, memoryview(bytes(4 * 2_000_000)))
+
+
+@on_a_loop
+async def test_ping_says_whether_the_model_is_ready(service: App) -> None:
+    answer = await service.get("/ping")
+    assert (answer.status, answer.json) == (200, {"status": "Healthy"})
+    service.engine.state = "loading"
+    assert (await service.get("/ping")).status == 503
+
+
+@on_a_loop
+async def test_ping_asks_for_no_key_and_the_others_do() -> None:
+    service = app(api_keys=["secret"])
+    assert (await service.get("/ping")).status == 200
+    for path in ("/invocations", "/predictions/fake"):
+        assert (await service.classify(path=path)).status == 401
+
+
+@on_a_loop
+@pytest.mark.parametrize("query", ["", "top_k=2", "attention=true"])
+async def test_invocations_answer_as_classify(service: App, query: str) -> None:
+    answers = [
+        (await service.classify(png(3), query, path)).json for path in ("/classify", "/invocations")
+    ]
+    for each in answers:
+        for own in ("id", "timings_ms"):
+            del each[own]
+        each.get("attention", {}).pop("url", None)
+    assert answers[0] == answers[1]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("method", "version"), [("POST", ""), ("PUT", ""), ("POST", "/1"), ("PUT", "/1.0")]
+)
+async def test_predictions_are_labels_with_their_scores_the_best_first(
+    service: App, method: str, version: str
+) -> None:
+    expected = (await service.classify(png(3))).json["predictions"]
+    answer = await service.request(method, f"/predictions/fake{version}", body=png(3))
+    assert list(answer.json.items()) == [
+        (best["label"], pytest.approx(best["score"])) for best in expected
+    ]
+    assert service.metric("vit_images_total") == 2
+
+
+@on_a_loop
+@pytest.mark.parametrize("field", ["data", "body", "file"])
+async def test_predictions_take_the_fields_of_torchserve(field: str) -> None:
+    answer = await app().request(
+        "POST",
+        "/predictions/fake",
+        headers={"content-type": MULTIPART},
+        body=form(part(png(3), field)),
+    )
+    assert answer.status == 200
+    assert len(answer.json) == 5
+
+
+@on_a_loop
+async def test_another_model_or_version_is_not_found(service: App) -> None:
+    for path, code in (
+        ("/predictions/resnet", "unknown_model"),
+        ("/predictions/fake/2", "not_found"),
+    ):
+        assert (await service.classify(path=path)).json["code"] == code
+
+
+@on_a_loop
+async def test_of_labels_that_repeat_the_best_score_stays(service: App) -> None:
+    assert service.engine.info is not None
+    service.engine.info = replace(service.engine.info, labels=("crane",) * 10)
+    best = (await service.classify(png(3))).json["predictions"][0]
+    assert (await service.classify(png(3), path="/predictions/fake")).json == {
+        "crane": pytest.approx(best["score"])
+    }
+
+
+@on_a_loop
+@pytest.mark.parametrize("path", ["google/vit", "google/vit/1", "google/vit/1.0"])
+async def test_a_models_name_may_have_slashes(service: App, path: str) -> None:
+    assert service.engine.info is not None
+    service.engine.info = replace(service.engine.info, name="google/vit")
+    assert (await service.classify(png(3), path=f"/predictions/{path}")).status == 200
+    for other in ("google", "vit", "google/vit/2", "google/vit/1/1"):
+        assert (await service.classify(png(3), path=f"/predictions/{other}")).status == 404

@@ -1,0 +1,171 @@
+"""A new head on features that stay: whether what is served answers as it was measured."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import Checkpoint, load_checkpoint
+from model.config import LibraryConfig
+from model.errors import CheckpointError, DatasetError, TrainingError
+from model.extensions.evaluation.evaluate import predict_embeddings
+from model.extensions.training.new_head import head_names, run, with_head
+from model.extensions.training.recipe import RECIPES, Recipe, read_recipe
+from model.heads import Head
+from model.images.preprocess import preprocess
+from model.network.library import LibraryNetwork, library_config, linear_head
+from model.outputs import MapRequest, RequestedOutputs
+from model.runtime.predictor import Predictor
+from tests.extensions.evaluation.scores import predict_scores
+from tests.model.checkpoint import whole_models
+from tests.model.data.picture_folders import COLOURS, write_class, write_folder
+from tests.service.cli.command_line import write_checkpoint
+from tests.timm_reference import timm
+
+LABELS = tuple(COLOURS)
+
+
+def probe_of(checkpoint: Path) -> Recipe:
+    return read_recipe(RECIPES / "finetune.toml").override(
+        {"checkpoint": str(checkpoint), "name": "colours", "precision": "float32"}
+    )
+
+
+def predictor_of(checkpoint: Checkpoint) -> Predictor:
+    return Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", threads=1)
+
+
+def head_of(width: int) -> Head:
+    random = np.random.default_rng(width)
+    weight, bias = random.normal(size=(3, width)) / 3, random.normal(size=3)
+    return Head(LABELS, False, weight=weight.astype(np.float32), bias=bias.astype(np.float32))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two heads": {"distillation_token": True, "distillation_head": True},
+    "no head": {"labels": ()},
+    "cosines": {"normalized_head": True, "projection_width": 20},
+    "CLS and mean": {"pool": "cls_mean"},
+    "attention pool": {"class_token": False, "pool": "attention"},
+    "mean, fc_norm": {"class_token": False, "pool": "mean", "norm_after_pool": True},
+}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_head_reads_the_embedding_of_every_kind_of_model(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
+    pixels = np.random.default_rng(0).integers(
+        0, 256, (3, start.config.in_channels, 16, 16), np.uint8
+    )
+    features = predict_embeddings(predictor_of(start), pixels)
+    head = head_of(features.shape[1])
+    changed = with_head(start, head_names(start.config), head)
+    assert (changed.labels, changed.config.num_classes) == (LABELS, 3)
+    logits = predictor_of(changed).logits(np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)))
+    np.testing.assert_allclose(logits, head.logits(features), rtol=1e-4, atol=1e-4)
+    relevance = RequestedOutputs(1, map=MapRequest("relevance"))
+    [outputs] = predictor_of(changed).predict(pixels[:1].transpose(0, 2, 3, 1).copy(), relevance)
+    assert outputs.map is not None
+    assert np.isfinite(outputs.map.values).all()
+
+
+def test_of_clip_the_images_tower_is_read(tmp_path: Path) -> None:
+    whole_models.clip(tmp_path)
+    start = load_checkpoint(str(tmp_path), labels="numbers")
+    assert start.config.num_classes == 0
+    changed = with_head(start, head_names(start.config), head_of(24))
+    assert changed.zero_shot is None
+    changed.build()
+
+
+def test_a_librarys_network_gets_a_head_if_it_ends_in_a_linear_layer() -> None:
+    timm()
+    config = library_config("test_resnet", {}, 5, 3, (64, 64))
+    assert linear_head(config) == "fc"
+    changed = library_config("test_resnet", {}, 3, 3, (64, 64))
+    module: Any = LibraryNetwork(changed).module
+    assert module.get_classifier().weight.shape == (3, config.width)
+    with pytest.raises(
+        CheckpointError, match=r"^timm's levit_128s: does not end in one linear layer"
+    ):
+        head_names(
+            LibraryConfig.model_validate(
+                config.model_dump() | {"architecture": "levit_128s", "width": 384}
+            )
+        )
+
+
+def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = write_checkpoint(tmp_path / "start", "abcde")
+    data = tmp_path / "data"
+    for seed, (split, count) in enumerate({"train": 9, "test": 6}.items()):
+        write_folder(data / split, count, seed=seed)
+    caplog.set_level(logging.INFO)
+    measured = run(data, tmp_path / "out", probe_of(start), device="cpu")
+    assert (
+        f"{data}: train/ is trained on, a part of it validates, test/ is measured at the end"
+        in caplog.text
+    )
+    assert "of 18 test pictures right (for pictures like these" in caplog.text
+    served = load_checkpoint(str(tmp_path / "out"))
+    before = load_checkpoint(str(start))
+    assert (served.name, served.labels, served.preprocess) == ("colours", LABELS, before.preprocess)
+    for name, tensor in served.tensors.items():
+        assert name.startswith("head.") or torch.equal(
+            tensor, before.tensors[name].half().float()
+        ), name
+    files = sorted((data / "test").rglob("*.png"))
+    pixels = np.stack(
+        [preprocess(file.read_bytes(), served.preprocess) for file in files]
+    ).transpose(0, 3, 1, 2)
+    scores = predict_scores(predictor_of(served), pixels)
+    truth = np.array([LABELS.index(file.parent.name) for file in files])
+    assert float((scores.argmax(axis=1) == truth).mean()) == measured.accuracy > 0.9
+    right = scores[np.arange(len(truth)), truth].astype(np.float64)
+    assert float(-np.log(right).mean()) == pytest.approx(measured.loss, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("split", "count"), [("validation", 6), (None, 12)], ids=["given", "folds"]
+)
+def test_accuracy_is_of_the_validation_pictures_or_of_all_in_turn(
+    tmp_path: Path, split: str | None, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = tmp_path / "data"
+    write_folder(data / "train" if split else data, 4)
+    if split:
+        write_folder(data / split, 2, seed=1)
+    bad = (data / "train" if split else data) / "red" / "bad.png"
+    bad.write_bytes(b"no picture")
+    recipe = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
+    assert run(data, tmp_path / "out", recipe, device="cpu").count == count
+    assert (
+        f"left out: 1 file in class folders cannot be read as pictures:\n  {bad}: not a picture"
+        in caplog.text
+    )
+
+
+def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path) -> None:
+    start = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
+    data = write_folder(tmp_path / "data", 2)
+    with pytest.raises(TrainingError, match="checkpoint: a probe needs one"):
+        run(data, tmp_path / "out", read_recipe(RECIPES / "cifar10.toml"), device="cpu")
+    write_class(data / "violet", "red", 1)
+    with pytest.raises(
+        DatasetError, match="class 'violet' has 1 picture: it needs one to train on"
+    ):
+        run(data, tmp_path / "out", start, device="cpu")
+    (data / "violet" / "notes.txt").write_text("not a picture")
+    with pytest.raises(
+        DatasetError, match="class 'violet': less than two of its pictures can be read"
+    ):
+        run(data, tmp_path / "out", start, device="cpu")
+    assert not (tmp_path / "out" / "config.json").exists()
