@@ -97,6 +97,10 @@ class InputError(VitError):
         self.parameter = parameter
 
 
+class ExtensionError(VitError):
+    """An installed extension cannot be loaded. The message names its package."""
+
+
 class TrainingError(VitError):
     """The recipe cannot be run as written."""
 

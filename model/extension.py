@@ -1,0 +1,82 @@
+"""The seam of `model`: the parts that installed extensions add to it.
+
+A package adds an extension with an entry point of the group `vitserve.extensions` that names an
+object of `Extension` or of a subclass, such as `service.extension.Extension`:
+
+    [project.entry-points."vitserve.extensions"]
+    formats = "model.extensions.formats:EXTENSION"
+
+Importing the module of that object must be cheap. An extension therefore gives its parts as dotted
+names, `module:name`, which `resolve` imports when they are needed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from model.errors import ExtensionError, first_line
+
+GROUP: Final = "vitserve.extensions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """Parts that one package adds; every field but the name is optional.
+
+    Attributes:
+        name: unique name of the extension.
+        readers: dotted names of checkpoint readers; see `model.checkpoint.reader`.
+        methods: dotted names of explanation methods, by the name that a request gives.
+    """
+
+    name: str
+    readers: tuple[str, ...] = ()
+    methods: Mapping[str, str] = field(default_factory=dict)
+
+
+@cache
+def extensions() -> tuple[Extension, ...]:
+    """Return the installed extensions, sorted by name; found once per process.
+
+    Raises:
+        ExtensionError: an entry point cannot be loaded, names no `Extension`, or two extensions
+            have one name.
+    """
+    extensions_by_name: dict[str, Extension] = {}
+    for entry_point in entry_points(group=GROUP):
+        package = entry_point.dist.name if entry_point.dist else entry_point.module
+        extension = _load(entry_point, f"the extension {entry_point.name!r} of {package}")
+        if not isinstance(extension, Extension):
+            raise ExtensionError(
+                f"the extension {entry_point.name!r} of {package}: {entry_point.value} is not an "
+                "Extension"
+            )
+        if extension.name in extensions_by_name:
+            raise ExtensionError(
+                f"the extension {entry_point.name!r} of {package}: another installed extension "
+                f"has the name {extension.name!r}: uninstall one of them"
+            )
+        extensions_by_name[extension.name] = extension
+    return tuple(extensions_by_name[name] for name in sorted(extensions_by_name))
+
+
+def resolve(dotted_name: str, extension: Extension) -> Any:
+    """Import the object that an extension gives as `module:name`.
+
+    Raises:
+        ExtensionError: there is no such object, or its module cannot be imported.
+    """
+    entry_point = EntryPoint(extension.name, dotted_name, GROUP)
+    return _load(entry_point, f"the extension {extension.name!r}")
+
+
+def _load(entry_point: EntryPoint, owner: str) -> Any:
+    try:
+        return entry_point.load()
+    except Exception as error:
+        raise ExtensionError(
+            f"{owner}: {entry_point.value} cannot be loaded: {first_line(error)}: install a "
+            "version for this vitserve, or uninstall it"
+        ) from error
