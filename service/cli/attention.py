@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder; for one picture also a file, OUT.png",
     )
     parser.add_argument(
-        "--sheet", type=Path, metavar="FILE", help="all of them small, with labels, in one PNG"
+        "--sheet", type=Path, metavar="FILE", help="one PNG with all maps, small and labelled"
     )
     parser.add_argument("--method", help=f"one of {', '.join(METHODS)} (default: {METHODS[0]})")
     parser.add_argument(
@@ -42,25 +42,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CLASS",
-        help="label or index to explain, several with commas: maps side by side (default: the best class)",
+        help="label or index to explain; with several, separated by commas, the maps are drawn "
+        "side by side (default: the best class)",
     )
     parser.add_argument("--side-by-side", action="store_true", help="the picture beside its map")
     add_setting_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the maps of everything that is named, and return 1 if any file has none; the others
-    have theirs.
-    """
+    """Write the maps of all files, and return 1 if any file has none."""
     files = find_images(arguments.paths)
-    targets, settings = _targets(arguments, files), settings_from(arguments)
+    targets = _targets(arguments, files)
+    settings = settings_from(arguments)
     source = LocalAnswers(arguments)
     sheet: ContactSheet | None = None
 
     def write(file: Path, answer: SeenMaps) -> None:
         nonlocal sheet
-        description = "; ".join(_described(each, source.labels) for each in answer.maps)
-        drawing, target = _draw(arguments, settings, source.labels, file, answer), targets.get(file)
+        labels = source.info.labels
+        description = "; ".join(_described(attention_map, labels) for attention_map in answer.maps)
+        drawing = _draw(arguments, settings, labels, file, answer)
+        target = targets.get(file)
         if target is not None:
             _save(drawing, target)
         if arguments.sheet is not None:
@@ -77,23 +79,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path, Path]:
-    """Return what is written for each file beside a sheet: a new file of a folder, or the only one."""
+    """Return the file for each picture's map: one in the output folder, or the output file."""
     folder = arguments.output
     if folder is None and arguments.sheet is None:
         raise InputError("output", "say where to write: -o OUT, --sheet FILE.png or both")
     if arguments.sheet is not None:
-        _require_place(arguments.sheet)
+        _require_png(arguments.sheet)
     if folder is None:
         return {}
     if files == arguments.paths and len(files) == 1 and folder.suffix and not folder.is_dir():
-        _require_place(folder)
+        _require_png(folder)
         return {files[0]: folder}
     with writing(folder):
         folder.mkdir(exist_ok=True)
     pictures: dict[Path, Path] = {}
     for picture in files:
-        # `.heat` keeps a map from taking its picture's place where both are in one folder; -2, -3,
-        # ... follow the names of pictures that are called alike, in several folders.
+        # `.heat` keeps a map from overwriting its picture in the same folder. Pictures of the same
+        # name in several folders get -2, -3, ...
         numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
         names = (folder / f"{picture.stem}{number}.heat.png" for number in numbers)
         pictures[next(name for name in names if name not in pictures)] = picture
@@ -105,38 +107,40 @@ def _draw(
     settings: Settings,
     labels: Sequence[str],
     file: Path,
-    found: SeenMaps,
+    answer: SeenMaps,
 ) -> Image.Image:
     """Return the maps of a file side by side; raises ImageError when its photo cannot be read."""
-    picture, region = found.seen.pixels, None
+    picture = answer.seen.pixels
+    region = None
     if default_view(picture.shape[:2]) == "photo":
         bounds: dict[str, Any] = {
             "max_pixels": settings.max_image_pixels,
             "scaled_decode": settings.scaled_decode,
         }
-        picture, region = upright_photo(file.read_bytes(), found.seen.region, **bounds)
+        picture, region = upright_photo(file.read_bytes(), answer.seen.region, **bounds)
     name = file.name if arguments.side_by_side else None
-    return draw_maps(found.maps, labels, picture=picture, region=region, name=name)
+    return draw_maps(answer.maps, labels, picture=picture, region=region, name=name)
 
 
-def _described(found: AttentionMap, labels: Sequence[str]) -> str:
-    """Return the class of a map with its score and evidence, where it has one, and its method."""
-    request = found.request
+def _described(attention_map: AttentionMap, labels: Sequence[str]) -> str:
+    """Return a map's method, preceded by its class, score and evidence if it has a class."""
+    request = attention_map.request
     if request.class_index is None:
         return request.method
-    return f"{labels[request.class_index]} ({found.score:.1%}), {request.method}, evidence {found.evidence:.2f}"
+    label = labels[request.class_index]
+    score = f"{attention_map.score:.1%}"
+    return f"{label} ({score}), {request.method}, evidence {attention_map.evidence:.2f}"
 
 
-def _require_place(file: Path) -> None:
-    if file.is_dir() or not file.parent.is_dir():
+def _require_png(file: Path) -> None:
+    if file.is_dir():
+        raise InputError("output", f"{file}: is a folder: name a file in it")
+    if not file.parent.is_dir():
         raise InputError(
-            "output",
-            f"{file}: not a file in a folder that exists: make the folder, or name a file in it",
+            "output", f"{file}: the folder {file.parent} does not exist: make it first"
         )
     if file.suffix.lower() != ".png":
-        raise InputError(
-            "output", f"{file}: expected a name that ends in .png, which is what is written"
-        )
+        raise InputError("output", f"{file}: expected a name that ends in .png, the format of maps")
 
 
 def _save(drawing: Image.Image, target: Path) -> None:

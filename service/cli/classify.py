@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from model.errors import InputError
 from model.outputs import DEFAULT_TOP_K
-from service.cli.answers import SET, add_server_flags, answers_from
+from service.cli.answers import SET_FIELDS, add_server_flags, answers_from
 from service.cli.image_files import find_images, handle_answers
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags
 
-# A file's `predictions`, with the fields of its set of labels where the model has a coverage.
 Answer = dict[str, Any]
+"""A file's `predictions`, with the fields of its label set if the model has a coverage."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--csv",
         action="store_true",
-        help=f"print CSV: file, rank, label, index, score, error, {', '.join(SET)}",
+        help=f"print CSV: file, rank, label, index, score, error, {', '.join(SET_FIELDS)}",
     )
     form.add_argument("--json", action="store_true", help="print one JSON object a line")
     add_server_flags(parser)
@@ -38,13 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Classify everything that is named, and return 1 if any file has no answer; the others have
-    theirs.
-    """
+    """Print the labels of all files, and return 1 if any file has no answer."""
     if arguments.top_k is not None and arguments.top_k < 1:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
-    with answers_from(arguments, of_server=["labels"]) as source:
+    with answers_from(arguments, sent_settings=["labels"]) as source:
         answers = source.classify(files, arguments.top_k or DEFAULT_TOP_K)
         write = _writer(arguments)
         return handle_answers(
@@ -62,16 +60,14 @@ def _writer(arguments: argparse.Namespace) -> Callable[[Path, Answer], object]:
         return lambda file, answer: tqdm.write(_json({"file": str(file), **answer}), sys.stdout)
     if not arguments.csv:
         return lambda file, answer: tqdm.write(_text(file, answer), sys.stdout)
-    columns = ["file", "rank", "label", "index", "score", "error", *SET]
+    columns = ["file", "rank", "label", "index", "score", "error", *SET_FIELDS]
     table = csv.DictWriter(sys.stdout, columns)
     table.writeheader()
     return lambda file, answer: table.writerows(_rows(file, answer))
 
 
 def _json(answer: Answer) -> str:
-    """Return an answer as JSON; characters that standard output lacks are escaped, so that none is
-    lost.
-    """
+    """Return an answer as JSON; escape all characters unless standard output can encode them."""
     text = json.dumps(answer, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding)
@@ -86,14 +82,14 @@ def _rows(file: Path, answer: Answer) -> Iterator[dict[str, Any]]:
         return
     fields: Answer = {
         name: "; ".join(answer[name]) if name == "set" else answer[name]
-        for name in SET
+        for name in SET_FIELDS
         if name in answer
     }
     for rank, prediction in enumerate(answer["predictions"], start=1):
         yield {"file": file, "rank": rank, **prediction, **fields}
 
 
-_WHY: Final = {
+_ABSTENTIONS: Final = {
     "coverage": "unlike the pictures of its classes",
     "distance": "unlike all its examples",
     "min_score": "every score is below its threshold",
@@ -105,10 +101,10 @@ def _text(file: Path, answer: Answer) -> str:
         return f"{file}\n  error: {answer['error']}"
     lines = [
         str(file),
-        *(f"{each['score']:8.2%}  {each['label']}" for each in answer["predictions"]),
+        *(f"{best['score']:8.2%}  {best['label']}" for best in answer["predictions"]),
     ]
     if answer.get("abstained"):
-        lines.append(f"  abstained: {_WHY[answer.get('abstained_by', 'coverage')]}")
+        lines.append(f"  abstained: {_ABSTENTIONS[answer.get('abstained_by', 'coverage')]}")
     elif "set" in answer:
         lines.append(f"  one of: {'; '.join(answer['set'])}")
     elif "set_size" in answer:

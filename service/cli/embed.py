@@ -1,7 +1,4 @@
-"""`vitserve embed FILE|FOLDER...
-
--o features.npy`: the embeddings of files, in-process or through a server.
-"""
+"""`vitserve embed FILE|FOLDER... -o OUT.npy`: embeddings of files, in-process or from a server."""
 
 import argparse
 import csv
@@ -32,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool",
         choices=POOLINGS,
         default=POOLINGS[0],
-        help="what the head reads (default), the CLS token, or the mean of the patches",
+        help="head: the features of the classifier; cls: the CLS token; mean: the mean of the "
+        f"patches (default: {POOLINGS[0]})",
     )
     parser.add_argument(
         "--normalize", action="store_true", help="divide each embedding by its L2 norm"
@@ -42,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write what is asked for, and return 1 if any file has no embedding; the others have theirs."""
+    """Write the embeddings of all files, and return 1 if any file has none."""
     output: Path = arguments.output
     if output.suffix != ".npy":
         raise InputError(

@@ -1,4 +1,4 @@
-"""Image files as the subcommands take them, what they print of answers, and what they write."""
+"""The files of subcommands: find and read pictures, report answers, write results."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +19,7 @@ _Answer = TypeVar("_Answer")
 
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
-    """Return the files as they are named, and the images below each folder, sorted, but for junk
-    (`__MACOSX`).
+    """Return the named files, and the sorted images below each folder except junk (`__MACOSX`).
 
     Raises:
         InputError: a path does not exist, or a folder holds no images.
@@ -28,7 +27,7 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            images = sorted(p for p in path.rglob("*") if _is_image(p, path))
+            images = sorted(file for file in path.rglob("*") if _is_image(file, path))
             if not images:
                 raise InputError("path", f"{path}: no pictures in this folder")
             files += images
@@ -40,40 +39,40 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
 
 
 def _hint(path: Path) -> str:
-    """Return what to do about a path that does not exist; nothing if its name says nothing."""
+    """Return a likely remedy for a path that does not exist; empty if its name suggests none."""
     if path.parts[:1] in (("http:",), ("https:",)):
         return ": download the picture first, and name the file"
     if path.name == "-":
         return ": standard input is not read; write the picture to a file"
     if any(character in path.name for character in "*?["):
-        return ": nothing matches this pattern"
+        return ": no file matches this pattern"
     return ""
 
 
 def _is_image(file: Path, folder: Path) -> bool:
-    """Return whether a file below a folder is named like a picture, and nothing on the way to it
-    like junk.
-    """
-    if file.suffix.lower() not in PICTURE_SUFFIXES or any(
-        map(is_junk, file.relative_to(folder).parts)
-    ):
+    """Return whether a file has a picture's suffix, and no part of its path is junk."""
+    if file.suffix.lower() not in PICTURE_SUFFIXES:
+        return False
+    if any(map(is_junk, file.relative_to(folder).parts)):
         return False
     return file.is_file()
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Print a line each on stderr on what of a folder is used, and on what is left out."""
+    """Print notes on stderr about used and unused files of a folder, one line each."""
     for note in notes:
         print(f"vitserve: {note}", file=sys.stderr)
 
 
 def read_input(file: Path, config: PreprocessConfig, settings: Settings) -> ModelInput | str:
-    """Return a file as a picture of the model's input size, within the settings' limits, or why it
-    cannot be read.
-    """
-    pixels, scaled = settings.max_image_pixels, settings.scaled_decode
+    """Return a file's picture in the model's input size, or why it cannot be read."""
     try:
-        return model_input(file.read_bytes(), config, max_pixels=pixels, scaled_decode=scaled)
+        return model_input(
+            file.read_bytes(),
+            config,
+            max_pixels=settings.max_image_pixels,
+            scaled_decode=settings.scaled_decode,
+        )
     except (ImageError, OSError) as error:
         return str(error)
 
@@ -86,15 +85,16 @@ def handle_answers(
     *,
     failure: Callable[[Path, str], object] | None = None,
 ) -> int:
-    """Call `handle` with each file and its answer, and show progress; return 1 if any file has
-    none.
+    """Call `handle` with each file and its answer; return 1 if any file has no answer.
+
+    A bar on stderr shows the progress.
 
     Args:
-        handle: may raise `ImageError`: the file has no answer then.
-        count: of all files.
-        name: what an answer is called in the line that says how many files have none.
-        failure: called with each file without an answer, and why it has none; None: a line on
-        stderr says so.
+        answers: files, each with its answer or the reason why it has none.
+        count: number of files.
+        handle: called with each answer; an `ImageError` that it raises becomes the file's reason.
+        name: noun for an answer, as in "2 of 9 files have no embedding".
+        failure: called with each file without an answer and the reason; None: print both on stderr.
     """
     failed = 0
     for file, answer in tqdm(answers, total=count, unit="image", disable=count < 2 or None):
@@ -114,14 +114,14 @@ def handle_answers(
 
 
 def require_empty(folder: Path) -> None:
-    """Raise `InputError` where something else than an empty folder is there."""
+    """Raise `InputError` if the path exists and is not an empty folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError("output", f"{folder}: exists and is not an empty folder")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an `OSError` that writing this file raises into an `InputError` of one line."""
+    """Turn an `OSError` from writing this file into an `InputError` of one line."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Settings as flags of the subcommands, and the warm predictor that they describe."""
+"""Settings as flags of the subcommands, and the predictor that they describe."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype")
 
 
 class _Checkpoint(argparse.Action):
-    """Stores the checkpoint, which may be given as the argument or as `--checkpoint`, but not as
-    both.
-    """
+    """Stores the checkpoint, given either as the argument or as `--checkpoint`, not as both."""
 
     def __call__(
         self,
@@ -44,14 +42,12 @@ class _Checkpoint(argparse.Action):
     ) -> None:
         before = getattr(namespace, self.dest, values)
         if before != values:
-            parser.error(f"two checkpoints are given, {before} and {values}; give one")
+            parser.error(f"two checkpoints, {before} and {values}: name only one")
         setattr(namespace, self.dest, values)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add the checkpoint as an argument, which `--checkpoint` names as well; neither:
-    VIT_CHECKPOINT counts.
-    """
+    """Add the checkpoint as an argument and as `--checkpoint`; VIT_CHECKPOINT is the default."""
     parser.add_argument(
         "checkpoint",
         nargs="?",
@@ -68,12 +64,12 @@ def require_checkpoint(arguments: argparse.Namespace, command: str) -> None:
     if not hasattr(arguments, "checkpoint") and f"{ENV_PREFIX}CHECKPOINT" not in os.environ:
         raise InputError(
             "checkpoint",
-            f"no checkpoint is given: vitserve {command} CHECKPOINT, as in {command} bundled",
+            f"the checkpoint is missing: vitserve {command} CHECKPOINT, such as {command} bundled",
         )
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MODEL_FLAGS) -> None:
-    """Add a flag for each of these settings; each is an environment variable too."""
+    """Add a flag for each of these settings, with its environment variable in the help."""
     for name in names:
         meaning, default = described(name)
         shown = f"{meaning}. Default: {default}. [{ENV_PREFIX}{name.upper()}]"
@@ -88,27 +84,21 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MO
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Build settings from the given flags and the environment; raises `SettingsError` when a value
-    is not allowed.
-    """
-    return load_settings(
-        {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
-    )
+    """Build settings from flags and the environment; raises `SettingsError` for a wrong value."""
+    flags = vars(arguments).items()
+    return load_settings({name: value for name, value in flags if name in Settings.model_fields})
 
 
 def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo, Settings]:
-    """Return a predictor that computes, the facts of its model, and the settings that it was made
-    from.
+    """Return a predictor that is ready to compute, the facts of its model, and its settings.
 
     Raises:
-        SettingsError, CheckpointError, DeviceError: one line that says why not.
+        SettingsError, CheckpointError, DeviceError: one line that says why the model does not load.
     """
     settings = settings_from(arguments)
     predictor, info = load_predictor(settings)
-    if (
-        settings.compile == "auto" and predictor.device == "cpu"
-    ):  # what few pictures do not need is not compiled
-        predictor.check()
+    if settings.compile == "auto" and predictor.device == "cpu":
+        predictor.check()  # compiling takes longer than a few pictures on a CPU
     else:
         predictor.warm_up()
     return predictor, info, settings

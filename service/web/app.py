@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from service.background import keep_running
 from service.engine.messages import EngineStatus, ModelInfo
 from service.extensions.inference_protocol import routes as inference_protocol
+from service.extensions.redis.image_store import RedisImageStore
 from service.extensions.teach import routes as heads
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.heads import TaughtHeads
@@ -28,7 +29,7 @@ from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
-from service.web.image_stores import ImageStore, MemoryImageStore, RedisImageStore
+from service.web.image_stores import ImageStore, MemoryImageStore
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
 from service.web.origins import OriginMiddleware, split_origins
 from service.web.prefix import Prefixes

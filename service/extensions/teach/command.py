@@ -11,6 +11,7 @@ from model.heads import checked_label
 from service.cli.answers import add_server_flags, answers_from
 from service.cli.image_files import handle_answers, print_notes
 from service.cli.setting_flags import add_setting_flags
+from service.extensions.teach.teachers import teacher_of
 from service.models.folder import check_name
 from vitserve.documents import Knowledge
 
@@ -41,14 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
     name, output = check_name(arguments.name), Path(f"{arguments.name}.safetensors")
     labels = _labelled(arguments.folder, name)
     with answers_from(arguments) as source:
-        answers = source.teach(name, labels)
+        teacher = teacher_of(source)
+        answers = teacher.teach(name, labels)
         files: dict[int, Path] = {}
 
         def add(file: Path, number: int) -> None:
             files[number] = file
 
         code = handle_answers(answers, len(labels), add, "place among the examples")
-        known = source.taught(name, labels, output)
+        known = teacher.finish(name, labels, output)
     print(f"{name}: {_in_words(known)}")
     for each in known.suspects:
         example = files.get(each.number, f"example {each.number}")

@@ -1,6 +1,4 @@
-"""Pictures kept in a real Redis: by two replicas, for their time, within their bytes, and when it
-is gone.
-"""
+"""Pictures kept in a real Redis: shared by replicas, for their time, within their bytes."""
 
 import asyncio
 import shutil
@@ -16,8 +14,8 @@ import numpy as np
 import pytest
 
 from model.images.preprocess import ModelInput, Region
-from service.web import image_stores
-from service.web.image_stores import RedisImageStore
+from service.extensions.redis import image_store
+from service.extensions.redis.image_store import RedisImageStore
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import Clock, app, service_in
 
@@ -73,7 +71,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine an answer of Redis may take longer than a service waits for it."""
-    monkeypatch.setattr(image_stores, "_TIMEOUT_SECONDS", PATIENCE)
+    monkeypatch.setattr(image_store, "TIMEOUT_SECONDS", PATIENCE)
 
 
 @pytest.fixture
@@ -114,7 +112,7 @@ async def put(store: RedisImageStore, kept: ModelInput) -> str:
 
 
 @on_a_loop
-async def test_each_replica_finds_the_pictures_of_the_others(server: Redis) -> None:
+async def test_replicas_share_pictures(server: Redis) -> None:
     async with stores(server) as (one, two):
         ids = {value: await put(one if value % 2 else two, picture(value)) for value in range(5)}
         for value, image_id in ids.items():
@@ -128,7 +126,7 @@ async def test_each_replica_finds_the_pictures_of_the_others(server: Redis) -> N
 
 
 @on_a_loop
-async def test_the_oldest_go_when_their_bytes_are_full(server: Redis) -> None:
+async def test_full_store_evicts_the_oldest(server: Redis) -> None:
     async with stores(server, max_bytes=10_000) as (one, two):
         ids = [await put(one if value % 2 else two, picture(value)) for value in range(20)]
         alive = [await one.get(image_id) is not None for image_id in ids]
@@ -140,7 +138,7 @@ async def test_the_oldest_go_when_their_bytes_are_full(server: Redis) -> None:
 
 
 @on_a_loop
-async def test_bytes_bound_pictures_of_all_sizes(server: Redis) -> None:
+async def test_bytes_limit_pictures_of_all_sizes(server: Redis) -> None:
     small, large = COST, 40 * 40 * 3 + 44 + 512
     limit = 2 * large + small
     async with stores(server, max_bytes=limit) as (one, two):
@@ -157,7 +155,7 @@ async def test_bytes_bound_pictures_of_all_sizes(server: Redis) -> None:
 
 
 @on_a_loop
-async def test_a_picture_stored_twice_counts_once(server: Redis) -> None:
+async def test_picture_stored_twice_counts_once(server: Redis) -> None:
     async with stores(server, max_bytes=3 * COST) as (one, two):
         for store in (one, two, one):
             await store.put(picture(1), "A" * 22)
@@ -171,7 +169,7 @@ async def test_a_picture_stored_twice_counts_once(server: Redis) -> None:
 
 
 @on_a_loop
-async def test_a_picture_is_kept_for_its_time(server: Redis) -> None:
+async def test_picture_expires_after_its_ttl(server: Redis) -> None:
     async with stores(server, 1, ttl=0.05) as (store,):
         image_id = await put(store, picture(1))
         while await store.get(image_id) is not None:
@@ -187,7 +185,7 @@ async def test_a_picture_is_kept_for_its_time(server: Redis) -> None:
 
 
 @on_a_loop
-async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) -> None:
+async def test_zero_limits_store_nothing(server: Redis) -> None:
     failures: list[None] = []
     for changes in ({"ttl": 0}, {"max_bytes": 0}, {"max_bytes": 1000}, {"max_bytes": COST - 1}):
         async with stores(server, 1, failed=lambda: failures.append(None), **changes) as (store,):
@@ -201,7 +199,7 @@ async def test_nothing_is_kept_where_there_is_no_room_or_no_time(server: Redis) 
 
 @on_a_loop
 @pytest.mark.usefixtures("patient")
-async def test_when_redis_is_gone_classification_goes_on_without_ids(
+async def test_without_redis_answers_lack_the_id(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Redis(tmp_path)
@@ -247,9 +245,7 @@ SIZES = struct.Struct("<3I4d")
     ],
     ids=["empty", "short", "truncated", "huge", "of no size", "of another model", "of one channel"],
 )
-async def test_what_is_no_picture_of_this_model_is_not_found_and_costs_no_other_its_id(
-    server: Redis, value: bytes
-) -> None:
+async def test_damaged_value_is_not_found(server: Redis, value: bytes) -> None:
     service = app(recent_url=server.url, recent_ttl=60)
     image_id = (await service.classify(png(1))).json["id"]
     client = redis.Redis.from_url(server.url)
@@ -262,7 +258,7 @@ async def test_what_is_no_picture_of_this_model_is_not_found_and_costs_no_other_
 
 
 @on_a_loop
-async def test_a_redis_that_does_not_answer_costs_a_quarter_of_a_second_once(
+async def test_silent_redis_delays_one_request(
     tmp_path: Path,
 ) -> None:
     async def listen(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
@@ -281,7 +277,7 @@ async def test_a_redis_that_does_not_answer_costs_a_quarter_of_a_second_once(
 
 
 @on_a_loop
-async def test_one_request_at_a_time_asks_a_frozen_redis(
+async def test_one_request_probes_a_frozen_redis(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Redis(tmp_path)

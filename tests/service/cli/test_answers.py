@@ -57,7 +57,7 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left(
     code, out, err = run(capsys, "classify", tmp_path, "--url", "http://there")
     assert code == 1
     assert out.count("error: http://there: refused") == 15
-    assert "no answer any more, 984 of 1000 files were not asked about" in err
+    assert "the server stopped answering; 984 of 1000 files were not sent" in err
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,11 @@ def test_what_a_server_alone_does_is_refused_without_its_address(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, "classify", "examples/dog.jpg", *flags)
-    assert (code, out, err) == (1, "", f"vitserve: {flags[0]}: is for a server: give its --url\n")
+    assert (code, out, err) == (
+        1,
+        "",
+        f"vitserve: {flags[0]}: applies only to a server; add its --url\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_settings_of_a_loaded_model_need_no_url(
     code, out, err = run(capsys, *line)
     assert (code, out) == (1, "")
     assert err.startswith(
-        f"vitserve: {flag}: is for a model that is loaded here: leave it out with --url"
+        f"vitserve: {flag}: applies only to a model loaded here; with --url, leave it out"
     )
 
 

@@ -145,7 +145,7 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["classify", "README.md", "--top-k", "0"], "--top-k 0"),
         (["attention", "absent.jpg", "-o", "x.png"], "absent.jpg: no such file"),
         (["attention", "README.md"], "say where to write: -o OUT, --sheet FILE.png or both"),
-        (["attention", "README.md", "--sheet", "."], ".: not a file in a folder that exists"),
+        (["attention", "README.md", "--sheet", "."], ".: is a folder: name a file in it"),
         (
             ["attention", "README.md", "examples", "-o", "README.md"],
             "README.md: cannot be written: File exists",
@@ -158,14 +158,14 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         (["attention", "README.md", "--sheet", "x"], "x: expected a name that ends in .png"),
         (
             ["attention", "README.md", "-o", "nowhere/x.png"],
-            "nowhere/x.png: not a file in a folder that exists",
+            "nowhere/x.png: the folder nowhere does not exist: make it first",
         ),
         (["embed", "README.md", "-o", "x.txt"], "x.txt: expected a name that ends in .npy"),
         (
             ["embed", "README.md", "-o", "nowhere/x.npy"],
             "nowhere/x.npy: the folder nowhere does not exist",
         ),
-        (["classify", "absent/*.jpg"], "no such file or folder: nothing matches this pattern"),
+        (["classify", "absent/*.jpg"], "no such file or folder: no file matches this pattern"),
         (["classify", "https://example.org/dog.jpg"], "download the picture first"),
         (["classify", "-"], "standard input is not read"),
         (
@@ -336,11 +336,11 @@ def test_an_unknown_option_is_answered_with_the_nearest_and_no_usage(
         (["inspect", "a", "b"], "unexpected argument 'b'"),
         (
             ["inspect", "bundled", "--checkpoint", "mine"],
-            "two checkpoints are given, bundled and mine; give one",
+            "two checkpoints, bundled and mine: name only one",
         ),
         (
             ["serve", "--checkpoint", "mine", "bundled"],
-            "two checkpoints are given, mine and bundled; give one",
+            "two checkpoints, mine and bundled: name only one",
         ),
     ],
 )
@@ -368,7 +368,7 @@ def test_a_checkpoint_is_an_argument_or_a_flag(
     _, _, err = run(capsys, "convert", "-o", tmp_path / "none")
     assert (
         err
-        == "vitserve: no checkpoint is given: vitserve convert CHECKPOINT, as in convert bundled\n"
+        == "vitserve: the checkpoint is missing: vitserve convert CHECKPOINT, such as convert bundled\n"
     )
     assert run(capsys, "serve", "bundled", "--port", "http")[2].startswith(
         "vitserve: VIT_PORT='http'"

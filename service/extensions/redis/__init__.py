@@ -1,0 +1,1 @@
+"""Kept pictures in Redis, which all replicas of a service share."""

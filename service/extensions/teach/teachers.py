@@ -1,0 +1,116 @@
+"""Who teaches a head for `vitserve teach`: a model loaded here, or a running server."""
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+
+from model.errors import InputError
+from model.heads import first_equal
+from model.taught_heads import Features
+from service.cli.answers import Answers, Embedding, LocalAnswers, ServerAnswers
+from service.cli.image_files import writing
+from service.extensions.teach.fit import taught_head
+from service.extensions.teach.heads import features_of
+from vitserve.client import ProblemError
+from vitserve.documents import HeadDescription, Knowledge
+
+_POLL_SECONDS: Final = 0.25
+"""Interval at which a server is asked whether it has fitted a head."""
+_FIT_SECONDS: Final = 120.0
+
+_ALL_PICTURES_REFUSED: Final = (403, 404, 409)
+"""Statuses that every other picture would get too.
+
+Teaching is forbidden or off, the name is taken, or the head is full.
+"""
+
+
+class Teacher(Protocol):
+    """Adds pictures to a head as examples, then fits it."""
+
+    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
+        """Yield each file with its number among the examples, or why it is not one."""
+
+    def finish(self, head: str, labels: Mapping[Path, str], output: Path) -> Knowledge:
+        """Return what the fitted head knows of itself."""
+
+
+def teacher_of(answers: Answers) -> Teacher:
+    """Return the teacher that a source of answers makes possible."""
+    if isinstance(answers, LocalAnswers):
+        return _LocalTeacher(answers)
+    return _ServerTeacher(answers)
+
+
+class _LocalTeacher:
+    """Fits a head here, to the features of a loaded model, and writes it to a file."""
+
+    def __init__(self, answers: LocalAnswers) -> None:
+        self._answers = answers
+        self._features = Features.of(answers.info.config)
+        self._examples: dict[Path, Embedding] = {}
+
+    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
+        for file, row in self._answers.embed(list(labels), self._features.pool, normalize=False):
+            if isinstance(row, str):
+                yield file, row
+                continue
+            self._examples[file] = row
+            yield file, len(self._examples) - 1
+
+    def finish(self, head: str, labels: Mapping[Path, str], output: Path) -> Knowledge:
+        """Write the head to `output`; raises `InputError` if no picture could be read."""
+        if not self._examples:
+            raise InputError("path", "no picture can be read")
+        rows = np.stack(list(self._examples.values()))
+        numbers_by_label: dict[str, list[int]] = {}
+        for number, file in enumerate(self._examples):
+            numbers_by_label.setdefault(labels[file], []).append(number)
+        numbers: list[int] = []
+        row_labels: list[str] = []
+        for label, candidates in numbers_by_label.items():
+            distinct = np.unique(first_equal(rows[candidates]))
+            numbers += [candidates[index] for index in distinct]
+            row_labels += [label] * len(distinct)
+        info = self._answers.info
+        backbone = features_of(info, self._features)
+        taught = taught_head(rows[numbers], row_labels, numbers, backbone, info.name)
+        with writing(output):
+            part = output.with_name(f".{output.name}")  # a server reads the folder at any moment
+            part.write_bytes(taught.to_bytes())
+            part.replace(output)
+        return Knowledge.model_validate_json(taught.statistics)
+
+
+class _ServerTeacher:
+    """Sends examples to a server, which fits the head."""
+
+    def __init__(self, answers: ServerAnswers) -> None:
+        self._answers = answers
+
+    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
+        client = self._answers.client
+        backbone = self._answers.model
+        client.model(backbone)  # an unreachable service fails once, not for each file
+
+        def add(file: Path) -> int:
+            try:
+                return client.teach(head, labels[file], file, backbone=backbone).numbers[0]
+            except ProblemError as error:
+                if error.status in _ALL_PICTURES_REFUSED:
+                    raise InputError("name", str(error)) from None
+                raise
+
+        return self._answers.stream(list(labels), add)
+
+    def finish(self, head: str, labels: Mapping[Path, str], output: Path) -> HeadDescription:
+        """Wait until the server has fitted the head; `output` is not written."""
+        deadline = time.monotonic() + _FIT_SECONDS
+        while True:
+            description = self._answers.client.head(head)
+            if description.up_to_date or time.monotonic() >= deadline:
+                return description
+            time.sleep(_POLL_SECONDS)
