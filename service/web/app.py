@@ -30,13 +30,14 @@ from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPa
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore
+from service.web.lanes import Lanes
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
 from service.web.origins import OriginMiddleware, split_origins
 from service.web.prefix import Prefixes
-from service.web.request import Lanes, Service
 from service.web.routes import attention, classify, embed, operations, pages
 from service.web.routes import models as models_routes
 from service.web.routes.endpoint import Application, Endpoint, no_such_path
+from service.web.service import Service
 from vitserve import __version__
 
 logger = logging.getLogger("vitserve")
@@ -108,7 +109,7 @@ def create_app(
         Receiving(max(RECEIVING_BYTES // settings.workers, settings.max_request_bytes), clock),
         images,
         lifecycle or Lifecycle(),
-        Lanes(settings, models, decoders, clock),
+        Lanes(settings, models, lambda: decoders.processes, clock),
         decoders,
         TaughtHeads(taught, folder, models),
         clock=clock,

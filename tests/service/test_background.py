@@ -39,7 +39,7 @@ ALLOWED = {
     "service/server.py:Server.serve": "the server itself, which is awaited",
     "service/web/decoders.py:Decoders._ask": "the end of a process; asyncio logs the error",
     "service/extensions/inference_protocol/grpc/calls.py:Call.message": "of a request, which awaits it",
-    "service/web/request.py:AdmittedRequest.take": "of a request, which it cancels",
+    "service/web/admitted.py:Cancellation.watch": "of a request, which it cancels",
 }
 
 

@@ -31,8 +31,11 @@ from service.extensions.inference_protocol.tensors import (
     OutputTensor,
     RequestedOutput,
 )
+from service.web.admitted import AdmittedRequest
+from service.web.gather import of_each
 from service.web.json_bodies import require_known
-from service.web.request import AdmittedRequest, Model, Service, of_each
+from service.web.picture import infer_file, infer_pixels
+from service.web.service import Model, Service
 
 T = TypeVar("T")
 
@@ -403,12 +406,12 @@ async def _compute(
     """Return the result of one of the pictures; raises as `infer`."""
     limit = admitted.service.settings.max_upload_bytes
     if not isinstance(picture, bytearray):
-        return await admitted.infer(picture, asked.requested)
+        return await infer_pixels(admitted, picture, asked.requested)
     if len(picture) > limit:
         raise UploadTooLarge(
             f"{len(picture)} bytes: at most {limit} are allowed (VIT_MAX_UPLOAD_BYTES)"
         )
-    return (await admitted.classify(picture, asked.requested))[1]
+    return (await infer_file(admitted, picture, asked.requested))[1]
 
 
 def make_outputs(

@@ -24,10 +24,11 @@ from service.extensions.inference_protocol.descriptions import (
 )
 from service.extensions.inference_protocol.inference import check_version, infer, read
 from service.extensions.inference_protocol.tensors import decode_request, encode_answer
+from service.web.admitted import admit
 from service.web.json_bodies import decoded, require_known
-from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, json_response
 from service.web.routes.models import allowed, load, require_admin, small_body
+from service.web.service import model_of, service_of
 from vitserve import __version__
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
@@ -95,10 +96,8 @@ async def v2_statistics(request: Request) -> Response:
 @router.post(f"{_VERSIONED}/infer")
 async def v2_infer(request: Request) -> Response:
     """Classify the pictures of the tensor `image` or `pixels`."""
-    async with service_of(request).admit(
-        request, await model_of(request, _name(request))
-    ) as admitted:
-        body, length = await admitted.read_body(), _header_length(request)
+    async with admit(request, await model_of(request, _name(request))) as admitted:
+        body, length = await admitted.body.read_whole(), _header_length(request)
         asked = await read(admitted, body, partial(decode_request, header_length=length))
         content, header_length = await infer(admitted, asked, encode_answer)
     if header_length is None:

@@ -3,10 +3,10 @@
 With keys set a key teaches the heads that it began; the admin key teaches all, and deletes.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Query
@@ -33,9 +33,11 @@ from service.extensions.teach.examples import Examples, HeadRow, KeptPicture
 from service.extensions.teach.heads import features_of
 from service.models.folder import check_name
 from service.settings import Settings
+from service.web.admitted import AdmittedRequest, admit
 from service.web.api_keys import holds_admin_key
+from service.web.gather import of_each
 from service.web.middleware import request_context
-from service.web.request import AdmittedRequest, model_of, of_each, require_file, service_of
+from service.web.picture import infer_file, infer_pixels, require_file
 from service.web.routes.asked import Asked
 from service.web.routes.embed import embedding_of
 from service.web.routes.endpoint import (
@@ -47,6 +49,7 @@ from service.web.routes.endpoint import (
     problems,
     to_json,
 )
+from service.web.service import model_of, service_of
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     AddedExamples,
@@ -57,6 +60,8 @@ from vitserve.documents import (
     HeadList,
     Knowledge,
 )
+
+T = TypeVar("T")
 
 router = APIRouter(tags=["teaching"], route_class=Endpoint)
 
@@ -118,7 +123,7 @@ async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models has all that answer."""
     examples = service_of(request).taught.examples
     async with _admitted(request) as admitted:
-        heads = [] if examples is None else sorted(await admitted.with_examples(examples.heads))
+        heads = [] if examples is None else sorted(await _on_thread(admitted, examples.heads))
     is_kept = examples is not None and service_of(request).settings.teach_thumbnails
     return HeadList(enabled=examples is not None, heads=heads, thumbnails=is_kept or None)
 
@@ -143,8 +148,8 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     if query.label is not None:
         checked_label(query.label)  # an error of the query is raised before there must be room
     owner, backbone = _owner(request), query.backbone
-    async with service.admit(request) as admitted:
-        head = (await admitted.with_examples(examples.heads)).get(name)
+    async with admit(request) as admitted:
+        head = (await _on_thread(admitted, examples.heads)).get(name)
         known = head and head.id
         if head is not None:
             _require_own(request, head)
@@ -165,7 +170,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
             kept = [KeptPicture(file_name, jpeg_thumbnail(each)) for each in pixels]
             return examples.add(name, label, features, owner, of, known, creator, kept)
 
-        counts, numbers = await admitted.with_examples(add)
+        counts, numbers = await _on_thread(admitted, add)
     service.taught.changed()
     return AddedExamples(head=name, examples=counts, numbers=numbers)
 
@@ -188,7 +193,7 @@ async def list_examples(request: Request, query: Annotated[PageQuery, Query()]) 
         return to_json(ExampleList(head=head.name, examples=examples.listed(head, query.after)))
 
     async with _admitted(request) as admitted:
-        return Response(await admitted.with_examples(write), media_type="application/json")
+        return Response(await _on_thread(admitted, write), media_type="application/json")
 
 
 @router.get(
@@ -202,8 +207,8 @@ async def describe_example(request: Request) -> ExampleDocument:
     """Describe an example of a head, with its thumbnail if VIT_TEACH_THUMBNAILS keeps one."""
     examples, name = _examples(request), request.path_params["name"]
     async with _admitted(request) as admitted:
-        return await admitted.with_examples(
-            lambda: examples.example(examples.head(name), request.path_params["number"])
+        return await _on_thread(
+            admitted, lambda: examples.example(examples.head(name), request.path_params["number"])
         )
 
 
@@ -217,10 +222,10 @@ async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()
     """Put an example of a head under another label, in one step; the head is fitted again."""
     examples, label = _examples(request), checked_label(query.label)
     async with _admitted(request) as admitted:
-        head = await admitted.with_examples(partial(examples.head, request.path_params["name"]))
+        head = await _on_thread(admitted, partial(examples.head, request.path_params["name"]))
         _require_own(request, head)
         change = partial(examples.relabel, head, request.path_params["number"], label)
-        counts = await admitted.with_examples(change)
+        counts = await _on_thread(admitted, change)
     service_of(request).taught.changed()
     return ExampleCounts(head=head.name, examples=counts)
 
@@ -240,7 +245,7 @@ async def delete_example(request: Request) -> ExampleCounts:
         return examples.remove(examples.head(name), request.path_params["number"])
 
     async with _admitted(request) as admitted:
-        counts = await admitted.with_examples(remove)
+        counts = await _on_thread(admitted, remove)
     service_of(request).taught.changed()
     return ExampleCounts(head=name, examples=counts)
 
@@ -261,7 +266,7 @@ async def describe_head(request: Request) -> HeadDescription:
         await service_of(
             request
         ).taught.look()  # so that what is described here is what answers here
-        head, facts = await admitted.with_examples(partial(_described, examples, name))
+        head, facts = await _on_thread(admitted, partial(_described, examples, name))
     try:
         service_of(request).taught.base(head)
     except HeadWithoutBackbone as error:
@@ -303,7 +308,7 @@ async def delete_head(request: Request) -> Response:
     _require_admin(request)
     examples, name = _examples(request), request.path_params["name"]
     async with _admitted(request) as admitted:
-        await admitted.with_examples(lambda: examples.remove(examples.head(name)))
+        await _on_thread(admitted, lambda: examples.remove(examples.head(name)))
     service_of(request).taught.changed()
     return Response(status_code=204)
 
@@ -318,7 +323,7 @@ async def export_head(request: Request) -> Response:
     """Return a head as one file, which a folder of models takes beside its backbone."""
     examples, name = _examples(request), request.path_params["name"]
     async with _admitted(request) as admitted:
-        _, content = await admitted.with_examples(lambda: examples.state(examples.head(name)))
+        _, content = await _on_thread(admitted, lambda: examples.state(examples.head(name)))
     if content is None:
         raise NotFound(f"{name}: it is not fitted yet: GET /heads/{name} says why")
     file_name = f'attachment; filename="{name}.safetensors"'
@@ -332,9 +337,14 @@ async def _admitted(request: Request) -> AsyncIterator[AdmittedRequest]:
     """Admit a request that asks no model, with a slot, until its answer is written or its caller
     leaves.
     """
-    async with service_of(request).admit(request) as admitted:
+    async with admit(request) as admitted:
         await admitted.take(1)
         yield admitted
+
+
+async def _on_thread(admitted: AdmittedRequest, work: Callable[[], T]) -> T:
+    """Return what `work` reads from the examples, or writes to them, on a thread."""
+    return await admitted.on_thread(admitted.service.lanes.examples, work)
 
 
 def _examples(request: Request) -> Examples:
@@ -413,7 +423,7 @@ async def _features(
         )
 
     if query.id is not None:
-        if await admitted.read_body():
+        if await admitted.body.read_whole():
             raise InvalidParameter(
                 "id: there is a body, too: send pictures, or the id of a kept one"
             )
@@ -425,7 +435,10 @@ async def _features(
             )
         await admitted.take(1)
         rows = [
-            (embedding_of(admitted, await admitted.infer(picture.pixels, wanted())), picture.pixels)
+            (
+                embedding_of(admitted, await infer_pixels(admitted, picture.pixels, wanted())),
+                picture.pixels,
+            )
         ]
     else:
         pictures = await asked.read_all(admitted)
@@ -437,7 +450,7 @@ async def _features(
         await admitted.take(len(pictures))
 
         async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-            decoded, result = await admitted.classify(require_file(picture), wanted())
+            decoded, result = await infer_file(admitted, require_file(picture), wanted())
             return embedding_of(admitted, result), decoded.picture.pixels
 
         rows = await of_each(row, pictures)

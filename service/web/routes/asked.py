@@ -16,8 +16,10 @@ from starlette.requests import Request
 from model.errors import InputError
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, MalformedRequest
-from service.web.request import AdmittedRequest, Model, model_of, require_file
+from service.web.admitted import AdmittedRequest
+from service.web.picture import require_file
 from service.web.routes.endpoint import parameters_of, validated
+from service.web.service import Model, model_of
 from service.web.upload import FormFields, UploadedFile
 from vitserve.documents import FIELD
 
@@ -89,9 +91,9 @@ class Asked(Generic[Q, R]):
         Raises:
             MalformedRequest: a field is given differently in the address.
             InvalidParameter, InputError: a value is not allowed.
-            UnknownModel, and what `AdmittedRequest.read_upload` raises.
+            UnknownModel, and what `RequestBody.read_files` raises.
         """
-        upload = await admitted.read_upload(
+        upload = await admitted.body.read_files(
             parameters_of(type(self.query)), several=several, fields=fields
         )
         if upload.fields:

@@ -26,7 +26,9 @@ from model.outputs import (
 )
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.web.request import AdmittedRequest, Model, all_of, model_of, service_of
+from service.web.admitted import AdmittedRequest, admit
+from service.web.gather import all_of
+from service.web.picture import decode_file, decode_photo, infer_pixels
 from service.web.routes.asked import Asked
 from service.web.routes.endpoint import (
     BINARY,
@@ -37,6 +39,7 @@ from service.web.routes.endpoint import (
     npy_response,
     problems,
 )
+from service.web.service import Model, model_of, service_of
 from vitserve.documents import MAPS, AttentionDocument, RegionDocument, significant
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
@@ -148,7 +151,7 @@ async def attention_of_kept_picture(
             raise NotFound(
                 "no picture of this id is kept for this model: it is unknown, expired or pushed out"
             )
-        async with service.admit(request, model) as admitted:
+        async with admit(request, model) as admitted:
             await admitted.take(1)
             explained = await _explain(admitted, requests, picture)
             return await _answer(admitted, query, explained, picture, query.id)
@@ -164,11 +167,11 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
     """Draw the map of the picture in the body."""
     model = await model_of(request, query.model)
     asked = Asked(request, query, model, _requests)
-    async with service_of(request).admit(request, model) as admitted:
+    async with admit(request, model) as admitted:
         file = await asked.read(admitted)
         await admitted.take(1)
         query, requests, model = asked.query, asked.wanted, admitted.model
-        decoded, turn = await admitted.decoded(file)
+        decoded, turn = await decode_file(admitted, file)
         turn.leave()
         picture = decoded.picture
         explained = await _explain(admitted, requests, picture)
@@ -179,7 +182,7 @@ async def attention(request: Request, query: Annotated[AttentionQuery, Query()])
         view, photo = query.view or default_view(model.info.config.image_size), None
         if query.format == "png" and view == "photo" and query.overlay is not False:
             # Decoded a second time, so that no photo is in memory while its map is computed.
-            photo = await admitted.photo(file, picture.region, query.size)
+            photo = await decode_photo(admitted, file, picture.region, query.size)
         return await _answer(admitted, query, explained, picture, image_id, photo)
 
 
@@ -187,7 +190,9 @@ async def _explain(
     admitted: AdmittedRequest, requests: Sequence[RequestedOutputs], picture: ModelInput
 ) -> list[Outputs]:
     """Return the outputs for a picture that have its maps, in the order of the requests for them."""
-    results = await all_of(admitted.infer(picture.pixels, requested) for requested in requests)
+    results = await all_of(
+        infer_pixels(admitted, picture.pixels, requested) for requested in requests
+    )
     return [result.outputs for result in results]
 
 
@@ -227,7 +232,11 @@ async def _answer(
     shown, covered = (picture.pixels, None) if photo is None else (photo.pixels, photo.region)
     draw = partial(_png, maps, labels, shown, covered, query)
     size = len(maps) * (query.size or max(shown.shape)) ** 2
-    return Response(await admitted.draw(draw, size=size), media_type="image/png", headers=headers)
+    return Response(
+        await admitted.on_thread(admitted.service.lanes.drawings, draw, size),
+        media_type="image/png",
+        headers=headers,
+    )
 
 
 def _png(

@@ -30,19 +30,13 @@ from service.errors import (
     UploadTooLarge,
 )
 from service.extensions.inference_protocol.inference import find_model
+from service.web.admitted import AdmittedRequest, admit
 from service.web.decoders import Decoded
+from service.web.gather import all_of
 from service.web.image_stores import new_image_id
 from service.web.middleware import request_context
+from service.web.picture import decode_file, infer_file, load_model, require_file, score, scored
 from service.web.problems import INTERNAL_ERROR, problem_of
-from service.web.request import (
-    AdmittedRequest,
-    Model,
-    all_of,
-    model_of,
-    require_file,
-    scored,
-    service_of,
-)
 from service.web.routes.asked import Asked
 from service.web.routes.attention import map_fields, query_of, region_document
 from service.web.routes.endpoint import (
@@ -54,6 +48,7 @@ from service.web.routes.endpoint import (
     ModelQuery,
     problems,
 )
+from service.web.service import Model, model_of, service_of
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     FIELD,
@@ -133,7 +128,7 @@ async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -
     several = await _several(request, query) if query.names_several else None
     model = await model_of(request, query.model) if several is None else several.first
     asked = Asked(request, query, model, _of_one_or_several)
-    async with service_of(request).admit(request, model) as admitted:
+    async with admit(request, model) as admitted:
         if several is not None:
             several.hold(admitted)
         picture = await asked.read(admitted)
@@ -163,7 +158,7 @@ async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query
         raise InvalidParameter("model: one is expected here; POST /classify takes several")
     model = await model_of(request, query.model)
     asked = Asked(request, query, model, _requested)
-    async with service_of(request).admit(request, model) as admitted:
+    async with admit(request, model) as admitted:
         pictures = await asked.read_all(admitted)
         if asked.query.names_several:
             raise InvalidParameter("model: one is expected here; POST /classify takes several")
@@ -214,7 +209,7 @@ async def _answer(
     picture: bytearray,
 ) -> bytes:
     """Return a picture's `Classification` as JSON; the picture is put into the image store."""
-    decoded, result = await admitted.classify(picture, requested)
+    decoded, result = await infer_file(admitted, picture, requested)
     image_id, model = await admitted.service.keep(decoded.picture, admitted.model), admitted.model
     admitted.count_image(model.info.name, result.outputs)
 
@@ -313,7 +308,7 @@ class _Several(NamedTuple):
         """Keep all models until the request ends."""
         for group in self.groups:
             for model, _ in group:
-                admitted.by(model)
+                admitted.with_model(model)
 
 
 async def _several(request: Request, query: ClassifyQuery) -> _Several:
@@ -427,10 +422,10 @@ async def _pass(
             wanted if model.taught is None else of_image(wanted, model.taught)
             for model, wanted in members
         ]
-        by_first = admitted.by(first)
-        decoded, result = await by_first.classify(picture, replace(asked, more=tuple(others)))
+        by_first = admitted.with_model(first)
+        decoded, result = await infer_file(by_first, picture, replace(asked, more=tuple(others)))
         cost = sum(model.taught.cost for model, _ in members if model.taught is not None)
-        scores = await by_first.score(partial(_scored, members, result.outputs), cost=cost)
+        scores = await score(by_first, partial(_scored, members, result.outputs), cost=cost)
     except (ImageError, MissingImage, UploadTooLarge):  # of the picture, not of a model
         raise
     except Exception as error:  # noqa: BLE001  it becomes the answer of the models of this pass
@@ -467,14 +462,14 @@ async def _load(
     """Load models that are unloaded once a picture is seen to be one; return who answers, and
     others' problems.
     """
-    _, turn = await admitted.by(members[0][0]).decoded(picture)
+    _, turn = await decode_file(admitted.with_model(members[0][0]), picture)
     turn.leave()
     loaded: _Members = []
     failed: dict[str, dict[str, Any]] = {}
     for model, wanted in members:
-        own = admitted.by(model)
+        own = admitted.with_model(model)
         try:
-            await own.load(share=0.5)
+            await load_model(own, share=0.5)
         except ServiceError as error:
             failed[model.info.name] = _item(admitted, error)
         else:
@@ -576,10 +571,10 @@ async def predictions(request: Request, query: Annotated[PredictionQuery, Query(
         service, name or path, version.removesuffix(".0") if name else "", started
     )
     asked = Asked(request, query, model, _of_labels)
-    async with service.admit(request, model) as admitted:
+    async with admit(request, model) as admitted:
         picture = await asked.read(admitted, fields=_FIELDS)
         await admitted.take(1)
-        _, result = await admitted.classify(picture, asked.wanted)
+        _, result = await infer_file(admitted, picture, asked.wanted)
     names = asked.wanted.labels or model.info.labels
     outputs = result.outputs
     admitted.count_image(model.info.name, outputs)
@@ -587,10 +582,10 @@ async def predictions(request: Request, query: Annotated[PredictionQuery, Query(
     if outputs.label_set is not None:
         predicted[len(outputs.label_set) :] = False  # it has the best ones
     by_label: dict[str, float] = {}
-    for index, score in zip(
+    for index, class_score in zip(
         outputs.indices[predicted].tolist(), outputs.scores[predicted].tolist(), strict=True
     ):
-        by_label.setdefault(names[index], significant(score))
+        by_label.setdefault(names[index], significant(class_score))
     return JSONResponse(by_label)
 
 

@@ -16,7 +16,9 @@ from model.heads import MAX_TEXTS, checked_texts, normalized
 from model.outputs import Pooling, RequestedOutputs, parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
-from service.web.request import AdmittedRequest, Model, model_of, of_each, require_file, service_of
+from service.web.admitted import AdmittedRequest, admit
+from service.web.gather import of_each
+from service.web.picture import embed_texts, infer_file, require_file
 from service.web.routes.asked import Asked
 from service.web.routes.classify import answer_each
 from service.web.routes.endpoint import (
@@ -29,6 +31,7 @@ from service.web.routes.endpoint import (
     problems,
     to_json,
 )
+from service.web.service import Model, model_of
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
 
@@ -85,7 +88,7 @@ async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> R
     if query.text:
         return await _embed_texts(request, query, model)
     asked = Asked(request, query, model, _requested)
-    async with service_of(request).admit(request, model) as admitted:
+    async with admit(request, model) as admitted:
         picture = await asked.read(admitted)
         query = asked.query
         if query.text:
@@ -112,7 +115,7 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
     """
     model = await model_of(request, query.model)
     asked = Asked(request, query, model, _requested)
-    async with service_of(request).admit(request, model) as admitted:
+    async with admit(request, model) as admitted:
         pictures = await asked.read_all(admitted)
         await admitted.take(len(pictures))
         if asked.query.format == "npy":
@@ -143,7 +146,7 @@ async def embed_all(
 
     async def row(picture: UploadedFile) -> NDArray[np.float32]:
         return embedding_of(
-            admitted, (await admitted.classify(require_file(picture), requested))[1]
+            admitted, (await infer_file(admitted, require_file(picture), requested))[1]
         )
 
     return await of_each(row, pictures)
@@ -153,7 +156,7 @@ async def _answer(
     admitted: AdmittedRequest, query: EmbedQuery, requested: RequestedOutputs, picture: bytearray
 ) -> bytes:
     """Return a picture's `Embedding` as JSON; the picture is put into the image store."""
-    decoded, result = await admitted.classify(picture, requested)
+    decoded, result = await infer_file(admitted, picture, requested)
     embedding = _written(embedding_of(admitted, result), query)
     image_id = await admitted.service.keep(decoded.picture, admitted.model)
     return to_json(
@@ -168,11 +171,11 @@ async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> 
     if query.pool != "head":
         raise InvalidParameter("pool: does not apply to texts")
     texts = checked_texts(query.text, "text", MAX_TEXTS)
-    async with service_of(request).admit(request, model) as admitted:
-        if await admitted.read_body():
+    async with admit(request, model) as admitted:
+        if await admitted.body.read_whole():
             raise InvalidParameter("text: there is a body, too: send a picture or texts")
         await admitted.take(1)
-        features = await admitted.embed_texts(texts)
+        features = await embed_texts(admitted, texts)
     if query.normalize:
         features = normalized(features)
     if query.format == "npy":

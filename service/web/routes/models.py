@@ -18,10 +18,11 @@ from service.engine.local import What
 from service.errors import Forbidden, InvalidParameter, NameTaken, Unauthorized, UnknownModel
 from service.models.folder import check_name, located, model_settings
 from service.settings import PATHS, Settings
+from service.web.admitted import admit
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.json_bodies import decoded
-from service.web.request import Service, service_of
 from service.web.routes.endpoint import NAME, Endpoint, problems, to_json
+from service.web.service import Service, service_of
 from vitserve.documents import ListedModel
 
 router = APIRouter(tags=["models"], route_class=Endpoint)
@@ -126,8 +127,8 @@ async def load(service: Service, name: str, what: What) -> tuple[ListedModel, bo
 async def small_body(request: Request) -> bytearray:
     """Return the body, which is no picture; raises `RequestTimeout` and what `read_whole` raises."""
     service = service_of(request)
-    async with service.admit(request, service.model(), needs_place=False) as admitted:
-        return await admitted.read_body(_MAX_BODY)
+    async with admit(request, service.model(), needs_slot=False) as admitted:
+        return await admitted.body.read_whole(_MAX_BODY)
 
 
 def allowed(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from service.engine.messages import InferenceRequest, attributes
 from service.errors import ServiceError
 from service.models.generation import Generation
 from service.observe.metrics import CONTENT_TYPE
-from service.web.request import model_of, service_of
 from service.web.routes.endpoint import Endpoint, ModelQuery, problems
+from service.web.service import model_of, service_of
 from vitserve.documents import Labels, ModelDescription
 
 logger = logging.getLogger("vitserve")

@@ -15,7 +15,7 @@ from service.settings import Settings, load_settings
 from service.web.admission import Receiving
 from service.web.app import create_app
 from service.web.image_stores import ImageStore
-from service.web.request import Service
+from service.web.service import Service
 from tests.service.fakes import FixedModels, png
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator

@@ -14,9 +14,8 @@ from service.extensions.inference_protocol import inference
 from service.extensions.inference_protocol import routes as inference_protocol
 from service.observe.metrics import Metrics
 from service.settings import load_settings
+from service.web import admitted, upload
 from service.web import app as app_module
-from service.web import request as request_module
-from service.web import upload
 from service.web.admission import RefusalPace
 from service.web.problems import CODES
 from service.web.routes import classify
@@ -178,7 +177,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 async def test_json_of_many_values_does_not_hold_the_event_loop(
     large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
-    monkeypatch.setattr(request_module, "LARGE", large)
+    monkeypatch.setattr(admitted, "LARGE", large)
     monkeypatch.setattr(inference, "BYTES_A_VALUE", 100)
     in_json = json.dumps({"image": base64.b64encode(png(7)).decode()}).encode()
     headers = {"content-type": "application/json"}

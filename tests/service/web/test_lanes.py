@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from service.errors import DeadlineExceeded, QueueFull
-from service.web.lanes import Deadline, Entry, FairQueue, Lane
+from service.web.fair_queue import Entry, FairQueue
+from service.web.lanes import Deadline, Lane
 from tests.service.fakes import PATIENCE, on_a_loop, until
 from tests.service.web.apps import Clock, settle
 

@@ -20,10 +20,11 @@ from PIL import Image
 
 from model.heads import ZeroShot
 from service.errors import InferenceFailed
-from service.web import request as request_module
+from service.web import admitted
 from service.web.admission import Permit
+from service.web.admitted import network_of
+from service.web.gather import all_of
 from service.web.lanes import Deadline
-from service.web.request import all_of, network_of
 from tests.extensions.inference_protocol.grpc.caller import calling, raw
 from tests.model.images.pictures import encode, noise
 from tests.service.fakes import PATIENCE, model_info, on_a_loop, png, until
@@ -67,7 +68,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_408_and_leaves_nothing_beh
 async def test_nobody_waits_for_an_engine_that_never_answers(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_module, "LATE_SECONDS", 0.0)
+    monkeypatch.setattr(admitted, "LATE_SECONDS", 0.0)
     service = app(request_timeout=0.4)
     service.engine.gate.clear()
     answer = await service.classify(path=path)

@@ -6,7 +6,7 @@ event loop.
                          messages.py  messages, bounded, as what `service.extensions.inference_protocol` reads and writes
 
 What a request may be and what becomes of it is decided in `service.extensions.inference_protocol` and
-`service.web.request`, as over HTTP. Nothing here is imported unless `VIT_GRPC_PORT` is set: it
+`service.web.picture`, as over HTTP. Nothing here is imported unless `VIT_GRPC_PORT` is set: it
 needs the extra `grpc`.
 """
 

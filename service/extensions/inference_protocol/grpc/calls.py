@@ -45,11 +45,12 @@ from service.http import MAX_CONNECTIONS
 from service.server import connection_limit
 from service.settings import Settings
 from service.web.admission import RECEIVING_BYTES, RefusalPace
+from service.web.admitted import AdmittedRequest, Sender, network_of
 from service.web.api_keys import KeyGuard
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import PROBES, Answered, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of
-from service.web.request import AdmittedRequest, Sender, Service, network_of
+from service.web.service import Service
 from vitserve import __version__
 
 logger = logging.getLogger(__name__)
@@ -318,7 +319,7 @@ async def _model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
     sender = Sender(call.caller, call.started, call.receive)
     async with AdmittedRequest(service, service.model(), sender) as admitted:
-        body = await admitted.read_body()
+        body = await admitted.body.read_whole()
         named, request = await admitted.write(
             partial(decode_request, body), size=len(body) // BYTES_A_VALUE
         )

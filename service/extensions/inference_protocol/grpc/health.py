@@ -9,7 +9,7 @@ from typing import Final
 from service.errors import NotFound, Unavailable, UnknownModel
 from service.extensions.inference_protocol import GRPC_SERVICE
 from service.extensions.inference_protocol.grpc.standard import HEALTH_SERVICE, message_class
-from service.web.request import Service
+from service.web.service import Service
 
 WATCH_SECONDS: Final = 0.5
 """Time between two looks of a watcher: an orchestrator asks as often."""

@@ -1,0 +1,387 @@
+"""An admitted request: its slots, its body, its deadline, its caller's disconnect, and its model.
+
+    async with admit(request, await model_of(request)) as admitted:
+        upload = await admitted.body.read_files()
+        await admitted.take(len(upload.files))
+        decoded, result = await infer_file(admitted, upload.files[0], requested)
+
+The end of the context gives back all that the request holds: its slots, the bytes of its body, and
+its model, which stays the same until then.
+"""
+
+import asyncio
+import copy
+import itertools
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from ipaddress import IPv6Address, IPv6Network
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Message, Receive
+
+from model.outputs import Outputs
+from service.engine.base import Engine
+from service.errors import ClientDisconnected, DeadlineExceeded, RequestTimeout
+from service.http import connection_of
+from service.models.generation import Generation
+from service.web.admission import Body, Permit
+from service.web.lanes import Deadline, Lane
+from service.web.middleware import request_context
+from service.web.service import Model, Service, service_of
+from service.web.upload import WHOLE_BODY, Bound, Upload, UploadLimits, read_files, read_whole
+from vitserve.documents import FIELD
+
+T = TypeVar("T")
+
+# Longest time by which the answer to a picture that was launched in time may be late.
+LATE_SECONDS: Final = 0.5
+
+# Number of values from which a thread reads or writes a document, because it would hold the event
+# loop for 5 to 10 ms.
+LARGE: Final = 2000
+
+
+class Sender(NamedTuple):
+    """The sender of a request.
+
+    Attributes:
+        caller: name of the API key, or the address without a key; see `network_of`.
+        started: reading of the clock at which the request's headers had been read.
+        receive: returns the next part of the body.
+        left: done once the caller has disconnected, or a coroutine function that waits for that;
+            None if the request is cancelled then.
+        headers: of the request.
+        request_id: of the request.
+        prefix: of the path; links in the answer begin with it.
+    """
+
+    caller: str
+    started: float
+    receive: Receive
+    left: asyncio.Future[None] | Callable[[Receive], Coroutine[Any, Any, None]] | None = None
+    headers: Headers = Headers()
+    request_id: str = ""
+    prefix: str = ""
+
+
+def network_of(address: str) -> str:
+    """Return an IPv4 address, or the /64 of an IPv6 address: one subscriber controls all of it."""
+    if address.count(":") > 1:
+        with suppress(ValueError):  # a proxy may send anything
+            ipv6 = IPv6Address(address)
+            return str(ipv6.ipv4_mapped or IPv6Network((int(ipv6) >> 64 << 64, 64)))
+    return address
+
+
+class Cancellation:
+    """Cancels the task of a request when its time is up or its caller disconnects.
+
+    The context manager raises `timeout_error` or `ClientDisconnected` in place of the cancellation.
+
+    Attributes:
+        timeout_error: the error of a request whose time is up now.
+    """
+
+    _task: asyncio.Task[Any]
+
+    def __init__(self) -> None:
+        self.timeout_error: Exception = DeadlineExceeded("the request was not answered in time")
+        self._timeout = asyncio.timeout(None)
+        self._has_disconnected = False
+        self._disconnect: asyncio.Future[None] | None = None
+        self._watcher: asyncio.Future[None] | None = None
+
+    def end_in(self, seconds: float) -> None:
+        """Cancel the task after some seconds, instead of any time set before."""
+        self._timeout.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    def watch(self, sender: Sender) -> None:
+        """Cancel the task when its caller disconnects; the body must have been read."""
+        if sender.left is None:
+            return
+        if callable(sender.left):
+            self._watcher = asyncio.ensure_future(sender.left(sender.receive))
+            self._disconnect = self._watcher
+        else:
+            self._disconnect = sender.left
+        self._disconnect.add_done_callback(self._cancel)
+
+    def _cancel(self, _: object) -> None:
+        self._has_disconnected = True
+        self._task.cancel()
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None, "a request is a task"
+        self._task = task
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._disconnect is not None:
+            self._disconnect.remove_done_callback(self._cancel)
+        if self._watcher is not None:
+            self._watcher.cancel()
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise self.timeout_error from None
+        if isinstance(error, TimeoutError) and self._timeout.expired():
+            raise self.timeout_error from None
+        if (
+            isinstance(error, asyncio.CancelledError)
+            and self._has_disconnected
+            and self._task.cancelling() <= 1
+        ):
+            self._task.uncancel()
+            raise ClientDisconnected("the caller went away") from None
+
+
+class RequestBody:
+    """The body of a request, whose bytes and time are bounded."""
+
+    def __init__(
+        self, service: Service, sender: Sender, deadline: Deadline, cancellation: Cancellation
+    ) -> None:
+        self._service = service
+        self._sender = sender
+        self._deadline = deadline
+        self._cancellation = cancellation
+        self._counted = Body()
+
+    async def read_files(
+        self,
+        parameters: Collection[str] = (),
+        *,
+        several: bool = False,
+        fields: Collection[str] = (FIELD,),
+    ) -> Upload:
+        """Return the pictures in the body, and the other fields of a form, without taking a slot.
+
+        Args:
+            parameters: names of the form fields that are parameters of the route.
+            several: whether more than one picture is allowed.
+            fields: names of the form fields with pictures.
+
+        Raises:
+            QueueFull: the limiter has fewer free slots than the body has pictures.
+            ReceivingFull: the memory for bodies is full.
+            What `service.web.upload.read_files` raises. The context of the request raises
+            `RequestTimeout` if the body did not arrive in time.
+        """
+        settings = self._service.settings
+        limiter = self._service.limiter
+        limits = UploadLimits(
+            settings.max_upload_bytes,
+            settings.max_request_bytes,
+            settings.max_images_per_request if several else 1,
+            fields,
+            parameters,
+            "VIT_MAX_IMAGES_PER_REQUEST" if several else "",
+        )
+        numbers = itertools.count(2)
+
+        def check_room() -> None:
+            limiter.check(next(numbers), self._sender.caller)
+
+        with self._arriving():
+            return await read_files(
+                self._sender.headers, self._receive, limits, check_room, self.in_documents_lane
+            )
+
+    async def read_whole(self, limit: int | None = None) -> bytearray:
+        """Return a body that is not a picture; raises as `read_files`.
+
+        Args:
+            limit: number of bytes that the body may have, if not VIT_MAX_REQUEST_BYTES.
+        """
+        bound = Bound(self._service.settings.max_request_bytes, WHOLE_BODY)
+        if limit is not None:
+            bound = Bound(limit)
+        with self._arriving():
+            return await read_whole(self._sender.headers, self._receive, bound)
+
+    async def in_documents_lane(self, work: Callable[[], T], size: int) -> T:
+        """Return the result of `work`, from a thread if the work handles many values."""
+        if size < LARGE:
+            return work()
+        lane = self._service.lanes.documents
+        with lane.work(work, self._sender.caller, size, self._deadline) as job:
+            return await job
+
+    def give_back(self) -> None:
+        """Stop counting the bytes of this body."""
+        self._service.receiving.give_back(self._counted)
+
+    @contextmanager
+    def _arriving(self) -> Iterator[None]:
+        service = self._service
+        cancellation = self._cancellation
+        started = service.clock()
+        timeout_error = cancellation.timeout_error
+        cancellation.timeout_error = RequestTimeout(
+            f"the body did not arrive within {service.settings.request_timeout:g} s"
+        )
+        cancellation.end_in(self._deadline.remaining())
+        with service.receiving.arriving(self._counted, self._give_way):
+            yield
+        cancellation.timeout_error = timeout_error
+        service.metrics.observe_stage("read", service.clock() - started)
+
+    async def _receive(self) -> Message:
+        message = await self._sender.receive()
+        self._service.receiving.add(self._counted, len(message.get("body", b"")))
+        return message
+
+    def _give_way(self) -> None:
+        self._cancellation.timeout_error = RequestTimeout(
+            "the body came too slowly while others waited for its room"
+        )
+        self._cancellation.end_in(0.0)
+
+
+class AdmittedRequest:
+    """A request with all that it holds, admitted until the context ends.
+
+    The request takes its slots once its body is here. This is a class, because a generator would
+    cost the event loop more.
+
+    Args:
+        model: the model that answers; None if the request does not need a model, or `choose` sets
+            the model later.
+        needs_slot: refuse the request at once if every slot is taken.
+
+    Attributes:
+        model: the model that answers.
+        sender: the sender of the request.
+        deadline: the end of the request's time.
+        body: the body of the request.
+        permit: the slots of the request.
+        loading: held while the model of the request is loaded.
+        embedding: held while texts of the request are computed.
+
+    Raises:
+        QueueFull, Draining, EngineUnavailable: the service does not have room.
+        RequestTimeout: the body did not arrive in time.
+        DeadlineExceeded: the request was not answered in time.
+        ClientDisconnected: the caller has disconnected.
+    """
+
+    model: Model
+
+    def __init__(
+        self, service: Service, model: Model | None, sender: Sender, *, needs_slot: bool = True
+    ) -> None:
+        self.service = service
+        self.sender = sender
+        self.deadline = Deadline(sender.started + service.settings.request_timeout, service.clock)
+        self.permit = Permit(service.limiter, sender.caller)
+        self.loading = asyncio.Lock()
+        self.embedding = asyncio.Lock()
+        self._first_model = model
+        self._needs_slot = needs_slot
+        self._generations: list[Generation[Engine]] = []  # of all models that answer
+        self._cancellation = Cancellation()
+        self.body = RequestBody(service, sender, self.deadline, self._cancellation)
+
+    async def __aenter__(self) -> Self:
+        if self._needs_slot:
+            await self.service.limiter.settle(caller=self.sender.caller)
+            self.service.check_room(self.sender.caller, needs_engine=self._first_model is not None)
+        if self._first_model is not None:
+            self.choose(self._first_model)
+        await self._cancellation.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self._cancellation.__aexit__(kind, error, traceback)
+        finally:
+            for generation in self._generations:
+                generation.end()
+            self.permit.close()
+            self.body.give_back()
+
+    def choose(self, model: Model) -> None:
+        """Set the model that answers from now on; the request holds it until the context ends."""
+        self.model = model
+        self._generations.append(model.generation)
+        model.generation.begin()
+
+    def with_model(self, model: Model) -> Self:
+        """Return the same request with another model that answers it, beside the first one."""
+        other = copy.copy(self)
+        other.choose(model)
+        return other
+
+    async def take(self, slots: int) -> None:
+        """Take a slot for each picture, now that the body is here; raises `QueueFull`.
+
+        From now on the request ends when its caller disconnects.
+        """
+        await self.service.limiter.settle(slots, self.sender.caller)
+        self.permit.extend(slots)
+        self._cancellation.end_in(self.deadline.remaining() + LATE_SECONDS)
+        self._cancellation.watch(self.sender)
+
+    @asynccontextmanager
+    async def turn(self, lane: Lane, size: float = 1) -> AsyncIterator[None]:
+        """Wait for a turn in a lane and hold it, and lend a slot to others meanwhile."""
+        with self.permit.lent(), lane.turn(self.sender.caller, size, self.deadline) as turn:
+            await turn
+            yield
+
+    async def on_thread(self, lane: Lane, work: Callable[[], T], size: float = 1) -> T:
+        """Return the result of `work` on a thread of a lane; lend a slot to others meanwhile."""
+        with (
+            self.permit.lent(),
+            lane.work(work, self.sender.caller, size, self.deadline) as job,
+        ):
+            return await job
+
+    async def write(self, work: Callable[[], T], size: int) -> T:
+        """Return the document that `work` writes, from a thread if it has many values."""
+        return await self.body.in_documents_lane(work, size)
+
+    def count_image(self, model: str, outputs: Outputs | None = None) -> None:
+        """Count a picture that a model answered just now; see `Metrics.count_image`."""
+        self.service.metrics.count_image(model, outputs, self.service.clock() - self.sender.started)
+
+
+def admit(
+    request: Request, model: Model | None = None, *, needs_slot: bool = True
+) -> AdmittedRequest:
+    """Admit a request over HTTP; see `AdmittedRequest`."""
+    context = request_context(request.scope)
+    connection = connection_of(request.scope)
+    if model is not None:
+        context.model = model.info.name
+    address = network_of(request.client.host) if request.client else ""
+    sender = Sender(
+        caller=context.key_name or address,
+        started=context.started,
+        receive=request.receive,
+        left=_wait_for_disconnect if connection is None else connection.left,
+        headers=request.headers,
+        request_id=context.request_id,
+        prefix=context.prefix or "",
+    )
+    return AdmittedRequest(service_of(request), model, sender, needs_slot=needs_slot)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

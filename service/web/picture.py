@@ -1,0 +1,306 @@
+"""The way of a picture through the service: its file decoded, its features scored by a head.
+
+    file --> decode_file --> the engine's batch --> the head's scores --> result
+             (a lane)        (the lane's turn)      (of a taught head, or of the request's labels)
+
+Each function takes the admitted request, whose model answers. Everything scarce is a lane of
+`service.web.lanes`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import PreprocessConfig
+from model.heads import Head, compared, of_image
+from model.images.decode import is_bounded
+from model.images.preprocess import ModelInput, Region, model_input
+from model.outputs import Outputs, RequestedOutputs
+from service.engine.messages import InferenceRequest, InferenceResult
+from service.errors import (
+    EngineUnavailable,
+    InferenceFailed,
+    MissingImage,
+    ServiceError,
+    UploadTooLarge,
+)
+from service.models.registry import UNNAMED, load_caller
+from service.settings import Settings
+from service.web.admitted import AdmittedRequest
+from service.web.decoders import Decoded
+from service.web.lanes import Job
+from service.web.service import Model
+from service.web.upload import BYTES_A_VALUE, UploadedFile, is_text, picture_of_text
+
+T = TypeVar("T")
+
+# Multiplications from which a thread scores heads; handing them over costs the event loop 0.1 ms.
+_LARGE_SCORES: Final = 1 << 18
+
+
+async def infer_file(
+    admitted: AdmittedRequest, data: bytearray, requested: RequestedOutputs
+) -> tuple[Decoded, InferenceResult]:
+    """Return the decoded picture of a file, and the model's answer to it.
+
+    A picture keeps its turn in the lane until it is answered, so that decoding does not run far
+    ahead of the model. It leaves the lane first if a map is requested, texts have to be computed,
+    or the model has to be loaded, because that may take long. The slot of the picture is free once
+    it is answered or refused, although other pictures of its batch are not.
+
+    Raises as `decode_file` and `infer_pixels`.
+    """
+    try:
+        head = None
+        if not admitted.model.unloaded:
+            # New texts come first, because they are scarcer than passes: refusing here saves the
+            # forward pass. A refused picture does not load an unloaded model.
+            head = await _head(admitted, requested)
+        decoded, turn = await decode_file(admitted, data)
+        pixels = decoded.picture.pixels
+        result = None
+        with turn:
+            if requested.map is None and not admitted.model.unloaded:
+                wanted = requested
+                if requested.labels or admitted.model.taught is not None:
+                    wanted = of_image(requested, admitted.model.taught)
+                result = await _batched(admitted, pixels, wanted)
+        return decoded, await infer_pixels(admitted, pixels, requested, result, head)
+    finally:
+        admitted.permit.release()
+
+
+async def infer_pixels(
+    admitted: AdmittedRequest,
+    pixels: NDArray[np.uint8],
+    requested: RequestedOutputs,
+    result: InferenceResult | None = None,
+    head: Head | None = None,
+) -> InferenceResult:
+    """Return the model's answer to one picture, uint8 [H, W, C].
+
+    A taught head scores the features of the picture here, and so does the head of the request's
+    labels, whose texts are not part of the batch.
+
+    Args:
+        result: the answer of the batch, if it is there already.
+        head: the head that scores the features, if it is there already.
+
+    Raises as `load_model` and `Engine.infer`.
+    """
+    await load_model(admitted)
+    if head is None:
+        head = await _head(admitted, requested)
+    if head is None:
+        return result or await _infer_in_turn(admitted, pixels, requested)
+    if result is None:
+        result = await _infer_in_turn(admitted, pixels, of_image(requested, head))
+    outputs = await score(
+        admitted, partial(scored, result.outputs, head, requested), cost=head.cost
+    )
+    return replace(result, outputs=outputs)
+
+
+# Decode
+
+
+async def decode_file(admitted: AdmittedRequest, data: bytearray) -> tuple[Decoded, Job[Any]]:
+    """Return the picture of a file at the model's size, and its turn, a context to be left.
+
+    A thread decodes a file if its header bounds the work, else a process does. A picture from a
+    process waits for a turn in the lane of the threads, at the cost of a file of as many bytes. The
+    process is held until then, so that decoding there does not run further ahead either.
+
+    Raises:
+        MissingImage: the file is empty.
+        QueueFull: the picture cannot be decoded in time.
+        What `Decoders.model_input` raises.
+    """
+    service = admitted.service
+    config = admitted.model.info.preprocess
+    if not data:
+        raise MissingImage("the picture is empty")
+    if is_text(data):
+        read = partial(picture_of_text, data, service.settings.max_upload_bytes)
+        data = await admitted.write(read, size=len(data) // BYTES_A_VALUE)
+    caller = admitted.sender.caller
+    if is_bounded(data):
+        work = partial(_decode, data, config, service.settings)
+        job: Job[Any] = service.lanes.pictures.work(work, caller, len(data), admitted.deadline)
+        with admitted.permit.lent(keep=1):  # a batch does not keep other callers out
+            decoded = await _holding_turn(job)
+    else:
+        async with admitted.turn(service.lanes.decoders):
+            decoded = await service.decoders.model_input(data, config, admitted.deadline)
+            size = decoded.picture.pixels.nbytes
+            job = service.lanes.pictures.turn(caller, size, admitted.deadline)
+            await _holding_turn(job)
+    service.metrics.observe_stage("decode", decoded.seconds)
+    return decoded, job
+
+
+async def decode_photo(
+    admitted: AdmittedRequest, data: bytearray, region: Region, size: int | None
+) -> ModelInput:
+    """Return the whole photo of a file, and the region that the model saw.
+
+    Args:
+        size: longest side of the photo in pixels.
+    """
+    async with admitted.turn(admitted.service.lanes.decoders):
+        photo = await admitted.service.decoders.photo(data, region, size, admitted.deadline)
+    return photo.picture
+
+
+def _decode(data: bytearray, config: PreprocessConfig, settings: Settings) -> Decoded:
+    started = time.perf_counter()
+    picture = model_input(
+        data, config, max_pixels=settings.max_image_pixels, scaled_decode=settings.scaled_decode
+    )
+    return Decoded(picture, time.perf_counter() - started)
+
+
+async def _holding_turn(job: Job[T]) -> T:
+    """Return the result of a job that keeps its turn afterwards, and leaves it if it fails."""
+    try:
+        return await job
+    except BaseException:
+        job.leave()
+        raise
+
+
+# Load the model
+
+
+async def load_model(admitted: AdmittedRequest, *, share: float = 1.0) -> None:
+    """Load the request's model if it is unloaded; the pictures of a batch load it once.
+
+    Raises:
+        EngineUnavailable: another process has replaced the model meanwhile.
+        What `Service.loaded_model` raises, for the same `share`.
+    """
+    if not admitted.model.unloaded:
+        return
+    with admitted.permit.lent():
+        async with admitted.loading:
+            if admitted.model.unloaded:
+                admitted.choose(await _loaded(admitted, admitted.model, share))
+
+
+async def _loaded(admitted: AdmittedRequest, unloaded: Model, share: float) -> Model:
+    generation = unloaded.generation
+    name = unloaded.info.name
+    if not generation.engine.ready:  # else it is loaded, even if another model has its name by now
+        token = load_caller.set(admitted.sender.caller or UNNAMED)
+        try:
+            started = admitted.sender.started
+            current = await admitted.service.loaded_model(name, started, share=share)
+            if not generation.engine.ready:
+                generation = current.generation
+        except ServiceError:
+            if not generation.engine.ready:
+                raise
+        finally:
+            load_caller.reset(token)
+    info = generation.engine.info
+    if info is None or (info.content, info.head) != (unloaded.info.content, unloaded.info.head):
+        raise EngineUnavailable(f"{name}: it was replaced while it was unloaded: try again")
+    return replace(unloaded, generation=generation, unloaded=False)
+
+
+# Infer
+
+
+async def _infer_in_turn(
+    admitted: AdmittedRequest, pixels: NDArray[np.uint8], requested: RequestedOutputs
+) -> InferenceResult:
+    """Infer in a turn of the lane for maps with a pass of their own, or of the lane for pictures."""
+    lanes = admitted.service.lanes
+    if requested.needs_pass:
+        async with admitted.turn(lanes.explanations):
+            return await _batched(admitted, pixels, requested)
+    caller = admitted.sender.caller
+    with lanes.pictures.turn(caller, pixels.nbytes, admitted.deadline) as turn:
+        await turn
+        return await _batched(admitted, pixels, requested)
+
+
+async def _batched(
+    admitted: AdmittedRequest, pixels: NDArray[np.uint8], requested: RequestedOutputs
+) -> InferenceResult:
+    model = admitted.model
+    if model.info.head and not requested.head:
+        requested = replace(requested, head=model.info.head)
+    request = InferenceRequest(pixels, requested, admitted.sender.caller)
+    result = await model.generation.engine.infer(request, timeout=admitted.deadline.remaining())
+    metrics = admitted.service.metrics
+    metrics.observe_stage("queue", result.queue_seconds)
+    metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
+    return result
+
+
+# Score
+
+
+async def _head(admitted: AdmittedRequest, requested: RequestedOutputs) -> Head | None:
+    """Return the head that scores the features: a taught one, or that of the request's labels."""
+    if admitted.model.taught is not None:
+        return admitted.model.taught
+    if not requested.labels:
+        return None
+    zero_shot = admitted.model.info.zero_shot
+    assert zero_shot is not None, "routes refuse labels for other models"
+    texts = await embed_texts(admitted, zero_shot.prompts(requested.labels))
+    make_head = partial(zero_shot.head, requested.labels, texts)
+    return await score(admitted, make_head, cost=texts.size)
+
+
+async def embed_texts(admitted: AdmittedRequest, texts: Sequence[str]) -> NDArray[np.float32]:
+    """Return the features of texts, in a turn if some of the texts are new.
+
+    Raises as `load_model` and `Engine.embed_texts`.
+    """
+    await load_model(admitted)
+    engine = admitted.model.generation.engine
+    service = admitted.service
+    with admitted.permit.lent():
+        async with admitted.embedding:  # the pictures of a batch ask for the same texts
+            count = service.texts.count_new(engine, texts)
+            if not count:
+                return await engine.embed_texts(texts, timeout=admitted.deadline.remaining())
+            with service.lanes.texts.turn(admitted.sender.caller, count, admitted.deadline) as turn:
+                await turn
+                features = await engine.embed_texts(texts, timeout=admitted.deadline.remaining())
+            service.texts.add(engine, texts)
+            return features
+
+
+async def score(admitted: AdmittedRequest, work: Callable[[], T], *, cost: int) -> T:
+    """Return the scores that `work` computes, on a thread if it takes many multiplications."""
+    if cost < _LARGE_SCORES:
+        return work()
+    return await admitted.on_thread(admitted.service.lanes.heads, work, cost)
+
+
+def scored(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outputs:
+    """Return the answer of a head to features, see `compared`.
+
+    Raises:
+        InferenceFailed: the scores are not finite.
+    """
+    answer = compared(outputs, head, requested)
+    if not answer.finite:
+        raise InferenceFailed("the head gave no finite score for this image")
+    return answer
+
+
+def require_file(file: UploadedFile) -> bytearray:
+    """Return the bytes of a file; raises `UploadTooLarge` if it has too many."""
+    if isinstance(file, UploadTooLarge):
+        raise file
+    return file
