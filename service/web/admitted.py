@@ -28,10 +28,11 @@ from service.errors import ClientDisconnected, DeadlineExceeded, RequestTimeout
 from service.http import connection_of
 from service.models.generation import Generation
 from service.web.admission import Body, Permit
+from service.web.body import WHOLE_BODY, Bound, read_files, read_whole
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_context
 from service.web.service import Model, Service, service_of
-from service.web.upload import WHOLE_BODY, Bound, Upload, UploadLimits, read_files, read_whole
+from service.web.upload import Upload, UploadLimits
 from vitserve.documents import FIELD
 
 T = TypeVar("T")
@@ -174,7 +175,7 @@ class RequestBody:
         Raises:
             QueueFull: the limiter has fewer free slots than the body has pictures.
             ReceivingFull: the memory for bodies is full.
-            What `service.web.upload.read_files` raises. The context of the request raises
+            What `service.web.body.read_files` raises. The context of the request raises
             `RequestTimeout` if the body did not arrive in time.
         """
         settings = self._service.settings

@@ -32,10 +32,11 @@ from service.errors import (
 from service.models.registry import UNNAMED, load_caller
 from service.settings import Settings
 from service.web.admitted import AdmittedRequest
+from service.web.base64_pictures import BYTES_A_VALUE, picture_of_text
 from service.web.decoders import Decoded
 from service.web.lanes import Job
 from service.web.service import Model
-from service.web.upload import BYTES_A_VALUE, UploadedFile, is_text, picture_of_text
+from service.web.upload import UploadedFile, is_text
 
 T = TypeVar("T")
 

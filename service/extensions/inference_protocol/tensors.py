@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
+from service.web.base64_pictures import from_base64
 from service.web.json_bodies import explained
-from service.web.upload import from_base64
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_ELEMENTS: Final = 1 << 40

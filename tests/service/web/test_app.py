@@ -14,7 +14,7 @@ from service.extensions.inference_protocol import inference
 from service.extensions.inference_protocol import routes as inference_protocol
 from service.observe.metrics import Metrics
 from service.settings import load_settings
-from service.web import admitted, upload
+from service.web import admitted, body
 from service.web import app as app_module
 from service.web.admission import RefusalPace
 from service.web.problems import CODES
@@ -164,7 +164,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(upload, "_json_picture")
+    watch(body, "picture_of_json")
     watch(classify, "_fields")
     watch(inference_protocol, "decode_request")
     watch(inference_protocol, "encode_answer")

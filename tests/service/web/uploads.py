@@ -5,9 +5,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from service.web.upload import Upload, UploadLimits, read_files
+from service.errors import ServiceError
+from service.web.body import read_files
+from service.web.upload import Upload, UploadLimits
 
 ROOMY = UploadLimits(file_bytes=10_000, body_bytes=100_000, files=8)
 WITH_PARAMETERS = replace(ROOMY, body_bytes=1_000_000, parameters=("top_k", "labels"))
@@ -84,3 +87,16 @@ def form(*parts: bytes, boundary: str = BOUNDARY) -> bytes:
 def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
     edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
     return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+CUTS = st.lists(st.integers(0, 5_000), max_size=30)
+
+
+def outcome(
+    chunks: Sequence[bytes], content_type: str = MULTIPART
+) -> list[object] | type[ServiceError]:
+    try:
+        return read(chunks, content_type)
+    except ServiceError as error:
+        assert "\n" not in str(error)
+        return type(error)

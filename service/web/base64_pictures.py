@@ -1,0 +1,162 @@
+"""Pictures that arrive as base64: in a JSON document, as text, or as a data URI.
+
+Reading base64 holds the interpreter, so long texts are read in pieces with pauses between them.
+"""
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from typing import Final
+from urllib.parse import unquote
+
+import msgspec
+
+from model.errors import UnsupportedImageFormat
+from service.errors import MalformedRequest, UnsupportedMediaType
+from service.web.upload import RIGHT_CALL, begins_as_markup, begins_as_picture, file_too_large
+from vitserve.documents import FIELD
+
+BYTES_A_VALUE: Final = 32
+"""Bytes of JSON that take as long to read as one value; 16 if they are escapes."""
+
+PIECE_BYTES = 1 << 18
+_PAUSE_SECONDS: Final = 1e-4  # long enough for another thread to take the interpreter
+_MAX_ESCAPE_BYTES: Final = 6
+_LOOKED_AT: Final = 256  # characters that tell whether a text is percent-encoded
+
+_DOCUMENT_START: Final = re.compile(rb'\s{0,99}\{\s{0,99}"image"\s{0,99}:\s{0,99}"')
+_DOCUMENT_END: Final = re.compile(rb'"\s{0,99}\}\s{0,99}')
+_DATA_URI: Final = re.compile(r"\s*data:[^,]{0,200};base64,", re.IGNORECASE)
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/_-]{16,}={0,2}")
+_PICTURE_NAME: Final = re.compile(
+    r"[^\n]{1,255}\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|heif)", re.IGNORECASE
+)
+_URL: Final = re.compile(r"(https?|s3|gs|file)://", re.IGNORECASE)
+
+
+def picture_of_json(document: bytearray, max_bytes: int) -> bytearray:
+    """Return the picture in a document `{"image": "BASE64"}`.
+
+    Raises:
+        UnsupportedMediaType: the document is another one.
+        UploadTooLarge: the picture has more than `max_bytes` bytes.
+        MalformedRequest: the text is not base64.
+    """
+    try:
+        text = "".join(_image_of(document))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise UnsupportedMediaType(
+            'expected the JSON {"image": "BASE64"} and nothing else; parameters go into the URL; '
+            f"or send the picture itself: {RIGHT_CALL}"
+        ) from None
+    prefix = _DATA_URI.match(text)
+    if prefix is not None:
+        if "%" in text[-_LOOKED_AT:]:
+            text = unquote(text)
+        text = text[prefix.end() :]
+    _check_size(text, max_bytes)
+    try:
+        return from_base64(_standard_base64(text))
+    except ValueError:
+        raise MalformedRequest(
+            "image: not base64; the service does not fetch URLs: send the picture's bytes"
+        ) from None
+
+
+def _image_of(document: bytearray) -> Iterator[str]:
+    """Yield the text of the image in pieces, without the line breaks of MIME's base64.
+
+    An escape takes 10 ns to read. Between pieces other threads take the interpreter.
+    """
+    before = _DOCUMENT_START.match(document)
+    end = document.rfind(b'"')
+    if before is None or before.end() > end or _DOCUMENT_END.fullmatch(document, end) is None:
+        raise msgspec.DecodeError
+    start = before.end()
+    while start < end:
+        stop = min(start + PIECE_BYTES, end)
+        if stop < end:
+            # Cut before an escape, not inside.
+            escape = document.rfind(b"\\", stop - _MAX_ESCAPE_BYTES + 1, stop)
+            if escape > 0:
+                stop = escape
+        piece = msgspec.json.decode(b'"' + document[start:stop] + b'"', type=str)
+        yield piece.replace("\r", "").replace("\n", "")
+        start = stop
+        if start < end:
+            time.sleep(_PAUSE_SECONDS)
+
+
+def picture_of_text(data: bytearray, max_bytes: int) -> bytearray:
+    """Return the picture that a text holds as base64 or as a data URI.
+
+    The base64 may have the alphabet for URLs and line breaks, and the URI may be percent-encoded.
+
+    Raises:
+        UnsupportedImageFormat: the text is something else; the message names the likely mistake.
+        UploadTooLarge: the picture has more than `max_bytes` bytes.
+    """
+    text = data.decode("ascii", "replace").strip()
+    encoded = unquote(text) if "%" in text[:_LOOKED_AT] else text
+    prefix = _DATA_URI.match(encoded)
+    if prefix is not None:
+        encoded = encoded[prefix.end() :]
+    encoded = re.sub(r"\s+", "", encoded)
+    if _BASE64.fullmatch(encoded):
+        _check_size(encoded, max_bytes)
+        with contextlib.suppress(ValueError):
+            picture = from_base64(_standard_base64(encoded))
+            if prefix is not None or begins_as_picture(picture):
+                return picture
+    raise UnsupportedImageFormat(_remedy(text))
+
+
+def _remedy(text: str) -> str:
+    """Return a message that says what to send instead of a text."""
+    if begins_as_markup(text.lstrip("\ufffd")[:100].encode("ascii", "replace")):
+        return f"the body is HTML or XML, not a picture: send the picture's bytes: {RIGHT_CALL}"
+    if _URL.match(text):
+        return (
+            "the body is a URL, and the service does not fetch URLs: "
+            f"send the picture's bytes: {RIGHT_CALL}"
+        )
+    if _PICTURE_NAME.fullmatch(text[:100]):
+        name = text[:50]
+        return f"{name!r} is a file's name, not its content: curl needs an @: -F {FIELD}=@{name}"
+    if text.startswith(("{", "[")):
+        return (
+            'the body is JSON: send Content-Type: application/json with {"image": "BASE64"}, '
+            f"or {RIGHT_CALL}"
+        )
+    return (
+        f"the body is text, not a picture: send its bytes: {RIGHT_CALL}, "
+        'or JSON {"image": "BASE64"}'
+    )
+
+
+def _check_size(encoded: str, max_bytes: int) -> None:
+    if len(encoded) // 4 * 3 - 2 > max_bytes:
+        raise file_too_large(max_bytes)
+
+
+def _standard_base64(text: str) -> str:
+    """Return base64 in the standard alphabet with padding: some senders use neither."""
+    if "-" in text or "_" in text:
+        text = text.replace("-", "+").replace("_", "/")
+    if len(text) % 4 == 0:
+        return text
+    bare = text.rstrip("=")
+    return bare + "=" * (-len(bare) % 4)
+
+
+def from_base64(text: str) -> bytearray:
+    """Return the bytes of a base64 text; raises `ValueError`."""
+    data = bytearray()
+    for start in range(0, len(text), PIECE_BYTES):
+        if len(data) % 3:
+            raise ValueError("padding before the end")
+        data += msgspec.convert(text[start : start + PIECE_BYTES], bytes)
+        if start + PIECE_BYTES < len(text):
+            time.sleep(_PAUSE_SECONDS)
+    return data

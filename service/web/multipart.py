@@ -1,0 +1,168 @@
+"""Multipart forms (RFC 7578): files and parameters, collected as they arrive."""
+
+from collections.abc import Callable
+from typing import Final
+
+from python_multipart.multipart import MultipartParser
+
+from model.errors import by_likeness
+from service.errors import MalformedRequest, MissingImage, TooManyImages
+from service.web.upload import (
+    RIGHT_CALL,
+    Upload,
+    UploadedFile,
+    UploadLimits,
+    file_too_large,
+    parse_header,
+)
+from vitserve.documents import FIELD
+
+_MAX_FIELDS: Final = 64
+"""Without a limit, a body of tiny parts would occupy the event loop for a minute."""
+
+_MAX_FIELD_BYTES: Final = 1 << 18  # a thousand labels of 256 characters
+
+
+def form_parser(boundary: bytes, form: "Form") -> Callable[[bytes], object]:
+    """Return a function that parses the chunks of a body into a form.
+
+    The form does not hold its parser: such a cycle would keep the files in memory.
+    """
+    parser = MultipartParser(
+        boundary,
+        {
+            "on_part_begin": form.on_part_begin,
+            "on_header_field": form.on_header_field,
+            "on_header_value": form.on_header_value,
+            "on_header_end": form.on_header_end,
+            "on_headers_finished": form.on_headers_finished,
+            "on_part_data": form.on_part_data,
+            "on_part_end": form.on_part_end,
+            "on_end": form.on_end,
+        },
+    )
+    return parser.write
+
+
+class Form:
+    """Collects the files and the other fields of a form; the parser calls its `on_` methods."""
+
+    def __init__(self, limits: UploadLimits, on_further_file: Callable[[], None]) -> None:
+        self._limits = limits
+        self._on_further_file = on_further_file
+        self._files: list[UploadedFile] = []
+        self._fields: dict[str, list[str]] = {}
+        self._field_bytes = 0
+        self._has_ended = False
+        # The current part.
+        self._header = bytearray()
+        self._value = bytearray()
+        self._name = ""
+        self._file: bytearray | None = None
+        self._parameter: str | None = None
+        self._text = bytearray()
+
+    def finish(self) -> Upload:
+        """Return the files and the other fields; raises `MalformedRequest` or `MissingImage`."""
+        if not self._has_ended:
+            raise MalformedRequest("multipart: the body ends before its last boundary")
+        if not self._files:
+            raise MissingImage(f"the form lacks a part named {FIELD!r}: {RIGHT_CALL}")
+        return Upload(self._files, self._fields)
+
+    def on_part_begin(self) -> None:
+        """Forget the previous part."""
+        self._name = ""
+        self._file = None
+        self._parameter = None
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        """Add to the name of a header."""
+        self._header += data[start:end]
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        """Add to the value of a header."""
+        self._value += data[start:end]
+
+    def on_header_end(self) -> None:
+        """Keep the field's name if this header has it."""
+        if self._header.lower() == b"content-disposition":
+            _, parameters = parse_header(bytes(self._value))
+            self._name = parameters.get(b"name", b"").decode("utf-8", "replace")
+        self._header.clear()
+        self._value.clear()
+
+    def on_headers_finished(self) -> None:
+        """Begin a file or a parameter; raises `TooManyImages` and errors of `on_further_file`."""
+        if self._name not in self._limits.fields:
+            self._begin_parameter(self._name)
+            return
+        if len(self._files) >= self._limits.files:
+            raise self._too_many_files()
+        if self._files:
+            self._on_further_file()
+        self._file = bytearray()
+        self._files.append(self._file)
+
+    def _too_many_files(self) -> TooManyImages:
+        limits = self._limits
+        if limits.files == 1 and not limits.setting:
+            return TooManyImages(
+                "two files, and this route takes one; the routes that end with /batch take several"
+            )
+        return TooManyImages(f"more than {limits.files} files in one request ({limits.setting})")
+
+    def _begin_parameter(self, name: str) -> None:
+        """Begin a parameter; raises `MalformedRequest` if the route does not know it."""
+        known = self._limits.parameters
+        if name not in known:
+            files = " or ".join(map(repr, self._limits.fields))
+            message = f"unknown form field {name[:50]!r}; the picture is the field {files}"
+            if known:
+                message += f"; parameters: {', '.join(by_likeness(name, known))}"
+            raise MalformedRequest(message)
+        if sum(map(len, self._fields.values())) >= _MAX_FIELDS:
+            raise MalformedRequest(f"multipart: more than {_MAX_FIELDS} fields besides the files")
+        self._parameter = name
+        self._fields.setdefault(name, []).append("")
+        self._text.clear()
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        """Add to the file or parameter.
+
+        Raises:
+            UploadTooLarge: the only file is too large.
+            MalformedRequest: the parameters are too long.
+        """
+        if self._parameter is not None:
+            self._field_bytes += end - start
+            if self._field_bytes > _MAX_FIELD_BYTES:
+                raise MalformedRequest(
+                    f"multipart: more than {_MAX_FIELD_BYTES} bytes in fields besides the files"
+                )
+            self._text += data[start:end]
+        elif self._file is not None:
+            self._file += data[start:end]
+            if len(self._file) > self._limits.file_bytes:
+                self._fail_file()
+
+    def _fail_file(self) -> None:
+        """Replace the current file by its error, which fails a request of one file."""
+        error = file_too_large(self._limits.file_bytes)
+        if self._limits.files == 1:
+            raise error
+        self._files[-1] = error
+        self._file = None
+
+    def on_part_end(self) -> None:
+        """Keep the value of a parameter; raises `MalformedRequest` if it is not text."""
+        if self._parameter is None:
+            return
+        try:
+            self._fields[self._parameter][-1] = self._text.decode()
+        except UnicodeDecodeError:
+            raise MalformedRequest(f"{self._parameter}: expected text in UTF-8") from None
+
+    def on_end(self) -> None:
+        """Note that the last boundary has arrived."""
+        self._has_ended = True

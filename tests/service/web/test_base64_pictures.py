@@ -1,0 +1,155 @@
+"""Pictures as base64, in JSON or as text."""
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.errors import UnsupportedImageFormat
+from service.errors import (
+    MalformedRequest,
+    UnsupportedMediaType,
+    UploadTooLarge,
+)
+from service.web import base64_pictures
+from service.web.base64_pictures import picture_of_text
+from service.web.upload import UploadLimits, is_text
+from tests.service.fakes import png
+from tests.service.web.uploads import (
+    CUTS,
+    cut,
+    outcome,
+    read,
+)
+
+JSON_WRITERS = {
+    "json": lambda text: json.dumps({"image": text}).encode(),
+    "no spaces": lambda text: json.dumps({"image": text}, separators=(",", ":")).encode(),
+    "indented": lambda text: json.dumps({"image": text}, indent=4).encode() + b"\r\n",
+    "PHP": lambda text: json.dumps({"image": text}).replace("/", "\\/").encode(),
+    ".NET": lambda text: json.dumps({"image": text}).replace("+", "\\u002B").encode(),
+    "Gson": lambda text: json.dumps({"image": text}).replace("=", "\\u003d").encode(),
+    "MIME": lambda text: json.dumps({"image": "\n".join(re.findall(".{1,76}", text))}).encode(),
+    "data: URI": lambda text: json.dumps({"image": f"data:image/jpeg;base64,{text}"}).encode(),
+}
+
+
+@pytest.mark.parametrize("writer", JSON_WRITERS)
+@given(picture=st.binary(min_size=1, max_size=3000), cuts=CUTS)
+def test_json_picture_survives_any_writer(writer: str, picture: bytes, cuts: list[int]) -> None:
+    body = JSON_WRITERS[writer](base64.b64encode(picture).decode())
+    assert read(cut(body, cuts), "Application/JSON; charset=utf-8") == [picture]
+
+
+@pytest.mark.parametrize("writer", JSON_WRITERS)
+def test_reading_json_pauses_between_pieces(writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base64_pictures, "PIECE_BYTES", 64)
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    picture = bytes(range(256)) * 4
+    assert read(JSON_WRITERS[writer](base64.b64encode(picture).decode()), "application/json") == [
+        picture
+    ]
+    assert len(pauses) > 40
+
+
+OTHER_JSON = [
+    b"{}",
+    b"[1, 2]",
+    b'"image"',
+    b'{"instances": [{"b64": "AAAA"}]}',
+    b'{"image": "AAAA", "top_k": 3}',
+    b'{"image": "AAAA"',
+    b'{"image": "AAAA"}}',
+    b'{"image": 3}',
+    b'{"image": "}',
+]
+
+
+@pytest.mark.parametrize("body", OTHER_JSON)
+@given(cuts=CUTS)
+def test_other_json_names_the_right_call(body: bytes, cuts: list[int]) -> None:
+    with pytest.raises(UnsupportedMediaType) as raised:
+        read(cut(body, cuts), "application/json")
+    assert '{"image": "BASE64"}' in str(raised.value)
+    assert "curl -F file=@photo.jpg URL" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["A", "AA=A", "AAA=AAAA", "AA A", "data:image/png,AAAA", "https://x/y.jpg"]
+)
+def test_json_without_base64_is_malformed(text: str) -> None:
+    with pytest.raises(MalformedRequest, match="does not fetch URLs"):
+        read(b'{"image": "%b"}' % text.encode(), "application/json")
+
+
+@given(st.binary(max_size=300), CUTS)
+def test_cuts_do_not_change_the_outcome_of_json(junk: bytes, cuts: list[int]) -> None:
+    for body in (junk, b'{"image": "' + junk, b'{"image": "AAAA' + junk + b'"}'):
+        whole = outcome([body], "application/json")
+        assert outcome(cut(body, cuts), "application/json") == whole
+
+
+@pytest.mark.parametrize(
+    "write",
+    [base64.b64encode, base64.urlsafe_b64encode, lambda data: base64.b64encode(data).rstrip(b"=")],
+    ids=["standard", "for URLs", "unpadded"],
+)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda text: text,
+        lambda text: b"data:image/png;base64," + text,
+        lambda text: b"DATA:Image/PNG;charset=utf-8;BASE64," + text,
+        lambda text: quote(b"data:image/png;base64," + text).encode(),
+        lambda text: (
+            b"\r\n".join(text[start : start + 76] for start in range(0, len(text), 76)) + b"\n"
+        ),
+    ],
+    ids=["bare", "data URI", "capitals", "percent-encoded", "lines"],
+)
+def test_text_may_hold_a_picture(
+    write: Callable[[bytes], bytes], wrap: Callable[[bytes], bytes]
+) -> None:
+    picture = png(7)
+    text = bytearray(wrap(write(picture)))
+    assert is_text(text)
+    assert not is_text(bytearray(picture))
+    assert picture_of_text(text, 10_000) == picture
+    with pytest.raises(UploadTooLarge):
+        picture_of_text(text, len(picture) - 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("dog.jpg", "curl needs an @: -F file=@dog.jpg"),
+        ("https://example.org/dog.jpg", "the service does not fetch URLs"),
+        ("<!DOCTYPE html><html></html>", "HTML or XML"),
+        ("\ufeff\n<!-- größe --><html></html>", "HTML or XML"),
+        ("<head><title>Größe</title></head>", "HTML or XML"),
+        ('{"image": "AAAA"}', "Content-Type: application/json"),
+        ("aGVsbG8gd29ybGQsIHRoaXMgaXMgbm8gcGljdHVyZQ==", "text, not a picture"),
+        ("hello", "text, not a picture"),
+    ],
+)
+def test_other_text_names_the_remedy(text: str, remedy: str) -> None:
+    assert is_text(bytearray(text.encode()))
+    with pytest.raises(UnsupportedImageFormat) as raised:
+        picture_of_text(bytearray(text.encode()), 10_000)
+    assert remedy in str(raised.value)
+
+
+@pytest.mark.parametrize("size", [60_000, 200_000])
+def test_json_picture_has_the_same_limit(size: int) -> None:
+    limits = UploadLimits(file_bytes=100_000, body_bytes=1_000_000, files=1)
+    body = b'{"image": "%b"}' % base64.b64encode(bytes(size))
+    with nullcontext() if size < limits.file_bytes else pytest.raises(UploadTooLarge):
+        assert read(body, "application/json", limits=limits) == [bytearray(size)]
