@@ -1,4 +1,4 @@
-"""How many cores this process may use, without torch."""
+"""Number of cores that this process may use, without torch."""
 
 import math
 import os
@@ -12,7 +12,7 @@ _OWN_GROUPS: Final = Path("/proc/self/cgroup")
 def usable_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int:
     """Return how many threads may work at the same time.
 
-    They are as many as `OMP_NUM_THREADS` says, as for torch; else as `allowed_cores` says.
+    That is `OMP_NUM_THREADS`, as for torch, or else `allowed_cores`.
 
     Args:
         system, own_groups: see `allowed_cores`.
@@ -24,11 +24,10 @@ def usable_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int:
 
 
 def allowed_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int:
-    """Return how many cores the process's affinity and the quotas of its control groups allow
-    (cgroup v1 and v2).
+    """Return how many cores the process's affinity and its control groups' quotas allow.
 
     Args:
-        system: where sysfs is mounted.
+        system: mount point of sysfs.
         own_groups: file that names the control groups of this process; see cgroups(7).
     """
     quotas = [_quota(folder) for folder in _group_folders(system / "fs/cgroup", own_groups)]
@@ -37,11 +36,10 @@ def allowed_cores(system: Path = _SYSTEM, own_groups: Path = _OWN_GROUPS) -> int
 
 
 def _group_folders(mount: Path, own_groups: Path) -> set[Path]:
-    """Return the folders of the process's control groups and of all above them, for each mount of
-    the CPU controller.
+    """Return the folders of the process's control groups and their parents (cgroup v1 and v2).
 
-    A container often sees its own group as the root of the mount, but its path as the host does:
-    then the folders of the path are missing, and the root has the quota.
+    A container often sees its own group as the root of the mount, but the path as on the host. Then
+    the folders of the path are missing, and the root has the quota.
     """
     try:
         lines = own_groups.read_text().splitlines()
@@ -55,12 +53,13 @@ def _group_folders(mount: Path, own_groups: Path) -> set[Path]:
         mounts = [mount / controllers, mount / "cpu"] if controllers else [mount, mount / "unified"]
         group = Path(path.lstrip("/"))
         if ".." not in group.parts:  # a group outside the namespace, which is not mounted
-            folders.update(root / each for root in mounts for each in (group, *group.parents))
+            for root in mounts:
+                folders.update(root / parent for parent in (group, *group.parents))
     return folders
 
 
 def _quota(folder: Path) -> float | None:
-    """Return the cores that a control group may use; None without a quota."""
+    """Return the number of cores that a control group may use; None without a quota."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -68,7 +67,7 @@ def _quota(folder: Path) -> float | None:
             quota = (folder / "cpu.cfs_quota_us").read_text()
             period = (folder / "cpu.cfs_period_us").read_text()
         cores = int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # no such folder, or a quota of "max"
+    except (OSError, ValueError, ZeroDivisionError):  # no folder, or a quota of "max"
         return None
     return cores if cores > 0 else None  # cgroup v1 writes -1 for no quota
 
@@ -76,7 +75,7 @@ def _quota(folder: Path) -> float | None:
 def compute_threads(system: Path = _SYSTEM) -> int:
     """Return how many threads compute one batch: at most one for each physical core.
 
-    Two logical cores of one physical core share the units that multiply.
+    Two logical cores of one physical core share their multipliers.
     """
     physical = {_siblings(core, system) for core in _affinity()}
     return min(len(physical), usable_cores(system))
@@ -89,7 +88,7 @@ def _affinity() -> set[int]:
 
 
 def _siblings(core: int, system: Path) -> str:
-    """Return the logical cores that share a physical core with this one, as the kernel lists them."""
+    """Return the kernel's list of logical cores that share a physical core with this one."""
     try:
         return (system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
     except OSError:

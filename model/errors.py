@@ -1,7 +1,7 @@
 """The errors below the server, as types. They know neither HTTP nor exit codes.
 
 `service.web.problems` maps them to HTTP statuses and `service.cli.main` to exit codes. Each message
-is one line that names the thing and, where there is one, the way out.
+is one line that names the cause and, if there is one, the remedy.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 _MAX_MESSAGE: Final = 1900
-# Characters of a message's end that stay: what to do often stands there.
+# Characters kept at a message's end, which often says what to do.
 _MESSAGE_END: Final = 400
 # Characters of an unknown name that are compared with the known ones.
 _MAX_COMPARED: Final = 50
@@ -24,7 +24,7 @@ class VitError(Exception):
 
 
 class ImageError(VitError):
-    """The picture cannot be used. Nobody but its sender is affected."""
+    """The picture cannot be used. Only its sender is affected."""
 
 
 class UnsupportedImageFormat(ImageError):
@@ -44,10 +44,10 @@ class InvalidImage(ImageError):
 
 
 class CheckpointError(VitError):
-    """The checkpoint is missing, incomplete, or not what its config says. The message names the
-    file.
+    """The checkpoint is missing or incomplete, or its config describes another one.
 
-    It is one line of bounded length, whatever names and values of the file are in it.
+    The message names the file. It is one line of bounded length, whatever names and values of the
+    file are in it.
     """
 
     def __init__(self, message: str) -> None:
@@ -57,9 +57,7 @@ class CheckpointError(VitError):
 
 
 class CheckpointChanged(RuntimeError):
-    """What is to be computed needs the checkpoint's files again, and they are no longer those that
-    were loaded.
-    """
+    """An output needs the checkpoint's files again, and they changed since they were loaded."""
 
 
 class DeviceError(VitError):
@@ -67,16 +65,15 @@ class DeviceError(VitError):
 
 
 class NotFinite(DeviceError):
-    """The model gives scores that are not finite, in the dtype that it computes in."""
+    """The model's scores are not finite in the dtype that it computes in."""
 
 
 class NewProcessNeeded(DeviceError):
-    """This process can no longer use the device as configured; a new process can, with another
-    value of an option.
+    """This process can no longer use the device; a new process with another option can.
 
     Attributes:
-        option: name of the option, which is a setting's.
-        value: the value that it is to have instead.
+        option: name of the option, which is also the name of a setting.
+        value: value of the option in the new process.
     """
 
     def __init__(self, message: str, option: str, value: str | int) -> None:
@@ -110,9 +107,7 @@ class DatasetError(TrainingError):
 
 
 def printable(text: str) -> str:
-    """Return a text in one line, with escapes for line breaks and other characters that do not
-    print.
-    """
+    """Return a text in one line, with escapes for characters that do not print."""
     if text.isprintable():
         return text
     return "".join(
@@ -121,22 +116,24 @@ def printable(text: str) -> str:
 
 
 def by_likeness(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names, the one most like an unknown name first."""
+    """Return the known names, the most similar to an unknown name first."""
     unknown = name[:_MAX_COMPARED].lower()
-    return sorted(
-        known, key=lambda each: (-SequenceMatcher(None, each.lower(), unknown).ratio(), each)
-    )
+
+    def rank(candidate: str) -> tuple[float, str]:
+        return -SequenceMatcher(None, candidate.lower(), unknown).ratio(), candidate
+
+    return sorted(known, key=rank)
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Return the known name that an unknown one was probably meant to be, or an empty text.
+    """Return the known name that an unknown one probably means, or an empty text.
 
     Args:
         name: the unknown name, in any case and with hyphens or underscores.
-        known: the names that there are.
-        likeness: the least ratio of `difflib.SequenceMatcher`, 0 to 1.
+        known: all known names.
+        likeness: lowest ratio of `difflib.SequenceMatcher`, 0 to 1.
     """
-    spelled = {_spelled(each): each for each in known}
+    spelled = {_spelled(candidate): candidate for candidate in known}
     near = get_close_matches(_spelled(name[:_MAX_COMPARED]), spelled, 1, likeness)
     return spelled[near[0]] if near else ""
 
@@ -146,9 +143,9 @@ def _spelled(name: str) -> str:
 
 
 def first_problem(error: "ValidationError") -> str:
-    """Return one line on the first problem of a pydantic error: where, and what."""
+    """Return one line about the first problem of a pydantic error: its field and message."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    field = ".".join(str(part) for part in first["loc"])
     message = (
         first["msg"]
         .removeprefix("Value error, ")
@@ -156,10 +153,10 @@ def first_problem(error: "ValidationError") -> str:
         .replace("Input should be ", "expected ")
     )
     message = message.replace("Extra inputs are not permitted", "unknown name")
-    return f"{where}: {message}" if where else message
+    return f"{field}: {message}" if field else message
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

@@ -1,9 +1,9 @@
-"""A linear probe: softmax regression on features, with a penalty on its squared weights; of arrays
-alone, no torch.
+"""A linear probe: softmax regression on features, with a penalty on its squared weights.
 
-The penalty is chosen by cross-validation, and the head is then fitted to all features. For its
-minimum, features are turned to their principal axes, and each axis is scaled by the curvature of
-the loss there: L-BFGS (Nocedal & Wright 2006, algorithm 7.4) then takes some ten steps.
+Cross-validation chooses the penalty, and the head is then fitted to all features. The minimum is
+searched along the features' principal axes, each scaled by the curvature of the loss. L-BFGS
+(Nocedal & Wright 2006, algorithm 7.4) then takes about ten steps; see
+docs/decisions/linear-probe.md. Only arrays are needed, no torch.
 """
 
 import math
@@ -13,25 +13,28 @@ from typing import Final, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import fit_scores, losses, scores_and_energies
 from model.heads import Head
+from model.score_fit import fit_scores, losses, scores_and_energies
 
 Floats = NDArray[np.floating]
 
-# What half the squared weights are multiplied by, for features of unit variance; the strongest
-# first.
+# Factors of half the squared weights, for features of unit variance; the strongest first.
 PENALTIES: Final = tuple(10 ** (0.5 - number / 2) for number in range(11))
-# Penalties that are tried after the best one.
 FOLDS: Final = 5
+# Number of penalties that are tried after the best one.
 _PATIENCE: Final = 2
-# Norms of the scaled gradient where a fit ends: half its square is about what the loss lies above
-# its minimum.
+# Norms of the scaled gradient at which a fit ends. Half the square of the norm is about the
+# distance of the loss from its minimum.
 _EXACT: Final = 1e-6
 _NEAR: Final = 1e-3
-# Steps that L-BFGS remembers.
+# Most steps of L-BFGS, and the number of steps that it remembers.
 _STEPS: Final = 1000
 _MEMORY: Final = 10
-# Logits of all features from which on a single fold is held out.
+# Shortest step that is tried: the precision of the dtype ends there.
+_SHORTEST: Final = 1e-3
+# Share of the expected decrease that a step must reach (Armijo's rule).
+_SUFFICIENT: Final = 1e-4
+# Number of logits from which on only one fold is held out.
 _MANY: Final = 20_000_000
 
 
@@ -39,12 +42,12 @@ class Choice(NamedTuple):
     """The result of a cross-validation.
 
     Attributes:
-        penalty: the one with the lowest loss.
-        temperature: of the held-out scores at this penalty; see `fit_scores`.
-        loss: their mean negative log-likelihood at this temperature, in nats.
-        rows: int64 [M], the features that were held out, ascending.
-        logits: float32 [M, C], theirs at this penalty.
-        scores: float64 [M, C], of these at this temperature.
+        penalty: the penalty with the lowest loss.
+        temperature: temperature of the held-out scores at this penalty; see `fit_scores`.
+        loss: mean negative log-likelihood of held-out pictures at this temperature, in nats.
+        rows: int64 [M], indices of the held-out features, ascending.
+        logits: float32 [M, C], logits of the held-out features at this penalty.
+        scores: float64 [M, C], scores of these logits at this temperature.
     """
 
     penalty: float
@@ -67,13 +70,14 @@ def fit_head(
 
     Args:
         features: [N, D].
-        truth: int64 [N], the class of each.
-        labels: of the C classes.
-        folds: int64 [N], the fold in which each is held out, -1 for none; by default those that
-        `seed` draws.
+        truth: int64 [N], the class of each feature.
+        labels: labels of the C classes.
+        folds: int64 [N], the fold in which each feature is held out, -1 for none; None draws them.
+        seed: seed of the folds, see `draw_folds`.
     """
     axes = Axes.of(features)
-    folds = draw_folds(truth, len(labels), seed) if folds is None else folds
+    if folds is None:
+        folds = draw_folds(truth, len(labels), seed)
     choice = choose_penalty(axes, truth, folds, len(labels))
     weight, bias = axes.head(truth, len(labels), choice.penalty)
     head = Head(
@@ -87,10 +91,9 @@ def fit_head(
 
 
 def draw_folds(truth: NDArray[np.int64], classes: int, seed: int) -> NDArray[np.int64]:
-    """Return the fold in which each feature is held out, int64 [N]; each class is spread over all
-    of them.
+    """Return the fold in which each feature is held out, int64 [N]; each class is in all folds.
 
-    What is the only one of its class is never held out, and of very many features a single fold is.
+    The only feature of a class is never held out. With very many features, only one fold is.
     """
     order = np.random.default_rng(seed).permutation(len(truth))
     folds = np.empty(len(truth), np.int64)
@@ -102,23 +105,21 @@ def draw_folds(truth: NDArray[np.int64], classes: int, seed: int) -> NDArray[np.
 
 
 def interval(right: float, count: float) -> tuple[float, float]:
-    """Return the interval of a share, right of count, that holds the true one with 95% confidence
-    (Wilson 1927).
-    """
-    share, z = right / count, 1.96
+    """Return the 95 % confidence interval of a share, right of count (Wilson 1927)."""
+    share = right / count
+    z = 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
     return max(0.0, round(middle - half, 9)), min(1.0, round(middle + half, 9))
 
 
 class Axes(NamedTuple):
-    """Features that are centred, divided by the root of their mean variance, and turned to their
-    principal axes.
+    """Features along their principal axes, centred and divided by the root of their mean variance.
 
     Attributes:
         mean: float64 [D].
-        scale: the root of the mean variance.
-        basis: float64 [D, A], unit vectors; axes on which nothing varies are left out.
+        scale: root of the mean variance.
+        basis: float64 [D, A], unit vectors; axes without variance are left out.
         variances: float64 [A].
         values: float64 [N, A].
     """
@@ -134,30 +135,27 @@ class Axes(NamedTuple):
         """Return the axes of features [N, D]."""
         exact = features.astype(np.float64)
         mean = exact.mean(axis=0)
-        scale = max(
-            float(np.sqrt(np.square(exact - mean).mean())), float(np.finfo(np.float32).tiny)
-        )
+        deviation = float(np.sqrt(np.square(exact - mean).mean()))
+        scale = max(deviation, float(np.finfo(np.float32).tiny))
         scaled = (exact - mean) / scale
-        few = (
-            scaled.shape[0] < scaled.shape[1]
-        )  # the smaller of the two products has all that is needed
-        squares, vectors = np.linalg.eigh(scaled @ scaled.T if few else scaled.T @ scaled)
-        kept = squares > 1e-10 * max(float(squares[-1]), 1.0)
-        squares, vectors = squares[kept], vectors[:, kept]
-        basis = scaled.T @ vectors / np.sqrt(squares) if few else vectors
+        # The smaller of the two products has everything that is needed.
+        has_few_rows = scaled.shape[0] < scaled.shape[1]
+        product = scaled @ scaled.T if has_few_rows else scaled.T @ scaled
+        squares, vectors = np.linalg.eigh(product)
+        is_kept = squares > 1e-10 * max(float(squares[-1]), 1.0)
+        squares = squares[is_kept]
+        basis = vectors[:, is_kept]
+        if has_few_rows:
+            basis = scaled.T @ basis / np.sqrt(squares)
         return cls(mean, scale, basis, squares / len(exact), scaled @ basis)
 
     def head(
         self, truth: NDArray[np.int64], classes: int, penalty: float
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the weight [C, D] and the bias [C] of a penalty, fitted to all features, for
-        features as they came.
-        """
+        """Return the weight [C, D] and bias [C] for the original features."""
         widths = self.widths(classes, penalty)
-        strength, start = (
-            penalty * np.square(widths) * self.penalised,
-            np.zeros((classes, len(widths))),
-        )
+        strength = penalty * np.square(widths) * self.penalised
+        start = np.zeros((classes, len(widths)))
         unscaled = minimise(self.scaled(widths), truth, strength, start, _EXACT) * widths
         weight = unscaled[:, :-1] @ self.basis.T / self.scale
         return weight, unscaled[:, -1] - weight @ self.mean
@@ -168,13 +166,13 @@ class Axes(NamedTuple):
         return np.append(np.ones(len(self.variances)), 0.0)
 
     def widths(self, classes: int, penalty: float) -> NDArray[np.float64]:
-        """Return what parameters are divided by, [A + 1]: the curvature is then about 1 along each,
-        the bias last.
+        """Return the divisors of the parameters, [A + 1], the bias last.
+
+        They make the curvature along each axis about 1.
         """
         curvature = max((1 - 1 / classes) / classes, 1e-3)
-        widths: NDArray[np.float64] = 1 / np.sqrt(
-            np.append(curvature * self.variances + penalty, curvature)
-        )
+        curvatures = np.append(curvature * self.variances + penalty, curvature)
+        widths: NDArray[np.float64] = 1 / np.sqrt(curvatures)
         return widths
 
     def scaled(self, widths: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -187,29 +185,29 @@ def choose_penalty(
 ) -> Choice:
     """Return the penalty whose heads give held-out features the best scores.
 
-    A strong penalty often gives the better answers, at scores that are too low. The temperature
-    mends these, so the losses are compared with it. For the arguments see `fit_head`.
+    A strong penalty often gives the better answers with scores that are too low. A temperature
+    corrects the scores, so losses are compared after it is fitted. For the arguments see
+    `fit_head`.
     """
     numbers = range(folds.max() + 1)
-    held_out, rest = (
-        [np.flatnonzero((folds == n) == out) for n in numbers] for out in (True, False)
-    )
-    rows, logits = np.flatnonzero(folds >= 0), np.empty((len(truth), classes), np.float32)
-    parameters = [np.zeros((classes, axes.values.shape[1] + 1), np.float32) for _ in numbers]
-    before = np.ones(1)
+    held_out = [np.flatnonzero(folds == number) for number in numbers]
+    rest = [np.flatnonzero(folds != number) for number in numbers]
+    rows = np.flatnonzero(folds >= 0)
+    logits = np.empty((len(truth), classes), np.float32)
+    # Each fit starts from that of the penalty before, in the widths of this one.
+    fits: list[Floats] = [np.zeros((classes, axes.values.shape[1] + 1), np.float32)] * len(numbers)
+    previous_widths = np.ones(1)
     best: Choice | None = None
     for number, penalty in enumerate(PENALTIES):
         widths = axes.widths(classes, penalty)
         scaled = axes.scaled(widths).astype(np.float32)
         strength = (penalty * np.square(widths) * axes.penalised).astype(np.float32)
-        begun = [(found * (before / widths)).astype(np.float32) for found in parameters]
-        pairs = zip(rest, begun, strict=True)
-        parameters = [
-            minimise(scaled[part], truth[part], strength, start, _NEAR) for part, start in pairs
-        ]
-        before = widths
-        for part, found in zip(held_out, parameters, strict=True):
-            logits[part] = scaled[part] @ found.T
+        for fold in numbers:
+            start = (fits[fold] * (previous_widths / widths)).astype(np.float32)
+            others = rest[fold]
+            fits[fold] = minimise(scaled[others], truth[others], strength, start, _NEAR)
+            logits[held_out[fold]] = scaled[held_out[fold]] @ fits[fold].T
+        previous_widths = widths
         fit = fit_scores(logits[rows], truth[rows])
         loss = float(losses(logits[rows], truth[rows], fit).mean())
         if best is None or loss < best.loss:
@@ -221,65 +219,82 @@ def choose_penalty(
     return best
 
 
+class _Step(NamedTuple):
+    """A step of L-BFGS: how parameters and gradient changed, and the product of both changes."""
+
+    parameters: Floats
+    gradient: Floats
+    product: float
+
+
 def minimise(
     values: Floats, truth: NDArray[np.int64], strength: Floats, start: Floats, tolerance: float
 ) -> Floats:
-    """Return the parameters [C, A] of the least mean negative log-likelihood plus penalty, in the
-    dtype of the values.
+    """Return the parameters [C, A] with the lowest loss, in the dtype of the values.
 
     Args:
         values: [N, A]; logits are their products with parameters.
         truth: int64 [N].
-        strength: [A], what half of the squared parameters are multiplied by.
+        strength: [A], factors of half the squared parameters.
         start: [C, A].
-        tolerance: the norm of the gradient that is small enough.
+        tolerance: norm of the gradient at which the search ends.
     """
-    found, (loss, slope) = start, _loss(values, truth, strength, start)
-    steps: list[tuple[Floats, Floats, float]] = []
+    parameters = start
+    loss, gradient = _loss(values, truth, strength, parameters)
+    steps: list[_Step] = []
     for _ in range(_STEPS):
-        if np.linalg.norm(slope) <= tolerance:
+        if np.linalg.norm(gradient) <= tolerance:
             break
-        direction, length = _direction(steps, slope), 1.0
-        fall = float(np.vdot(direction, slope))
-        while (tried := _loss(values, truth, strength, found - length * direction))[
-            0
-        ] > loss - 1e-4 * length * fall:
+        direction = _direction(steps, gradient)
+        decrease = float(np.vdot(direction, gradient))
+        length = 1.0
+        while True:
+            change = -length * direction
+            next_loss, next_gradient = _loss(values, truth, strength, parameters + change)
+            if next_loss <= loss - _SUFFICIENT * length * decrease:
+                break
             length /= 2
-            if length < 1e-3:  # the digits of the dtype end here
-                return found
-        change, bend = -length * direction, tried[1] - slope
-        found, (loss, slope) = found + change, tried
-        if (along := float(np.vdot(change, bend))) > 0:
-            steps = [*steps[1 - _MEMORY :], (change, bend, along)]
-    return found
+            if length < _SHORTEST:
+                return parameters
+        gradient_change = next_gradient - gradient
+        parameters = parameters + change
+        loss = next_loss
+        gradient = next_gradient
+        product = float(np.vdot(change, gradient_change))
+        if product > 0:
+            steps = [*steps[1 - _MEMORY :], _Step(change, gradient_change, product)]
+    return parameters
 
 
 def _loss(
     values: Floats, truth: NDArray[np.int64], strength: Floats, parameters: Floats
 ) -> tuple[float, Floats]:
     """Return the mean negative log-likelihood plus the penalty, and its gradient [C, A]."""
-    logits, each = values @ parameters.T, np.arange(len(truth))
+    rows = np.arange(len(truth))
+    logits = values @ parameters.T
     logits -= logits.max(axis=1, keepdims=True)
-    right = logits[each, truth]
+    right = logits[rows, truth]
     shares = np.exp(logits, out=logits)
     total = shares.sum(axis=1)
-    pulled = strength * parameters
-    loss = (np.log(total) - right).mean(dtype=np.float64) + np.vdot(pulled, parameters) / 2
+    penalty = strength * parameters
+    loss = (np.log(total) - right).mean(dtype=np.float64) + np.vdot(penalty, parameters) / 2
     shares /= total[:, np.newaxis]
-    shares[each, truth] -= 1
-    return float(loss), shares.T @ values / len(truth) + pulled
+    shares[rows, truth] -= 1
+    return float(loss), shares.T @ values / len(truth) + penalty
 
 
-def _direction(steps: Sequence[tuple[Floats, Floats, float]], slope: Floats) -> Floats:
-    """Return the slope, changed by the curvature that the last steps saw: the way of L-BFGS,
-    uphill.
-    """
-    direction, factors = slope, []
-    for change, bend, along in reversed(steps):
-        factors.append(np.vdot(change, direction) / along)
-        direction = direction - factors[-1] * bend
+def _direction(steps: Sequence[_Step], gradient: Floats) -> Floats:
+    """Return the gradient, corrected by the curvature of the last steps: the ascent of L-BFGS."""
+    direction = gradient
+    factors: list[np.floating] = []
+    for step in reversed(steps):
+        factor = np.vdot(step.parameters, direction) / step.product
+        factors.append(factor)
+        direction = direction - factor * step.gradient
     if steps:
-        direction = direction * (steps[-1][2] / np.vdot(steps[-1][1], steps[-1][1]))
-    for (change, bend, along), factor in zip(steps, reversed(factors), strict=True):
-        direction = direction + change * (factor - np.vdot(bend, direction) / along)
+        last = steps[-1]
+        direction = direction * (last.product / np.vdot(last.gradient, last.gradient))
+    for step, factor in zip(steps, reversed(factors), strict=True):
+        correction = factor - np.vdot(step.gradient, direction) / step.product
+        direction = direction + step.parameters * correction
     return direction

@@ -1,15 +1,14 @@
-"""A head that was fitted to examples, as one safetensors file: weights, labels, thresholds, what it
-knows of itself.
+"""A head fitted to examples, as one safetensors file.
 
-weight float32 [C, D], bias float32 [C], known float16 [M, D]; the metadata has the rest as text,
-with the name of the features that the head reads (`head` if a file names none) and the number of
-their parts
+The arrays are weight float32 [C, D], bias float32 [C] and known float16 [M, D]. The metadata has
+the labels, thresholds and statistics as text. It also has the name of the features that the head
+reads, and the number of their parts; in files without these, `head` and 1.
 """
 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -20,13 +19,15 @@ from safetensors.numpy import load, save
 
 from model.config import NetworkConfig
 from model.errors import CheckpointError, InputError
-from model.heads import MOST_KNOWN, Head, Known, checked_texts
+from model.features import MOST_KNOWN, Known
+from model.heads import Head
+from model.label_texts import checked_texts
 from model.outputs import POOLINGS, Pooling, embedding_parts, transfer_pool
 
 FORMAT: Final = "vitserve-head"
 _VERSION: Final = "1"
 _MOST_METADATA: Final = 4 << 20
-# Of a file: 1,000 labels and 2,000 examples of 8,192 features take half.
+# Most bytes of a file: 1,000 labels and 2,000 examples of 8,192 features take half of it.
 _MOST_BYTES: Final = 128 << 20
 _MOST_LABELS: Final = 100_000
 
@@ -34,11 +35,11 @@ Array = NDArray[Any]
 
 
 class Features(NamedTuple):
-    """Which features of a picture a head reads.
+    """The features of a picture that a head reads.
 
     Attributes:
         pool: which embedding.
-        parts: number of vectors of equal length that it is made of.
+        parts: number of equally long vectors in it.
     """
 
     pool: Pooling = "head"
@@ -46,32 +47,31 @@ class Features(NamedTuple):
 
     @classmethod
     def of(cls, config: NetworkConfig) -> Self:
-        """Return what new heads of a network read."""
+        """Return the features that new heads of a network read."""
         pool = transfer_pool(config)
         return cls(pool, embedding_parts(config, pool))
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the features that a name is of, which ends as `suffix` says."""
-        found = re.search(r"-transfer(\d{1,2})$", name)
-        return cls("transfer", int(found[1])) if found else cls()
+        """Return the features of a backbone's name, which ends with their `suffix`."""
+        match = re.search(r"-transfer(\d{1,2})$", name)
+        return cls("transfer", int(match[1])) if match else cls()
 
     @property
     def suffix(self) -> str:
-        """Return what their name ends with: nothing for what the checkpoint's own head reads, as in
-        older files.
-        """
+        """Return the end of the backbone's name: empty for `head`, as in older files."""
         return "" if self.pool == "head" else f"-{self.pool}{self.parts}"
 
     @property
     def dtype(self) -> str:
-        """Return the dtype that examples are kept in: float16 is enough for transfer features
-        (docs/teach.md).
+        """Return the dtype of stored examples: float16 is enough for transfer features.
+
+        See docs/teach.md.
         """
         return "<f4" if self.pool == "head" else "<f2"
 
     def scales(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return what values [N, D] are divided by, so that all parts vary alike: float32 [D].
+        """Return the divisors of values [N, D] that make all parts vary alike: float32 [D].
 
         Tokens of earlier blocks vary less: without this the last block would decide alone.
         """
@@ -82,12 +82,13 @@ class Features(NamedTuple):
 
 
 class TaughtHead(NamedTuple):
-    """A head, and where it comes from.
+    """A head and its origin.
 
     Attributes:
-        backbone: names the backbone whose features it reads, and how pictures become pixels.
-        model: with which it was begun.
-        statistics: what it knows of itself, as JSON.
+        head: the head itself.
+        backbone: name of the backbone whose features the head reads, and of the preprocessing.
+        model: the model that the head was started with.
+        statistics: how well the head does, as JSON.
     """
 
     head: Head
@@ -100,58 +101,74 @@ class TaughtHead(NamedTuple):
         head = self.head
         assert head.weight is not None
         assert head.known is not None
-        about = {
+        metadata = {
             "format": FORMAT,
             "version": _VERSION,
             "backbone": self.backbone,
             "model": self.model,
+            "statistics": self.statistics,
+            "labels": json.dumps(head.labels),
+            "temperature": repr(head.temperature),
+            "limit": repr(head.known.limit),
+            "features": head.features,
+            "parts": repr(head.known.parts),
         }
-        about |= {"statistics": self.statistics, "labels": json.dumps(head.labels)}
-        about |= {"temperature": repr(head.temperature), "limit": repr(head.known.limit)}
-        about |= {"features": head.features, "parts": repr(head.known.parts)}
         known = head.known.examples.astype(np.float16)
-        return save({"weight": head.weight, "bias": np.asarray(head.bias), "known": known}, about)
+        arrays = {"weight": head.weight, "bias": np.asarray(head.bias), "known": known}
+        return save(arrays, metadata)
 
     @classmethod
-    def from_bytes(cls, content: bytes, where: str) -> Self:
-        """Return the head in a file, which messages call `where`.
+    def from_bytes(cls, content: bytes, source: str) -> Self:
+        """Return the head in a file, which messages call `source`.
 
         Raises:
-            CheckpointError: it holds none, or one that cannot answer: of other shapes or dtypes, or
-            not finite.
+            CheckpointError: the content is not a taught head, or one that cannot answer because
+                its shapes or dtypes differ or its numbers are not finite.
         """
-        damaged = f"{where}: not a taught head, or damaged"
+        damaged = f"{source}: not a taught head, or damaged"
         try:
             arrays = load(content)
-            about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])[
-                "__metadata__"
-            ]
-            if (about["format"], about["version"]) != (FORMAT, _VERSION):
-                raise ValueError
-            labels = checked_texts(json.loads(about["labels"]), "labels", most=_MOST_LABELS)
-            weight, bias, known = (arrays[name] for name in ("weight", "bias", "known"))
-            temperature, limit = float(about["temperature"]), float(about["limit"])
-            backbone, model, statistics = about["backbone"], about["model"], about["statistics"]
-            features, parts = about.get("features", "head"), int(about.get("parts", "1"))
+            header_end = 8 + int.from_bytes(content[:8], "little")
+            metadata = json.loads(content[8:header_end])["__metadata__"]
+            taught = cls._of(arrays, metadata)
         except InputError as error:
             raise CheckpointError(f"{damaged}: {error}") from None
         except (SafetensorError, LookupError, ValueError, TypeError, RecursionError):
             raise CheckpointError(damaged) from None
-        problem = _problem(labels, weight, bias, known) or _problem_of_numbers(temperature, limit)
-        if not problem and (features not in POOLINGS or parts < 1 or known.shape[1] % parts):
-            problem = f"it reads {features!r:.50} of {parts} parts, and this version reads {', '.join(POOLINGS)}"
+        problem = _problem_of_arrays(taught.head.labels, arrays)
+        problem = problem or _problem_of_head(taught.head)
         if problem:
             raise CheckpointError(f"{damaged}: {problem}")
-        distances = Known(known.astype(np.float32), limit, parts)
+        return taught
+
+    @classmethod
+    def _of(cls, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> Self:
+        """Return the head of a file's arrays and metadata, still without checks of its numbers."""
+        if (metadata["format"], metadata["version"]) != (FORMAT, _VERSION):
+            raise ValueError("another format or version")
+        features: Any = metadata.get("features", "head")
         head = Head(
-            labels, False, temperature, weight=weight, bias=bias, features=features, known=distances
+            checked_texts(json.loads(metadata["labels"]), "labels", most=_MOST_LABELS),
+            independent=False,
+            temperature=float(metadata["temperature"]),
+            weight=arrays["weight"],
+            bias=arrays["bias"],
+            features=features,
+            known=Known(
+                arrays["known"].astype(np.float32),
+                float(metadata["limit"]),
+                int(metadata.get("parts", "1")),
+            ),
         )
-        return cls(head, backbone, model, statistics)
+        return cls(head, metadata["backbone"], metadata["model"], metadata["statistics"])
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Return the head in a file; raises OSError, and `CheckpointError` as `from_bytes` or of a
-        file too large.
+        """Return the head in a file.
+
+        Raises:
+            OSError: the file cannot be read.
+            CheckpointError: as `from_bytes`, or the file is too large.
         """
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -163,29 +180,44 @@ class TaughtHead(NamedTuple):
         return cls.from_bytes(content, path.name)
 
 
-def _problem(labels: Sequence[str], weight: Array, bias: Array, known: Array) -> str:
-    """Return what is wrong with the arrays of a head, or an empty text."""
+def _problem_of_arrays(labels: Sequence[str], arrays: Mapping[str, Array]) -> str:
+    """Return the problem with the arrays of a head, or an empty text."""
+    weight = arrays["weight"]
+    bias = arrays["bias"]
+    known = arrays["known"]
     if len(set(labels)) < len(labels):
         return "a label comes twice"
-    if [each.dtype.name for each in (weight, bias, known)] != ["float32", "float32", "float16"]:
-        return f"weight, bias and known are {weight.dtype}, {bias.dtype} and {known.dtype}, not float32 and float16"
+    dtypes = [array.dtype.name for array in (weight, bias, known)]
+    if dtypes != ["float32", "float32", "float16"]:
+        return f"weight, bias and known are {', '.join(dtypes)}, not float32, float32, float16"
     if weight.ndim != 2 or known.ndim != 2 or not 1 <= len(known) <= MOST_KNOWN:
         return f"weight and known have shapes {weight.shape} and {known.shape}"
     if weight.shape != (len(labels), known.shape[1]) or bias.shape != (len(labels),):
-        return f"weight, bias and known of {len(labels)} labels have shapes {weight.shape}, {bias.shape}, {known.shape}"
-    if not all(np.isfinite(each).all() for each in (weight, bias, known)):
+        shapes = f"{weight.shape}, {bias.shape}, {known.shape}"
+        return f"weight, bias and known of {len(labels)} labels have shapes {shapes}"
+    if not all(np.isfinite(array).all() for array in (weight, bias, known)):
         return "numbers are not finite"
     return ""
 
 
-def _problem_of_numbers(temperature: float, limit: float) -> str:
-    if not (math.isfinite(temperature) and temperature > 0):
-        return f"temperature is {temperature}, not a positive number"
-    return "" if math.isfinite(limit) else f"limit is {limit}, not a finite number"
+def _problem_of_head(head: Head) -> str:
+    """Return the problem with a head whose arrays are right, or an empty text."""
+    assert head.known is not None
+    if not (math.isfinite(head.temperature) and head.temperature > 0):
+        return f"temperature is {head.temperature}, not a positive number"
+    if not math.isfinite(head.known.limit):
+        return f"limit is {head.known.limit}, not a finite number"
+    parts = head.known.parts
+    if head.features not in POOLINGS or parts < 1 or head.known.examples.shape[1] % parts:
+        return (
+            f"it reads {head.features!r:.50} of {parts} parts, and this version reads "
+            f"{', '.join(POOLINGS)}"
+        )
+    return ""
 
 
 def is_taught_head(path: Path) -> bool:
-    """Return whether a path leads to a file of a taught head, by its metadata; raises OSError."""
+    """Return whether the metadata of a file says that it is a taught head; raises OSError."""
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     with path.open("rb") as file:

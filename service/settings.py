@@ -30,8 +30,8 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from model.config import Size
 from model.errors import first_problem, nearest
+from model.layer_config import Size
 from service.addresses import is_loopback, parse_listen_hosts, tcp_hosts
 from service.errors import SettingsError
 

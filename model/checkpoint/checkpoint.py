@@ -16,17 +16,11 @@ from torch import Tensor, nn
 
 from model.checkpoint.local_files import validating
 from model.checkpoint.tensors import checked, digest_of
-from model.config import (
-    LibraryConfig,
-    NetworkConfig,
-    PreprocessConfig,
-    Size,
-    ViTConfig,
-    cropped_from,
-)
+from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig, cropped_from
 from model.description import Description
 from model.errors import CheckpointError
 from model.heads import Head
+from model.layer_config import Size
 from model.network.layers.position import resize_position_embedding, resize_relative_table
 from model.network.library import LibraryNetwork, library_config, linear_head, meta_tensors
 from model.network.vit import VisionTransformer, meta_model, placeholder_heads

@@ -18,8 +18,8 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from model.checkpoint.local_files import read_text_file, reading, validating
-from model.config import Frozen
 from model.errors import CheckpointError
+from model.layer_config import Frozen
 
 
 class _Entry(Frozen):

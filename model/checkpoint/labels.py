@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from model.checkpoint.local_files import read_text_file, reading, resolved_source
 from model.errors import CheckpointError, InputError
-from model.heads import is_list, parse_labels
+from model.label_texts import is_list, parse_labels
 
 # `imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: each class's
 # index.

@@ -22,9 +22,10 @@ from model.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, Files
 from model.checkpoint.local_files import open_file, reading, validating
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.timm_architectures import runs_in_library
-from model.config import Frozen, LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
+from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.heads import SOFTMAX, Form
+from model.layer_config import Frozen
 
 FORMAT = "vitserve"
 

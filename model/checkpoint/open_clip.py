@@ -26,8 +26,9 @@ from model.checkpoint.timm_architectures import (
     parse_arguments,
     runs_in_library,
 )
-from model.config import Frozen, PreprocessConfig, ViTConfig
+from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
+from model.layer_config import Frozen
 
 FORMAT: Final = "open_clip"
 

@@ -11,8 +11,9 @@ from pydantic import TypeAdapter
 
 from model.checkpoint.labels import LABEL_PRESETS, read_labels
 from model.checkpoint.local_files import read_json, resolved_source, validating
-from model.config import PreprocessConfig, Size
+from model.config import PreprocessConfig
 from model.errors import CheckpointError
+from model.layer_config import Size
 
 # Published evaluation preprocessing of released models, by name.  Sources:
 # torchvision/models/vision_transformer.py, `ViT_*_Weights`; google-research/vision_transformer,

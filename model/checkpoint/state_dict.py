@@ -34,8 +34,9 @@ from model.checkpoint.timm_architectures import (
     parse_arguments,
     runs_in_library,
 )
-from model.config import NetworkConfig, PreprocessConfig, Size, ViTConfig
+from model.config import NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, nearest
+from model.layer_config import Size
 from model.network import library
 from model.network.vit import meta_model
 

@@ -21,8 +21,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from model.checkpoint.tensors import Rules, join, join_parts, renamed
-from model.config import Activation, Frozen, Pool, ResNetStem, RotaryPositions, Size, ViTConfig
+from model.config import Pool, ViTConfig
 from model.errors import CheckpointError
+from model.layer_config import Activation, Frozen, ResNetStem, RotaryPositions, Size
 from model.network import library
 
 # `cls_mean` is not timm's: DINOv2's classifiers read CLS and the mean of the patches.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config import ViTConfig
-from model.outputs import AttentionMap, Head, MapRequest
+from model.outputs import AttentionHead, AttentionMap, MapRequest
 
 Floats = NDArray[np.float32]
 
@@ -38,7 +38,7 @@ def attention_maps(
     Args:
         attention: rows of these layers, float32 [B, len(layers), heads, N].
     """
-    groups: dict[tuple[int, Head], dict[int, MapRequest]] = {}
+    groups: dict[tuple[int, AttentionHead], dict[int, MapRequest]] = {}
     for index, request in enumerate(requests):
         if request is not None and request.layer is not None and request.head is not None:
             groups.setdefault((request.layer, request.head), {})[index] = request
@@ -56,7 +56,7 @@ def attention_maps(
 
 
 def cls_map(
-    rows: Floats, *, head: Head, prefix_tokens: int, grid: tuple[int, int]
+    rows: Floats, *, head: AttentionHead, prefix_tokens: int, grid: tuple[int, int]
 ) -> tuple[Floats, Floats]:
     """Combine the heads, drop the prefix tokens, and divide the rest by its sum.
 

@@ -15,8 +15,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, Size, ViTConfig
+from model.config import LARGEST_LAYER, LibraryConfig, NetworkConfig, ViTConfig
 from model.errors import CheckpointError, first_line
+from model.layer_config import Size
 from model.network.vit import HEADS, VisionTransformer, ViTOutput, meta_model
 
 # What installs the library.

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.config import Activation, Frozen, ViTConfig
+from model.config import ViTConfig
+from model.layer_config import Activation, Frozen
 from model.network.layers.block import Block
 
 

@@ -21,7 +21,8 @@ from model.config import ViTConfig
 from model.description import Description
 from model.errors import DeviceError, NotFinite, first_line
 from model.explanation.maps import attention_maps, sharpened_maps
-from model.heads import Floats, Head
+from model.features import Floats
+from model.heads import Head
 from model.outputs import (
     CLASS_SPECIFIC,
     AttentionMap,

@@ -12,7 +12,7 @@ from model.calibration import CALIBRATION_FILE
 from model.cores import compute_threads
 from model.description import Description
 from model.errors import CheckpointChanged, DeviceError, VitError
-from model.heads import Floats
+from model.features import Floats
 from model.runtime.backend import GraphKind, Parts, ThreadPolicy
 from model.runtime.cpu import default_batch, default_streams
 from model.runtime.memory import Meter

@@ -17,16 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import InputError
-from model.heads import labels_of_request
 from model.images.preprocess import ModelInput
-from model.outputs import (
-    AttentionMap,
-    Outputs,
-    Pooling,
-    RequestedOutputs,
-    parse_embedding,
-    parse_maps,
-)
+from model.label_texts import labels_of_request
+from model.outputs import AttentionMap, Outputs, Pooling, RequestedOutputs
+from model.parameters import parse_embedding, parse_maps
 from service.cli.image_files import read_input
 from service.cli.setting_flags import predictor_from
 from service.settings import Settings

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from model.calibration import LabelSets
     from model.checkpoint import Checkpoint
     from model.description import Description
-    from model.heads import Floats
+    from model.features import Floats
     from model.runtime.openvino.kept import Entry, Keep
     from model.runtime.predictor import Predictor
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from model.heads import Head, with_labels
+from model.heads import Head
+from model.label_texts import with_labels
 from service.background import Tasks
 from service.engine.local import ModelEngine, What
 from service.engine.messages import EngineStatus, ModelInfo

@@ -6,7 +6,8 @@ from typing import Any, Final
 
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.timm_architectures import architectures, parse_arguments
-from model.config import RotaryPositions, ViTConfig
+from model.config import ViTConfig
+from model.layer_config import RotaryPositions
 
 _SMALL: Final[dict[str, Any]] = {
     "hidden_size": 32,

@@ -9,23 +9,19 @@ import pytest
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from model.calibration import (
+from model.calibration import Calibration, LabelSets, label_sets_of, pictures_needed
+from model.errors import CheckpointError, DatasetError
+from model.extensions.evaluation.calibration import MeasuredSets, calibrate
+from model.heads import Form
+from model.score_fit import (
     FORMS,
     MIN_PICTURES,
-    Calibration,
     Fit,
-    LabelSets,
-    MeasuredSets,
-    calibrate,
     choose_fit,
     fit_scores,
-    label_sets_of,
     losses,
-    pictures_needed,
     scores_and_energies,
 )
-from model.errors import CheckpointError, DatasetError
-from model.heads import Form
 
 
 @pytest.mark.parametrize(

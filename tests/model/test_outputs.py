@@ -6,14 +6,8 @@ import pytest
 
 from model.config import ViTConfig
 from model.errors import InputError
-from model.outputs import (
-    MAX_CLASSES,
-    MapRequest,
-    parse_classes,
-    parse_head,
-    parse_layer,
-    parse_maps,
-)
+from model.outputs import MAX_CLASSES, MapRequest
+from model.parameters import parse_attention_head, parse_classes, parse_layer, parse_maps
 
 
 @pytest.mark.parametrize(("given", "layer"), [(None, 2), (0, 0), (2, 2), (-1, 2), (-3, 0)])
@@ -25,7 +19,7 @@ def test_layers_count_from_zero_and_from_the_end(given: int | None, layer: int) 
     ("given", "head"), [(None, "mean"), ("mean", "mean"), ("max", "max"), ("0", 0), ("01", 1)]
 )
 def test_heads_are_combined_or_numbered(given: str | None, head: int | str) -> None:
-    assert parse_head(given, heads=2) == head
+    assert parse_attention_head(given, heads=2) == head
 
 
 def test_what_the_model_does_not_have_is_an_error_that_names_the_parameter() -> None:
@@ -37,7 +31,7 @@ def test_what_the_model_does_not_have_is_an_error_that_names_the_parameter() -> 
         assert error.value.parameter == "layer"
     for head in ("2", "-1", "²", "median", ""):
         with pytest.raises(InputError, match=r"expected mean, max, or 0 ... 1$") as error:
-            parse_head(head, heads=2)
+            parse_attention_head(head, heads=2)
         assert error.value.parameter == "head"
 
 

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load, save
 
 from model.errors import CheckpointError
-from model.heads import Head, Known
+from model.features import Known
+from model.heads import Head
 from model.taught_heads import Features, TaughtHead
 
 

@@ -4,24 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from model.calibration import scores_and_energies
 from model.config import ViTConfig
 from model.errors import InputError
 from model.explanation.frozen_gradients import with_rivals
-from model.heads import (
-    MAX_CHARACTERS,
-    MAX_TEXTS,
-    Form,
-    Head,
-    Known,
-    ZeroShot,
-    compared,
-    labels_of_request,
-    parse_labels,
-)
+from model.features import Known
+from model.heads import Form, Head, ZeroShot, compared
+from model.label_texts import MAX_CHARACTERS, MAX_TEXTS, labels_of_request, parse_labels
 from model.outputs import LITTLE, Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
 from model.runtime.cuda.backend import with_best
+from model.score_fit import scores_and_energies
 
 CONFIG = ViTConfig(
     image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2
@@ -58,7 +50,7 @@ def test_labels_are_read_as_csv_or_json(text: str, labels: tuple[str, ...]) -> N
         ("[" * 100_000, "expected names like cat,dog"),
         ('"a', "expected names like cat,dog"),
         (",".join(map(str, range(MAX_TEXTS + 1))), "labels: there are 1001, expected 1 to 1000"),
-        ("," * 3_000_000, "labels: 3000000 commas are between more than 1000 names"),
+        ("," * 3_000_000, "labels: too many names; at most 1000"),
         ("ab," * 2_000_000, "labels: 6000000 characters, more than 1000 names of 256 take"),
     ],
 )

@@ -19,8 +19,9 @@ from model.checkpoint.checkpoint import resized_config, resized_positions
 from model.checkpoint.files import CONFIG_FILE
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.tensors import Rules, join_parts, taken
-from model.config import Activation, Size, ViTConfig
+from model.config import ViTConfig
 from model.errors import CheckpointError
+from model.layer_config import Activation, Size
 from model.network.layers.position import relative_table_size
 
 Json = Mapping[str, Any]

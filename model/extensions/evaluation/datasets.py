@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import Size
 from model.data.folders import TEST, TRAIN, VALIDATION, PictureFolder, find_pictures
 from model.data.pictures import PictureFiles
 from model.errors import DatasetError
 from model.extensions.evaluation import cifar10
+from model.layer_config import Size
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from model.calibration import calibration_error
 from model.data.pictures import PictureFiles
 from model.errors import DatasetError, ImageError
+from model.extensions.evaluation.calibration import calibration_error
 from model.images.preprocess import preprocess
 from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs
 from model.runtime.predictor import Predictor

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.calibration import Fit, choose_fit, scores_and_energies
 from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.data.folders import TEST, TRAIN
@@ -39,6 +38,7 @@ from model.linear_probe import fit_head, interval
 from model.network.library import library_config, linear_head
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
+from model.score_fit import Fit, choose_fit, scores_and_energies
 
 logger = logging.getLogger(__name__)
 

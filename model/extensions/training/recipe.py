@@ -10,8 +10,9 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from model.config import ConvolutionalStem, Frozen, Size, ViTConfig
+from model.config import ViTConfig
 from model.errors import TrainingError, first_problem
+from model.layer_config import ConvolutionalStem, Frozen, Size
 
 # The recipes that travel with the code.
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ConvolutionalStem
 from model.errors import TrainingError
 from model.extensions.training.optimisers import as_matrices, muon, set_rates, step_all
 from model.extensions.training.recipe import Augmentation, Recipe, Teacher
 from model.extensions.training.training_data import Arithmetic, TrainingData
+from model.layer_config import ConvolutionalStem
 from model.network.vit import count_parameters
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.calibration import MIN_PICTURES, Fit, calibration_of, choose_fit, scores_and_energies
+from model.calibration import calibration_of
 from model.checkpoint import Checkpoint, load_checkpoint, native
-from model.config import PreprocessConfig, Size, ViTConfig
+from model.config import PreprocessConfig, ViTConfig
 from model.data.folders import TRAIN
 from model.data.pictures import Images, channel_statistics, decode
 from model.data.split_record import SplitRecord
@@ -31,9 +31,11 @@ from model.extensions.training import run_folder
 from model.extensions.training.loop import Trainer
 from model.extensions.training.recipe import RECIPES, Recipe
 from model.extensions.training.training_data import MARGIN, TrainingData
+from model.layer_config import Size
 from model.network.vit import count_parameters
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
+from model.score_fit import MIN_PICTURES, Fit, choose_fit, scores_and_energies
 
 logger = logging.getLogger(__name__)
 

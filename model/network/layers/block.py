@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import Activation, ViTConfig
+from model.config import ViTConfig
+from model.layer_config import Activation
 from model.network.layers.attention import Attention, norm_or_none
 
 ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {

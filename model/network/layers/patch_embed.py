@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ConvolutionalStem, ViTConfig
+from model.config import ViTConfig
+from model.layer_config import ConvolutionalStem
 from model.network.layers.attention import norm_or_none
 from model.network.layers.block import ACTIVATIONS
 from model.network.layers.resnet import ResNetV2

@@ -11,7 +11,7 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ResNetStem
+from model.layer_config import ResNetStem
 
 _GROUPS = 32
 

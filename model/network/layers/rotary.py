@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from model.config import RotaryPositions, Size, ViTConfig
+from model.config import ViTConfig
+from model.layer_config import RotaryPositions, Size
 
 
 class Rotary(nn.Module):

@@ -8,12 +8,13 @@ from typing import Final
 
 import numpy as np
 
-from model.calibration import MeasuredSets
 from model.data.pictures import PictureFiles
 from model.data.split_record import SplitRecord, digests_of
 from model.errors import InputError
+from model.extensions.evaluation.calibration import MeasuredSets
 from model.extensions.evaluation.datasets import open_evaluation_set
-from model.outputs import RequestedOutputs, require_classes
+from model.outputs import RequestedOutputs
+from model.parameters import require_classes
 from service.cli.image_files import find_images, print_notes
 from service.cli.setting_flags import (
     CHECKPOINT_FLAGS,

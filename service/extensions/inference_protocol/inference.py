@@ -12,17 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config import NetworkConfig, ViTConfig
-from model.heads import labels_of_request, with_labels
-from model.outputs import (
-    DEFAULT_TOP_K,
-    Outputs,
-    RequestedOutputs,
-    embedding_width,
-    methods_of,
-    parse_embedding,
-    parse_maps,
-    require_classes,
-)
+from model.label_texts import labels_of_request, with_labels
+from model.outputs import DEFAULT_TOP_K, Outputs, RequestedOutputs, embedding_width
+from model.parameters import methods_of, parse_embedding, parse_maps, require_classes
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, TooManyImages, UploadTooLarge
 from service.extensions.inference_protocol import VERSION

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from model.data.folders import TRAIN, find_pictures, visible_folders
 from model.errors import InputError
-from model.heads import checked_label
+from model.label_texts import checked_label
 from service.cli.answers import add_server_flags, answers_from
 from service.cli.image_files import handle_answers, print_notes
 from service.cli.setting_flags import add_setting_flags

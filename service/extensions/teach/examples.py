@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.heads import equal, first_equal
+from model.features import equal, first_equal
 from model.taught_heads import Features
 from service.errors import (
     Forbidden,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DatasetError, first_line
-from model.heads import Known
+from model.features import Known
 from model.linear_probe import FOLDS, Choice, fit_head, interval
 from model.taught_heads import Features, TaughtHead
 from service.errors import HeadsUnavailable, SettingsError

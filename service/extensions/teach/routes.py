@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import CheckpointError
-from model.heads import checked_label, checked_texts
 from model.images.thumbnail import jpeg_thumbnail
+from model.label_texts import checked_label, checked_texts
 from model.outputs import EmbeddingRequest, RequestedOutputs
 from model.taught_heads import Features, TaughtHead
 from service.engine.messages import ModelInfo

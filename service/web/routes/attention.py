@@ -11,10 +11,10 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.heads import labels_of_request, with_labels
 from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view, encode_png
 from model.images.preprocess import ModelInput, Region
 from model.images.sheet import draw_maps
+from model.label_texts import labels_of_request, with_labels
 from model.outputs import (
     CLASS_SPECIFIC,
     MAX_CLASSES,
@@ -22,8 +22,8 @@ from model.outputs import (
     AttentionMap,
     Outputs,
     RequestedOutputs,
-    parse_maps,
 )
+from model.parameters import parse_maps
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.admitted import AdmittedRequest, admit

@@ -19,8 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from model.errors import ImageError, InputError
-from model.heads import labels_of_request, of_image, with_labels
-from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, Outputs, RequestedOutputs, parse_maps
+from model.heads import of_image
+from model.label_texts import labels_of_request, with_labels
+from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, Outputs, RequestedOutputs
+from model.parameters import parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import (
     InvalidParameter,

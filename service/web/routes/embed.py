@@ -12,8 +12,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.heads import MAX_TEXTS, checked_texts, normalized
-from model.outputs import Pooling, RequestedOutputs, parse_embedding
+from model.features import normalized
+from model.label_texts import MAX_TEXTS, checked_texts
+from model.outputs import Pooling, RequestedOutputs
+from model.parameters import parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.web.admitted import AdmittedRequest, admit

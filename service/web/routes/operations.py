@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from model.config import LibraryConfig, ViTConfig
-from model.outputs import MapRequest, RequestedOutputs, methods_of
+from model.outputs import MapRequest, RequestedOutputs
+from model.parameters import methods_of
 from service.background import Tasks
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, attributes

@@ -15,9 +15,9 @@ from model.images.preprocess import ModelInput, Region
 from model.outputs import (
     METHODS,
     POOLINGS,
+    AttentionHead,
     AttentionMap,
     EmbeddingRequest,
-    Head,
     Linear,
     MapRequest,
     Outputs,
@@ -33,7 +33,9 @@ from vitserve.documents import ListedModel
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
-HEADS: st.SearchStrategy[Head] = st.one_of(st.just("mean"), st.just("max"), st.integers(0, 255))
+HEADS: st.SearchStrategy[AttentionHead] = st.one_of(
+    st.just("mean"), st.just("max"), st.integers(0, 255)
+)
 
 WEIGHTS = arrays.arrays(
     np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(-1, 1, width=32)

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.calibration import calibration_error
 from model.checkpoint import load_checkpoint
 from model.errors import DatasetError
+from model.extensions.evaluation.calibration import calibration_error
 from model.extensions.evaluation.datasets import open_evaluation_set
 from model.extensions.evaluation.evaluate import measure
 from model.runtime.predictor import Predictor

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model.heads import first_equal
+from model.features import first_equal
 from service.errors import (
     Forbidden,
     HeadFull,

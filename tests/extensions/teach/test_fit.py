@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DatasetError
-from model.heads import Known
+from model.features import Known
 from model.taught_heads import TaughtHead
 from service.extensions.teach import fit as module
 from service.extensions.teach.examples import Examples

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model.heads import Head, Known
+from model.features import Known
+from model.heads import Head
 from service.models.registry import AddedHead
 from tests.service.fakes import model_info, on_a_loop
 from tests.service.web.apps import App, app, service_in

@@ -19,7 +19,8 @@ from model.extensions.evaluation.summary import summarise
 from model.network import library
 from model.network.layers.block import Mlp, SwiGLU
 from model.network.vit import VisionTransformer
-from model.outputs import RequestedOutputs, methods_of, parse_embedding, parse_maps
+from model.outputs import RequestedOutputs
+from model.parameters import methods_of, parse_embedding, parse_maps
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from tests.model.blocks import blocks
@@ -535,12 +536,15 @@ def test_it_has_no_maps_and_one_embedding_and_says_so(small: Path) -> None:
         ({"model_args": {"conv_mlp": False}}, "has shape"),
         (
             {"model_args": {"pretrained": True}},
-            "argument 'pretrained' is none of those that size a network",
+            "argument 'pretrained' is not one of those that size a network",
         ),
-        ({"model_args": {"checkpoint_path": "/etc/passwd"}}, "argument 'checkpoint_path' is none"),
+        (
+            {"model_args": {"checkpoint_path": "/etc/passwd"}},
+            "argument 'checkpoint_path' is not one",
+        ),
         (
             {"model_args": {"pretrained_cfg": {"url": "http://x"}}},
-            "argument 'pretrained_cfg' is none",
+            "argument 'pretrained_cfg' is not one",
         ),
         ({"model_args": {"norm_layer": "os.system"}}, "norm_layer"),
         ({"model_args": {"depths": "layernorm"}}, "argument depths 'layernorm': expected numbers"),

@@ -18,7 +18,7 @@ from model.explanation.frozen_gradients import through_pooling
 from model.explanation.maps import Floats, attention_maps, cls_map, sharpened_maps, token_maps
 from model.explanation.methods import EXPLANATIONS, explain
 from model.network.vit import VisionTransformer
-from model.outputs import CLASS_SPECIFIC, Head, MapRequest, Method
+from model.outputs import CLASS_SPECIFIC, AttentionHead, MapRequest, Method
 from tests.model.explanation.plain_reference import Reference, first_row, forward
 from tests.model.explanation.plain_relevance import plain_relevance
 
@@ -293,7 +293,9 @@ def rows(*shape: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("head", ["mean", "max", 1])
-def test_a_map_is_the_combined_row_without_prefix_tokens_divided_by_its_sum(head: Head) -> None:
+def test_a_map_is_the_combined_row_without_prefix_tokens_divided_by_its_sum(
+    head: AttentionHead,
+) -> None:
     attention = rows(4)
     combined = {"mean": attention.mean(1), "max": attention.max(1), 1: attention[:, 1]}[head]
     values, kept_mass = cls_map(attention, head=head, prefix_tokens=1, grid=(2, 3))

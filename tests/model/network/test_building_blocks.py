@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from model.checkpoint import load_checkpoint, native
 from model.checkpoint.checkpoint import Checkpoint
-from model.config import SIZES, PreprocessConfig, ViTConfig
+from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.network.layers import attention
 from model.network.layers.attention import mean_row, plain_attention
@@ -24,6 +24,15 @@ from tests.model.checkpoint.parity import randomise
 SMALL = ViTConfig(
     image_size=(32, 48), patch_size=8, width=32, depth=2, heads=4, mlp_width=64, num_classes=5
 )
+
+# The paper's variants (Dosovitskiy et al. 2020, table 1), and Tiny and Small (Touvron et al. 2020).
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"width": 192, "depth": 12, "heads": 3, "mlp_width": 768},
+    "small": {"width": 384, "depth": 12, "heads": 6, "mlp_width": 1536},
+    "base": {"width": 768, "depth": 12, "heads": 12, "mlp_width": 3072},
+    "large": {"width": 1024, "depth": 24, "heads": 16, "mlp_width": 4096},
+    "huge": {"width": 1280, "depth": 32, "heads": 16, "mlp_width": 5120},
+}
 
 
 def checkpoint(config: ViTConfig) -> Checkpoint:

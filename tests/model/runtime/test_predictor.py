@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.calibration import Calibration, Fit, label_sets_of, scores_and_energies
+from model.calibration import Calibration, label_sets_of
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, DeviceError
@@ -19,6 +19,7 @@ from model.runtime.device import choose_device, choose_dtype
 from model.runtime.openvino.backend import unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
+from model.score_fit import Fit, scores_and_energies
 from tests.model.runtime.predictions import MODES, predict
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint.huggingface import FAMILIES
-from model.config import Activation, Pool, ViTConfig
+from model.config import Pool, ViTConfig
 from model.heads import Head
+from model.layer_config import Activation
 from model.network.layers.patch_embed import PatchEmbed
 from model.runtime.backend import BatchOutputs, BatchRequest
 from model.runtime.cuda import backend as cuda_backend

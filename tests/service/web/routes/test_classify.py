@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from model.errors import InputError
-from model.heads import Head, Known
+from model.features import Known
+from model.heads import Head
 from model.images.preprocess import ModelInput, Region
 from model.outputs import AttentionMap, MapRequest
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull

@@ -1,0 +1,126 @@
+"""Labels as callers and settings write them: comma-separated, or as a JSON array."""
+
+import csv
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Final
+
+from model.config import NetworkConfig
+from model.errors import InputError
+from model.heads import ZeroShot
+from model.parameters import require_classes
+
+# Most characters of a label, a text or a template.
+MAX_CHARACTERS: Final = 256
+
+# Most texts of one request: labels times templates.
+MAX_TEXTS: Final = 1000
+
+# Most characters that JSON takes for one character of a label.
+_JSON_CHARACTERS: Final = 12
+
+# Most commas of a quoted name, on average.
+_COMMAS: Final = 32
+
+# Characters that a text must not contain: controls, also of direction, halves of surrogate pairs,
+# and the replacement of bytes that were not UTF-8.
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffd]")
+
+# Categories of characters that are invisible on their own.
+_INVISIBLE: Final = {"Cf", "Mn", "Zs"}
+
+
+def labels_of_request(
+    text: object, zero_shot: ZeroShot | None, config: NetworkConfig
+) -> tuple[str, ...]:
+    """Return the labels that a caller gives instead of the model's classes; empty for None.
+
+    Raises:
+        InputError: as `parse_labels`; or the model has neither classes nor labels from the caller;
+            or it has no text tower.
+    """
+    if text is None:
+        if zero_shot is not None and not config.num_classes:
+            raise InputError(
+                "labels",
+                "labels: the model has none: send labels=cat,dog, or start it with VIT_LABELS",
+            )
+        require_classes(config)
+        return ()
+    if zero_shot is None:
+        raise InputError(
+            "labels",
+            "labels: the model has its own classes, and no text tower to compare other labels with",
+        )
+    if not isinstance(text, str):
+        raise InputError("labels", "labels: expected a text of names, or of a JSON array")
+    return parse_labels(text, most=max(1, MAX_TEXTS // len(zero_shot.templates)))
+
+
+def with_labels(config: NetworkConfig, labels: Sequence[str]) -> NetworkConfig:
+    """Return the architecture with one class per label of a request; unchanged without labels."""
+    if not labels:
+        return config
+    return config.model_copy(update={"num_classes": len(labels)})
+
+
+def is_list(text: str) -> bool:
+    """Return whether a setting holds labels, and not the name of a file or preset."""
+    return "," in text or text.startswith("[")
+
+
+def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> tuple[str, ...]:
+    """Return the labels in a comma-separated list, with quotes as in CSV, or in a JSON array.
+
+    Raises:
+        InputError: the list is empty, malformed or longer than `most`; or a label is empty, too
+            long or not printable.
+    """
+    # Both limits hold before the text is cut into millions of pieces.
+    if len(text) > most * (_JSON_CHARACTERS * MAX_CHARACTERS + len('"",')):
+        raise InputError(
+            name, f"{name}: {len(text)} characters, more than {most} names of {MAX_CHARACTERS} take"
+        )
+    commas_per_name = _COMMAS if '"' in text else 2
+    if text.count(",") > most * commas_per_name:
+        raise InputError(name, f"{name}: too many names; at most {most}")
+    try:
+        if text.lstrip().startswith("["):
+            values = json.loads(text)
+        else:
+            values = next(csv.reader([text.strip()], skipinitialspace=True, strict=True), [])
+    except (ValueError, RecursionError, csv.Error):
+        raise InputError(
+            name, f'{name}: expected names like cat,dog,"a red car", or a JSON array of them'
+        ) from None
+    return checked_texts(values, name, most)
+
+
+def checked_texts(values: Sequence[object], name: str, most: int) -> tuple[str, ...]:
+    """Return texts without surrounding spaces; raise `InputError` as `parse_labels`."""
+    texts = [value.strip() if isinstance(value, str) else "" for value in values]
+    if not 1 <= len(texts) <= most:
+        raise InputError(name, f"{name}: there are {len(texts)}, expected 1 to {most}")
+    for number, text in enumerate(texts, start=1):
+        if not _is_visible(text):
+            raise InputError(
+                name,
+                f"{name}: {text!r:.50}, number {number}: expected 1 to {MAX_CHARACTERS} "
+                "characters that print",
+            )
+    return tuple(texts)
+
+
+def _is_visible(text: str) -> bool:
+    """Return whether a text has 1 to `MAX_CHARACTERS` characters, and some of them are visible."""
+    if len(text) > MAX_CHARACTERS or _CONTROL.search(text):
+        return False
+    return not _INVISIBLE.issuperset(map(unicodedata.category, text))
+
+
+def checked_label(text: str) -> str:
+    """Return the label of an example in NFC, without surrounding spaces; raise `InputError`."""
+    [label] = checked_texts([unicodedata.normalize("NFC", text)], "label", 1)
+    return label
