@@ -148,7 +148,7 @@ def measure_null(arguments: argparse.Namespace) -> int:
     options = ["--rounds", str(arguments.rounds), "--seconds", str(arguments.seconds)]
     options += ["--record", str(arguments.out / "null_device.json")]
     if arguments.smoke:
-        options += ["--size", "32", "--batch", "4", "--loads", "1x2"]
+        options += ["--size", "32", "--batch", "4", "--clients", "1"]
     command = [sys.executable, "-m", "benchmarks.null_device", *options]
     return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
 

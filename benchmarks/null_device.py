@@ -5,10 +5,10 @@ Frames, queue, streams, predictor and the copy to pinned memory are those of the
 computes is a sleep, of batches one after another, at `--rate` images a second. So the path is
 measured where there is no GPU.
 
-Each measurement has an engine process on the first core, and clients on the others in turn, which
-together keep 512 pictures of 224 pixels under way: 1 and 2 clients, and 1, 2, 4 and 8 callers of
-one client. Recorded of each are pictures/s, the mean batch, and the processor's microseconds a
-picture: of the engine's event loop, of its other threads, and of the clients.
+Each measurement has an engine process on the first core, and 1 or 2 clients on the others. The
+clients together keep 512 pictures of 224 pixels under way. The record has pictures/s, the mean
+batch, and the processor's microseconds a picture: of the engine's event loop, of its other threads,
+and of the clients.
 """
 
 import argparse
@@ -64,8 +64,8 @@ _UNDER_WAY: Final = 512
 _SMALLEST: Final = 16
 # Seconds before a measurement, in which all clients come to work.
 _HEAD_START: Final = 1.5
-# Clients and callers of each measurement of a round.
-_LOADS: Final = ("1x1", "2x1", "1x2", "1x4", "1x8")
+# Clients of each measurement of a round.
+_CLIENTS: Final = (1, 2)
 
 
 class Null(Backend):
@@ -109,10 +109,9 @@ class Null(Backend):
 
 
 class Load(NamedTuple):
-    """One measurement: how many processes ask, for how many callers each, for how many seconds."""
+    """One measurement: the number of client processes, and its seconds."""
 
     clients: int
-    callers: int
     seconds: float
 
 
@@ -190,18 +189,14 @@ async def ask(path: Path, load: Load, size: int, results: Any) -> None:
     noise = [generator.integers(0, 256, (size, size, 3), np.uint8) for _ in range(16)]
     answered = 0
 
-    async def one(caller: str) -> None:
+    async def one() -> None:
         nonlocal answered
         for pixels in itertools.cycle(noise):
-            await models.default.current.engine.infer(
-                InferenceRequest(pixels, requested, caller), timeout=60
-            )
+            request = InferenceRequest(pixels, requested)
+            await models.default.current.engine.infer(request, timeout=60)
             answered += 1
 
-    tasks = [
-        asyncio.create_task(one(f"caller {each % load.callers}"))
-        for each in range(_UNDER_WAY // load.clients)
-    ]
+    tasks = [asyncio.create_task(one()) for _ in range(_UNDER_WAY // load.clients)]
     await asyncio.sleep(_HEAD_START)
     began, before = time.process_time(), answered
     await asyncio.sleep(load.seconds)
@@ -290,7 +285,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=128, help="largest batch")
     parser.add_argument("--size", type=int, default=224, help="pixels of a picture's side")
-    parser.add_argument("--loads", nargs="+", default=_LOADS, metavar="CLIENTSxCALLERS")
+    parser.add_argument("--clients", nargs="+", type=int, default=_CLIENTS, metavar="NUMBER")
     parser.add_argument("--name", default="engine", help="section of the record")
     return parser.parse_args(argv)
 
@@ -301,10 +296,9 @@ def main(argv: Sequence[str]) -> int:
     record = Record(arguments.record, dtype="none", about={"about": (__doc__ or "").split("\n")[0]})
     section = f"{arguments.name}, {arguments.rate:g}/s"
     for _ in range(arguments.rounds):
-        for load in arguments.loads:
-            clients, callers = map(int, load.split("x"))
-            name = f"{clients} clients, {callers} callers"
-            found = measure(Load(clients, callers, arguments.seconds), arguments)
+        for clients in arguments.clients:
+            name = f"{clients} clients"
+            found = measure(Load(clients, arguments.seconds), arguments)
             record.note([*record.section(section).get(name, []), found], section, name)
     rounds: dict[str, list[dict[str, float]]] = record.section(section)
     columns = list(next(iter(rounds.values()))[0])

@@ -1,45 +1,34 @@
-"""The batch queue: a bounded data structure with a clock, whose callers take turns.
+"""The batch queue: first in, first out, bounded, with deadlines and a clock.
 
-It knows no thread, no event loop and no model. Its owner, an engine, brings the lock, and calls:
+It knows no thread, event loop or model. Its owner, an engine, brings the lock, and calls:
 
     put(item)        ->  entry    web side: one image enters, or QueueFull
-    cancel(entry)                 web side: its caller went away, or its time is up
-    poll(max_batch)  ->  Poll     engine side, whenever the device is free: a batch to launch now,
+    cancel(entry)                 web side: its client disconnected, or its time is up
+    poll(max_batch)  ->  Poll     engine side, when the device is free: a batch to launch now,
                                   or how long to wait
-    close()                       no more entries; what waits is forgotten
+    close()                       accept no more entries, and drop the waiting ones
 
-A batch is formed at `poll`, never earlier: an image that is cancelled or expires up to that moment
-is not launched. Each caller has one of its own entries in turn, oldest first: whoever sends many
-delays itself, and not others. Where several callers wait, each has a quarter of a batch at most:
-whoever sends one picture waits for a short batch. Where batches are small, as pictures take long,
-that is so for a second more: the batch before is short, too. With no delay set, whatever waits is
-launched (`idle`). With a delay, batches are to be full: nobody's part is bounded, and an incomplete
-batch is held back until its oldest entry is that old, counted from that entry's arrival and not
-from the poll that first saw it.
+`poll` forms the batch, so it launches no image that was cancelled or expired before. Without a
+delay it launches all waiting images at once, up to the largest batch (`idle`). With a delay, the
+queue holds an incomplete batch until its oldest entry is that old, counted from its arrival.
 
-The queue answers nobody. Its owner keeps a timer for each entry, as the engine may be busy when a
-deadline passes, and cancels the entry when it fires. `poll` looks only at the entries that it takes
-out and at the one behind them, and with a delay at the oldest of each caller, so its work does not
-grow with the queue.
+The queue answers nobody. The engine may be busy when a deadline passes, so its owner keeps a timer
+for each entry, and cancels the entry when it fires. The work of `poll` does not grow with the
+queue: it looks at the entries that it takes out, and at the next one.
+
+The queue does not know callers. They take turns where work is admitted: see
+docs/decisions/fairness.md.
 """
 
-import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from service.engine.messages import Release
 from service.errors import EngineUnavailable, QueueFull
 
 T = TypeVar("T")
-
-# A caller beside others has the largest batch divided by this, at most.
-_MOST_SHARE: Final = 4
-# Images of a batch, up to which it counts as shared until no other caller has come for some
-# seconds.
-_SMALL_BATCH: Final = 8
-_SHARED_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -47,15 +36,14 @@ class Entry(Generic[T]):
     """One item's stay in the queue.
 
     Attributes:
-        arrived, deadline: the clock's readings at `put`, and from which it is never launched.
-        caller: whose turn it takes.
-        launched: whether a poll gave it.
+        arrived: the clock's reading at `put`.
+        deadline: the clock's reading from which the item is never launched.
+        launched: whether a poll took it into a batch.
     """
 
     item: T
     arrived: float
     deadline: float
-    caller: Hashable = ""
     launched: bool = False
 
 
@@ -64,9 +52,9 @@ class Poll(Generic[T]):
     """The queue's instruction to the engine at one moment.
 
     Attributes:
-        batch: entries to launch together, oldest first; empty when there is nothing to launch yet.
-        release: why the batch was formed; meaningless when it is empty.
-        wait: seconds until a poll can give a batch without a `put`; None when only a `put` can.
+        batch: entries to launch together, oldest first; empty if it is too early.
+        release: why the batch was formed; meaningless if the batch is empty.
+        wait: seconds until a poll can return a batch; None if that needs another `put`.
     """
 
     batch: list[Entry[T]] = field(default_factory=list)
@@ -75,14 +63,13 @@ class Poll(Generic[T]):
 
 
 class BatchQueue(Generic[T]):
-    """Bounded queue with turns, deadlines, cancellation and batch formation. Not thread-safe by
-    itself.
+    """A bounded FIFO that forms batches. Not thread-safe by itself.
 
     An expired entry counts as waiting until it is cancelled or a poll takes it out.
 
     Args:
-        capacity: entries waiting at most.
-        max_delay: seconds an incomplete batch is held back; 0 never holds.
+        capacity: largest number of waiting entries.
+        max_delay: seconds that an incomplete batch is held back; 0 never holds.
         clock: monotonic seconds.
     """
 
@@ -90,20 +77,16 @@ class BatchQueue(Generic[T]):
         self._capacity = capacity
         self._max_delay = max_delay
         self._clock = clock
-        # Callers in the order of their turns, each with its entries by arrival; none without
-        # entries. The first of either, and any other, is taken out in constant time.
-        self._turns: OrderedDict[Hashable, OrderedDict[Entry[T], None]] = OrderedDict()
-        self._waiting = 0
-        self._last_caller: Hashable = None
-        self._shared_until = -math.inf
+        # Ordered by arrival; removes the first entry, or any other, in constant time.
+        self._entries: OrderedDict[Entry[T], None] = OrderedDict()
         self._closed = False
 
     def __len__(self) -> int:
-        """Return the number of entries that wait."""
-        return self._waiting
+        """Return the number of waiting entries."""
+        return len(self._entries)
 
-    def put(self, item: T, *, deadline: float, caller: Hashable = "") -> Entry[T]:
-        """Add an item at the end of its caller's.
+    def put(self, item: T, *, deadline: float) -> Entry[T]:
+        """Add an item at the end.
 
         Raises:
             QueueFull: `capacity` entries are waiting.
@@ -111,74 +94,45 @@ class BatchQueue(Generic[T]):
         """
         if self._closed:
             raise EngineUnavailable("the engine is closed")
-        if self._waiting >= self._capacity:
-            raise QueueFull(f"all {self._capacity} places in the queue are taken")
-        entry = Entry(item, self._clock(), deadline, caller)
-        if caller != self._last_caller:
-            self._shared_until = (
-                -math.inf if self._last_caller is None else entry.arrived + _SHARED_SECONDS
-            )
-            self._last_caller = caller
-        own = self._turns.get(caller)
-        if own is None:
-            own = self._turns[caller] = OrderedDict()
-        own[entry] = None
-        self._waiting += 1
+        if len(self._entries) >= self._capacity:
+            raise QueueFull(f"all {self._capacity} slots in the queue are taken; try again")
+        entry = Entry(item, self._clock(), deadline)
+        self._entries[entry] = None
         return entry
 
     def cancel(self, entry: Entry[T]) -> None:
-        """Take an entry out if it is here: it may have left already, or wait in another queue."""
-        if entry in self._turns.get(entry.caller, ()):
-            self._remove(entry)
+        """Take an entry out; no effect once it has left, or if it is in another queue."""
+        self._entries.pop(entry, None)
 
     def poll(self, max_batch: int) -> Poll[T]:
         """Form the batch of at most `max_batch` entries that should be launched now, if any."""
         now = self._clock()
-        first = self._next_in_time(now)
-        if first is None:
+        oldest = self._oldest_in_time(now)
+        if oldest is None:
             return Poll()
-        full = self._waiting >= max_batch
-        if self._max_delay and not full:
-            release_at = (
-                min(next(iter(own)).arrived for own in self._turns.values()) + self._max_delay
-            )
-            if now < release_at:
-                return Poll(wait=release_at - now)
-        poll: Poll[T] = Poll(release="full" if full else "delay" if self._max_delay > 0 else "idle")
-        is_shared = len(self._turns) > 1 or (max_batch <= _SMALL_BATCH and now < self._shared_until)
-        most = max(1, max_batch // _MOST_SHARE) if is_shared and not self._max_delay else max_batch
-        taken: Counter[Hashable] = Counter()
-        while first is not None and len(poll.batch) < max_batch and taken[first.caller] < most:
-            taken[first.caller] += 1
-            self._remove(first)
-            if first.caller in self._turns:
-                self._turns.move_to_end(first.caller)
-            first.launched = True
-            poll.batch.append(first)
-            first = self._next_in_time(now)
+        full = len(self._entries) >= max_batch
+        release_at = oldest.arrived + self._max_delay
+        if not full and now < release_at:
+            return Poll(wait=release_at - now)
+        release: Release = "delay" if self._max_delay else "idle"
+        poll: Poll[T] = Poll(release="full" if full else release)
+        while oldest is not None and len(poll.batch) < max_batch:
+            del self._entries[oldest]
+            oldest.launched = True
+            poll.batch.append(oldest)
+            oldest = self._oldest_in_time(now)
         return poll
 
     def close(self) -> None:
-        """Refuse further entries, and forget those that wait."""
+        """Refuse new entries, and drop the waiting ones."""
         self._closed = True
-        self._turns.clear()
-        self._waiting = 0
+        self._entries.clear()
 
-    def _next_in_time(self, now: float) -> Entry[T] | None:
-        """Return the entry whose turn it is and whose deadline is to come, and take out the expired
-        ones before it.
-        """
-        while self._turns:
-            own = next(iter(self._turns.values()))
-            oldest = next(iter(own))
+    def _oldest_in_time(self, now: float) -> Entry[T] | None:
+        """Take out the expired entries at the front, and return the first one in time."""
+        while self._entries:
+            oldest = next(iter(self._entries))
             if oldest.deadline > now:
                 return oldest
-            self._remove(oldest)
+            del self._entries[oldest]
         return None
-
-    def _remove(self, entry: Entry[T]) -> None:
-        own = self._turns[entry.caller]
-        del own[entry]
-        self._waiting -= 1
-        if not own:
-            del self._turns[entry.caller]

@@ -30,12 +30,10 @@ class InferenceRequest:
     Attributes:
         pixels: uint8 [H, W, C], the model's input size.
         requested: the outputs to compute.
-        caller: who asks; callers take turns.
     """
 
     pixels: NDArray[np.uint8]
     requested: RequestedOutputs
-    caller: str = ""
 
 
 @dataclass(frozen=True, slots=True)

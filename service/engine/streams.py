@@ -88,7 +88,7 @@ class Streams:
         with self._lock:
             is_slow = request.requested.needs_pass or self._defers(request.requested)
             lane = self._maps if is_slow else self._images
-            entry = lane.queue.put(request, deadline=self._clock() + timeout, caller=request.caller)
+            entry = lane.queue.put(request, deadline=self._clock() + timeout)
             lane.wake.notify()
         return entry
 

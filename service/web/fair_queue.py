@@ -21,6 +21,10 @@ _DECAY: Final = 0.98
 # Number of known callers from which callers without a job are forgotten.
 _MOST_SHARES: Final = 4096
 _LEAST_PACE: Final = 1e-9
+# Seconds for which a queue counts as shared after two jobs in a row of different callers.
+_SHARED_SECONDS: Final = 1.0
+# Mean seconds that jobs hold a server, from which on callers leave room for each other.
+_LONG_HOLD_SECONDS: Final = 0.05
 
 
 class Entry:
@@ -83,14 +87,26 @@ class FairQueue(Generic[E]):
         servers: returns how many jobs may be under way.
         clock: monotonic seconds.
         each: number of jobs of one caller that may be under way.
+        leaves_room: whether a caller that is not alone begins a job only while more servers are
+            free than it holds, once jobs hold them for long. Use it if the servers are slots in a
+            first-in, first-out queue: another caller's job then finds a slot and a short queue.
+            See docs/decisions/fairness.md.
     """
 
     def __init__(
-        self, servers: Callable[[], int], clock: Callable[[], float], each: float = math.inf
+        self,
+        servers: Callable[[], int],
+        clock: Callable[[], float],
+        each: float = math.inf,
+        *,
+        leaves_room: bool = False,
     ) -> None:
         self._servers = servers
         self._clock = clock
         self._each = each
+        self._leaves_room = leaves_room
+        self._last_share: _Share[E] | None = None
+        self._shared_until = -math.inf
         self._shares: dict[Hashable, _Share[E]] = {}
         self._line: list[tuple[float, int, _Share[E]]] = []
         self._numbers = count()
@@ -100,6 +116,7 @@ class FairQueue(Generic[E]):
         self._size_waiting = 0.0
         self._size_under_way = 0.0
         # Decaying sums over the jobs that have worked.
+        self._job_count = 0.0
         self._sizes = 0.0
         self._worked_seconds = 0.0
         self._held_seconds = 0.0
@@ -107,6 +124,7 @@ class FairQueue(Generic[E]):
     def add(self, entry: E, caller: Hashable) -> None:
         """Add a job of a caller; raises `QueueFull` if it cannot begin before its deadline."""
         share = self._share(caller)
+        self._note_turn_of(share)
         if self.waiting and not self._begins_at_once(share):
             remaining = entry.deadline - self._clock()
             if self._wait(share, remaining) > remaining:
@@ -124,7 +142,7 @@ class FairQueue(Generic[E]):
         """Return the job that begins now, or None if no job can; drop jobs that are too late."""
         while self._line and self.waiting and self.under_way < self._servers():
             _, turn, share = heappop(self._line)
-            if turn != share.turn or share.under_way >= self._each:
+            if turn != share.turn or share.under_way >= self._most():
                 continue
             entry = share.waiting[0]
             self._remove(entry)
@@ -160,6 +178,7 @@ class FairQueue(Generic[E]):
             entry.is_under_way = False
             if worked:
                 held_seconds = self._clock() - entry.began
+                self._job_count = self._job_count * _DECAY + 1
                 self._sizes = self._sizes * _DECAY + entry.size
                 self._worked_seconds = self._worked_seconds * _DECAY + entry.charged
                 self._held_seconds = self._held_seconds * _DECAY + held_seconds
@@ -189,10 +208,25 @@ class FairQueue(Generic[E]):
         Only in a queue with a limit per caller can a server be free while jobs wait.
         """
         return (
-            share.under_way < self._each < math.inf
+            share.under_way < self._most() < math.inf
             and self.under_way < self._servers()
             and not share.waiting
         )
+
+    def _note_turn_of(self, share: _Share[E]) -> None:
+        """Note whether callers share the queue, when a job of one of them arrives."""
+        if share is self._last_share:
+            return
+        if self._last_share is not None:
+            self._shared_until = self._clock() + _SHARED_SECONDS
+        self._last_share = share
+
+    def _most(self) -> float:
+        """Return the number of jobs under way from which on a caller begins no other one."""
+        is_long = self._held_seconds >= _LONG_HOLD_SECONDS * self._job_count
+        if not self._leaves_room or not is_long or self._clock() >= self._shared_until:
+            return self._each
+        return min(self._each, max(1, self._servers() - self.under_way))
 
     def _wait(self, share: _Share[E], bound: float) -> float:
         """Return the seconds until a further job of a caller would begin.
@@ -200,7 +234,8 @@ class FairQueue(Generic[E]):
         The result is exact only near `bound`: the jobs ahead are counted one by one only if all
         waiting jobs together would take longer.
         """
-        seconds_of_caller = share.size * self._hold / self._each
+        servers_of_caller = max(share.under_way, self._most())
+        seconds_of_caller = share.size * self._hold / servers_of_caller
         if seconds_of_caller > bound or self._seconds(self._size_waiting) <= bound:
             return seconds_of_caller
         pace = self._pace or _LEAST_PACE

@@ -110,6 +110,7 @@ class Lane:
         threads: number of threads.
         clock: monotonic seconds.
         each: number of jobs of one caller that may have begun and not left.
+        leaves_room: see `FairQueue`.
     """
 
     def __init__(
@@ -120,13 +121,16 @@ class Lane:
         threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
         each: float = math.inf,
+        leaves_room: bool = False,
     ) -> None:
         self._name = name
         self._clock = clock
         self._leaves_at_once = servers is None
         # Two jobs per thread: a job that ends before the event loop looks has a successor.
         self._free = 2 * threads if threads else math.inf
-        self._queue: FairQueue[Job[Any]] = FairQueue(servers or (lambda: 2 * threads), clock, each)
+        self._queue: FairQueue[Job[Any]] = FairQueue(
+            servers or (lambda: 2 * threads), clock, each, leaves_room=leaves_room
+        )
         self._ended: list[Callable[[], None]] = []
         # The event loop that is about to look at the jobs that have ended.
         self._woken: asyncio.AbstractEventLoop | None = None
@@ -304,14 +308,16 @@ class Lanes:
             return _BATCHES_AHEAD * _batch_slots(models, MAX_EXPLANATION_BATCH)
 
         threads = decode_threads(settings)
-        self.pictures = Lane("decode", pictures_ahead, threads=threads, clock=clock)
+        self.pictures = Lane(
+            "decode", pictures_ahead, threads=threads, clock=clock, leaves_room=True
+        )
         self.decoders = Lane("decoders", decoder_count, clock=clock)
         self.documents = Lane("documents", threads=1, clock=clock)
         self.drawings = Lane("drawing", threads=1, clock=clock)
         self.heads = Lane("heads", threads=1, clock=clock)
         self.examples = Lane("examples", threads=_EXAMPLE_THREADS, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock, each=_TEXTS_OF_EACH)
-        self.explanations = Lane("explanations", explanations_ahead, clock=clock)
+        self.explanations = Lane("explanations", explanations_ahead, clock=clock, leaves_room=True)
 
     def close(self) -> None:
         """Accept no new jobs; do not wait for the threads."""

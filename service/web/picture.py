@@ -237,7 +237,7 @@ async def _batched(
     model = admitted.model
     if model.info.head and not requested.head:
         requested = replace(requested, head=model.info.head)
-    request = InferenceRequest(pixels, requested, admitted.sender.caller)
+    request = InferenceRequest(pixels, requested)
     result = await model.generation.engine.infer(request, timeout=admitted.deadline.remaining())
     metrics = admitted.service.metrics
     metrics.observe_stage("queue", result.queue_seconds)

@@ -78,7 +78,6 @@ class Submit(_Frame, frozen=True, tag=1):
     Attributes:
         shape: (H, W, C).
         data: its bytes, where they were received.
-        caller: see `InferenceRequest`.
         timeout: seconds from now within which it must be launched.
     """
 
@@ -87,7 +86,6 @@ class Submit(_Frame, frozen=True, tag=1):
     shape: tuple[int, int, int]
     data: memoryview
     requested: RequestedOutputs
-    caller: str
     timeout: float
 
     @classmethod
@@ -95,16 +93,13 @@ class Submit(_Frame, frozen=True, tag=1):
         """Return the frame that carries an image."""
         high, wide, channels = image.pixels.shape
         data = np.ascontiguousarray(image.pixels).reshape(-1).data
-        return cls(
-            model, generation, (high, wide, channels), data, image.requested, image.caller, timeout
-        )
+        return cls(model, generation, (high, wide, channels), data, image.requested, timeout)
 
     @property
     def image(self) -> InferenceRequest:
         """Return the image; raises ValueError if its bytes are not as many as its shape says."""
-        return InferenceRequest(
-            np.frombuffer(self.data, np.uint8).reshape(self.shape), self.requested, self.caller
-        )
+        pixels = np.frombuffer(self.data, np.uint8).reshape(self.shape)
+        return InferenceRequest(pixels, self.requested)
 
 
 class EmbedTexts(_Frame, frozen=True, tag=2):

@@ -106,7 +106,7 @@ REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
         frames.Submit.of,
         st.text(),
         SMALL,
-        st.builds(InferenceRequest, PIXELS, REQUESTED, st.text()),
+        st.builds(InferenceRequest, PIXELS, REQUESTED),
         SECONDS,
     ),
     st.builds(

@@ -1,7 +1,6 @@
 """The batch queue against a model of it, with a clock that only the tests move."""
 
 from collections import Counter
-from collections.abc import Hashable
 
 import pytest
 from hypothesis import settings
@@ -28,8 +27,8 @@ def items(entries: list[Entry[str]]) -> list[str]:
 class QueueMachine(RuleBasedStateMachine):
     """Does anything that web code and an engine may do, in any order.
 
-    `waiting` is what must be in the queue, oldest first, and `turns` are its callers, the next
-    first; every item must leave it exactly once.
+    `waiting` holds the entries that must be in the queue, oldest first. Every item must leave it
+    exactly once.
     """
 
     @initialize(
@@ -38,40 +37,35 @@ class QueueMachine(RuleBasedStateMachine):
         max_delay=st.sampled_from([0.0, 0.5, 2.0]),
     )
     def build(self, capacity: int, max_batch: int, max_delay: float) -> None:
-        self.capacity, self.max_batch, self.max_delay = capacity, max_batch, max_delay
+        self.capacity = capacity
+        self.max_batch = max_batch
+        self.max_delay = max_delay
         self.clock = Clock()
         self.queue: BatchQueue[int] = BatchQueue(
             capacity=capacity, max_delay=max_delay, clock=self.clock
         )
         self.put_count = 0
         self.waiting: list[Entry[int]] = []
-        self.turns: list[Hashable] = []
-        self.last_caller, self.shared_until = "", 0.0
         self.known: list[Entry[int]] = []
         self.left: Counter[int] = Counter()
         self.closed = False
 
-    @rule(timeout=TICKS, caller=st.sampled_from("abc"))
-    def put(self, timeout: float, caller: str) -> None:
+    @rule(timeout=TICKS)
+    def put(self, timeout: float) -> None:
+        deadline = self.clock.now + timeout
         if self.closed:
             with pytest.raises(EngineUnavailable):
-                self.queue.put(-1, deadline=self.clock.now + timeout)
+                self.queue.put(-1, deadline=deadline)
         elif len(self.waiting) == self.capacity:
             with pytest.raises(QueueFull, match=str(self.capacity)):
-                self.queue.put(-1, deadline=self.clock.now + timeout)
+                self.queue.put(-1, deadline=deadline)
         else:
-            entry = self.queue.put(self.put_count, deadline=self.clock.now + timeout, caller=caller)
-            if caller != self.last_caller:
-                self.last_caller, self.shared_until = (
-                    caller,
-                    self.clock.now + bool(self.last_caller),
-                )
+            entry = self.queue.put(self.put_count, deadline=deadline)
             assert entry.item == self.put_count
             assert entry.arrived == self.clock.now
             self.put_count += 1
             self.waiting.append(entry)
             self.known.append(entry)
-            self.turns += [caller] if caller not in self.turns else []
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -91,12 +85,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.polled()
 
     def polled(self) -> Poll[int]:
-        """Each caller has one of its entries in turn, oldest first; those that are too late are
-        taken out.
-
-        One of several has a quarter of a batch at most, of a small one for a second more; with a
-        delay it has all.
-        """
+        """Expect the oldest entries in time, and that the expired ones before them are gone."""
         now = self.clock.now
         poll = self.queue.poll(self.max_batch)
         self.expire()
@@ -109,13 +98,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert poll == Poll(wait=release_at - now)
             return poll
         batch: list[Entry[int]] = []
-        is_alone = len(self.turns) == 1 and (self.max_batch > 8 or now >= self.shared_until)
-        most = self.max_batch if is_alone or self.max_delay else max(1, self.max_batch // 4)
-        taken: Counter[Hashable] = Counter()
-        while self.waiting and len(batch) < self.max_batch and taken[self.turns[0]] < most:
-            taken[self.turns[0]] += 1
-            batch.append(self.of_caller(self.turns[0])[0])
-            self.turns.append(self.turns.pop(0))
+        while self.waiting and len(batch) < self.max_batch:
+            batch.append(self.waiting[0])
             self.leave(batch[-1:], launched=True)
             self.expire()
         assert poll == Poll(batch, "full" if full else "delay" if self.max_delay else "idle")
@@ -131,13 +115,9 @@ class QueueMachine(RuleBasedStateMachine):
             self.clock.now += poll.wait / 2
             self.polled()
 
-    def of_caller(self, caller: Hashable) -> list[Entry[int]]:
-        return [entry for entry in self.waiting if entry.caller == caller]
-
     def expire(self) -> None:
-        """Expect that what expired was taken out before the first entry in time."""
-        while self.turns and (own := self.of_caller(self.turns[0]))[0].deadline <= self.clock.now:
-            self.leave(own[:1])
+        while self.waiting and self.waiting[0].deadline <= self.clock.now:
+            self.leave(self.waiting[:1])
 
     @rule()
     def close(self) -> None:
@@ -150,24 +130,16 @@ class QueueMachine(RuleBasedStateMachine):
             assert entry.launched is launched
             self.left[entry.item] += 1
             self.waiting.remove(entry)
-            if not self.of_caller(entry.caller):
-                self.turns = [caller for caller in self.turns if caller != entry.caller]
 
     @invariant()
-    def nothing_is_lost_and_nothing_leaves_twice(self) -> None:
+    def every_item_leaves_once(self) -> None:
         assert all(count == 1 for count in self.left.values())
         assert len(self.left) + len(self.waiting) == self.put_count
         assert not any(entry.launched for entry in self.waiting)
 
     @invariant()
-    def length_counts_those_that_wait(self) -> None:
+    def length_counts_waiting_entries(self) -> None:
         assert len(self.queue) == len(self.waiting) <= self.capacity
-
-    def teardown(self) -> None:
-        if hasattr(self, "queue"):
-            assert [entry for own in self.queue._turns.values() for entry in own] == [
-                entry for caller in self.turns for entry in self.of_caller(caller)
-            ]
 
 
 QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -175,7 +147,7 @@ TestAnyOrderOfOperations = QueueMachine.TestCase
 
 
 class CountedDeadline(float):
-    """A deadline that counts how often it is looked at."""
+    """A deadline that counts how often it is compared."""
 
     looks = 0
 
@@ -185,7 +157,7 @@ class CountedDeadline(float):
 
 
 @pytest.mark.parametrize("max_delay", [0.0, 5.0], ids=["launched", "held back"])
-def test_a_poll_looks_at_a_batch_of_entries_however_many_wait(max_delay: float) -> None:
+def test_a_poll_looks_at_one_batch_of_entries(max_delay: float) -> None:
     waiting, clock = queue(capacity=10_000, max_delay=max_delay)
     for number in range(1000):
         waiting.put(str(number), deadline=CountedDeadline(clock.now + 10))
@@ -195,7 +167,7 @@ def test_a_poll_looks_at_a_batch_of_entries_however_many_wait(max_delay: float) 
     assert 0 < CountedDeadline.looks <= 5
 
 
-def test_each_expired_entry_is_looked_at_once() -> None:
+def test_polls_look_once_at_an_expired_entry() -> None:
     waiting, clock = queue(capacity=10_000)
     for number in range(1000):
         waiting.put(str(number), deadline=CountedDeadline(clock.now + 1))
