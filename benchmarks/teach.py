@@ -38,7 +38,7 @@ from model.runtime.predictor import Predictor
 from model.taught_heads import TaughtHead
 from service.extensions.teach.fit import taught_head
 from vitserve.client import Client
-from vitserve.documents import Knowledge
+from vitserve.head_documents import Knowledge
 
 Floats = NDArray[np.float32]
 Numbers = NDArray[np.int64]

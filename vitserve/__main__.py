@@ -1,4 +1,4 @@
-"""`vitserve`: starts the command line of the service, `service.cli.main`, of this installation."""
+"""`vitserve`: run the command line of this installation, `service.cli.main`."""
 
 import sys
 from importlib import import_module
@@ -8,8 +8,8 @@ from pathlib import Path
 def main() -> int:
     """Run one subcommand, and return the exit code.
 
-    `service` and `model` are taken from beside this package. `python -m` and PYTHONPATH have Python
-    look elsewhere first, for example in a folder whose programs have files of these names.
+    `service` and `model` come from this package's own parent folder. With `python -m` or PYTHONPATH
+    Python would look elsewhere first, for example in a folder with files of these names.
     """
     try:
         return _run()
@@ -18,8 +18,8 @@ def main() -> int:
         if missing in ("", "service", "model", "vitserve"):
             raise
         print(  # noqa: T201
-            f"vitserve: the package {missing} is not installed: the client alone needs httpx and pydantic, the "
-            "commands need the rest: pip install vitserve",
+            f"vitserve: the package {missing} is not installed: "
+            "the commands need more packages than the client: pip install vitserve",
             file=sys.stderr,
         )
         return 1
@@ -29,8 +29,8 @@ def _run() -> int:
     home = str(Path(__file__).parent.parent)
     sys.path.insert(0, home)
     try:
-        for name in ("service", "model"):  # their modules are found in them from now on
-            import_module(name)
+        for name in ("service", "model"):
+            import_module(name)  # Python now finds their modules in the imported packages
     finally:
         sys.path.remove(home)
     code: int = import_module("service.cli.main").main()

@@ -1,4 +1,4 @@
-"""The documents on the wire, as pydantic models: the schema of the answers, which the client reads."""
+"""The documents on the wire as pydantic models: the server's schema, and the client's types."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -7,18 +7,19 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema
 
 # Pydantic describes a tuple by `prefixItems`, which FastAPI turns into a form that OpenAPI 3.1 does
-# not allow. [rows, columns].
+# not allow.
 RowsColumns = Annotated[
     tuple[int, int],
     WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}),
 ]
+"""[rows, columns]"""
 
-# Name of the multipart field that carries a picture.
 FIELD = "file"
+"""Name of the multipart field that holds a picture."""
 
 
 def significant(value: float) -> float:
-    """Return a float32 without the digits that it does not have: 0.8299999833 becomes 0.83."""
+    """Return a float32 without meaningless digits: 0.8299999833 becomes 0.83."""
     return float(f"{value:.7g}")
 
 
@@ -27,13 +28,17 @@ class Prediction(BaseModel):
 
     label: Annotated[
         str,
-        Field(description="human description; labels may repeat", examples=["tabby, tabby cat"]),
+        Field(
+            description="human description; two classes may share one",
+            examples=["tabby, tabby cat"],
+        ),
     ]
-    index: Annotated[int, Field(description="class index, which identifies", examples=[281])]
+    index: Annotated[int, Field(description="class index, unique in the model", examples=[281])]
     score: Annotated[
         float,
         Field(
-            description="softmax (or sigmoid) after the checkpoint's temperature, or its calibrated form"
+            description="softmax (or sigmoid) after the checkpoint's temperature, "
+            "or its calibrated form"
         ),
     ]
 
@@ -41,9 +46,7 @@ class Prediction(BaseModel):
 def ranked(
     labels: Sequence[str], indices: Iterable[int], scores: Iterable[float]
 ) -> list[dict[str, object]]:
-    """Return the fields of `Prediction` for the classes `indices`, with their float32 `scores`, in
-    the order given.
-    """
+    """Return the fields of `Prediction` for these classes and float32 scores, in the same order."""
     pairs = zip(indices, scores, strict=True)
     return [
         {"label": labels[index], "index": index, "score": significant(score)}
@@ -54,13 +57,15 @@ def ranked(
 AbstainedBy = Literal["coverage", "distance", "min_score"]
 """Why a model abstains."""
 
-# Labels of the largest set that an answer spells out: more say little, and fewer would not have the
-# coverage.
 MAX_SET: Final = 100
+"""Labels of the largest label set that an answer lists.
+
+A larger set says little, and a shortened one would not have the coverage.
+"""
 
 
 def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> dict[str, Any]:
-    """Return the fields of the set of the classes `indices`; none where the model has no coverage."""
+    """Return the fields of a label set; empty if `indices` is None, without a coverage."""
     if indices is None:
         return {}
     fields: dict[str, Any] = {"set_size": len(indices)}
@@ -70,11 +75,7 @@ def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> dict[str
 
 
 class RegionDocument(BaseModel):
-    """The rectangle of the upright original that a map covers: what the model saw of it, in its
-    pixels.
-
-    It lies within the photo.
-    """
+    """The rectangle of the upright original that the model saw and a map covers, in its pixels."""
 
     x: Annotated[float, Field(description="left edge")]
     y: Annotated[float, Field(description="upper edge")]
@@ -83,33 +84,33 @@ class RegionDocument(BaseModel):
 
 
 class _Map(BaseModel):
-    """What is said of every map."""
+    """The fields of every map."""
 
     grid: Annotated[RowsColumns, Field(description="[rows, columns] of patches")]
     class_: Annotated[
-        int | None, Field(alias="class", description="whose map it is, where it is of one class")
+        int | None, Field(alias="class", description="index of the explained class, if any")
     ] = None
     label: Annotated[str | None, Field(description="the label of that class")] = None
     score: Annotated[float | None, Field(description="the score of that class")] = None
     evidence: Annotated[
         float | None,
         Field(
-            description="0...1: how much speaks for that class in this picture; drawings fade with it"
+            description="0...1: how strongly this picture supports that class; "
+            "drawings fade with it"
         ),
     ] = None
     abstained: Annotated[
         bool | None,
-        Field(
-            description="of a class: the model abstains, as little speaks for any of its classes"
-        ),
+        Field(description="if there is a class: the model abstains from all of its classes"),
     ] = None
     layer: Annotated[int | None, Field(description="`cls`: 0 is the first")] = None
     head: Annotated[
-        int | Literal["mean", "max"] | None, Field(description="`cls`: how heads are combined")
+        int | Literal["mean", "max"] | None,
+        Field(description="`cls`: how attention heads are combined"),
     ] = None
     values: Annotated[
         list[list[float]],
-        Field(description="[rows][columns] of what the method found, summing to 1"),
+        Field(description="[rows][columns] of the method's result, summing to 1"),
     ]
     kept_mass: Annotated[float, Field(description="share of the attention that fell on patches")]
     region: RegionDocument
@@ -131,7 +132,7 @@ class ListedModel(BaseModel):
     state: Literal["ready", "loading", "unloaded", "failed"]
     reason: Annotated[str, Field(description="why it is not ready")] = ""
     backbone: Annotated[
-        str, Field(description="the same for models that share one; empty before it is known")
+        str, Field(description="the same for models that share one; empty until it is known")
     ]
     classes: int | None = None
     bytes: Annotated[
@@ -148,54 +149,57 @@ class Timings(BaseModel):
     decode: float
     queue: float
     inference: float
-    total: Annotated[float, Field(description="from the request's head")]
+    total: Annotated[float, Field(description="since the request headers arrived")]
 
 
 class ModelClassification(BaseModel):
-    """What one model says of a picture."""
+    """The answer of one model to a picture."""
 
     model: str
     predictions: Annotated[list[Prediction], Field(description="highest score first")]
     set: Annotated[
         list[str] | None,
         Field(
-            description="with VIT_COVERAGE: labels that hold the right one so often, best first; absent beyond 100"
+            description="with VIT_COVERAGE: labels that include the right one that often, "
+            "best first; absent beyond 100"
         ),
     ] = None
     set_size: Annotated[
-        int | None, Field(description="with VIT_COVERAGE: labels in the set, however many")
+        int | None, Field(description="with VIT_COVERAGE: number of labels in the set")
     ] = None
     abstained: Annotated[
         bool,
         Field(
-            description="no label fits; `predictions` has the nearest, but for those below a least score"
+            description="no label fits; `predictions` has the nearest ones that reach the least "
+            "score"
         ),
     ] = False
     abstained_by: Annotated[
         AbstainedBy | None,
         Field(
-            description="`coverage`: unlike the pictures of the calibration; `distance`: unlike all examples of a "
-            "taught head; `min_score`: every score is below it, or below the label's threshold"
+            description="`coverage`: unlike the pictures of the calibration; `distance`: unlike "
+            "all examples of a taught head; `min_score`: every score is below it, or below the "
+            "label's threshold"
         ),
     ] = None
     attention: Attention | None = None
-    embedding: Annotated[list[float] | None, Field(description="what the head reads, float32")] = (
-        None
-    )
+    embedding: Annotated[
+        list[float] | None, Field(description="the features that the classifier reads, float32")
+    ] = None
     batch_size: Annotated[int, Field(description="images that were computed together")]
-    # Of the picture that the client sent: (width, height) in pixels of the upright original.
+    # (width, height) of a pixel of the sent picture, in pixels of the upright original.
     _pixel: tuple[float, float] = (1.0, 1.0)
 
 
 class Kept(BaseModel):
-    """A picture that may be kept."""
+    """An answer about a picture that may be kept."""
 
     id: Annotated[
         str | None, Field(description="for GET /attention, while the picture is kept")
     ] = None
 
 
-class Classification(ModelClassification, Kept):  # the id first
+class Classification(ModelClassification, Kept):  # in this order `id` is the first field
     """The answer of POST /classify."""
 
     timings_ms: Timings
@@ -213,7 +217,7 @@ class ProblemDocument(BaseModel):
 
 
 class FailedItem(BaseModel):
-    """One picture of a batch that has no answer."""
+    """The error of one picture or model, in place of an answer."""
 
     error: ProblemDocument
 
@@ -258,17 +262,15 @@ class BatchEmbedding(BaseModel):
 
 
 class AttentionDocument(Kept, _Map):
-    """The answer of /attention with `format=json`, or one of several where maps of several classes
-    are asked for.
-    """
+    """The answer of /attention with `format=json`; a list of them for several classes."""
 
     method: str
 
 
-# What /attention answers with `format=json`.
 MAPS: TypeAdapter[AttentionDocument | list[AttentionDocument]] = TypeAdapter(
     AttentionDocument | list[AttentionDocument]
 )
+"""The answer of /attention with `format=json`."""
 
 
 class Labels(BaseModel):
@@ -287,7 +289,8 @@ class ModelDescription(BaseModel):
     content: Annotated[
         str,
         Field(
-            description="16 digits that change with the weights, architecture, preprocessing or labels"
+            description="16 digits that change with the weights, architecture, preprocessing or "
+            "labels"
         ),
     ] = ""
     loaded_at: Annotated[datetime | None, Field(description="date of the load")] = None
@@ -297,21 +300,22 @@ class ModelDescription(BaseModel):
     input_size: Annotated[RowsColumns, Field(description="[rows, columns] in pixels")]
     channels: int
     patch_size: Annotated[
-        int | None, Field(description="null, as what follows, where a library runs the network")
+        int | None,
+        Field(description="null, like `grid`, `layers` and `heads`, if a library runs the network"),
     ] = None
     grid: Annotated[RowsColumns | None, Field(description="[rows, columns] of patches")] = None
     layers: int | None = None
     heads: int | None = None
     width: Annotated[
         int,
-        Field(description="of tokens, or of what the head reads where a library runs the network"),
+        Field(description="of tokens, or of the features if a library runs the network"),
     ]
     classes: int
     pool: str | None = None
     runtime: Annotated[
-        str, Field(description="whose code the network is: `vitserve`, or `timm`")
+        str, Field(description="who implements the network: `vitserve`, or a library, as `timm`")
     ] = "vitserve"
-    runtime_version: Annotated[str | None, Field(description="of the library")] = None
+    runtime_version: Annotated[str | None, Field(description="version of the library")] = None
     temperature: float
     score_form: Annotated[
         dict[str, float], Field(description="a softmax has power 1 and crowding 0")
@@ -319,7 +323,7 @@ class ModelDescription(BaseModel):
     multi_label: bool
     device: str
     dtype: str
-    backend: Annotated[str, Field(description="what runs the network, with its version")]
+    backend: Annotated[str, Field(description="what computes the network, with its version")]
     compiled: Annotated[str, Field(description="`compiled`, `compiling`, or why not")]
     max_batch: int
     batch_sizes: Annotated[
@@ -340,116 +344,14 @@ class ModelDescription(BaseModel):
     assumed: Annotated[
         list[str],
         Field(
-            description="what the checkpoint does not say and was chosen, each with the setting that says it"
+            description="assumptions about facts that the checkpoint lacks, each with the setting "
+            "that changes it"
         ),
     ] = []
     coverage: Annotated[
-        float | None, Field(description="how often sets hold the right label; null: no sets")
+        float | None,
+        Field(description="how often label sets include the right label; null: no sets"),
     ] = None
     calibrated_on: Annotated[
-        int | None, Field(description="pictures that the sets are made by")
+        int | None, Field(description="number of pictures in the calibration of label sets")
     ] = None
-
-
-class Accuracy(BaseModel):
-    """How often a taught head is right with pictures like its examples, by cross-validation."""
-
-    value: Annotated[
-        float, Field(description="share of the examples that were right while they were held out")
-    ]
-    low: Annotated[
-        float, Field(description="the true share lies between `low` and `high` with 95% confidence")
-    ]
-    high: float
-    folds: int
-
-
-class Confusion(BaseModel):
-    """How many examples of a label were answered with another one while they were held out."""
-
-    label: str
-    answered: str
-    count: int
-
-
-class Suspect(BaseModel):
-    """An example that the others contradict: its label is wrong, most often."""
-
-    number: int
-    label: str
-    likely: Annotated[str, Field(description="the label that the others give it")]
-    score: Annotated[
-        float, Field(description="of the likely label, while the example was held out")
-    ]
-
-
-class Knowledge(BaseModel):
-    """What a taught head knows of itself."""
-
-    accuracy: Annotated[Accuracy | None, Field(description="absent before the head was fitted")] = (
-        None
-    )
-    confusion: Annotated[
-        list[Confusion], Field(description="the most frequent ones first, at most 100")
-    ] = []
-    suspects: Annotated[list[Suspect], Field(description="the worst ones first, at most 100")] = []
-    needs_more: Annotated[list[str], Field(description="labels that need more pictures")] = []
-    fitted_to: Annotated[int, Field(description="number of examples")] = 0
-    fitted_at: Annotated[datetime | None, Field(description="date of the fit")] = None
-
-
-class ExampleCounts(BaseModel):
-    """How many examples each label of a head has."""
-
-    head: str
-    examples: dict[str, int]
-
-
-class AddedExamples(ExampleCounts):
-    """The answer to examples that were added, with their numbers."""
-
-    numbers: list[int]
-
-
-class HeadList(BaseModel):
-    """The names of all taught heads."""
-
-    enabled: Annotated[bool, Field(description="whether anything is taught here (VIT_TEACH)")]
-    heads: list[str]
-    thumbnails: Annotated[
-        bool | None, Field(description="true where file names and thumbnails are kept, else absent")
-    ] = None
-
-
-class HeadDescription(ExampleCounts, Knowledge):
-    """A taught head."""
-
-    backbone: Annotated[str, Field(description="of which the features are")]
-    model: Annotated[str, Field(description="with which it was begun")]
-    up_to_date: Annotated[bool, Field(description="whether the head is fitted to all its examples")]
-    reason: Annotated[
-        str | None, Field(description="why its examples give no head, or it does not serve")
-    ] = None
-
-
-class ExampleDocument(BaseModel):
-    """An example of a head."""
-
-    number: int
-    label: str
-    time: datetime
-    who: Annotated[str | None, Field(description="name of the key that sent it")] = None
-    file_name: Annotated[
-        str | None, Field(description="of the picture, with VIT_TEACH_THUMBNAILS")
-    ] = None
-    thumbnail: Annotated[
-        str | None,
-        Field(description="data URI of a JPEG, with VIT_TEACH_THUMBNAILS; lists have none"),
-    ] = None
-
-
-class ExampleList(BaseModel):
-    """The examples of a head."""
-
-    head: str
-    examples: list[ExampleDocument]

@@ -1,23 +1,22 @@
-"""The errors of a client: a type for each kind of status, and below it one for each code that
-programs tell apart.
+"""The errors of a client: a type for each kind of status, with subtypes for important codes.
 
 ClientError
-  Unreachable          no answer came: nobody listens, the connection broke, or the time was up
-  ForeignAnswer        something answered that is not vitserve
+  Unreachable          nothing answered: no listener, a broken connection, or a timeout
+  ForeignAnswer        another server than vitserve answered
   ProblemError         the service refused the request with a problem document
     InvalidRequest       400, 405, 413, 415, 421, 422: this request would be refused again
       ImageRefused         the picture cannot be used; others can
-      InvalidParameter     an option is not one that this model or service has
+      InvalidParameter     this model or service does not accept an option
     Unauthorized         401: the key is missing or wrong
     Forbidden            403: the key may not do this
     NotFound             404: the path or the id is unknown
-      UnknownModel         the service has no model of this name
-    Conflict             409: the state of a model or of a head does not allow it
-    DeadlineExceeded     408, 504: the service did not get to it in time
+      UnknownModel         the name of the model is unknown
+    Conflict             409: the state of a model or head does not allow the request
+    DeadlineExceeded     408, 504: the service missed its deadline
     ServiceFailed        500: the service failed on this request
-      InferenceFailed      the model gave no answer for this picture
-    Unavailable          429, 503: the service cannot take it now; the client has tried again already
-      ModelFailed          the model could not be loaded: another try is in vain
+      InferenceFailed      the model failed on this picture
+    Unavailable          429, 503: temporarily refused, also after the client's retries
+      ModelFailed          the model could not be loaded: a retry does not help
 """
 
 from collections.abc import Mapping
@@ -27,22 +26,21 @@ from pydantic import ValidationError
 
 from vitserve.documents import ProblemDocument
 
-# Statuses that say: later.
-_TEMPORARY = (429, 503)
+_TEMPORARY_STATUSES = (429, 503)
 
-# Of these, the code of a problem that lasts.
 _MODEL_FAILED = "model_failed"
+"""The code of a problem that lasts, despite its temporary status."""
 
-# Of the seconds in Retry-After; more are no time that anybody waits.
 _MAX_DIGITS = 9
+"""Digits that are read of Retry-After."""
 
 
 class ClientError(Exception):
-    """The service could not be asked, or the answer is not one of vitserve.
+    """The service did not answer the request.
 
     Attributes:
         temporary: whether the same request may succeed later.
-        retry_after: the seconds to wait until then, if the answer named any.
+        retry_after: seconds to wait until then, if the service named them.
     """
 
     temporary = False
@@ -50,14 +48,13 @@ class ClientError(Exception):
 
 
 class Unreachable(ClientError, httpx.TransportError):
-    """No answer came from `address`; the error of httpx is its `__cause__`.
+    """The service at `address` did not answer; the error of httpx is the `__cause__`.
 
-    A request whose time was up is not temporary: the server may be at work on it still.
+    A timeout is not temporary, because the server may still be working on the request.
 
     Attributes:
-        never_connected: whether no connection was made, to the service or to a proxy before it.
-        has_proxy: whether the environment puts a proxy before the service; the message names it
-        then.
+        never_connected: whether the connection failed, to the service or to its proxy.
+        has_proxy: whether the environment sets a proxy; the message names it.
     """
 
     def __init__(self, error: httpx.TransportError, address: httpx.URL, through: str = "") -> None:
@@ -70,22 +67,25 @@ class Unreachable(ClientError, httpx.TransportError):
 
 
 class ForeignAnswer(ClientError):
-    """Something answered that is not vitserve, a proxy for example."""
+    """Another server than vitserve answered, for example a proxy."""
 
     def __init__(self, message: str, status: int, retry_after: int | None = None) -> None:
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
-        self.temporary = status in _TEMPORARY
+        self.status = status
+        self.retry_after = retry_after
+        self.temporary = status in _TEMPORARY_STATUSES
 
 
 class ProblemError(ClientError):
-    """The service refused the request with `problem`; its `code` and `status` are attributes, too."""
+    """The service refused the request with `problem`; `code` and `status` are attributes too."""
 
     def __init__(self, problem: ProblemDocument, retry_after: int | None) -> None:
         super().__init__(f"{problem.status} {problem.code}: {problem.detail}")
-        self.problem, self.status, self.code = problem, problem.status, problem.code
+        self.problem = problem
+        self.status = problem.status
+        self.code = problem.code
         self.retry_after = retry_after
-        self.temporary = problem.status in _TEMPORARY and problem.code != _MODEL_FAILED
+        self.temporary = self.status in _TEMPORARY_STATUSES and self.code != _MODEL_FAILED
 
 
 class InvalidRequest(ProblemError):
@@ -97,7 +97,7 @@ class ImageRefused(InvalidRequest):
 
 
 class InvalidParameter(InvalidRequest):
-    """An option is not one that this model or service has."""
+    """This model or service does not accept an option."""
 
 
 class Unauthorized(ProblemError):
@@ -113,7 +113,7 @@ class NotFound(ProblemError):
 
 
 class UnknownModel(NotFound):
-    """The service has no model of this name."""
+    """The name of the model is unknown."""
 
 
 class Conflict(ProblemError):
@@ -129,7 +129,7 @@ class ServiceFailed(ProblemError):
 
 
 class InferenceFailed(ServiceFailed):
-    """The model gave no answer for this picture."""
+    """The model failed on this picture."""
 
 
 class Unavailable(ProblemError):
@@ -137,9 +137,7 @@ class Unavailable(ProblemError):
 
 
 class ModelFailed(Unavailable):
-    """The model could not be loaded; `GET /models` has the reason. Another try is in vain until
-    somebody mends it.
-    """
+    """The model could not be loaded; a retry does not help. `GET /models` has the reason."""
 
 
 _BY_STATUS: Mapping[int, type[ProblemError]] = {
@@ -153,7 +151,7 @@ _BY_STATUS: Mapping[int, type[ProblemError]] = {
     504: DeadlineExceeded,
 }
 
-# Each is a subclass of its status's type.
+# Each type is a subclass of its status's type.
 _BY_CODE: Mapping[str, type[ProblemError]] = {
     "unknown_model": UnknownModel,
     "upload_too_large": ImageRefused,
@@ -168,7 +166,7 @@ _BY_CODE: Mapping[str, type[ProblemError]] = {
 
 
 def _kind_of(problem: ProblemDocument) -> type[ProblemError]:
-    """Return the type of a problem: by its code, else by its status."""
+    """Return the error type for a problem's code, else for its status."""
     if problem.code in _BY_CODE:
         return _BY_CODE[problem.code]
     if problem.status in _BY_STATUS:
@@ -177,12 +175,12 @@ def _kind_of(problem: ProblemDocument) -> type[ProblemError]:
 
 
 def error_of(response: httpx.Response) -> ClientError:
-    """Return the error that a response without success stands for."""
+    """Return the error for an unsuccessful response."""
     text = response.headers.get("retry-after", "")
     retry_after = int(text[:_MAX_DIGITS]) if text.isdecimal() else None
     try:
         problem = ProblemDocument.model_validate_json(response.content)
     except ValidationError:
-        message = f"{response.status_code} from {response.url}, which is no answer of vitserve"
+        message = f"{response.status_code} from {response.url}, which is not an answer of vitserve"
         return ForeignAnswer(message, response.status_code, retry_after)
     return _kind_of(problem)(problem, retry_after)

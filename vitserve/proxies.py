@@ -1,4 +1,4 @@
-"""The proxy that the environment puts between a client and a service, and messages that name it."""
+"""The proxy that the environment configures between a client and its service."""
 
 import ipaddress
 import os
@@ -12,6 +12,7 @@ import httpx
 from vitserve.errors import ClientError
 
 _SCHEMES = ("http", "https", "socks5", "socks5h")
+_EXPECTED = "http://, https://, socks5:// or socks5h://"
 
 Transport = TypeVar("Transport", httpx.HTTPTransport, httpx.AsyncHTTPTransport)
 
@@ -21,9 +22,9 @@ class Proxy:
     """A proxy, and where it is configured.
 
     Attributes:
-        url: the address with its password, as the environment has it.
-        setting: the environment variable that names it.
-        host: the host of the service, which NO_PROXY would exempt.
+        url: address with its password, as configured.
+        setting: environment variable that names the proxy.
+        host: host of the service, which NO_PROXY can exempt.
     """
 
     url: str
@@ -39,14 +40,12 @@ class Proxy:
 
     @property
     def remedy(self) -> str:
-        """Return what reaches the service without this proxy."""
+        """Return how to reach the service without this proxy."""
         return f"to connect without it, add {self.host} to NO_PROXY"
 
 
 def proxy_of(url: httpx.URL) -> Proxy | None:
-    """Return the proxy for this address of a service by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and
-    NO_PROXY.
-    """
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY set for an address."""
     proxies = getproxies()
     scheme = url.scheme if url.scheme in proxies else "all"
     if scheme not in proxies or not url.host or _is_exempt(url, proxies.get("no", "")):
@@ -54,7 +53,7 @@ def proxy_of(url: httpx.URL) -> Proxy | None:
     address = proxies[scheme]
     if "://" not in address:
         address = f"http://{address}"
-    # Lower case wins where both are set; a system's own settings have no variable.
+    # The variable in lower case wins. Proxies of the operating system do not have a variable.
     variables = [
         name for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper()) if os.environ.get(name)
     ]
@@ -62,7 +61,7 @@ def proxy_of(url: httpx.URL) -> Proxy | None:
 
 
 def _is_exempt(url: httpx.URL, no_proxy: str) -> bool:
-    """Return whether NO_PROXY names a host: as urllib reads it, and with `*.`, brackets and ranges."""
+    """Return whether NO_PROXY names a host, as urllib reads it or with `*.`, brackets, ranges."""
     port = url.port or {"http": 80, "https": 443}.get(url.scheme)
     if proxy_bypass(url.host) or proxy_bypass(f"{url.host}:{port}"):
         return True
@@ -73,14 +72,14 @@ def _is_exempt(url: httpx.URL, no_proxy: str) -> bool:
 
 
 def _names(entry: str, host: str) -> bool:
-    """Return whether an entry of NO_PROXY is this host, a domain above it as `*.`, or a range that
-    holds it.
-    """
-    if entry in (host, "*") or (entry.startswith("*.") and host.endswith(entry[1:])):
+    """Return whether an entry of NO_PROXY is this host, its domain as `*.`, or its range."""
+    if entry in (host, "*"):
+        return True
+    if entry.startswith("*.") and host.endswith(entry[1:]):
         return True
     try:
         return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
-    except ValueError:  # one of the two is a name
+    except ValueError:  # the host or the entry is a name
         return False
 
 
@@ -88,7 +87,7 @@ def transport_through(proxy: Proxy | None, build: Callable[..., Transport]) -> T
     """Return a transport that connects through the proxy, or directly.
 
     Raises:
-        ClientError: the proxy is not one that can be used.
+        ClientError: the proxy cannot be used.
     """
     if proxy is None:
         return build()
@@ -96,9 +95,9 @@ def transport_through(proxy: Proxy | None, build: Callable[..., Transport]) -> T
         scheme = httpx.URL(proxy.url).scheme
         if scheme in _SCHEMES:
             return build(proxy=proxy.url)
-        wrong = f"{proxy}: expected {', '.join(f'{each}://' for each in _SCHEMES[:-1])} or {_SCHEMES[-1]}://"
+        problem = f"{proxy}: expected {_EXPECTED}"
     except ImportError:
-        wrong = f"{proxy} needs the package socksio: pip install 'httpx[socks]'"
+        problem = f"{proxy} needs the package socksio: pip install 'httpx[socks]'"
     except (httpx.InvalidURL, ValueError):
-        wrong = f"{proxy}: expected http://HOST:PORT"
-    raise ClientError(f"{wrong}; {proxy.remedy}")
+        problem = f"{proxy}: expected http://HOST:PORT"
+    raise ClientError(f"{problem}; {proxy.remedy}")

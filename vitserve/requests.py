@@ -1,11 +1,11 @@
-"""The requests of the service as data, which either client sends, and how their answers are read."""
+"""The requests of the service as data for both clients, and how to read their answers."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast
@@ -21,6 +21,7 @@ from vitserve.documents import (
     Classification,
     Classifications,
     ListedModel,
+    RegionDocument,
 )
 from vitserve.errors import ForeignAnswer, error_of
 from vitserve.shrinking import Pixel, shrink
@@ -30,14 +31,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
-# A path, the bytes of a file, a file open for binary reading, a PIL image, or a uint8 array: [rows,
-# columns] is grey, [rows, columns, 3] is RGB and [rows, columns, 4] is RGBA.
 ImageSource: TypeAlias = "str | Path | bytes | IO[bytes] | Image.Image | NDArray[np.uint8]"
+"""A path, the bytes of a file, a file open for binary reading, a PIL image, or a uint8 array.
 
-_ORIENTATION = 0x0112
+An array [rows, columns] is grey, [rows, columns, 3] is RGB, and [rows, columns, 4] is RGBA.
+"""
+
+_ORIENTATION_TAG = 0x0112
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
-# By the axes after rows and columns.
+
 _ARRAY_MODES = {(): "L", (1,): "L", (3,): "RGB", (4,): "RGBA"}
+"""Modes by an array's axes after rows and columns."""
 
 _EXPECTED = (
     "expected a path, bytes, a file open for binary reading, a PIL image, "
@@ -46,22 +50,22 @@ _EXPECTED = (
 
 Array: TypeAlias = "NDArray[np.float32]"
 
-# The parameter `attention` of /classify.
 WithAttention = bool | Literal["relevance"]
+"""The parameter `attention` of /classify."""
 
 Answer = TypeVar("Answer")
 
-# Bytes of a file that is worth shrinking.
-_MIN_BYTES = 16_384
+_MIN_SHRUNK_BYTES = 16_384
+"""Smaller files are not worth shrinking."""
 
 MODELS = TypeAdapter(list[ListedModel])
 
 
 class MapOptions(TypedDict, total=False):
-    """Which map /attention computes; what is left out is the service's default.
+    """Which map /attention computes; the service has a default for each option.
 
-    `class_` is an index or a label, or several of them: of `labels`, where they are given. `model`
-    names one of the service's models; the map of a `Classification` is by the model that gave it.
+    `class_` is an index or a label, or several; with `labels` it refers to those. The default of
+    `model` for a `Classification` is the model that gave it.
     """
 
     model: str
@@ -89,11 +93,13 @@ class Request(Generic[Answer]):
     """One request.
 
     Attributes:
-        parse: returns the answer that the body of a successful response holds; ValueError or
-        EOFError if it holds none.
+        method: HTTP method.
+        path: path of the route.
+        parse: function that reads the answer in the body of a successful response; it raises
+            ValueError or EOFError for another body.
         options: arguments of httpx.
-        drawn: the answer is a drawing on the picture, which is sent as it is.
-        pixels: the pixel of each picture that is sent or kept; none: they are the originals.
+        drawn: whether the answer is a drawing on the picture, which is then not shrunk.
+        pixels: pixel of each sent or kept picture; empty if they are the originals.
     """
 
     method: str
@@ -104,9 +110,7 @@ class Request(Generic[Answer]):
     pixels: Sequence[Pixel] = ()
 
     def read(self, response: httpx.Response) -> Answer:
-        """Return the answer; raises `ClientError` if the response is a refusal or not one of
-        vitserve.
-        """
+        """Return the answer; raises `ClientError` for a refusal or another server's response."""
         if not response.is_success:
             raise error_of(response)
         try:
@@ -119,95 +123,100 @@ class Request(Generic[Answer]):
 
     @property
     def can_shrink(self) -> bool:
-        """Whether it holds a file that may be worth shrinking, for the default model, whose size is
-        known.
-        """
-        is_named = "model" in self.options.get("params", ())
-        return not (self.drawn or is_named) and max(map(len, self._files), default=0) >= _MIN_BYTES
+        """Whether the request sends a large file to the default model, whose input size is known."""
+        names_model = "model" in self.options.get("params", ())
+        if self.drawn or names_model:
+            return False
+        return max(map(len, self._files), default=0) >= _MIN_SHRUNK_BYTES
 
     def shrunk(self, side: int) -> Request[Answer]:
-        """Return the request with pictures that are no larger than a service needs which resizes
-        them to `side`.
-        """
+        """Return the request with pictures shrunk for a model of this input size."""
         small = [shrink(data, side) for data in self._files]
-        files = [(FIELD, (str(index), each.data)) for index, each in enumerate(small)]
-        parts: dict[str, Any] = (
-            {"files": files} if "files" in self.options else {"content": small[0].data}
-        )
-        return replace(self, options=self.options | parts, pixels=[each.pixel for each in small])
+        if "files" in self.options:
+            pictures = _files_of(picture.data for picture in small)
+        else:
+            pictures = {"content": small[0].data}
+        pixels = [picture.pixel for picture in small]
+        return replace(self, options=self.options | pictures, pixels=pixels)
 
     @property
     def _files(self) -> list[bytes]:
-        one = [self.options["content"]] if "content" in self.options else []
-        return one + [data for _, (_, data) in self.options.get("files", ())]
+        if "content" in self.options:
+            return [self.options["content"]]
+        return [data for _, (_, data) in self.options.get("files", ())]
 
 
 def body(image: ImageSource) -> dict[str, Any]:
-    """Return httpx's arguments of a request with one picture."""
+    """Return httpx's arguments for a request with one picture."""
     return {"content": file_bytes(image), "headers": {"Content-Type": "application/octet-stream"}}
 
 
 def form(images: Sequence[ImageSource]) -> dict[str, Any]:
-    """Return httpx's arguments of a request with several pictures."""
-    return {
-        "files": [(FIELD, (str(index), file_bytes(image))) for index, image in enumerate(images)]
-    }
+    """Return httpx's arguments for a request with several pictures."""
+    return _files_of(map(file_bytes, images))
+
+
+def _files_of(contents: Iterable[bytes]) -> dict[str, Any]:
+    return {"files": [(FIELD, (str(index), data)) for index, data in enumerate(contents)]}
 
 
 def query(**parameters: object) -> dict[str, Any]:
-    """Return httpx's arguments of a request with options; one that is None is the service's
-    default.
-    """
-    given = {name.rstrip("_"): value for name, value in parameters.items() if value is not None}
-    return {"params": {name: _text(name, value) for name, value in given.items()}}
+    """Return httpx's arguments for a request with parameters, without parameters that are None."""
+    values = {name.rstrip("_"): value for name, value in parameters.items() if value is not None}
+    return {"params": {name: _text(name, value) for name, value in values.items()}}
 
 
 def map_of(
     image: ImageSource | Classification, parse: Callable[[bytes], Answer], **options: object
 ) -> Request[Answer]:
-    """Return the request for a map of an image that is sent, or that the service kept when it
-    classified it.
-    """
+    """Return the request for a map of an image, sent or kept by the service."""
     if not isinstance(image, Classification):
         return Request("POST", "/attention", parse, body(image) | query(**options))
     if image.id is None:
         raise ValueError(
-            "the service kept no picture of this classification (VIT_RECENT_TTL is 0): send the picture"
+            "the service did not keep the picture of this classification (VIT_RECENT_TTL is 0): "
+            "send the picture"
         )
-    asked = query(**{"id": image.id, "model": image.model, **options})
-    return Request("GET", "/attention", parse, asked, pixels=[image._pixel])
+    parameters = query(**{"id": image.id, "model": image.model, **options})
+    return Request("GET", "/attention", parse, parameters, pixels=[image._pixel])
 
 
 def _refer_to_originals(answer: object, pixels: Sequence[Pixel]) -> None:
-    """Make the regions of an answer those of the originals of its pictures."""
-    answers: Sequence[object] = (
-        answer.results if isinstance(answer, BatchClassification) else [answer]
-    )
-    if isinstance(answer, Classifications):
-        answers, pixels = list(answer.models.values()), [*pixels] * len(answer.models)
-    for found, pixel in zip(answers, pixels, strict=False):
-        if isinstance(found, Classification):
-            found._pixel = pixel
-        for each in found if isinstance(found, list) else [getattr(found, "attention", None)]:
-            if each is not None:
-                region = each.region
-                region.x, region.width = region.x * pixel[0], region.width * pixel[0]
-                region.y, region.height = region.y * pixel[1], region.height * pixel[1]
+    """Convert the regions in an answer to pixels of the original pictures."""
+    answers: Sequence[object] = [answer]
+    if isinstance(answer, BatchClassification):
+        answers = answer.results
+    elif isinstance(answer, Classifications):
+        answers = list(answer.models.values())
+        pixels = [*pixels] * len(answers)
+    for item, pixel in zip(answers, pixels, strict=False):
+        if isinstance(item, Classification):
+            item._pixel = pixel
+        maps = item if isinstance(item, list) else [getattr(item, "attention", None)]
+        for attention_map in maps:
+            if attention_map is not None:
+                _scale(attention_map.region, pixel)
+
+
+def _scale(region: RegionDocument, pixel: Pixel) -> None:
+    width, height = pixel
+    region.x *= width
+    region.width *= width
+    region.y *= height
+    region.height *= height
 
 
 def _text(name: str, value: object) -> str | list[str]:
-    """Return a parameter's value as the service reads it; labels and texts may have commas."""
+    """Return a parameter's value in the service's form; labels and texts may contain commas."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str) or not isinstance(value, Sequence):
         return str(value)
     if name == "text":
         return list(value)
-    return (
-        json.dumps(list(value), ensure_ascii=False)
-        if name == "labels"
-        else ",".join(map(str, value))
-    )
+    if name == "labels":
+        return json.dumps(list(value), ensure_ascii=False)
+    return ",".join(map(str, value))
 
 
 def documents(content: bytes) -> list[AttentionDocument]:
@@ -218,22 +227,20 @@ def documents(content: bytes) -> list[AttentionDocument]:
 
 def array(content: bytes) -> Array:
     """Parse a file of numpy's format."""
-    import numpy as np  # noqa: PLC0415  programs that ask for no array start quicker
+    import numpy as np  # noqa: PLC0415  slow to import, and few programs need it
 
     parsed: Array = np.load(io.BytesIO(content), allow_pickle=False)
     return parsed
 
 
 def file_bytes(image: ImageSource) -> bytes:
-    """Return the bytes of an image file: PIL images and arrays are encoded as PNG, everything else
-    is a file already.
+    """Return the bytes of an image file; PIL images and arrays become PNG.
 
-    Neither PIL nor numpy is imported for the others; their objects are recognised by what they can
-    do.
+    PIL and numpy are recognised by their attributes, because importing them is slow.
 
     Raises:
         OSError: the file cannot be read.
-        TypeError: this is no picture.
+        TypeError: the object is not a picture.
     """
     if isinstance(image, bytes):
         return image
@@ -244,7 +251,7 @@ def file_bytes(image: ImageSource) -> bytes:
     if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
         return image.read()
     try:
-        pixels = memoryview(image)  # type: ignore[arg-type]  # numpy's stubs do not say that its arrays are buffers
+        pixels = memoryview(image)  # type: ignore[arg-type]  # numpy's stubs lack the buffer protocol
     except (TypeError, ValueError):
         raise TypeError(f"{_EXPECTED}, not {type(image).__name__}") from None
     shape = pixels.shape or ()
@@ -252,17 +259,18 @@ def file_bytes(image: ImageSource) -> bytes:
         return pixels.tobytes()  # the bytes of a file
     if pixels.format != "B" or len(shape) < 2 or shape[2:] not in _ARRAY_MODES:
         raise TypeError(f"{_EXPECTED}, not {getattr(image, 'dtype', 'an array')} {list(shape)}")
-    from PIL import Image  # noqa: PLC0415  programs that send files start quicker
+    from PIL import Image  # noqa: PLC0415  slow to import, and few programs need it
 
     return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels.tobytes()))
 
 
 def _png(image: Image.Image) -> bytes:
-    """Return a PNG that lies as the file did from which the image was opened."""
-    file, exif = io.BytesIO(), image.getexif()
-    orientation = type(exif)()  # without where and when the photo was taken
-    orientation[_ORIENTATION] = exif.get(_ORIENTATION, 1)
+    """Return the image as PNG, with the EXIF orientation and without other metadata."""
+    exif = image.getexif()
+    orientation = type(exif)()
+    orientation[_ORIENTATION_TAG] = exif.get(_ORIENTATION_TAG, 1)
     if image.mode not in _PNG_MODES:
         image = image.convert("RGB")
+    file = io.BytesIO()
     image.save(file, "PNG", exif=orientation, compress_level=1)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Both clients: what they send, and what they make of an answer; and the package that has them."""
+"""What both clients send, how they read answers, and the package of the client."""
 
 import asyncio
 import io
@@ -20,6 +20,7 @@ from model.images.decode import decode
 from service.web.problems import INTERNAL_ERROR, TABLE
 from tests.conftest import REPOSITORY
 from tests.model.images.pictures import encode
+from tests.vitserve.answers import CAT, FULL, URL
 from vitserve.client import (
     AsyncClient,
     Client,
@@ -45,22 +46,6 @@ from vitserve.documents import Classification
 
 pytestmark = pytest.mark.timeout(60)  # processes start
 
-
-URL = "http://service"
-CAT = {
-    "model": "tiny",
-    "predictions": [{"label": "cat", "index": 3, "score": 0.5}],
-    "timings_ms": {"decode": 1.0, "queue": 0.0, "inference": 2.0, "total": 3.0},
-    "batch_size": 1,
-}
-FULL = {
-    "type": "about:blank",
-    "title": "Queue full",
-    "status": 503,
-    "detail": "no place is free",
-    "code": "queue_full",
-    "request_id": "r",
-}
 
 ONCE = Retries(tries=1)
 
@@ -88,8 +73,8 @@ def call_asynchronous(
 
 @pytest.fixture(params=[call_blocking, call_asynchronous], ids=["Client", "AsyncClient"])
 def call(request: pytest.FixtureRequest) -> Call:
-    found: Call = request.param
-    return found
+    function: Call = request.param
+    return function
 
 
 class Recorder:
@@ -113,7 +98,7 @@ class Recorder:
         (httpx.Response(503, json=FULL), False),
     ],
 )
-def test_a_url_with_a_path_names_the_root(answer: httpx.Response, says: bool) -> None:
+def test_url_with_a_path_names_the_root(answer: httpx.Response, says: bool) -> None:
     ways = {"GET": answer, "POST": httpx.Response(200, json=CAT)}
     transport = httpx.MockTransport(lambda request: ways[request.method])
     with Client(f"{URL}/classify", retries=ONCE, transport=transport) as client:
@@ -124,7 +109,7 @@ def test_a_url_with_a_path_names_the_root(answer: httpx.Response, says: bool) ->
             client.classify(b"pixels")  # then the path is the prefix of a proxy
 
 
-def test_an_image_is_sent_as_the_body(call: Call, tmp_path: Path) -> None:
+def test_image_is_sent_as_the_body(call: Call, tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(b"pixels")
     for image in (b"pixels", tmp_path / "cat.png", str(tmp_path / "cat.png")):
         server = Recorder(200, json=CAT)
@@ -153,7 +138,7 @@ RGB = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
     ],
     ids=["RGB", "one channel", "grey", "RGBA", "a view"],
 )
-def test_an_array_is_sent_as_png(call: Call, array: Any, mode: str) -> None:
+def test_array_is_sent_as_png(call: Call, array: Any, mode: str) -> None:
     server = Recorder(200, json=CAT)
     call(server, "classify", array)
     sent = Image.open(io.BytesIO(server.request.content))
@@ -164,7 +149,7 @@ def test_an_array_is_sent_as_png(call: Call, array: Any, mode: str) -> None:
 @pytest.mark.parametrize(
     "mode", ["1", "L", "LA", "I;16", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "F"]
 )
-def test_a_pil_image_is_sent_as_png(call: Call, mode: str) -> None:
+def test_pil_image_is_sent_as_png(call: Call, mode: str) -> None:
     server = Recorder(200, json=CAT)
     image = Image.new("L", (7, 5), 200).convert(mode)
     call(server, "classify", image)
@@ -173,7 +158,7 @@ def test_a_pil_image_is_sent_as_png(call: Call, mode: str) -> None:
     np.testing.assert_array_equal(np.asarray(sent.convert("RGB")), np.asarray(image.convert("RGB")))
 
 
-def test_a_pil_image_lies_as_its_file_does(call: Call) -> None:
+def test_pil_image_keeps_its_orientation(call: Call) -> None:
     file = encode(Image.fromarray(RGB), "PNG", 6)  # a quarter turn
     server = Recorder(200, json=CAT)
     call(server, "classify", Image.open(io.BytesIO(file)))
@@ -182,9 +167,7 @@ def test_a_pil_image_lies_as_its_file_does(call: Call) -> None:
     np.testing.assert_array_equal(np.asarray(expected.image), np.asarray(sent.image))
 
 
-def test_an_open_file_and_bytes_of_any_kind_are_sent_as_they_are(
-    call: Call, tmp_path: Path
-) -> None:
+def test_bytes_of_any_kind_are_sent_unchanged(call: Call, tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(b"pixels")
     server = Recorder(200, json={"results": [CAT] * 5})
     with (tmp_path / "cat.png").open("rb") as file:
@@ -211,24 +194,9 @@ def test_an_open_file_and_bytes_of_any_kind_are_sent_as_they_are(
     ],
     ids=["floats", "channels first", "a batch", "a list", "None", "text"],
 )
-def test_what_is_no_picture_is_an_error_that_says_what_is(
-    call: Call, source: Any, what: str
-) -> None:
+def test_other_object_names_its_type(call: Call, source: Any, what: str) -> None:
     with pytest.raises(TypeError, match=rf"^expected a path, .*, not {what}$"):
         call(Recorder(200, json=CAT), "classify", source)
-
-
-MAP = {
-    **{
-        "method": "cls",
-        "layer": 2,
-        "head": "max",
-        "grid": [1, 2],
-        "values": [[0.25, 0.75]],
-        "kept_mass": 0.5,
-    },
-    "region": {"x": 0, "y": 0, "width": 2, "height": 1},
-}
 
 
 @pytest.mark.parametrize(
@@ -237,7 +205,8 @@ MAP = {
 def test_embeddings_are_an_array(
     call: Call, method: str, image: Any, shape: tuple[int, ...]
 ) -> None:
-    values, buffer = np.random.default_rng(0).random(shape, np.float32), io.BytesIO()
+    values = np.random.default_rng(0).random(shape, np.float32)
+    buffer = io.BytesIO()
     np.save(buffer, values)
     server = Recorder(200, content=buffer.getvalue())
     np.testing.assert_array_equal(call(server, method, image, pool="cls", normalize=True), values)
@@ -246,10 +215,13 @@ def test_embeddings_are_an_array(
     assert b"p" in server.request.content
 
 
-def test_labels_are_sent_as_json_and_texts_one_by_one(call: Call) -> None:
+def test_labels_are_sent_as_json(call: Call) -> None:
     server = Recorder(200, json=CAT)
     call(server, "classify", b"p", labels=["cat", "a red car, parked"])
     assert json.loads(server.request.url.params["labels"]) == ["cat", "a red car, parked"]
+
+
+def test_texts_are_sent_one_by_one(call: Call) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.ones((2, 3), np.float32))
     server = Recorder(200, content=buffer.getvalue())
@@ -258,7 +230,7 @@ def test_labels_are_sent_as_json_and_texts_one_by_one(call: Call) -> None:
     assert (server.request.method, server.request.content) == ("POST", b"")
 
 
-def test_every_option_of_a_map_is_passed_on(call: Call) -> None:
+def test_every_option_of_a_map_is_sent(call: Call) -> None:
     server = Recorder(200, content=b"PNG")
     options = {
         "method": "relevance",
@@ -279,14 +251,14 @@ def test_every_option_of_a_map_is_passed_on(call: Call) -> None:
         assert dict(server.request.url.params) == {"class": sent} | expected
 
 
-def test_the_map_of_a_classification_is_that_of_its_picture(call: Call) -> None:
+def test_classification_refers_to_kept_picture(call: Call) -> None:
     server = Recorder(200, content=b"PNG")
     call(server, "heat_map", Classification.model_validate({"id": "kept", **CAT}), size=100)
     assert (server.request.method, str(server.request.url)) == (
         "GET",
         f"{URL}/attention?id=kept&model=tiny&size=100",
     )
-    with pytest.raises(ValueError, match="kept no picture"):
+    with pytest.raises(ValueError, match="did not keep the picture"):
         call(server, "attention", Classification.model_validate(CAT))
 
 
@@ -300,10 +272,10 @@ def test_the_map_of_a_classification_is_that_of_its_picture(call: Call) -> None:
         ({"Retry-After": "9" * 5000}, 999_999_999),
     ],
 )
-def test_a_refusal_is_its_problem_document(
+def test_refusal_has_the_problem_document(
     call: Call, header: dict[str, str], seconds: int | None
 ) -> None:
-    with pytest.raises(ProblemError, match="503 queue_full: no place is free") as raised:
+    with pytest.raises(ProblemError, match="503 queue_full: no slot is free") as raised:
         call(Recorder(503, json=FULL, headers=header), "heat_map", b"pixels")
     assert raised.value.problem.model_dump() == FULL
     assert raised.value.retry_after == seconds
@@ -311,9 +283,9 @@ def test_a_refusal_is_its_problem_document(
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [(502, "502 from http://service/model, which is no answer"), (200, "did not answer as")],
+    [(502, "502 from http://service/model, which is not an answer"), (200, "did not answer as")],
 )
-def test_another_server_is_an_error_of_its_own(call: Call, status: int, message: str) -> None:
+def test_other_server_is_an_error(call: Call, status: int, message: str) -> None:
     with pytest.raises(ClientError, match=message) as raised:
         call(Recorder(status, text="<html>"), "model")
     assert not isinstance(raised.value, ProblemError)
@@ -353,7 +325,7 @@ FINER: dict[str, type[ProblemError]] = {
     ("status", "code"),
     sorted({*TABLE.values(), (500, INTERNAL_ERROR), (418, "of_tomorrow"), (507, "of_tomorrow")}),
 )
-def test_each_status_and_code_has_its_error(status: int, code: str) -> None:
+def test_status_with_code_selects_the_error(status: int, code: str) -> None:
     with pytest.raises(ProblemError) as raised:
         call_blocking(Recorder(status, json=FULL | {"status": status, "code": code}), "labels")
     by_status = KINDS.get(status, InvalidRequest if status < 500 else ServiceFailed)
@@ -366,7 +338,7 @@ def refuse(request: httpx.Request) -> httpx.Response:
     raise httpx.ConnectError("Connection refused")
 
 
-def test_a_server_that_is_not_there_is_an_error_of_the_client(call: Call) -> None:
+def test_absent_server_is_unreachable(call: Call) -> None:
     message = "^http://service: Connection refused$"
     with pytest.raises(Unreachable, match=message) as raised:
         call(refuse, "labels")
@@ -377,7 +349,7 @@ def test_a_server_that_is_not_there_is_an_error_of_the_client(call: Call) -> Non
     )
 
 
-def test_an_error_names_the_address_without_a_password() -> None:
+def test_error_hides_the_password() -> None:
     with (
         Client(
             "http://me:secret@there:8000/vit/", retries=ONCE, transport=httpx.MockTransport(refuse)
@@ -399,7 +371,7 @@ SERVER_ONLY = {
     "uvicorn",
 }
 
-FOREIGN = "raise SystemExit('this is not of vitserve')"
+FOREIGN = "raise SystemExit('another package')"
 
 
 @pytest.fixture(params=["{}.py", "{}/__init__.py"], ids=["file", "package"])
@@ -421,7 +393,7 @@ def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_program_beside_files_of_any_name_imports_the_client_and_nothing_of_the_server(
+def test_client_imports_nothing_of_the_server(
     folder: Path,
 ) -> None:
     (folder / "program.py").write_text("import sys, vitserve.client; print(*sys.modules)")
@@ -432,7 +404,7 @@ def test_a_program_beside_files_of_any_name_imports_the_client_and_nothing_of_th
     assert not modules & SERVER_ONLY
 
 
-def test_the_command_works_beside_files_of_any_name(folder: Path) -> None:
+def test_command_ignores_files_of_the_same_name(folder: Path) -> None:
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = scripts["vitserve"].split(":")
     script = f"import sys; from {module} import {function}; sys.exit({function}())"

@@ -1,6 +1,4 @@
-"""When a request is sent again, with a clock that only moves in pauses; and many images through a
-client.
-"""
+"""When a client repeats a request, on a clock that only pauses move; and streams of images."""
 
 import asyncio
 import threading
@@ -13,7 +11,7 @@ import httpx
 import pytest
 
 from tests.service.fakes import PATIENCE, on_a_loop
-from tests.vitserve.test_client import CAT, FULL, URL
+from tests.vitserve.answers import CAT, FULL, URL
 from vitserve.client import AsyncClient, Client, ClientError, ImageRefused, Retries
 from vitserve.documents import Classification
 from vitserve.errors import ModelFailed
@@ -26,7 +24,8 @@ class Scripted:
     """Answers with one step after another, and is the clock that the pauses move."""
 
     def __init__(self, *steps: Step, took: float = 0.0) -> None:
-        self.steps, self.took = list(steps), took
+        self.steps = list(steps)
+        self.took = took
         self.now = 0.0
         self.pauses: list[float] = []
 
@@ -80,8 +79,8 @@ Ask = Callable[..., list[str]]
 
 @pytest.fixture(params=[labels_blocking, labels_asynchronous], ids=["Client", "AsyncClient"])
 def ask(request: pytest.FixtureRequest) -> Ask:
-    found: Ask = request.param
-    return found
+    function: Ask = request.param
+    return function
 
 
 DOUBLED = [0.25, 0.5, 1, 2, 4, 8, 8, 8]
@@ -103,12 +102,12 @@ BROKEN = (
     ids=[
         "429",
         "503",
-        "those who are refused together come back apart",
+        "jitter spreads callers",
         "without Retry-After it doubles up to 8 s",
     ]
     + [type(error).__name__ for error in BROKEN],
 )
-def test_it_is_sent_again_after_pauses_that_never_undercut_retry_after(
+def test_pauses_respect_retry_after(
     ask: Ask, steps: list[Step], options: dict[str, Any], pauses: list[float]
 ) -> None:
     server = Scripted(*steps, 200)
@@ -136,7 +135,7 @@ FINAL: list[Step] = [
     ids=["tries are bounded", "a pause that would last too long"]
     + [str(answer[0]) if isinstance(answer, tuple) else type(answer).__name__ for answer in FINAL],
 )
-def test_tries_and_their_time_are_bounded_and_other_refusals_silence_and_a_wrong_address_are_final(
+def test_client_gives_up(
     ask: Ask, server: Callable[[], Scripted], seconds: float, pauses: list[float]
 ) -> None:
     asked = server()
@@ -145,7 +144,7 @@ def test_tries_and_their_time_are_bounded_and_other_refusals_silence_and_a_wrong
     assert (asked.pauses, asked.steps, asked.now <= seconds) == (pauses, [], True)
 
 
-def test_a_failed_model_is_not_asked_again() -> None:
+def test_failed_model_is_not_asked_again() -> None:
     problem = FULL | {"code": "model_failed", "detail": "dogs: it cannot be read"}
     transport = httpx.MockTransport(lambda _: httpx.Response(503, json=problem))
     pauses: list[float] = []
@@ -158,7 +157,7 @@ def test_a_failed_model_is_not_asked_again() -> None:
     assert "dogs: it cannot be read" in str(failed.value)
 
 
-def test_a_server_that_starts_again_is_waited_for(ask: Ask) -> None:
+def test_client_waits_for_a_restart(ask: Ask) -> None:
     server = Scripted(200, httpx.ConnectError("refused"), httpx.ConnectError("refused"), 200)
     assert ask(server, requests=2) == ["cat"]
     assert len(server.pauses) == 2
@@ -197,7 +196,7 @@ def check(found: list[tuple[Path, object]], files: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 8])
-def test_each_file_has_its_answer_or_its_error_in_order(tmp_path: Path, concurrency: int) -> None:
+def test_stream_keeps_the_order_of_files(tmp_path: Path, concurrency: int) -> None:
     files = write(tmp_path)
     with blocking(answer) as client:
         check(list(client.stream(files, client.classify, concurrency=concurrency)), files)
@@ -205,9 +204,7 @@ def test_each_file_has_its_answer_or_its_error_in_order(tmp_path: Path, concurre
 
 @pytest.mark.parametrize("concurrency", [1, 2, 8])
 @on_a_loop
-async def test_each_file_has_its_answer_or_its_error_in_order_asynchronously(
-    tmp_path: Path, concurrency: int
-) -> None:
+async def test_async_stream_keeps_the_order_of_files(tmp_path: Path, concurrency: int) -> None:
     files = write(tmp_path)
     async with asynchronous(answer) as client:
         check(
@@ -220,7 +217,8 @@ class Source:
     """Gives image after image, and notes how many were taken."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.taken = count, 0
+        self.count = count
+        self.taken = 0
 
     def __iter__(self) -> Iterator[bytes]:
         for index in range(self.count):
@@ -228,7 +226,7 @@ class Source:
             yield str(index).encode()
 
 
-def test_as_many_requests_as_asked_for_are_under_way_at_once() -> None:
+def test_stream_sends_concurrent_requests() -> None:
     together = threading.Barrier(3)
 
     def handle(request: httpx.Request) -> httpx.Response:
@@ -239,7 +237,7 @@ def test_as_many_requests_as_asked_for_are_under_way_at_once() -> None:
         assert len(list(client.stream(Source(9), client.classify, concurrency=3))) == 9
 
 
-def test_images_are_taken_as_there_is_room() -> None:
+def test_stream_takes_images_on_demand() -> None:
     source = Source(1000)
     with blocking(answer) as client:
         answers = iter(client.stream(source, client.classify, concurrency=2))
@@ -251,7 +249,7 @@ def test_images_are_taken_as_there_is_room() -> None:
 
 
 @on_a_loop
-async def test_a_stream_that_is_closed_ends_the_requests_under_way() -> None:
+async def test_closed_stream_cancels_its_requests() -> None:
     begun = asyncio.Event()
     under_way: list[bytes] = []
     cancelled: list[bytes] = []

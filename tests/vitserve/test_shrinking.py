@@ -1,6 +1,4 @@
-"""Pictures that are shrunk before they are sent: what the service makes of them, and what their
-answers refer to.
-"""
+"""How the service reads shrunk pictures, and that its answers refer to the originals."""
 
 import asyncio
 import inspect
@@ -16,38 +14,10 @@ from PIL import Image, ImageFilter
 from model.config import PreprocessConfig
 from model.images.preprocess import model_input
 from tests.model.images.pictures import encode
-from tests.vitserve.test_client import CAT, MAP, URL
+from tests.vitserve.answers import CAT, MAP, MODEL, SIDE, URL
 from vitserve.client import AsyncClient, Client, Retries
 from vitserve.shrinking import shrink
 
-SIDE = 64
-MODEL = {
-    **{
-        "name": "tiny",
-        "source": "",
-        "revision": None,
-        "format": "",
-        "architecture": "",
-        "parameters": 1,
-        "width": 1,
-    },
-    **{
-        "input_size": [56, 56],
-        "channels": 3,
-        "classes": 10,
-        "temperature": 1.0,
-        "multi_label": False,
-    },
-    **{
-        "device": "cpu",
-        "dtype": "float32",
-        "backend": "",
-        "compiled": "",
-        "max_batch": 1,
-        "batch_sizes": None,
-    },
-    **{"preprocessing": {"resize_size": [SIDE, SIDE]}, "attention_methods": []},
-}
 PREPROCESS = PreprocessConfig(
     size=(56, 56),
     resize="shortest_edge",
@@ -76,9 +46,7 @@ def opened(data: bytes) -> Image.Image:
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_model_sees_the_same_part_of_the_same_upright_picture(
-    form: str, orientation: int
-) -> None:
+def test_shrunk_picture_has_the_same_region(form: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     exif[0x8825] = {1: "N"}  # where it was taken
@@ -96,7 +64,7 @@ def test_the_model_sees_the_same_part_of_the_same_upright_picture(
 
 
 @pytest.mark.parametrize("size", [(256, 256), (511, 1200), (512, 700), (1023, 1023), (2050, 2048)])
-def test_no_side_falls_below_twice_the_size_that_pictures_are_resized_to(
+def test_sides_keep_twice_the_input_size(
     size: tuple[int, int],
 ) -> None:
     for form in ("JPEG", "PNG"):
@@ -107,14 +75,14 @@ def test_no_side_falls_below_twice_the_size_that_pictures_are_resized_to(
         assert sent.size == tuple(-(-each // scale) for each in size)
 
 
-def test_the_colours_of_transparent_pixels_are_those_that_the_service_sees() -> None:
+def test_transparent_colours_are_dropped() -> None:
     picture = photo(600, 400, "RGBA")
     sent = opened(shrink(encoded(picture, "PNG"), SIDE).data)
     assert (sent.format, sent.mode) == ("PNG", "RGB")
     np.testing.assert_array_equal(np.asarray(sent), np.asarray(picture.convert("RGB").reduce(2)))
 
 
-def test_a_picture_is_turned_by_exif_alone_as_in_the_service() -> None:
+def test_only_exif_turns_a_picture() -> None:
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/" tiff:Orientation="6"/>'
     sent = opened(shrink(encoded(photo(1200, 800), xmp=xmp), SIDE).data)
     assert sent.size == (300, 200)
@@ -133,7 +101,7 @@ def test_a_picture_is_turned_by_exif_alone_as_in_the_service() -> None:
     ],
     ids=["small", "cut JPEG", "cut PNG", "WebP", "16 bits", "no bytes to gain", "no picture"],
 )
-def test_all_else_is_sent_as_it_is(data: bytes) -> None:
+def test_other_files_are_sent_unchanged(data: bytes) -> None:
     assert shrink(data, SIDE) == (data, (1, 1))
 
 
@@ -150,7 +118,7 @@ TIMES_4 = {name: 4 * value for name, value in REGION.items()}
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_regions_are_those_of_the_originals_and_drawings_are_made_on_them(
+def test_regions_refer_to_the_originals(
     kind: type[Client | AsyncClient],
 ) -> None:
     now, asked = 0.0, list[str]()

@@ -13,7 +13,7 @@ from service.cli.image_files import handle_answers, print_notes
 from service.cli.setting_flags import add_setting_flags
 from service.extensions.teach.teachers import teacher_of
 from service.models.folder import check_name
-from vitserve.documents import Knowledge
+from vitserve.head_documents import Knowledge
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ from service.errors import (
     NotFound,
     SettingsError,
 )
-from vitserve.documents import ExampleDocument
+from vitserve.head_documents import ExampleDocument
 
 MAX_HEADS: Final = 64
 MAX_LABELS: Final = 1000

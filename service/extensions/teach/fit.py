@@ -26,7 +26,7 @@ from model.taught_heads import Features, TaughtHead
 from service.errors import HeadsUnavailable, SettingsError
 from service.extensions.teach.examples import Examples, HeadRow, too_few
 from service.observe import logs
-from vitserve.documents import Accuracy, Confusion, Knowledge, Suspect
+from vitserve.head_documents import Accuracy, Confusion, Knowledge, Suspect
 
 logger = logging.getLogger("vitserve")
 

@@ -51,7 +51,7 @@ from service.web.routes.endpoint import (
 )
 from service.web.service import model_of, service_of
 from service.web.upload import UploadedFile
-from vitserve.documents import (
+from vitserve.head_documents import (
     AddedExamples,
     ExampleCounts,
     ExampleDocument,

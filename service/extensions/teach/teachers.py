@@ -15,7 +15,7 @@ from service.cli.image_files import writing
 from service.extensions.teach.fit import taught_head
 from service.extensions.teach.heads import features_of
 from vitserve.client import ProblemError
-from vitserve.documents import HeadDescription, Knowledge
+from vitserve.head_documents import HeadDescription, Knowledge
 
 _POLL_SECONDS: Final = 0.25
 """Interval at which a server is asked whether it has fitted a head."""

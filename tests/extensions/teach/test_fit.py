@@ -17,7 +17,7 @@ from model.taught_heads import TaughtHead
 from service.extensions.teach import fit as module
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.fit import Clock, fit_changed, taught_head
-from vitserve.documents import Knowledge
+from vitserve.head_documents import Knowledge
 
 LABELS = ("cat", "dog", "cow")
 

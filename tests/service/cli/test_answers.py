@@ -12,7 +12,7 @@ from PIL import Image
 
 from service.cli import answers
 from tests.service.cli.command_line import run
-from tests.vitserve.test_shrinking import MODEL
+from tests.vitserve.answers import MODEL
 from vitserve.client import Client, Unreachable
 from vitserve.documents import Classification
 
@@ -27,7 +27,7 @@ CAT = Classification.model_validate(
 PROBLEM = {"type": "about:blank", "title": "", "status": 401, "detail": "no key", "request_id": "r"}
 
 
-def test_a_missing_key_is_one_line_that_names_where_to_give_it(
+def test_missing_key_names_the_flag(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = httpx.Response(401, json=PROBLEM | {"code": "unauthorized"})
@@ -38,14 +38,14 @@ def test_a_missing_key_is_one_line_that_names_where_to_give_it(
     assert (code, out, err) == (1, "", f"vitserve: http://there: {told}\n")
 
 
-def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left(
+def test_command_gives_up_on_a_lost_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(1000):
         (tmp_path / f"{number:03}.png").touch()
 
     class Gone(Client):
-        def model(self, name: str | None) -> Any:  # type: ignore[override]  # a stand-in for what is asked
+        def model(self, name: str | None) -> Any:  # type: ignore[override]
             return SimpleNamespace(classes=1)
 
         def classify(self, image: Any, **_: object) -> Any:
@@ -68,7 +68,7 @@ def test_a_server_that_is_gone_is_not_asked_about_every_file_that_is_left(
         (["--api-key", ""], None),
     ],
 )
-def test_the_key_is_that_of_the_flag_or_of_the_environment(
+def test_key_comes_from_flag_or_environment(
     flags: list[str],
     sent: str | None,
     capsys: pytest.CaptureFixture[str],
@@ -87,7 +87,7 @@ def test_the_key_is_that_of_the_flag_or_of_the_environment(
 
 
 @pytest.mark.parametrize(("flags", "size"), [([], (480, 640)), (["--shrink"], (120, 160))])
-def test_large_pictures_are_sent_smaller_on_demand(
+def test_shrink_sends_smaller_pictures(
     flags: list[str],
     size: tuple[int, int],
     capsys: pytest.CaptureFixture[str],
@@ -107,9 +107,7 @@ def test_large_pictures_are_sent_smaller_on_demand(
 
 
 @pytest.mark.parametrize("flags", [["--model", "tiny"], ["--api-key", "k"], ["--shrink"]])
-def test_what_a_server_alone_does_is_refused_without_its_address(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_server_flags_need_url(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "classify", "examples/dog.jpg", *flags)
     assert (code, out, err) == (
         1,
@@ -127,7 +125,7 @@ def test_what_a_server_alone_does_is_refused_without_its_address(
         ("embed -o x.npy", "--device"),
     ],
 )
-def test_settings_of_a_loaded_model_need_no_url(
+def test_local_settings_exclude_url(
     command: str, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = [*command.split(), "examples/dog.jpg", "--url", "http://there", flag, "cpu"]
@@ -146,7 +144,7 @@ def test_settings_of_a_loaded_model_need_no_url(
     ],
     ids=["problem", "page"],
 )
-def test_a_url_of_a_route_names_the_address(
+def test_url_of_a_route_names_the_address(
     answer: httpx.Response, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -154,5 +152,5 @@ def test_a_url_of_a_route_names_the_address(
     )
     _, _, err = run(capsys, "classify", "examples/dog.jpg", "--url", "http://there:8000/classify")
     assert err.endswith(
-        ": url is the address of the service, without the path of a request, such as http://there:8000\n"
+        ": pass the url of the service without the path of a request, such as http://there:8000\n"
     )

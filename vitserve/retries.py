@@ -1,0 +1,39 @@
+"""When a client sends a request again: only after temporary failures, with growing pauses."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from vitserve.errors import ClientError
+
+_MAX_PAUSE_SECONDS: Final = 8.0
+"""Longest pause unless the service asks for a longer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often a client repeats a request after a temporary refusal or a broken connection.
+
+    Attributes:
+        tries: most times that a request is sent; 1 never repeats it.
+        seconds: time from the first try to the start of the last one.
+        first_pause: seconds after the first try; each later pause is twice as long.
+        clock: monotonic seconds.
+        jitter: a random number in [0, 1), which spreads callers that were refused together.
+    """
+
+    tries: int = 5
+    seconds: float = 60.0
+    first_pause: float = 0.25
+    clock: Callable[[], float] = time.monotonic
+    jitter: Callable[[], float] = random.random
+
+
+def pause_after(failure: ClientError, tries: int, retries: Retries) -> float:
+    """Return the seconds to wait after this many tries, `Retry-After` included."""
+    pause: float = min(retries.first_pause * 2 ** (tries - 1), _MAX_PAUSE_SECONDS)
+    if failure.retry_after is None:
+        return pause * (1 + retries.jitter()) / 2
+    return failure.retry_after + pause * retries.jitter()
