@@ -1,13 +1,13 @@
-# vitserve in a container; docs/deployment.md says how to run it. The variant `cpu` builds for arm64 too.
+# vitserve in a container (docs/deployment.md). The variant `cpu` also builds for arm64.
 
-# The tag moves. `docker buildx imagetools inspect python:3.11-slim` shows its digest: PYTHON_IMAGE=python:3.11-slim@sha256:...
-# holds it, and a release's workflow does so.
+# The tag moves. To pin it, set PYTHON_IMAGE=python:3.11-slim@sha256:..., with the digest that
+# `docker buildx imagetools inspect python:3.11-slim` shows. The release workflow does so.
 ARG PYTHON_IMAGE=python:3.11-slim
-# What the image is for: `cpu`, `cuda` (CUDA 13), or `cuda12` for hosts with older drivers.
+# `cpu`, `cuda` (CUDA 13), or `cuda12` for hosts with older drivers.
 ARG VARIANT=cpu
 
 FROM ${PYTHON_IMAGE} AS dependencies
-# For `strip`, and to compile the kernel that resizes pictures.
+# For `strip`, and to compile the resize kernel.
 RUN apt-get update && apt-get install --yes --no-install-recommends binutils gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
 COPY pyproject.toml constraints.txt deploy/image/requirements.txt ./
@@ -15,15 +15,16 @@ ENV PIP_CONSTRAINT=/build/constraints.txt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_ROOT_USER_ACTION=ignore
-# pip works from outside: the service has no use for a copy of it.
+# pip works from outside, because the service does not need it.
 RUN python -m venv --without-pip /opt/venv
 ARG VARIANT
-# Where torch comes from, if not from the variant's own index. Empty: the default index, whose Linux build is for CUDA 13.
+# The index of torch, if it is not the variant's. Empty: the default index, whose Linux build is for
+# CUDA 13.
 ARG TORCH_INDEX_URL
-# These extras are small, and quiet where they have nothing to do; the variant `cpu` adds openvino, which is neither.
+# These extras are small and idle until they are used. The variant `cpu` adds openvino.
 ARG EXTRAS="gpu hub redis otel grpc isolation"
-# timm brings torchvision, which has to be of the same build as torch. What torch needs comes below; of CUDA 12 only its index
-# has all.
+# timm requires torchvision of the same build as torch. Dependencies of torch come below; for CUDA 12,
+# only its index has all of them.
 # hadolint ignore=SC2086
 RUN case "${VARIANT}" in \
         cpu) index=https://download.pytorch.org/whl/cpu ;; \
@@ -34,7 +35,7 @@ RUN case "${VARIANT}" in \
     && case " ${EXTRAS} " in *" timm "*) torchvision=torchvision ;; esac \
     && pip --python /opt/venv/bin/python install ${index:+--index-url "${index}"} \
         $([ "${VARIANT}" = cuda12 ] || echo --no-deps) torch ${torchvision:-}
-# What is still needed is held by the hashes in requirements.txt, but of extras that `make locks` does not name.
+# Hashes in requirements.txt pin the other packages, except for extras that `make locks` does not name.
 # hadolint ignore=SC2086
 RUN if [ "${VARIANT}" = cpu ]; then EXTRAS="${EXTRAS} openvino"; fi \
     && python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
@@ -51,7 +52,7 @@ RUN if [ "${VARIANT}" = cpu ]; then EXTRAS="${EXTRAS} openvino"; fi \
 COPY deploy/image/slim.py ./
 RUN python slim.py /opt/venv
 
-# Apart from its dependencies, so that a change of code replaces megabytes and not gigabytes.
+# A layer of its own, so that a change of code replaces megabytes instead of gigabytes.
 FROM dependencies AS code
 COPY README.md LICENSE setup.py ./
 COPY examples examples
@@ -63,10 +64,10 @@ COPY vitserve vitserve
 RUN pip --python /opt/venv/bin/python install --no-deps --no-warn-script-location --root /code .
 
 FROM ${PYTHON_IMAGE} AS system
-# torch.compile needs a C++ compiler and Python.h; official Python images carry the latter, Debian's python3 does not.
-# With COMPILER= there is neither, and `VIT_COMPILE=on` says so.
+# torch.compile needs a C++ compiler and Python.h. Official Python images have Python.h; Debian's
+# python3 does not. With an empty COMPILER, `VIT_COMPILE=on` refuses to start.
 ARG COMPILER=g++
-# What only link-time optimisation, sanitisers and static programs use is not kept.
+# Removes files for link-time optimisation, sanitisers and static programs.
 # hadolint ignore=SC2086
 RUN test -z "${COMPILER}" || { \
         packages="${COMPILER}" \
@@ -77,14 +78,14 @@ RUN test -z "${COMPILER}" || { \
         && rm -f /usr/lib*/gcc/*/*/lto1 /usr/bin/*lto-dump* /usr/lib/gcc/*/*/libstdc++.a \
             /usr/lib/*-linux-gnu/libc.a /usr/lib/*-linux-gnu/libpython*.a /usr/lib/python3*/config-*/libpython*.a \
             /usr/lib/gcc/*/*/lib*san.a /usr/lib/*-linux-gnu/lib*san.so.*; }
-# The filter of system calls of decoder processes is libseccomp's; the extra `isolation` is its binding.
-# The uid is fixed, so that a host folder can be made readable or writable for it.
+# libseccomp filters the system calls of decoder processes; the extra `isolation` is its binding.
+# The uid is fixed, so an operator can grant it access to a host folder.
 RUN apt-get update && apt-get install --yes --no-install-recommends libseccomp2 && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --user-group --no-create-home --home-dir /cache --shell /usr/sbin/nologin vitserve \
     && install --directory --owner=vitserve --group=vitserve /cache /cache/tmp
 
-# The NVIDIA Container Toolkit refuses to start a container whose driver is too old, instead of a service that fails again
-# and again. CUDA 12.6 runs on drivers that know 12.0, which are those from 525 on; CUDA 13 needs 580.
+# With these variables, the NVIDIA Container Toolkit refuses a host with too old a driver. Otherwise
+# the service would fail repeatedly. CUDA 12.6 runs on drivers from 525 on; CUDA 13 needs 580.
 FROM system AS system-cpu
 FROM system AS system-cuda
 ENV NVIDIA_REQUIRE_CUDA="cuda>=13.0"
@@ -97,8 +98,8 @@ WORKDIR /app
 COPY --from=dependencies /opt/venv /opt/venv
 COPY --from=code /code /
 COPY deploy/healthcheck.py ./
-# TMPDIR too, as torch keeps 150 MB of precompiled headers in it. OpenBLAS, which NumPy brings, would start a thread a core in
-# every process for products that are never large.
+# TMPDIR is in the volume, because torch keeps 150 MB of precompiled headers there. OpenBLAS (from
+# NumPy) has one thread, because its products are small; by default it starts one for each core.
 ENV PATH=/opt/venv/bin:$PATH \
     VIT_HOST=0.0.0.0 \
     VIT_PORT=8000 \
@@ -112,18 +113,19 @@ ENV PATH=/opt/venv/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
-# A file that slim.py should have left alone is missed here, and not by a user.
+# Fails the build if slim.py removed a file that the service needs.
 RUN for compile in off auto; do \
         VIT_CACHE_DIR=off VIT_COMPILE=$compile vitserve classify /opt/venv/lib/python3*/site-packages/service/cli/example.jpg || exit; done
-# A build has no GPU to compile for: the first start compiles, and fills the volume.
+# A build has no GPU, so the first start compiles and fills the volume.
 VOLUME /cache
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# The long start period is for a large model that is compiled before it is ready; a success ends it early.
+# A large model may compile for a long time before it is ready. A success ends the start period early.
 HEALTHCHECK --interval=5s --timeout=5s --start-period=900s --retries=3 CMD ["python", "/app/healthcheck.py"]
 ENTRYPOINT ["vitserve"]
 CMD ["serve"]
-# Last, as they change with each build. `make image` gives what the project, git and the clock know; SOURCE is your repository's URL.
+# Last, because labels change with each build. `make image` takes them from the project, git and the
+# clock; SOURCE is the URL of your repository.
 ARG PYTHON_IMAGE
 ARG VERSION=
 ARG REVISION=

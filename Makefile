@@ -1,12 +1,13 @@
-# vitserve. On a fresh machine `make run` and `make test` do all of their own set-up.
+# On a fresh machine, `make run` and `make test` install everything they need.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
-# Where torch comes from, as in the Dockerfile. Empty: the default index, whose Linux build is for CUDA.
+# The index that torch comes from, as in the Dockerfile. Empty: the default index, whose Linux
+# build is for CUDA.
 TORCH_INDEX_URL ?=
-# Empty where there is none.
+# Empty without an NVIDIA driver.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
 .PHONY: help run test test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean \
@@ -14,34 +15,35 @@ NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/drive
 
 help:
 	@echo "make run     install what is missing and serve the bundled checkpoint on http://127.0.0.1:8000"
-	@echo "             on Linux without a GPU, a far smaller installation:"
+	@echo "             smaller, on Linux without a GPU:"
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
 	@echo "make test-ray  install Ray (300 MB) and run the tests of the service on Ray Serve"
 	@echo "make fuzz    damaged pictures and requests, EXAMPLES=5000 of each kind"
 	@echo "make check   lint, format, types and import contracts"
 	@echo "make format  format the code"
-	@echo "make chaos   hurt a running service in every way under load; WORKERS=2, ONLY='heic-30 swaps'"
-	@echo "make soak    mixed load for MINUTES=30: does anything grow?"
-	@echo "make bench-peers  install the peers, each in an environment of its own"
-	@echo "make gpu-kit  write what a machine with a GPU and without a network lacks to $(GPU_KIT); PYTHON_THERE=3.12"
-	@echo "make rules   write the rules of Prometheus anew as the manifest of its operator"
+	@echo "make chaos   attack a running service in every way under load; WORKERS=2, ONLY='heic-30 swaps'"
+	@echo "make soak    mixed load for MINUTES=30; looks for growth of memory"
+	@echo "make bench-peers  install the other servers, each in its own environment"
+	@echo "make gpu-kit  write all files for a GPU machine without a network to $(GPU_KIT); PYTHON_THERE=3.12"
+	@echo "make rules   write the Prometheus rules as a manifest of its operator"
 	@echo "make image   build the container's image VARIANT=cpu, cuda or cuda12"
-	@echo "make protocol  generate the messages of gRPC anew from service/extensions/inference_protocol/grpc/open_inference.proto"
-	@echo "make screenshots  take the pictures of the page in docs/images anew; needs Chromium"
+	@echo "make protocol  generate the gRPC messages from service/extensions/inference_protocol/grpc/open_inference.proto"
+	@echo "make screenshots  take the screenshots in docs/images; needs Chromium"
 	@echo "make wheels  write the wheels and the source distribution to dist/"
 	@echo "make site    write the documentation's site to dist/site"
-	@echo "make locks   look up the versions and hashes of what a release, the site and the images are built with"
-	@echo "make release-check  build and try all of a release that needs no more than package indexes"
+	@echo "make locks   renew versions and hashes of the packages for a release, the site and the images"
+	@echo "make release-check  build and try a release; needs only package indexes"
 	@echo "make clean   remove the virtual environment and caches"
 
-# A stamp a set of packages: nothing is installed a second time until a file that names packages changes.
+# One stamp for each set of packages. make installs a set again only when a file that names its
+# packages changes.
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vitserve needs Python 3.11 or later")'
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Only torch and what it needs come from TORCH_INDEX_URL; the next line finds it installed and keeps it.
+# Only torch and its dependencies come from TORCH_INDEX_URL. The next line keeps the installed torch.
 $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt model/images/resample.c
 	@echo "Installing into $(VENV): torch (200 MB, or gigabytes with CUDA's libraries), OpenVINO (60 MB)," \
 		"and small packages such as FastAPI, NumPy and Pillow ..."
@@ -53,8 +55,8 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt model/images/resample
 
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) --quiet -e '.[test]'
-# References that the tests compare with. Without their dependencies, which would replace a CPU build of torch;
-# the ones that are used came with the line above.
+# Reference libraries for tests. --no-deps, because their dependencies would replace a CPU build of
+# torch. The line above installs the dependencies that the tests use.
 	$(PIP) --quiet --no-deps timm torchvision vit-pytorch einops peft accelerate psutil
 	@touch $@
 
@@ -62,15 +64,15 @@ $(VENV)/.check: $(VENV)/.run
 	$(PIP) --quiet -e '.[test,check]'
 	@touch $@
 
-# The bundled model is calibrated, so it can say of a picture that none of its labels fits.
+# The bundled model is calibrated, so it can abstain.
 run: $(VENV)/.run
 	@VIT_TEACH="$${VIT_TEACH-taught}" VIT_TEACH_THUMBNAILS="$${VIT_TEACH_THUMBNAILS-true}" exec $(BIN)/vitserve serve $(if $(VIT_CHECKPOINT)$(VIT_COVERAGE)$(VIT_IMAGE_SIZE)$(VIT_PREPROCESS),,--coverage 0.9)
 
-# One process more than cores, as a test that waits for a server leaves its core to another. Each takes the next file when
-# it has none left, long files first (tests/conftest.py), so that what the tests of a file share is made once. Four at most:
-# each holds torch and its servers in memory. A test that ends its process fails, and another process goes on; a run that
-# takes 20 minutes ends.
-# What Python has compiled it keeps, whatever the environment says: dozens of processes import the same modules.
+# One process more than cores, because tests often wait for a server. At most four, because each
+# holds torch and its servers in memory. Each process takes whole files, long files first
+# (tests/conftest.py), so a file's fixtures are made once. A test that ends its process fails, and
+# another process continues. A run ends after 20 minutes.
+# PYTHONDONTWRITEBYTECODE is unset because dozens of processes import the same modules.
 TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart 2 --session-timeout 1200
 
@@ -94,7 +96,8 @@ format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Records of this machine, apart from those that the project ships: a record that exists is continued, not made again.
+# Records of this machine. They have their own folder, because a benchmark continues an existing
+# record.
 RESULTS ?= runs/benchmarks
 
 chaos: $(VENV)/.test
@@ -109,7 +112,7 @@ soak: $(VENV)/.test
 bench-peers: $(VENV)/.test
 	$(BIN)/python -m benchmarks.peers.make_environments
 
-# Of the Python of the machine with the GPU.
+# The Python version on the machine with the GPU.
 PYTHON_THERE ?= 3.12
 GPU_KIT := dist/gpu-kit
 
@@ -123,8 +126,8 @@ rules:
 	sed -i '/^  groups:$$/q' $(PROMETHEUS_RULE)
 	sed --separate '1,/^groups:$$/d; s/^./  &/' deploy/prometheus/rules/*.yml >>$(PROMETHEUS_RULE)
 
-# In an environment of its own: nothing else needs the generator. Its version is that of the oldest protobuf that what
-# it writes has to run with.
+# The generator has its own environment. Its version belongs to the oldest protobuf that must run the
+# generated code.
 protocol: $(VENV)/.made
 	$(BIN)/python -m venv $(VENV)/protocol
 	$(VENV)/protocol/bin/pip install --quiet --disable-pip-version-check 'grpcio-tools==1.72.*'
@@ -134,7 +137,7 @@ protocol: $(VENV)/.made
 screenshots: $(VENV)/.test
 	$(BIN)/python -m tests.e2e.page.screenshots
 
-# Tools of a release, apart from all else.
+# Tools of a release, in their own environment.
 RELEASE := $(VENV)/release
 VERSION = $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 
@@ -143,8 +146,8 @@ $(RELEASE)/.made: $(VENV)/.made deploy/release/requirements.txt
 	$(RELEASE)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r deploy/release/requirements.txt
 	@touch $@
 
-# The tools are named in requirements.in; a version that is locked stays until its line is deleted from requirements.txt.
-# What an image may have is named in pyproject.toml, with the versions of constraints.txt.
+# requirements.in names the tools. A locked version stays until its line is deleted from
+# requirements.txt. pyproject.toml names the packages of an image, constraints.txt their versions.
 LOCK := $(VENV)/locks/bin/uv pip compile --quiet --universal --generate-hashes --no-annotate --python-version 3.11 \
 	--custom-compile-command 'make locks' --output-file
 IMAGE_EXTRAS := gpu grpc heic hub isolation openvino otel redis text timm
@@ -158,12 +161,12 @@ locks: $(VENV)/.made
 version:
 	@echo $(VERSION)
 
-# What the changelog says of the version.
+# The changelog's section of this version.
 notes:
 	@sed -n '/^## \[$(VERSION)\]/,/^## /{/^## /!p}' CHANGELOG.md
 
-# One wheel for Linux on x86-64, whose C is compiled for the libc of 2014, and one without C for all else. Both are built of
-# the source distribution, which is the same each time.
+# One wheel for Linux on x86-64, with C code for the libc of 2014, and one without C code for other
+# platforms. Both are built from the same reproducible source distribution.
 ZIG := $(abspath $(RELEASE))/bin/python -m ziglang cc -target x86_64-linux-gnu.2.17
 PLATFORM := manylinux_2_17_x86_64
 BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/bin/python -m build --outdir dist
@@ -175,7 +178,7 @@ wheels: $(RELEASE)/.made
 	$(RELEASE)/bin/auditwheel show dist/vitserve-$(VERSION)-py3-none-$(PLATFORM).whl | grep '"$(PLATFORM)"'
 	$(RELEASE)/bin/twine check --strict dist/vitserve-*
 
-# The reference is generated: of the API from its OpenAPI document, of the client from its docstrings.
+# The reference of the API comes from its OpenAPI document, that of the client from its docstrings.
 SITE := $(VENV)/site
 
 $(SITE)/.made: $(VENV)/.made deploy/site/requirements.txt
@@ -189,7 +192,7 @@ site: $(VENV)/.test $(SITE)/.made
 	$(SITE)/bin/oad gen-docs -s dist/openapi.json -d dist/http.md
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
 
-# In an empty environment for each Python, outside the clone.
+# Tries each wheel in an empty environment for each Python, outside the clone.
 PYTHONS ?= $(PYTHON)
 
 release-check: wheels site
@@ -207,10 +210,11 @@ release-check: wheels site
 		$(RELEASE)/bin/cyclonedx-py environment $$there/env/bin/python -o dist/sbom.json; \
 		rm -rf $$there; done; done
 
-# Where the code is, for a label of the image; and what it is for: cpu, cuda or cuda12.
+# SOURCE is a label of the image: the address of the code. VARIANT is cpu, cuda or cuda12.
 SOURCE ?=
 VARIANT ?= cpu
-# Compose reads TORCH_INDEX_URL and EXTRAS from the environment, or from .env; make puts its arguments there.
+# Compose reads TORCH_INDEX_URL and EXTRAS from the environment or from .env, so make exports its
+# arguments.
 
 image:
 	@command -v docker >/dev/null || { echo "make image: docker is missing; install it: https://docs.docker.com/engine/install" >&2; exit 1; }

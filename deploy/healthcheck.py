@@ -1,8 +1,7 @@
-"""The container's health check: exit code 0 when the service on this machine is ready, else 1 and
-the reason.
+"""The container's health check: exit code 0 if the service is ready, else 1 and the reason.
 
-Readiness and not mere life, as `docker compose up --wait`, `depends_on: service_healthy` and
-proxies that read a container's health all ask whether it can be given work.
+It checks readiness instead of liveness, because `docker compose up --wait`, `depends_on:
+service_healthy` and proxies send requests to a healthy container.
 """
 
 import http.client
@@ -25,7 +24,7 @@ class Connection(http.client.HTTPConnection):
 
 
 def address() -> str:
-    """Return the first address that the service listens on, and that answers on this machine."""
+    """Return an address for reaching the service from this machine."""
     hosts = os.environ.get("VIT_HOST", "").strip(" \t\"'")
     host = hosts.split(",")[0].strip().removeprefix("[").removesuffix("]")
     return "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
@@ -35,12 +34,12 @@ def main() -> str | None:
     """Ask /readyz.
 
     Returns:
-        None when ready, else why not.
+        None if the service is ready, else the reason.
     """
-    # http.client, as urllib.request would send this through a proxy that the environment names.
+    # Not urllib.request, which would use a proxy of the environment.
     connection = Connection(address(), int(os.environ.get("VIT_PORT", "8000")), timeout=4)
     try:
-        # This host is served whatever VIT_ALLOWED_HOSTS says.
+        # The service always answers for this host.
         connection.request("GET", "/readyz", headers={"Host": "127.0.0.1"})
         answer = connection.getresponse()
         body = answer.read().decode(errors="replace")

@@ -1,8 +1,6 @@
-"""Removes from an environment what the service never reads: `python slim.py /opt/venv`, in the
-image's build.
+"""Removes unused files from the environment of an image: `python slim.py /opt/venv`.
 
-A pattern that finds nothing is no error, as packages and their files differ by version, by
-processor and by whether torch is built for CUDA.
+A pattern may match nothing, because files differ by version, by processor and by torch's build.
 """
 
 import shutil
@@ -11,19 +9,18 @@ import sys
 from pathlib import Path
 
 UNUSED = (
-    # Programs that test torch, and the compiler of protocol buffers.
+    # Test programs of torch, and the protobuf compiler.
     "torch/bin/*Test",
     "torch/bin/test_*",
     "torch/bin/protoc*",
     "torch/lib/*_test.so",
     "torch/test",
-    # What a program in C++ needs to be linked with them. torch/include stays: torch.compile
-    # includes it.
+    # Files for linking C++ programs. torch/include stays, because torch.compile needs it.
     "torch/share",
     "torch/lib/*.a",
     "openvino/cmake",
     "openvino/include",
-    # The service uses OpenVINO on the CPU alone, and gives it torch's graphs alone.
+    # The service uses OpenVINO only on the CPU, and only with torch's graphs.
     "openvino/libs/cache.json",
     "openvino/libs/libopenvino_intel_gpu_plugin.so*",
     "openvino/libs/libopenvino_intel_npu_*",
@@ -32,14 +29,13 @@ UNUSED = (
     "openvino/libs/libopenvino_onnx_frontend.so*",
     "openvino/libs/libopenvino_paddle_frontend.so*",
     "openvino/libs/libopenvino_tensorflow_*frontend.so*",
-    # Tests of packages, which nothing but those tests imports.
+    # Tests of packages.
     "mpmath/tests",
     "networkx/**/tests",
     "numpy/**/tests",
     "sympy/**/tests",
 )
-# Libraries whose symbol tables are large: only debuggers read them. Those of CUDA are left as they
-# are.
+# Libraries with large symbol tables, which only debuggers read. CUDA's libraries stay unchanged.
 STRIPPED = ("torch/lib/libtorch_cpu.so", "torch/lib/libtorch_python.so", "uvloop/*.so")
 
 
@@ -47,7 +43,7 @@ def slim(packages: Path) -> None:
     """Remove unused files and strip libraries in a site-packages folder.
 
     Raises:
-        subprocess.CalledProcessError: `strip`, of binutils, cannot read a library.
+        subprocess.CalledProcessError: `strip` (binutils) cannot read a library.
     """
     for path in [path for pattern in UNUSED for path in packages.glob(pattern)]:
         if path.is_dir() and not path.is_symlink():

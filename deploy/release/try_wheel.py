@@ -1,8 +1,7 @@
-"""Serves from an environment that a wheel was installed in: `env/bin/python -I try_wheel.py VERSION
-any`.
+"""Tests an installed wheel: `env/bin/python -I try_wheel.py VERSION any`.
 
-`vitserve serve` has nothing but what the wheel brought. It is asked for a classification, a map,
-the page, the API's documentation and metrics. The wheel for `any` platform is without the compiled
+The environment contains only the wheel and its dependencies. The script requests a classification,
+a map, the page, the API's documentation and metrics. The wheel for `any` platform has no compiled
 resize.
 """
 
@@ -26,10 +25,10 @@ PAGES = {
 
 
 def try_service(address: str) -> None:
-    """Ask a service that has the bundled model.
+    """Send requests to a service with the bundled model.
 
     Raises:
-        AssertionError: an answer is not what it should be.
+        AssertionError: an answer is wrong.
     """
     picture = SHARED / "examples/dog.jpg"
     with Client(address) as client:

@@ -1,6 +1,4 @@
-"""What the site has besides docs/: the repository's files that pages link to, and the reference
-pages.
-"""
+"""Adds linked files outside docs/, and the reference, to the site."""
 
 import re
 from pathlib import Path
@@ -12,15 +10,18 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)")
-# What `oad`, of essentials-openapi, makes of the OpenAPI document.
+# `oad` (essentials-openapi) generates it from the OpenAPI document.
 HTTP = REPOSITORY / "dist/http.md"
-CLIENT = "# Python client\n\nFields of answers are in the [schemas](http.md#schemas).\n\n::: vitserve.client\n"
+CLIENT = """# Python client
+
+Fields of answers are in the [schemas](http.md#schemas).
+
+::: vitserve.client
+"""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the repository's files that pages link to, and those that these link to; and the
-    reference.
-    """
+    """Add the reference, and all files of the repository that pages link to, directly or not."""
     files.append(File.generated(config, "reference/http.md", abs_src_path=str(HTTP)))
     files.append(File.generated(config, "reference/client.md", content=CLIENT))
     waiting = [REPOSITORY / name for name in TOP]
@@ -49,12 +50,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _place(path: Path) -> str:
-    """Return where a file of the repository stands in the site."""
+    """Return the path of a repository file in the site."""
     return path.relative_to(REPOSITORY).as_posix().removeprefix("docs/")
 
 
 def _outside(page: Path) -> list[Path]:
-    """Return the files outside docs/ that a page links to."""
+    """Return the linked files of a page outside docs/."""
     targets = [(page.parent / link).resolve() for link in LINK.findall(page.read_text())]
     return [
         path

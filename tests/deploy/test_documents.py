@@ -48,9 +48,9 @@ def metric_names() -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_metrics_that_are_named_exist(document, metric_names):
+def test_named_metrics_exist(document, metric_names):
     named = set(re.findall(r"(?<!job:)\bvit_[a-z0-9_]+\b", document.read_text()))
-    # Architectures and libraries are called so too.
+    # Architectures and libraries have such names too.
     families = r"tiny|small|base|large|huge|[blh]_\d|so\d|w\d|jax|pe_|s?relpos"
     named = {name for name in named if not re.match(rf"vit_({families})", name)}
 
@@ -58,8 +58,8 @@ def test_metrics_that_are_named_exist(document, metric_names):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_settings_that_are_named_exist(document):
-    # VIT_SHARED is the tests' own, VIT_API_KEY the callers'.
+def test_named_settings_exist(document):
+    # Tests read VIT_SHARED, and clients read VIT_API_KEY.
     settings = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | {
         "VIT_SHARED",
         "VIT_API_KEY",
@@ -77,7 +77,7 @@ def test_every_metric_is_documented(metric_names):
 
 
 def _family(name: str) -> str:
-    """Return a sample's name without the suffix that its type adds."""
+    """Return the name of a sample without the suffix of its type."""
     return re.sub(r"_(total|bucket|sum|count)$", "", name)
 
 
@@ -128,7 +128,7 @@ def _words(page: Path) -> int:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_extras_that_are_named_exist(document):
+def test_named_extras_exist(document):
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -138,7 +138,7 @@ def test_extras_that_are_named_exist(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_files_that_are_named_exist(document):
+def test_named_files_exist(document):
     named = set(
         re.findall(
             r"(?<![\w/.-])((?:service|model|vitserve|tests|docs|benchmarks)/[\w/.-]*\w)",
@@ -150,7 +150,7 @@ def test_files_that_are_named_exist(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document):
+def test_links_lead_to_a_file(document):
     targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
 
     assert [target for target in targets if not (document.parent / target).exists()] == []
@@ -165,14 +165,14 @@ def test_links_lead_to_a_heading(document):
 
 
 def _anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     titles = re.findall(
         r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M
     )
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_every_path_that_needs_no_key_is_documented():
+def test_docs_list_paths_without_key():
     section = (REPOSITORY / "docs/api.md").read_text().split("## Keys")[1].split("\n## ")[0]
     first_cells = "".join(row.split("|")[1] for row in re.findall(r"^\|.*", section, re.M))
 
@@ -181,12 +181,12 @@ def test_every_path_that_needs_no_key_is_documented():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_no_signal_is_sent_by_compose_which_then_takes_the_service_for_stopped(document):
-    # https://github.com/moby/moby/issues/41302: it would not be started again after a crash.
+def test_compose_sends_no_signal(document):
+    # https://github.com/moby/moby/issues/41302: Compose would not restart it after a crash.
     assert not re.search(r"docker[ -](?:compose )?.*kill .*(?:-s\b|--signal)", document.read_text())
 
 
-def test_a_host_without_a_gpu_is_told_where_the_small_torch_is():
+def test_docs_name_index_of_cpu_torch():
     deployment = (REPOSITORY / "docs/deployment.md").read_text()
     [systemd] = re.findall(r"^## systemd\n(.*?)^## ", deployment, re.M | re.S)
     [start] = re.findall(
