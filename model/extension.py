@@ -27,7 +27,7 @@ class Extension:
 
     Attributes:
         name: unique name of the extension.
-        readers: dotted names of checkpoint readers; see `model.checkpoint.reader`.
+        readers: dotted names of checkpoint readers; see `model.checkpoint.Reader`.
         methods: dotted names of explanation methods, by the name that a request gives.
     """
 

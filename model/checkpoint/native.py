@@ -57,17 +57,6 @@ def recognises(files: Files) -> bool:
     return files.config.get("format") == FORMAT
 
 
-def adapted(files: Files, classes: int) -> None:
-    """Give a base's config the number of classes of an adapter's head, and the scores of a head
-    without a fit.
-    """
-    config = files.config
-    if isinstance(config.get("architecture"), dict):
-        config["architecture"]["num_classes"] = classes
-    config["temperature"] = 1.0
-    config.pop("form", None)
-
-
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a native folder."""
     where = files.where(CONFIG_FILE)

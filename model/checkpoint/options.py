@@ -1,7 +1,6 @@
-"""The operator's options for a checkpoint: input size, and the preprocessing and labels that some
-files lack.
-"""
+"""The operator's options for a checkpoint, which complete or override its own content."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,13 +14,24 @@ from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.layer_config import Size
 
-# Published evaluation preprocessing of released models, by name.  Sources:
+# Published evaluation preprocessing of released models, by name. Sources:
 # torchvision/models/vision_transformer.py, `ViT_*_Weights`; google-research/vision_transformer,
 # vit_jax/input_pipeline.py; facebookresearch/deit, datasets.py, `build_transform`.
 PREPROCESS_PRESETS: Final[dict[str, PreprocessConfig]] = TypeAdapter(
     dict[str, PreprocessConfig]
 ).validate_json(
     resources.files("model.checkpoint").joinpath("preprocess_presets.json").read_bytes()
+)
+
+# The options that are settings of the service.
+SETTINGS: Final = (
+    "image_size",
+    "preprocess",
+    "labels",
+    "activation",
+    "architecture",
+    "keys",
+    "base",
 )
 
 
@@ -31,15 +41,17 @@ class CheckpointOptions:
 
     Attributes:
         image_size: (rows, columns) in pixels to run at instead of the checkpoint's own.
-        preprocess: one of `PREPROCESS_PRESETS` or a JSON file, instead of the checkpoint's own;
-            needed for formats that carry none.
+        preprocess: one of `PREPROCESS_PRESETS` or a JSON file instead of the checkpoint's own
+            preprocessing; required by formats that carry none.
         labels: names, a file or a preset, likewise; see `model.checkpoint.labels`.
-        activation: `softmax` or `sigmoid`, which makes scores of logits, instead of the
-        checkpoint's own.
-        architecture: a timm name, for plain state dicts, e.g. `vit_base_patch16_224`, or `vit` for
-            a network whose sizes are its tensors'.
-        keys: TOML file that maps names of tensors and says which copy of a network is meant; see
-        `key_map`.
+        activation: `softmax` or `sigmoid`, instead of the checkpoint's own.
+        architecture: for a plain state dict, a name of timm such as `vit_base_patch16_224`, or
+            `vit` for a network whose tensors tell its sizes.
+        keys: for a plain state dict, a TOML file with new names of tensors.
+        base: source of the checkpoint that an adapter adapts, instead of the base that it names.
+        bases_below: folders, one of which must contain the base that an adapter names; None allows
+            any folder.
+        hub_bases: whether the base that an adapter names may be a hub id instead.
     """
 
     image_size: Size | None = None
@@ -48,6 +60,9 @@ class CheckpointOptions:
     activation: str | None = None
     architecture: str | None = None
     keys: str | None = None
+    base: str | None = None
+    bases_below: Sequence[Path] | None = None
+    hub_bases: bool = False
 
     def preprocess_or(
         self,
@@ -58,12 +73,12 @@ class CheckpointOptions:
         """Return the operator's preprocessing, else `default`.
 
         Args:
-            default: what the checkpoint carries.
-            where: what messages call the checkpoint.
-            missing: what the message says before it advises VIT_PREPROCESS.
+            default: the checkpoint's own preprocessing.
+            where: name of the checkpoint in messages.
+            missing: start of the message if there is neither.
 
         Raises:
-            CheckpointError: neither, or a choice that cannot be read.
+            CheckpointError: there is neither, or the operator's cannot be read.
         """
         if self.preprocess is not None:
             return read_preprocess(self.preprocess)
@@ -77,10 +92,11 @@ class CheckpointOptions:
     def labels_or(
         self, default: tuple[str, ...] | None, classes: int, where: str
     ) -> tuple[str, ...]:
-        """Return the operator's labels, else `default`; none where there are no classes.
+        """Return the operator's labels, else `default`; no labels for a model without classes.
 
         Raises:
-            CheckpointError: neither, or a choice that cannot be read or is of another length.
+            CheckpointError: there is neither, or the operator's cannot be read or have another
+                number.
         """
         if not classes:
             return ()
@@ -88,15 +104,17 @@ class CheckpointOptions:
             return read_labels(self.labels, classes)
         if default is None:
             raise CheckpointError(
-                f"{where}: no labels for its {classes} classes: set VIT_LABELS to a file, to names like cat,dog "
-                f"or to one of {', '.join(LABEL_PRESETS)}"
+                f"{where}: no labels for its {classes} classes: set VIT_LABELS to a file, to names "
+                f"like cat,dog or to one of {', '.join(LABEL_PRESETS)}"
             )
         return default
 
 
 def read_preprocess(name: str) -> PreprocessConfig:
-    """Return a preset by name, or what JSON or a file of it says with the fields of
-    `model.config.PreprocessConfig`.
+    """Return the preprocessing that a preset, a JSON object or a JSON file describes.
+
+    Args:
+        name: one of `PREPROCESS_PRESETS`, or a file or text with the fields of `PreprocessConfig`.
 
     Raises:
         CheckpointError: neither a preset nor a file, or fields that are missing, unknown or wrong.

@@ -23,12 +23,9 @@ from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.stated_head import Labels, stated_head
-from model.checkpoint.timm_architectures import (
-    architectures,
-    native_names,
-    parse_arguments,
-    runs_in_library,
-)
+from model.checkpoint.timm_architectures import architectures, runs_in_library
+from model.checkpoint.timm_arguments import parse_arguments
+from model.checkpoint.timm_names import native_names
 from model.config import CropShare, Interpolation, NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.network import library
@@ -197,15 +194,6 @@ def _library(
     return network, native_tensors(
         library.renamed_by_library(network, _stored(files)), network, files.place
     )
-
-
-def adapted(files: Files, classes: int) -> None:
-    """Give a base's config the number of classes of an adapter's head."""
-    config = files.config
-    arguments = config.get("model_args")
-    config["num_classes"] = classes
-    if isinstance(arguments, dict) and "num_classes" in arguments:
-        arguments["num_classes"] = classes
 
 
 def _stored(files: Files) -> dict[str, Tensor]:

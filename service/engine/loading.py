@@ -84,18 +84,17 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
     exactly.
     """
     from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
-    from model.checkpoint.options import CheckpointOptions  # noqa: PLC0415
+    from model.checkpoint.options import SETTINGS  # noqa: PLC0415
 
     models = () if settings.models is None else (Path(settings.models).expanduser(),)
     named = () if settings.checkpoint_folder is None else (Path(settings.checkpoint_folder),)
     folders = (*models, *named)
     for name in PATHS:
         _require_inside(name, getattr(settings, name), folders)
-    options = {name: getattr(settings, name) for name in CheckpointOptions.__dataclass_fields__}
+    options = {name: getattr(settings, name) for name in SETTINGS}
     below = folders if _lies_below(settings.checkpoint, folders) else None
     return load_checkpoint(
         settings.checkpoint,
-        base=settings.base,
         bases_below=below,
         hub_bases=_lies_below(settings.checkpoint, models),
         **options,

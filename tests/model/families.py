@@ -5,7 +5,8 @@ native one may have.
 from typing import Any, Final
 
 from model.checkpoint.huggingface import FAMILIES
-from model.checkpoint.timm_architectures import architectures, parse_arguments
+from model.checkpoint.timm_architectures import architectures
+from model.checkpoint.timm_arguments import parse_arguments
 from model.config import ViTConfig
 from model.layer_config import RotaryPositions
 

@@ -2,10 +2,8 @@
 writes them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
-
-from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
@@ -22,7 +20,7 @@ from model.checkpoint.stated_head import Labels, StatedHead, stated_head
 from model.checkpoint.tensors import renamed
 from model.errors import CheckpointError
 
-__all__ = ["FAMILIES", "FORMAT", "adapted", "read", "recognises"]
+__all__ = ["FAMILIES", "FORMAT", "family_of", "read", "recognises"]
 
 FORMAT: Final = "huggingface"
 
@@ -46,7 +44,7 @@ def recognises(files: Files) -> bool:
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as `save_pretrained` writes it."""
     where, config = files.where(CONFIG_FILE), files.config
-    family, is_backbone = _family(config, where)
+    family, is_backbone = family_of(config, where)
     stated = stated_head(config, where, options)
     # Everything that needs no weights is checked before they are fetched.
     vit = family.vit_config(config, 1, where)
@@ -105,23 +103,7 @@ def _code(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def adapted(
-    files: Files, class_name: str | None
-) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """Prepare a base for an adapter; return the renaming of both's tensors.
-
-    Args:
-        files: of the base.
-        class_name: the class that the adapter was trained with; None where it does not say.
-    """
-    config = files.config
-    if class_name in _BY_CLASS:
-        config["architectures"] = [class_name]
-    family, _ = _family(config, files.where(CONFIG_FILE))
-    return lambda tensors: renamed(tensors, family.rules, files.place)
-
-
-def _family(config: dict[str, Any], where: str) -> tuple[Family, bool]:
+def family_of(config: dict[str, Any], where: str) -> tuple[Family, bool]:
     """Return the family of a class, and whether the class is the family's without a head:
     `ViTModel`.
     """

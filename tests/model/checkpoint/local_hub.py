@@ -2,12 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.stub_server import Asked, answering
+
+Load = Callable[..., dict[str, Any]]
+"""Reads an id through a hub or none; see the fixture `load`."""
 
 MAIN = "a" * 40
 OLD = "b" * 40

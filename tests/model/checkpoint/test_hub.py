@@ -3,71 +3,14 @@ protocol, or none.
 """
 
 import json
-import shutil
 import socket
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from model.checkpoint import hub as hub_module
-from model.checkpoint import load_checkpoint
-from model.errors import CheckpointError
-from tests.model.checkpoint.folders import adapter_folder, huggingface_folder, native_folder
-from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, running
-
-constants = pytest.importorskip(
-    "huggingface_hub.constants", reason="the extra 'hub' is not installed"
-)
-
-Load = Callable[..., dict[str, Any]]
-"""Reads an id through a hub or none; see the fixture `load`."""
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    commits = {
-        commit: native_folder(tmp_path / commit, (first, "b", "c"))
-        for commit, first in ((MAIN, "new"), (OLD, "old"))
-    }
-    with running(Hub({"owner/name": commits})) as hub:
-        yield hub
-
-
-@pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Reads an id in this process, as the client would in one with these settings from its start."""
-
-    def load(
-        source: str, hub: Hub | None, *, offline: bool = False, token: str = ""
-    ) -> dict[str, Any]:
-        endpoint = hub.endpoint if hub else "http://127.0.0.1:9"
-        settings = {
-            "ENDPOINT": endpoint,
-            "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_TOKEN_PATH": str(tmp_path / "no-token"),
-            "HF_HUB_OFFLINE": offline,
-        }
-        for name, value in settings.items():
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("NO_PROXY", "*")
-        monkeypatch.setenv("HF_TOKEN", token)
-        try:
-            checkpoint = load_checkpoint(source)
-        except CheckpointError as error:
-            assert "\n" not in str(error)
-            return {"error": str(error)}
-        checkpoint.build()
-        return {
-            "label": checkpoint.labels[0],
-            "revision": checkpoint.revision,
-            "notes": checkpoint.notes,
-        }
-
-    return load
+from tests.model.checkpoint.folders import huggingface_folder, native_folder
+from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, Load
 
 
 @pytest.mark.parametrize(
@@ -137,30 +80,6 @@ def test_a_folder_of_that_name_wins_over_the_hub(hub: Hub, load: Load, tmp_path:
     assert hub.requests == []
 
 
-def test_an_adapter_and_its_base_on_the_hub_are_read_without_a_network_once_they_are_cached(
-    hub: Hub, load: Load, tmp_path: Path
-) -> None:
-    hub.repositories["owner/base"] = {MAIN: huggingface_folder(tmp_path / "base")}
-    hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", "owner/base")}
-    assert load("owner/adapter", hub)["label"] == "a"
-    for offline in (load("owner/adapter", hub, offline=True), load("owner/adapter", None)):
-        assert offline["label"] == "a"
-        assert "owner/base (from the cache: " in offline["notes"][-1]
-    shutil.rmtree(tmp_path / "cache" / "models--owner--base")
-    assert (
-        "it is not in the cache and offline mode"
-        in load("owner/adapter", hub, offline=True)["error"]
-    )
-
-
-def test_an_adapter_on_the_hub_names_no_base_on_this_machine(
-    hub: Hub, load: Load, tmp_path: Path
-) -> None:
-    base = huggingface_folder(tmp_path / "base")
-    hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", str(base))}
-    assert "as its base, which is no hub id: set VIT_BASE" in load("owner/adapter", hub)["error"]
-
-
 def test_a_model_in_a_subfolder_of_a_repository_is_read(
     hub: Hub, load: Load, tmp_path: Path
 ) -> None:
@@ -175,5 +94,3 @@ def test_a_model_in_a_subfolder_of_a_repository_is_read(
         "there is a model in nested: give owner/name:nested"
         in load("owner/name", hub, offline=True)["error"]
     )
-    (tmp_path / MAIN / "modules.json").write_text('[{"path": "nested"}]')
-    assert load("owner/name", hub)["label"] == "a"

@@ -35,85 +35,10 @@ from tests.model.checkpoint.parity import (
     assert_same_logits,
     assert_same_rows,
     pictures,
-    randomise,
 )
+from tests.model.checkpoint.transformers_models import CASES, make, write_preprocessor
 from tests.model.runtime.predictions import MODES
 from tests.timm_reference import transformers
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-    "intermediate_size": 96,
-}
-DINO = {k: v for k, v in SMALL.items() if k != "intermediate_size"} | {"mlp_ratio": 2}
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "vit": ("ViTForImageClassification", SMALL),
-    "vit-patch14-336": ("ViTForImageClassification", SMALL | {"image_size": 336, "patch_size": 14}),
-    "vit-not-square": ("ViTForImageClassification", SMALL | {"image_size": [24, 56]}),
-    "vit-no-qkv-bias": ("ViTForImageClassification", SMALL | {"qkv_bias": False}),
-    "vit-7-classes-5-layers": (
-        "ViTForImageClassification",
-        SMALL | {"num_labels": 7, "num_hidden_layers": 5},
-    ),
-    "vit-relu": (
-        "ViTForImageClassification",
-        SMALL | {"hidden_act": "relu", "layer_norm_eps": 1e-3},
-    ),
-    "vit-greyscale": ("ViTForImageClassification", SMALL | {"num_channels": 1}),
-    "vit-remainder": ("ViTForImageClassification", SMALL | {"image_size": 35}),
-    "deit": ("DeiTForImageClassification", SMALL),
-    "deit-teacher": ("DeiTForImageClassificationWithTeacher", SMALL | {"num_labels": 7}),
-    "dinov2": ("Dinov2ForImageClassification", DINO),
-    "dinov2-swiglu": ("Dinov2ForImageClassification", DINO | {"use_swiglu_ffn": True}),
-    "dinov2-no-mask-token": (
-        "Dinov2ForImageClassification",
-        DINO | {"use_mask_token": False, "qkv_bias": False},
-    ),
-    "dinov2-registers": (
-        "Dinov2WithRegistersForImageClassification",
-        DINO | {"num_register_tokens": 3},
-    ),
-    "dinov2-registers-swiglu": (
-        "Dinov2WithRegistersForImageClassification",
-        DINO | {"use_swiglu_ffn": True},
-    ),
-    "beit": ("BeitForImageClassification", SMALL | {"use_relative_position_bias": True}),
-    "beit-shared": (
-        "BeitForImageClassification",
-        SMALL | {"use_shared_relative_position_bias": True, "image_size": [32, 32]},
-    ),
-    "beit-absolute-cls": (
-        "BeitForImageClassification",
-        SMALL
-        | {
-            "use_absolute_position_embeddings": True,
-            "use_mean_pooling": False,
-            "use_mask_token": True,
-        }
-        | {"layer_scale_init_value": 0.0},
-    ),
-    "beit-both": (
-        "BeitForImageClassification",
-        SMALL | {"use_relative_position_bias": True, "use_shared_relative_position_bias": True},
-    ),
-    "siglip": ("SiglipForImageClassification", SMALL),
-    "clip": ("CLIPForImageClassification", SMALL),
-    "metaclip-2": ("MetaClip2ForImageClassification", SMALL),
-    "vit-msn": ("ViTMSNForImageClassification", SMALL),
-    "ijepa": ("IJepaForImageClassification", SMALL),
-    "data2vec": (
-        "Data2VecVisionForImageClassification",
-        SMALL | {"use_relative_position_bias": True},
-    ),
-    "data2vec-shared-cls": (
-        "Data2VecVisionForImageClassification",
-        SMALL | {"use_shared_relative_position_bias": True, "use_mean_pooling": False},
-    ),
-}
 
 _OTHERS = """Bit ConvNext ConvNextV2 Cvt Dinat DonutSwin EfficientNet FocalNet HGNetV2 Hiera ImageGPT Levit MobileNetV1
 MobileNetV2 MobileViT MobileViTV2 PPLCNet PoolFormer Pvt PvtV2 RegNet ResNet Segformer ShieldGemma2 Siglip2
@@ -126,46 +51,6 @@ NO_PLAIN_TRANSFORMERS = {f"{name}ForImageClassification" for name in _OTHERS.spl
     ),
 }
 """Convolutions, windows, pyramids, decoders, and pictures of any aspect."""
-
-
-def make(case: str, folder: Path, **more: Any) -> Any:
-    """A random model of a case, saved with a preprocessor; returns the model in evaluation mode."""
-    library = transformers()
-    name, options = CASES[case]
-    torch.manual_seed(0)
-    config_class = getattr(library, name).config_class
-    labels = {"num_labels": 5} | {k: v for k, v in options.items() if k == "num_labels"}
-    rest = {k: v for k, v in options.items() if k != "num_labels"}
-    config = (
-        config_class(vision_config=rest, **labels)
-        if name[:4] in ("CLIP", "Sigl", "Meta")
-        else config_class(**rest, **labels)
-    )
-    config._attn_implementation = "eager"
-    model = getattr(library, name)._from_config(config, attn_implementation="eager").eval()
-    randomise(model)
-    model.save_pretrained(folder, **more)
-    size = rest["image_size"]
-    rows, columns = size if isinstance(size, list) else (size, size)
-    write_preprocessor(folder, rows, columns, rest.get("num_channels", 3))
-    return model
-
-
-def write_preprocessor(folder: Path, rows: int, columns: int, channels: int = 3) -> None:
-    """A squashing image processor, as ViT's."""
-    processor = {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "do_center_crop": False,
-        "size": {"height": rows, "width": columns},
-        "resample": 2,
-        "rescale_factor": 1 / 255,
-        "image_mean": [0.5] * channels,
-        "image_std": [0.25] * channels,
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -283,7 +168,7 @@ def test_sharded_pickles_are_read_by_their_index(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, "sharded pickles"
     )
     put(tmp_path / "pytorch_model.bin.index.json", "weight_map.x", "../x.bin")
-    assert "is not the name of a .bin file beside it" in refusal(tmp_path)
+    assert "is not the name of a .bin file in the same folder" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("wanted", [(48, 48), (32, 32)])
@@ -622,7 +507,7 @@ def test_a_whole_checkpoint_that_lacks_something_is_refused_in_one_line(
 )
 def test_labels_are_checked(options: dict[str, str], message: str, whole: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        load_checkpoint(str(whole), **options)  # type: ignore[arg-type]
+        load_checkpoint(str(whole), **options)
 
 
 def test_a_siglip_without_its_vision_head_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from model.checkpoint import load_checkpoint
-from tests.model.checkpoint.folders import adapter_folder, huggingface_folder, put, timm_folder
+from tests.model.checkpoint.folders import huggingface_folder, put, timm_folder
 
 
 def test_a_timm_folder_is_named_as_itself(tmp_path: Path) -> None:
@@ -30,8 +30,3 @@ def test_a_snapshot_is_named_as_its_repository(make: object, tmp_path: Path) -> 
     assert callable(make)
     make(folder)
     assert load_checkpoint(str(folder)).name == "me/birds"
-
-
-def test_an_adapter_is_named_as_itself(tmp_path: Path) -> None:
-    base = huggingface_folder(tmp_path / "base")
-    assert load_checkpoint(str(adapter_folder(tmp_path / "mine", str(base)))).name == "mine"

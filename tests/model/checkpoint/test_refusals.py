@@ -357,6 +357,14 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path).startswith(f"{tmp_path}: has no config.json: {expected}")
 
 
+def test_the_subfolders_that_hold_models_are_named(tmp_path: Path) -> None:
+    huggingface_folder(tmp_path / "checkpoint-500")
+    (tmp_path / "logs").mkdir()
+    assert f"there is a model in checkpoint-500: give {tmp_path}/checkpoint-500; else" in refusal(
+        tmp_path
+    )
+
+
 PARTS = [
     ("native", "config.json"),
     ("native", "model.safetensors"),

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint import Checkpoint, load_checkpoint, native
-from model.checkpoint.timm_architectures import architectures, native_names, parse_arguments
+from model.checkpoint.timm_architectures import architectures
+from model.checkpoint.timm_arguments import parse_arguments
+from model.checkpoint.timm_names import native_names
 from model.config import LibraryConfig
 from model.errors import CheckpointError, InputError
 from model.extensions.evaluation.summary import summarise
@@ -30,7 +32,6 @@ from tests.model.checkpoint.parity import (
     assert_same_logits,
     assert_same_rows,
     pictures,
-    preprocess_file,
     randomise,
     relative_error,
 )
@@ -467,29 +468,13 @@ def test_a_predictor_answers_alike(family: str, backend: Any, tmp_path: Path) ->
     assert relative_error(found, expected) < EXACT
 
 
-def test_a_wrapped_network_of_transformers_and_a_plain_state_dict_are_read_alike(
-    tmp_path: Path,
-) -> None:
+def test_a_wrapper_of_transformers_is_read(tmp_path: Path) -> None:
     model = make_library("convnext", tmp_path)
-    weights, file = tmp_path / "model.safetensors", tmp_path / "weights.pth"
+    weights = tmp_path / "model.safetensors"
     save_file(
         {f"timm_model.{name}": tensor for name, tensor in load_file(weights).items()}, weights
     )
     assert_same(load_checkpoint(str(edited(tmp_path, model_type="timm_wrapper"))), model, "wrapped")
-    torch.save(
-        {"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}},
-        file,
-    )
-    with pytest.raises(
-        CheckpointError,
-        match=r"no file says its preprocessing, labels: .*convnext_atto.*--labels n",
-    ):
-        load_checkpoint(str(file), architecture="convnext_atto")
-    options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 32, 64), "labels": "numbers"}
-    architecture = "convnext_atto,depths=[1,1,1,1],dims=[8,8,16,16]"
-    assert_same(load_checkpoint(str(file), architecture=architecture, **options), model, "plain")
-    with pytest.raises(CheckpointError, match=r"weights.pth: missing key .* \(and \d+ more\)"):
-        load_checkpoint(str(file), architecture="convnext_atto", **options)
 
 
 def test_another_input_size_is_run_where_the_network_takes_any(tmp_path: Path) -> None:

@@ -40,6 +40,13 @@ def test_an_adapter_without_its_config_is_refused(format_: str, tmp_path: Path) 
     assert "an adapter without adapter_config.json is not merged" in refusal(folder)
 
 
+@pytest.mark.parametrize("format_", FOLDERS)
+def test_a_map_of_names_is_refused(format_: str, tmp_path: Path) -> None:
+    assert "VIT_KEYS is for plain state dicts" in refusal(
+        FOLDERS[format_](tmp_path), keys=str(tmp_path / "keys.toml")
+    )
+
+
 @pytest.mark.parametrize("format_", ["timm", "huggingface"])
 def test_a_calibration_of_another_format_is_refused(format_: str, tmp_path: Path) -> None:
     folder = FOLDERS[format_](tmp_path)
@@ -61,7 +68,7 @@ def test_a_leftover_among_weights_is_noted(format_: str, name: str, tmp_path: Pa
     is_token = name.endswith("mask_token")
     leftover = torch.ones(1, 1, 16) if is_token else torch.arange(4)
     save_file(load_file(weights) | {name: leftover}, weights)
-    note = f"left aside, as no part of the network: {name}"
+    note = f"left out, because not part of the network: {name}"
     assert load_checkpoint(str(tmp_path)).notes == (note,)
 
 

@@ -13,14 +13,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.checkpoint import load_checkpoint
-from model.checkpoint.containers import without_wrappers
 from model.errors import CheckpointError
+from tests.extensions.formats.home_made import PLAIN, made
 from tests.model.checkpoint.folders import FOLDERS
-from tests.model.checkpoint.home_made import PLAIN, made
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
 from tests.timm_reference import timm, transformers
 
@@ -212,7 +211,7 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
     ),
     "a leftover of a library": (
         saved(lambda m: m.state_dict() | {"embeddings.position_ids": torch.arange(5)}),
-        "left aside, as no part of the network: embeddings.position_ids",
+        "left out, because not part of the network: embeddings.position_ids",
     ),
     ".pth.tar": (
         saved(
@@ -341,7 +340,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     ),
     "an adapter alone in a folder": (
         lambda folder: _held(lambda model: _lora(), "adapter_model.bin")(folder).parent,
-        r"adapter_model\.bin is an adapter without its adapter_config\.json: put that file beside it",
+        r"adapter_model\.bin is an adapter without its adapter_config\.json: add that file to the folder",
     ),
     "an adapter beside its network": (
         _held(lambda model: model.state_dict() | _lora()),
@@ -390,52 +389,3 @@ def test_the_averaged_copy_is_served_and_said_to_be(tmp_path: Path) -> None:
         CheckpointError, match="holds no copy of a network that is called 'teacher'"
     ):
         load_checkpoint(str(source), **options, keys=str(tmp_path / "keys.toml"))
-
-
-def test_a_map_of_names_is_refused_beside_a_config(tmp_path: Path) -> None:
-    (tmp_path / "keys.toml").touch()
-    for kind, folder in FOLDERS.items():
-        with pytest.raises(CheckpointError, match="VIT_KEYS is for plain state dicts"):
-            load_checkpoint(str(folder(tmp_path / kind)), keys=str(tmp_path / "keys.toml"))
-
-
-WRAPPED = {
-    "compiled": ("", "_orig_mod."),
-    "in parallel": ("", "module."),
-    "compiled blocks": (r"(\.\d+\.)", r"\1_orig_mod."),
-    "checkpointed": (r"(\.\d+\.)", r"\1_checkpoint_wrapped_module."),
-    "sharded": ("", "_fsdp_wrapped_module._orig_mod."),
-    "a class around": ("", "model."),
-}
-
-
-@pytest.mark.parametrize("kind", WRAPPED)
-@pytest.mark.parametrize("format_", FOLDERS)
-def test_wrappers_in_the_names_of_a_folder_go(format_: str, kind: str, tmp_path: Path) -> None:
-    FOLDERS[format_](tmp_path)
-    expected = load_checkpoint(str(tmp_path)).tensors
-    weights = tmp_path / "model.safetensors"
-    pattern, wrapped = WRAPPED[kind]
-    tensors = load_file(weights)
-    save_file(
-        {re.sub(pattern, wrapped, name, count=1): tensor for name, tensor in tensors.items()},
-        weights,
-    )
-    checkpoint = load_checkpoint(str(tmp_path))
-    assert checkpoint.tensors.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in checkpoint.tensors.items())
-    assert any(note.startswith("removed from names of tensors: ") for note in checkpoint.notes)
-
-
-def test_two_tensors_apart_by_a_wrapper_are_refused(tmp_path: Path) -> None:
-    FOLDERS["timm"](tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    twin = {"module.norm.bias": torch.ones_like(tensors["norm.bias"])}
-    save_file(tensors | twin, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"both 'norm.bias' without wrappers"):
-        load_checkpoint(str(tmp_path))
-
-
-def test_a_layer_that_is_called_module_keeps_its_name() -> None:
-    name = "stages.0.blocks.0.mixer.module.0.c.weight"
-    assert without_wrappers({name: torch.zeros(1)}, "a") == ({name: torch.zeros(1)}, ())

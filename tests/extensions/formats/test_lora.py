@@ -337,3 +337,8 @@ def test_an_adapter_of_the_models_may_name_a_hub_id(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message) as refused:
             checkpoint_from(Settings(models=models, checkpoint=f"{models}/{name}"))
         assert ("does not lie below" in str(refused.value)) == (name == "out")
+
+
+def test_an_adapter_is_named_as_itself(tmp_path: Path) -> None:
+    base = huggingface_folder(tmp_path / "base")
+    assert load_checkpoint(str(adapter_folder(tmp_path / "mine", str(base)))).name == "mine"

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint import load_checkpoint
-from tests.model.checkpoint.folders import huggingface_folder, put, refusal
+from tests.model.checkpoint.folders import put, refusal
 from tests.model.checkpoint.parity import assert_same_embeddings, pictures, randomise
 from tests.timm_reference import timm
 
@@ -205,37 +205,4 @@ def test_a_file_of_open_clip_by_itself_names_its_folder(tmp_path: Path) -> None:
     assert (
         "give its folder, where it is called open_clip_pytorch_model.bin or open_clip_model.safetensors"
         in message
-    )
-
-
-def sentence_folder(folder: Path, *further: str) -> Path:
-    """Write a folder of sentence-transformers around a model of transformers."""
-    folder.mkdir()
-    huggingface_folder(folder / "0_CLIPModel")
-    modules = [{"idx": index, "path": path} for index, path in enumerate(("0_CLIPModel", *further))]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    return folder
-
-
-def test_the_model_of_sentence_transformers_is_read(tmp_path: Path) -> None:
-    folder = sentence_folder(tmp_path / "clip-ViT-B-32")
-    checkpoint = load_checkpoint(str(folder))
-    assert checkpoint.name == "clip-ViT-B-32"
-    weights = load_file(folder / "0_CLIPModel" / "model.safetensors")
-    assert torch.equal(checkpoint.tensors["head.weight"], weights["classifier.weight"])
-
-
-def test_modules_that_are_not_computed_are_refused(tmp_path: Path) -> None:
-    folder = sentence_folder(tmp_path / "dense", "1_Dense")
-    assert "1_Dense would change the embeddings of 0_CLIPModel" in refusal(folder)
-    edit_modules = [{"path": "../elsewhere"}]
-    (folder / "modules.json").write_text(json.dumps(edit_modules))
-    assert "'../elsewhere' is not the name of a folder within it" in refusal(folder)
-
-
-def test_the_subfolders_that_hold_models_are_named(tmp_path: Path) -> None:
-    huggingface_folder(tmp_path / "checkpoint-500")
-    (tmp_path / "logs").mkdir()
-    assert f"there is a model in checkpoint-500: give {tmp_path}/checkpoint-500; else" in refusal(
-        tmp_path
     )

@@ -17,15 +17,10 @@ from model.checkpoint.files import OPEN_CLIP_CONFIG, Files
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.tensors import Rules, renamed
-from model.checkpoint.timm_architectures import (
-    POOL,
-    Pair,
-    TimmPool,
-    architectures,
-    native_names,
-    parse_arguments,
-    runs_in_library,
-)
+from model.checkpoint.timm_architectures import architectures, runs_in_library
+from model.checkpoint.timm_arguments import POOL, Pair, TimmPool, parse_arguments
+from model.checkpoint.timm_names import native_names
+from model.checkpoint.unread_files import refuse_unread
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.layer_config import Frozen
@@ -127,14 +122,13 @@ class _Read(NamedTuple):
     tensors: Mapping[str, Tensor]
 
 
-def recognises(files: Files) -> bool:
-    """Return whether a folder holds open_clip's config."""
-    return files.path(OPEN_CLIP_CONFIG) is not None
-
-
-def read(files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Read a folder as open_clip's `save_for_hf` and `push_to_hf_hub` write it."""
-    where, config = files.where(OPEN_CLIP_CONFIG), files.json(OPEN_CLIP_CONFIG)
+def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
+    """Read a folder as open_clip's `save_for_hf` writes it; return None for any other."""
+    if files.path(OPEN_CLIP_CONFIG) is None:
+        return None
+    refuse_unread(files, options)
+    where = files.where(OPEN_CLIP_CONFIG)
+    config = files.json(OPEN_CLIP_CONFIG)
     model = _object(required(config, "model_cfg", where), "model_cfg", where)
     vision = _object(required(model, "vision_cfg", where), "model_cfg.vision_cfg", where)
     if isinstance(vision.get("layers"), list):

@@ -14,17 +14,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
-from model.checkpoint import state_dict as reader
-from model.checkpoint.key_map import mapped, read_key_map
-from model.checkpoint.layouts import in_layout
 from model.checkpoint.timm_architectures import architectures
 from model.errors import CheckpointError
+from model.extensions.formats.inferred import TORCHVISION
+from model.extensions.formats.key_map import mapped, read_key_map
+from model.extensions.formats.layouts import in_layout
 from model.network.vit import count_parameters
 from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
-from tests.model.checkpoint import test_huggingface
-from tests.model.checkpoint.home_made import PLAIN, load, made
+from tests.extensions.formats.home_made import PLAIN, load, made
+from tests.model.checkpoint import transformers_models
 from tests.model.checkpoint.parity import (
     TOLERANCE,
     assert_same_logits,
@@ -204,7 +204,7 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        (None, "--architecture vit,num_heads=N,.* a name of timm says all of it"),
+        (None, "--architecture vit,num_heads=N,.* a name of timm says all of them"),
         (
             "vit_nothing",
             f"'vit_nothing' is none of the {len(architectures())} architectures of timm",
@@ -486,7 +486,7 @@ def test_torchs_own_encoder(order: str, activation: str, hidden: int, tmp_path: 
 
 @pytest.mark.parametrize("original", [True, False])
 def test_a_state_dict_of_transformers_without_its_config(original: bool, tmp_path: Path) -> None:
-    model = test_huggingface.make("vit", tmp_path, save_original_format=original)
+    model = transformers_models.make("vit", tmp_path, save_original_format=original)
     source = tmp_path / "model.safetensors"
     source.rename(tmp_path / "alone.safetensors")
     preprocess = preprocess_file(tmp_path, model.config.image_size, model.config.image_size)
@@ -617,7 +617,7 @@ def test_torchvision_logits(
     )
     assert_same_logits(checkpoint, model, f"torchvision's class in another size, patch {patch}")
     monkeypatch.setitem(
-        reader.TORCHVISION, (48, patch, 2, 96), ("vit_b_16", 4)
+        TORCHVISION, (48, patch, 2, 96), ("vit_b_16", 4)
     )  # the real sizes take seconds each
     for name in ("mine.safetensors", "old.pth"):
         checkpoint = load_checkpoint(str(tmp_path / name), **options)
@@ -632,7 +632,7 @@ def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -
     _, tensors = in_layout(theirs.state_dict(), name)
     width, _, patch, _ = tensors["patch_embed.proj.weight"].shape
     sizes = (width, patch, len(theirs.encoder.layers), len(tensors["blocks.0.mlp.fc1.weight"]))
-    assert reader.TORCHVISION[sizes] == (name, theirs.encoder.layers[0].num_heads)
+    assert TORCHVISION[sizes] == (name, theirs.encoder.layers[0].num_heads)
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(theirs)
 
 
@@ -763,3 +763,27 @@ def test_dinov2s_linear_head_reads_cls_and_the_mean(
         outputs.logits for outputs in predictor.predict(images, RequestedOutputs(2, logits=True))
     ]
     assert relative_error(torch.from_numpy(np.array(found)), expected) < TOLERANCE
+
+
+def test_a_network_of_timms_own_code_is_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}
+    model = timm().create_model("convnext_atto", num_classes=5, **sizes).eval()
+    randomise(model)
+    file = tmp_path / "weights.pth"
+    state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state_dict": state}, file)
+    with pytest.raises(
+        CheckpointError,
+        match=r"no file says its preprocessing, labels: .*convnext_atto.*--labels n",
+    ):
+        load_checkpoint(str(file), architecture="convnext_atto")
+    options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 32, 64), "labels": "numbers"}
+    architecture = "convnext_atto,depths=[1,1,1,1],dims=[8,8,16,16]"
+    checkpoint = load_checkpoint(str(file), architecture=architecture, **options)
+    shown = pictures(checkpoint)
+    with torch.inference_mode():
+        logits = checkpoint.network()(shown).logits
+        assert relative_error(logits, model(shown)) < TOLERANCE
+    with pytest.raises(CheckpointError, match=r"weights.pth: missing key .* \(and \d+ more\)"):
+        load_checkpoint(str(file), architecture="convnext_atto", **options)

@@ -1,0 +1,36 @@
+"""What the operator names as a checkpoint: the bundled one, a folder, a file, or a hub id."""
+
+from pathlib import Path
+from typing import Final
+
+from model.checkpoint.files import Files, SingleFile
+from model.checkpoint.hub import Repository, is_hub_id
+from model.checkpoint.local_files import resolved_source
+from model.errors import CheckpointError
+from model.taught_heads import is_taught_head
+
+# The checkpoint that travels with the code.
+BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
+
+
+def open_source(source: str) -> Files:
+    """Return the files of a source; an existing path is never looked for on the hub.
+
+    Args:
+        source: `bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`.
+
+    Raises:
+        CheckpointError: there is no such source, or it is a taught head.
+    """
+    path = BUNDLED if source == "bundled" else Path(source).expanduser()
+    resolved = resolved_source(path, source)
+    if resolved is None:
+        if is_hub_id(source):
+            return Repository(source)
+        raise CheckpointError(f"{source}: no such folder or file, and not a hub id (owner/name)")
+    if is_taught_head(path):
+        raise CheckpointError(
+            f"{source}: a taught head: a folder of --models takes it, with a model that has its "
+            "backbone"
+        )
+    return Files(path, source) if resolved.is_dir() else SingleFile(path, source)

@@ -1,0 +1,79 @@
+"""The refusal of files that no reader recognises, with advice on the likely intent."""
+
+from collections.abc import Sequence
+
+from model.checkpoint.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Files,
+    SingleFile,
+)
+from model.checkpoint.hub import Repository
+from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
+from model.checkpoint.local_files import reading
+from model.checkpoint.tensor_files import SUFFIXES
+from model.errors import CheckpointError
+
+
+def unrecognised(
+    files: Files, formats: Sequence[str], extensions: Sequence[str]
+) -> CheckpointError:
+    """Return the error for files that neither the core nor an extension recognises.
+
+    Args:
+        files: of the source.
+        formats: names of the core's formats.
+        extensions: names of the installed extensions with readers.
+    """
+    readable = f"folders of {', '.join(formats)}; extensions: {', '.join(extensions) or 'none'}"
+    if isinstance(files, SingleFile):
+        return CheckpointError(
+            f"{files.place}: no reader for a single file is installed ({readable})"
+        )
+    if files.path(ADAPTER_CONFIG) is not None:
+        return CheckpointError(
+            f"{files.where(ADAPTER_CONFIG)}: no reader for adapters is installed ({readable})"
+        )
+    if files.path(CONFIG_FILE) is not None:
+        return CheckpointError(
+            f"{files.where(CONFIG_FILE)}: not a format that is read ({readable})"
+        )
+    return CheckpointError(
+        f"{files.place}: has no {CONFIG_FILE}: {_inner_models(files)}expected {CONFIG_FILE}, "
+        f"{WEIGHTS_FILE} and {PREPROCESSOR_FILE}, as save_pretrained writes them (a Trainer into "
+        "checkpoint-N); to read a file of weights alone, name that file"
+    )
+
+
+def _inner_models(files: Files) -> str:
+    """Return the advice to name a subfolder that holds a model, else a file of weights."""
+    names = files.models_within()
+    if not names:
+        return _lone_weights(files)
+    separator = ":" if isinstance(files, Repository) else "/"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (
+        f"there is a model in {', '.join(names[:5])}{more}: "
+        f"give {files.source}{separator}{names[0]}; else "
+    )
+
+
+def _lone_weights(files: Files) -> str:
+    """Return the advice to name a file of weights in a folder; empty if it holds none."""
+    if isinstance(files, Repository):
+        return ""
+    adapter = next((name for name in ADAPTER_WEIGHTS if files.is_on_disk(name)), None)
+    if adapter is not None:
+        return (
+            f"{adapter} is an adapter without its {ADAPTER_CONFIG}: add that file to the folder, "
+            "and name the base with --base CHECKPOINT (VIT_BASE); else "
+        )
+    with reading(files.place):
+        names = sorted(
+            path.name for path in files.folder.iterdir() if path.suffix.lower() in SUFFIXES
+        )
+    if not names:
+        return ""
+    return f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else "

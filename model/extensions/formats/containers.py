@@ -1,0 +1,196 @@
+"""The one network within the content of a file that training code saved.
+
+Optimisers, schedulers and counters are left out, with a note. If the file holds several copies of a
+network, the averaged copy is served, as is usual: an EMA, or a teacher. If not exactly one copy is
+averaged, the operator names the copy.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+
+from model.checkpoint.wrappers import left_out_notes, prefix_notes
+from model.errors import CheckpointError
+
+# Keys of a training checkpoint whose tensors are not weights.
+_TRAINING: Final = re.compile(
+    r"optim|sched|scaler|^amp$|callback|loops|hyper_?param|rng", re.IGNORECASE
+)
+# Names of tensors in state dicts that have no part in classification.
+_UNUSED: Final = re.compile(
+    r"(.*\.)?((step|decay|loss\w*|criterion\w*|\w*metrics?)(\..*)?|"
+    r"n_averaged|initted|num_updates|mask_token)"
+)
+_AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", re.IGNORECASE)
+_MAX_DEPTH: Final = 5
+# Two parts with this many names in common are copies of one network; a block alone has twelve.
+_MIN_COMMON_NAMES: Final = 8
+# A head of four layers has this many tensors.
+_MAX_HEAD_TENSORS: Final = 8
+
+Tensors = dict[str, Tensor]
+
+
+class Network(NamedTuple):
+    """The network within the content of a file.
+
+    Attributes:
+        tensors: tensors of the network alone, by its own names.
+        notes: names that were left out.
+        assumed: the copy that was chosen of several.
+    """
+
+    tensors: Tensors
+    notes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+
+def network_in(content: Any, copy: str | None, where: str) -> Network:
+    """Return the network within the content of a file.
+
+    Args:
+        content: unpickled object, or tensors by name.
+        copy: key or prefix of the copy to choose, if there are several.
+        where: name of the file in messages.
+
+    Raises:
+        CheckpointError: not a state dict, or several copies of a network and no choice.
+    """
+    items = dict(_flat(content))
+    tensors = _weights(items, content, where)
+    notes = left_out_notes([str(name) for name in items if name not in tensors])
+    if copy is not None:
+        return _without_prefix(_copy_of(tensors, copy, where), notes)
+    copies = _copies(without_prefixes(tensors))
+    if not copies:
+        return _without_prefix(tensors, notes)
+    averaged = [name for name in copies if _AVERAGED.search(name)]
+    others = [name for name in copies if name not in averaged]
+    if len(averaged) != 1:
+        example = others[0] if others else averaged[0]
+        raise CheckpointError(
+            f"{where}: holds {len(copies)} copies of a network, {' and '.join(copies)}: name one "
+            f'in the file of VIT_KEYS: weights = "{example}"'
+        )
+    assumed = (
+        f"weights: {averaged[0]}, and not {' or '.join(others)} "
+        f'(weights = "{others[0]}" in the file of VIT_KEYS)'
+    )
+    return _without_prefix(copies[averaged[0]], notes, (assumed,))
+
+
+def _weights(items: Mapping[str, Any], content: Any, where: str) -> Tensors:
+    """Return the tensors that are weights; raise `CheckpointError` if there are none."""
+    tensors = {
+        name: item
+        for name, item in items.items()
+        if isinstance(item, Tensor) and not _UNUSED.fullmatch(name)
+    }
+    roots = {name.partition(".")[0] for name, tensor in tensors.items() if tensor.ndim > 1}
+    if not roots:
+        keys = ""
+        if isinstance(content, Mapping) and content:
+            keys = f" with the keys {', '.join(map(repr, list(content)[:5]))}"
+        raise CheckpointError(
+            f"{where}: holds a {type(content).__name__}{keys}, expected a state dict of tensors, "
+            "as torch.save(model.state_dict(), FILE) writes it"
+        )
+    # A number next to the state dict, such as the best accuracy, is not a weight.
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.ndim or name.partition(".")[0] in roots
+    }
+
+
+def _copy_of(tensors: Tensors, copy: str, where: str) -> Tensors:
+    """Return the tensors of the copy that the operator names."""
+    marker = f".{copy}."
+    chosen = {
+        f".{name}".partition(marker)[2]: tensor
+        for name, tensor in tensors.items()
+        if marker in f".{name}"
+    }
+    if not chosen:
+        raise CheckpointError(f"{where}: holds no copy of a network that is called {copy!r:.100}")
+    return chosen
+
+
+def _without_prefix(
+    tensors: Tensors, notes: tuple[str, ...], assumed: tuple[str, ...] = ()
+) -> Network:
+    """Return the network without the prefixes of all its names and of its backbone's names."""
+    result = _with_head(without_prefixes(tensors))
+    new_names = {id(tensor): f".{name}" for name, tensor in result.items()}
+    removed: dict[str, None] = {}  # a set that keeps its order
+    for name, tensor in tensors.items():
+        new_name = new_names[id(tensor)]
+        if name.endswith(new_name):
+            removed[name.removesuffix(new_name)] = None
+    return Network(result, notes + prefix_notes(removed), assumed)
+
+
+def without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Remove the first parts that all names share, such as `_orig_mod.model.`."""
+    stripped = dict(tensors)
+    while stripped:
+        firsts = {name.partition(".")[0] if "." in name else "" for name in stripped}
+        if len(firsts) > 1 or "" in firsts:
+            break
+        stripped = {name.partition(".")[2]: tensor for name, tensor in stripped.items()}
+    return stripped
+
+
+def _flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the items of nested mappings with their keys; None instead of what belongs to training."""
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        name = f"{prefix}{key}"
+        if not isinstance(inner, Mapping):
+            yield name, inner
+            continue
+        is_training = _TRAINING.search(str(key)) is not None
+        if is_training or depth == _MAX_DEPTH or not all(isinstance(name, str) for name in inner):
+            yield name, None
+        else:
+            yield from _flat(inner, f"{name}.", depth + 1)
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensors]:
+    """Return tensors by the first part of their names, then by the rest."""
+    parts: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        first, _, rest = name.partition(".")
+        parts.setdefault(first, {})[rest] = tensor
+    return parts
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensors]:
+    """Return the parts of a state dict, by their first name, that are copies of each other."""
+    large = {
+        first: part for first, part in _parts(tensors).items() if len(part) >= _MIN_COMMON_NAMES
+    }
+    names = {first: without_prefixes(part).keys() for first, part in large.items()}
+
+    def are_copies(a: str, b: str) -> bool:
+        # Blocks have the same names, too, but differ in their number.
+        is_block = re.sub(r"\d+", "", a) == re.sub(r"\d+", "", b)
+        return not is_block and 2 * len(names[a] & names[b]) >= min(len(names[a]), len(names[b]))
+
+    return {a: part for a, part in large.items() if any(are_copies(a, b) for b in large)}
+
+
+def _with_head(tensors: Tensors) -> Tensors:
+    """Remove the prefix of a backbone if all other tensors can be its head."""
+    parts = _parts(tensors)
+    largest = max(parts, key=lambda first: len(parts[first]))
+    backbone = without_prefixes(parts.pop(largest))
+    others = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in parts}
+    is_head = 0 < len(others) <= _MAX_HEAD_TENSORS and all(
+        "." in name and tensor.ndim <= 2 for name, tensor in others.items()
+    )
+    has_patches = any(tensor.ndim == 4 or "patch" in name for name, tensor in backbone.items())
+    if not is_head or not has_patches or backbone.keys() & others:
+        return tensors
+    return backbone | others

@@ -1,0 +1,238 @@
+"""LoRA folders of PEFT (`adapter_config.json`), read as their base with the adapter merged in.
+
+Source: `merge_and_unload` of peft/tuners/lora/layer.py. Other kinds of adapters are refused by
+name.
+"""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from model.checkpoint import huggingface, native, timm
+from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, Files
+from model.checkpoint.hub import Repository, is_hub_id
+from model.checkpoint.labels import UNNAMED
+from model.checkpoint.local_files import resolved_source
+from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.sources import open_source
+from model.checkpoint.tensors import renamed
+from model.errors import CheckpointError
+from model.extensions.formats.lora_merge import MERGE, Renaming, head_of, merged
+from model.extensions.formats.sentence_transformers import model_folder
+
+# Fields of a config that describe the classes of its head.
+_CLASSES: Final = ("id2label", "label2id", "num_labels", "label_names", "label_descriptions")
+# Fields that are read, that the tensors themselves answer, or that only training reads. PEFT
+# ignores `fan_in_fan_out` for linear layers, and the networks that are read here have no others
+# that it applies to.
+_READ: Final = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    }
+)
+# Values of `init_lora_weights` that leave the base as it is.
+_PLAIN_STARTS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def read(files: Files, options: CheckpointOptions) -> Files | None:
+    """Return the base of an adapter, which gives its tensors with the adapter merged into them.
+
+    Raises:
+        CheckpointError: the adapter or its base cannot be read, or no file states the labels of
+            the adapter's head.
+    """
+    if files.overlay is not None or files.path(ADAPTER_CONFIG) is None:
+        return None
+    if files.path(CONFIG_FILE) is not None and options.base is None:
+        raise CheckpointError(
+            f"{files.place}: holds a model ({CONFIG_FILE}) and an adapter ({ADAPTER_CONFIG}), and "
+            f"no file says whether they are merged: --base {_base_name(files, None)} (VIT_BASE) "
+            f"reads the adapter; without {ADAPTER_CONFIG} the model is read"
+        )
+    base = model_folder(_open_base(files, options))
+    _adapt(base, files, options)
+    return base
+
+
+def _base_name(adapter: Files, base: str | None) -> str:
+    """Return the operator's base (`VIT_BASE`), else the base that the adapter names.
+
+    Raises:
+        CheckpointError: the adapter is of a kind that is not read, or there is neither base.
+    """
+    where = adapter.where(ADAPTER_CONFIG)
+    config = adapter.json(ADAPTER_CONFIG)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{where}: peft_type {kind!r:.100} is not read; LORA is")
+    unread = sorted(key for key, value in config.items() if value and key not in _READ)
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        unread.append(f"init_lora_weights {config['init_lora_weights']!r:.100}")
+    if unread:
+        raise CheckpointError(f"{where}: {unread[0]} is not read: {MERGE}")
+    if base:
+        return base
+    name = config.get("base_model_name_or_path")
+    if base is None and (not isinstance(name, str) or not name):
+        raise CheckpointError(
+            f"{where}: base_model_name_or_path is missing: set VIT_BASE to the checkpoint it adapts"
+        )
+    revision = config.get("revision")
+    return f"{name}@{revision}" if isinstance(revision, str) and revision else str(name)
+
+
+def _open_base(adapter: Files, options: CheckpointOptions) -> Files:
+    """Return the files of the base; an adapter from the hub cannot name a path of this machine."""
+    name = _base_name(adapter, options.base)
+    if options.base is not None:
+        return open_source(name)
+    _require_below(adapter, name, options)
+    is_here = resolved_source(Path(name).expanduser(), name) is not None
+    if not is_hub_id(name) and not is_here:
+        raise CheckpointError(
+            f"{adapter.place}: an adapter, whose base {name!r:.200} is not on this machine: set "
+            "VIT_BASE (--base) to the checkpoint that it adapts"
+        )
+    is_cached = any(part.startswith("models--") for part in Path(adapter.place).parts)
+    if not isinstance(adapter, Repository) and not is_cached:
+        return open_source(name)
+    if not is_hub_id(name):
+        raise CheckpointError(
+            f"{adapter.place}: comes from the hub and names {name!r:.200} as its base, which is "
+            "not a hub id: set VIT_BASE to the checkpoint that it adapts"
+        )
+    return Repository(name)
+
+
+def _require_below(adapter: Files, name: str, options: CheckpointOptions) -> None:
+    """Refuse the base that an adapter names if it is outside the folders that may contain it."""
+    is_on_hub = is_hub_id(name) and resolved_source(Path(name), name) is None
+    if options.bases_below is None or (options.hub_bases and is_on_hub):
+        return
+    path = Path(os.path.realpath(name))
+    if any(path.is_relative_to(os.path.realpath(folder)) for folder in options.bases_below):
+        return
+    folders = (
+        "VIT_CHECKPOINT_FOLDER or VIT_MODELS" if options.hub_bases else "VIT_CHECKPOINT_FOLDER"
+    )
+    raise CheckpointError(
+        f"{adapter.place}: its base {name!r:.200} does not lie below {folders}: set VIT_BASE"
+    )
+
+
+def _adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
+    """Make a base give its tensors with an adapter merged into them.
+
+    Raises:
+        CheckpointError: the adapter has no readable weights, or no file states the labels of its
+            head.
+    """
+    where = f"{adapter.place} (base {base.place})"
+    base.source = adapter.source
+    base.overlay = adapter
+    config = adapter.json(ADAPTER_CONFIG)
+    safetensors, pickle = ADAPTER_WEIGHTS
+    weights = safetensors if adapter.path(safetensors) is not None else pickle
+    changes = {
+        name.removeprefix("base_model.model."): tensor
+        for name, tensor in adapter.part(weights).items()
+    }
+    head = head_of(changes)
+    if head is not None:
+        _take_classes(base, adapter, head.shape[0], options)
+    renaming: Renaming = dict
+    if huggingface.recognises(base):
+        renaming = _transformers_renaming(base, config)
+    elif head is not None and timm.recognises(base):
+        _resize_timm_head(base.config, head.shape[0])
+    elif head is not None and native.recognises(base):
+        _resize_native_head(base.config, head.shape[0])
+    base.merge = lambda tensors: merged(renaming(tensors), changes, config, renaming, where)
+
+
+def _transformers_renaming(base: Files, adapter_config: Mapping[str, Any]) -> Renaming:
+    """Return the renaming for a base of transformers, read as the class the adapter names."""
+    mapping = adapter_config.get("auto_mapping")
+    class_name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    if any(family.class_name == class_name for family in huggingface.FAMILIES):
+        base.config["architectures"] = [class_name]
+    family, _ = huggingface.family_of(base.config, base.where(CONFIG_FILE))
+    return partial(renamed, rules=family.rules, where=base.place)
+
+
+def _resize_timm_head(config: dict[str, Any], classes: int) -> None:
+    config["num_classes"] = classes
+    arguments = config.get("model_args")
+    if isinstance(arguments, dict) and "num_classes" in arguments:
+        arguments["num_classes"] = classes
+
+
+def _resize_native_head(config: dict[str, Any], classes: int) -> None:
+    """Give a native config the number of classes, and the scores of a head without a fit."""
+    if isinstance(config.get("architecture"), dict):
+        config["architecture"]["num_classes"] = classes
+    config["temperature"] = 1.0
+    config.pop("form", None)
+
+
+def _take_classes(base: Files, adapter: Files, classes: int, options: CheckpointOptions) -> None:
+    """Replace the classes in a base's config by the classes that the adapter's files state.
+
+    An equal number of classes does not tell whether the labels are still the same.
+    """
+    config = base.config
+    stated = {
+        key: adapter.config[key] for key in (*_CLASSES, "problem_type") if adapter.config.get(key)
+    }
+    names = config.get("id2label")
+    has_as_many = isinstance(names, dict) and len(names) == classes
+    is_numbered = has_as_many and all(
+        UNNAMED.fullmatch(str(name)) for name in dict(names or {}).values()
+    )
+    is_named = bool(stated.get("id2label") or stated.get("label_names"))
+    if options.activation is None and "problem_type" not in stated:
+        base.assumed = (
+            "activation: that of the base, though the adapter has a head of its own "
+            "(VIT_ACTIVATION)",
+        )
+    if options.labels is None and not is_named and not is_numbered and config:
+        same = f"; if they are the base's, to {base.path(CONFIG_FILE)}" if has_as_many else ""
+        raise CheckpointError(
+            f"{adapter.place}: no labels for its {classes} classes: set VIT_LABELS to a file, to "
+            f"names like cat,dog or to numbers{same} (the adapter has a head of its own, and the "
+            f"labels of {base.place} are of another)"
+        )
+    if is_named or not is_numbered:
+        pretrained = config.get("pretrained_cfg")
+        for described in (config, pretrained if isinstance(pretrained, dict) else {}):
+            for key in _CLASSES:
+                described.pop(key, None)
+    config.update(stated)

@@ -1,0 +1,3 @@
+from tests.model.checkpoint.conftest import hub, load
+
+__all__ = ["hub", "load"]

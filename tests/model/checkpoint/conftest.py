@@ -1,0 +1,60 @@
+"""A hub for the tests of checkpoints, and the reading of an id from it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.checkpoint import load_checkpoint
+from model.errors import CheckpointError
+from tests.model.checkpoint.folders import native_folder
+from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, Load, running
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    commits = {
+        commit: native_folder(tmp_path / commit, (first, "b", "c"))
+        for commit, first in ((MAIN, "new"), (OLD, "old"))
+    }
+    with running(Hub({"owner/name": commits})) as hub:
+        yield hub
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Reads an id in this process, as the client would in one with these settings from its start."""
+    constants = pytest.importorskip(
+        "huggingface_hub.constants", reason="the extra 'hub' is not installed"
+    )
+
+    def load(
+        source: str, hub: Hub | None, *, offline: bool = False, token: str = ""
+    ) -> dict[str, Any]:
+        endpoint = hub.endpoint if hub else "http://127.0.0.1:9"
+        settings = {
+            "ENDPOINT": endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "no-token"),
+            "HF_HUB_OFFLINE": offline,
+        }
+        for name, value in settings.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setenv("HF_TOKEN", token)
+        try:
+            checkpoint = load_checkpoint(source)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            return {"error": str(error)}
+        checkpoint.build()
+        return {
+            "label": checkpoint.labels[0],
+            "revision": checkpoint.revision,
+            "notes": checkpoint.notes,
+        }
+
+    return load

@@ -1,0 +1,35 @@
+"""The judgement of files that were damaged at random."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+
+from model.checkpoint import load_checkpoint
+from model.errors import CheckpointError
+
+FUZZ = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+PYTHON = re.compile(r"Error\b|from empty|has no attr|NoneType|iterable|indices must|unpack|pickle")
+
+
+def right_or_refused(source: Path, **options: Any) -> None:
+    """Either a refusal in one line, or a model that computes what its config says."""
+    try:
+        checkpoint = load_checkpoint(str(source), **options)
+        model = checkpoint.build()
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+        assert not PYTHON.search(str(error)), "no words of Python's"
+        return
+    config = checkpoint.config
+    with torch.inference_mode():
+        logits = model(torch.zeros(1, config.in_channels, *config.image_size)).logits
+    assert logits.shape == (1, len(checkpoint.labels))
