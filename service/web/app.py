@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from service.background import keep_running
 from service.engine.messages import EngineStatus, ModelInfo
+from service.extensions.compatibility import routes as compatibility
 from service.extensions.inference_protocol import routes as inference_protocol
 from service.extensions.redis.image_store import RedisImageStore
 from service.extensions.teach import routes as heads
@@ -34,9 +35,10 @@ from service.web.lanes import Lanes
 from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
 from service.web.origins import OriginMiddleware, split_origins
 from service.web.prefix import Prefixes
-from service.web.routes import attention, classify, embed, operations, pages
+from service.web.routes import attention, classify, classify_batch, embed, operations, pages
 from service.web.routes import models as models_routes
-from service.web.routes.endpoint import Application, Endpoint, no_such_path
+from service.web.routes.endpoint import Application, Endpoint
+from service.web.routes.not_found import no_such_path
 from service.web.service import Service
 from vitserve import __version__
 
@@ -45,15 +47,16 @@ logger = logging.getLogger("vitserve")
 _ROUTERS = (
     pages.router,
     classify.router,
+    classify_batch.router,
     embed.router,
     attention.router,
     operations.router,
     models_routes.router,
     heads.router,
-    classify.others,
+    compatibility.router,
     inference_protocol.router,
 )
-_PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | classify.PUBLIC | {"/healthz", "/readyz"}
+_PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | compatibility.PUBLIC | {"/healthz", "/readyz"}
 
 
 def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> ImageStore:

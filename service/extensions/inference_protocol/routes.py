@@ -26,7 +26,8 @@ from service.extensions.inference_protocol.inference import check_version, infer
 from service.extensions.inference_protocol.tensors import decode_request, encode_answer
 from service.web.admitted import admit
 from service.web.json_bodies import decoded, require_known
-from service.web.routes.endpoint import Endpoint, json_response
+from service.web.routes.answers import json_response
+from service.web.routes.endpoint import Endpoint
 from service.web.routes.models import allowed, load, require_admin, small_body
 from service.web.service import model_of, service_of
 from vitserve import __version__

@@ -38,17 +38,11 @@ from service.web.api_keys import holds_admin_key
 from service.web.gather import of_each
 from service.web.middleware import request_context
 from service.web.picture import infer_file, infer_pixels, require_file
-from service.web.routes.asked import Asked
+from service.web.routes.answers import to_json
 from service.web.routes.embed import embedding_of
-from service.web.routes.endpoint import (
-    BINARY,
-    NAME,
-    SEVERAL_PICTURES,
-    Absent,
-    Endpoint,
-    problems,
-    to_json,
-)
+from service.web.routes.endpoint import Endpoint
+from service.web.routes.openapi import BINARY, NAME, SEVERAL_PICTURES, problems
+from service.web.routes.query import Absent, FormQuery
 from service.web.service import model_of, service_of
 from service.web.upload import UploadedFile
 from vitserve.head_documents import (
@@ -102,6 +96,17 @@ class ExampleQuery(BaseModel, frozen=True):
         Annotated[str, Field(max_length=256)] | Absent,
         Field(description="of the only picture, kept with VIT_TEACH_THUMBNAILS"),
     ] = None
+
+    @property
+    def model(self) -> str | None:
+        """Return the name of the model whose features the head reads."""
+        return self.backbone
+
+    def requested(self, _: ModelInfo) -> str:
+        """Return the label, checked; raises `InvalidParameter` if it is missing."""
+        if self.label is None:
+            raise InvalidParameter("label: it is missing: send ?label=cat, or a field of the form")
+        return checked_label(self.label)
 
 
 class PageQuery(BaseModel, frozen=True):
@@ -157,14 +162,12 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
             backbone = service.models.name_of(service.taught.base(head))
         model = await model_of(request, backbone)
         admitted.choose(model)
-        asked = Asked(
-            request, query, model, _checked_label, lambda query: query.backbone or backbone
-        )
-        features, pixels = await _features(admitted, asked, head)
+        form = FormQuery(request, query, model, ExampleQuery.requested)
+        features, pixels = await _features(admitted, form, head)
         info = admitted.model.info
         of = features_of(info, _kind(head, info)), info.name
         creator = "" if _holds_admin_key(request) else owner or admitted.sender.caller
-        file_name, label = asked.query.file_name or "", asked.wanted
+        file_name, label = form.query.file_name or "", form.requested
 
         def add() -> tuple[dict[str, int], list[int]]:
             kept = [KeptPicture(file_name, jpeg_thumbnail(each)) for each in pixels]
@@ -355,12 +358,6 @@ def _examples(request: Request) -> Examples:
     return examples
 
 
-def _checked_label(query: ExampleQuery, _: ModelInfo) -> str:
-    if query.label is None:
-        raise InvalidParameter("label: it is missing: send ?label=cat, or a field of the form")
-    return checked_label(query.label)
-
-
 def _checked_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> None:
     """Raise `InvalidParameter` or `InputError` if a file's name is sent that is not kept, or is
     none.
@@ -407,14 +404,14 @@ def _kind(head: HeadRow | None, info: ModelInfo) -> Features:
 
 
 async def _features(
-    admitted: AdmittedRequest, asked: Asked[ExampleQuery, str], head: HeadRow | None
+    admitted: AdmittedRequest, form: FormQuery[ExampleQuery, str], head: HeadRow | None
 ) -> tuple[NDArray[np.float32], list[NDArray[np.uint8]]]:
     """Return what the head reads of each picture of a request, [N, D], all finite, and the pixels
     that are kept.
 
     The first error is the request's.
     """
-    query, settings = asked.query, admitted.service.settings
+    query, settings = form.query, admitted.service.settings
 
     def wanted() -> RequestedOutputs:
         """Return what is asked of each picture, once the form has named the model."""
@@ -441,12 +438,12 @@ async def _features(
             )
         ]
     else:
-        pictures = await asked.read_all(admitted)
-        if asked.query.id is not None:
+        pictures = await form.read_files(admitted)
+        if form.query.id is not None:
             raise InvalidParameter(
                 "id: there are pictures, too: send pictures, or the id of a kept one"
             )
-        _checked_file_name(asked.query, settings, count=len(pictures))
+        _checked_file_name(form.query, settings, count=len(pictures))
         await admitted.take(len(pictures))
 
         async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:

@@ -1,18 +1,17 @@
 """GET and POST /attention: a map of where the model looked, as a picture, JSON or a NumPy file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal, NamedTuple
 
 import numpy as np
 from fastapi import APIRouter, Query
-from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view, encode_png
-from model.images.preprocess import ModelInput, Region
+from model.images.preprocess import ModelInput
 from model.images.sheet import draw_maps
 from model.label_texts import labels_of_request, with_labels
 from model.outputs import (
@@ -29,22 +28,21 @@ from service.errors import InvalidParameter, NotFound
 from service.web.admitted import AdmittedRequest, admit
 from service.web.gather import all_of
 from service.web.picture import decode_file, decode_photo, infer_pixels
-from service.web.routes.asked import Asked
-from service.web.routes.endpoint import (
-    BINARY,
-    ONE_PICTURE,
-    Absent,
-    Endpoint,
-    ModelName,
+from service.web.routes.answers import (
+    map_fields,
+    model_parameter,
     npy_response,
-    problems,
+    region_document,
 )
-from service.web.service import Model, model_of, service_of
-from vitserve.documents import MAPS, AttentionDocument, RegionDocument, significant
+from service.web.routes.endpoint import Endpoint
+from service.web.routes.openapi import BINARY, ONE_PICTURE, problems
+from service.web.routes.query import Absent, FormQuery, ModelName
+from service.web.service import model_of, service_of
+from vitserve.documents import MAPS, AttentionDocument
 
 router = APIRouter(tags=["attention"], route_class=Endpoint)
 
-_LOOK: Final = {"overlay", "view", "alpha", "colormap", "size", "smooth", "caption"}
+_DRAWING: Final = {"overlay", "view", "alpha", "colormap", "size", "smooth", "caption"}
 """Parameters of a drawing."""
 
 _HEAD = r"^(mean|max|[0-9]{1,4})$"
@@ -62,7 +60,7 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
 
 
 class AttentionQuery(BaseModel, frozen=True):
-    """The query of both endpoints; None is what was not sent."""
+    """The query of both routes; None is the value of a parameter that was not sent."""
 
     model: ModelName = None
     method: Annotated[
@@ -124,6 +122,45 @@ class AttentionQuery(BaseModel, frozen=True):
         Field(description="PNG: class, score, method and colours in words below; default true"),
     ] = None
 
+    def requested(self, info: ModelInfo) -> list[RequestedOutputs]:
+        """Return what is requested of a model, for each class of the query.
+
+        Raises:
+            InvalidParameter, InputError: the model does not have what the query asks for, or a
+                parameter does not apply.
+        """
+        labels = self.labels_of(info)
+        maps = parse_maps(
+            with_labels(info.config, labels),
+            labels or info.labels,
+            classes=self.class_,
+            **self.model_dump(include={"method", "layer", "head"}),
+        )
+        if labels and maps[0].method != "relevance":
+            raise InvalidParameter(f"labels does not apply to method {maps[0].method!r}")
+        self._check_drawing()
+        return [RequestedOutputs(1, map_request, labels=labels) for map_request in maps]
+
+    def labels_of(self, info: ModelInfo) -> tuple[str, ...]:
+        """Return the labels of the query, if it has any; raises as `labels_of_request`."""
+        if self.labels is None:
+            return ()
+        return labels_of_request(self.labels, info.zero_shot, info.config)
+
+    def _check_drawing(self) -> None:
+        """Raise `InvalidParameter` if a parameter of the drawing is wrong or does not apply."""
+        if self.format != "png":
+            for name in sorted(self.model_dump(include=_DRAWING, exclude_none=True)):
+                raise InvalidParameter(f"{name} does not apply to format {self.format!r}")
+        if self.colormap is not None and self.colormap not in COLORMAPS:
+            raise InvalidParameter(
+                f"colormap {self.colormap!r}: expected one of {', '.join(COLORMAPS)}"
+            )
+        if self.overlay is False:
+            for name in ("alpha", "view"):
+                if getattr(self, name) is not None:
+                    raise InvalidParameter(f"{name} does not apply without overlay")
+
 
 class StoredPictureQuery(AttentionQuery):
     """The query of GET /attention."""
@@ -135,6 +172,22 @@ class StoredPictureQuery(AttentionQuery):
     ] = None
 
 
+class _Explained(NamedTuple):
+    """A picture with its maps.
+
+    Attributes:
+        picture: the picture as the model sees it.
+        outputs: the outputs of each requested map.
+        image_id: the id of the kept picture, or None if it is not kept.
+        photo: the photo that the picture comes from, if the maps are drawn over it.
+    """
+
+    picture: ModelInput
+    outputs: list[Outputs]
+    image_id: str | None
+    photo: ModelInput | None = None
+
+
 @router.get(
     "/attention", response_class=Response, responses=_ANSWERS | problems(404, 422, 503, 504)
 )
@@ -144,8 +197,8 @@ async def attention_of_kept_picture(
     """Draw the map of a picture that was classified before and is still stored."""
     service = service_of(request)
     model = await model_of(request, query.model)
-    requests = _requests(query, model.info)
-    with model.generation.request():  # another one may take over while the picture comes
+    requests = query.requested(model.info)
+    with model.generation.request():  # another generation may take over while the picture comes
         picture = await service.kept(query.id, model)
         if picture is None:
             raise NotFound(
@@ -153,8 +206,8 @@ async def attention_of_kept_picture(
             )
         async with admit(request, model) as admitted:
             await admitted.take(1)
-            explained = await _explain(admitted, requests, picture)
-            return await _answer(admitted, query, explained, picture, query.id)
+            outputs = await _explain(admitted, requests, picture)
+            return await _answer(admitted, query, _Explained(picture, outputs, query.id))
 
 
 @router.post(
@@ -166,30 +219,37 @@ async def attention_of_kept_picture(
 async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
     """Draw the map of the picture in the body."""
     model = await model_of(request, query.model)
-    asked = Asked(request, query, model, _requests)
+    form = FormQuery(request, query, model, AttentionQuery.requested)
     async with admit(request, model) as admitted:
-        file = await asked.read(admitted)
+        file = await form.read_file(admitted)
         await admitted.take(1)
-        query, requests, model = asked.query, asked.wanted, admitted.model
+        query = form.query
         decoded, turn = await decode_file(admitted, file)
         turn.leave()
         picture = decoded.picture
-        explained = await _explain(admitted, requests, picture)
+        outputs = await _explain(admitted, form.requested, picture)
+        info = admitted.model.info
         admitted.service.metrics.count_image(
-            model.info.name, explained[0] if model.info.config.num_classes else None
+            info.name, outputs[0] if info.config.num_classes else None
         )
-        image_id = await admitted.service.keep(picture, model)
-        view, photo = query.view or default_view(model.info.config.image_size), None
-        if query.format == "png" and view == "photo" and query.overlay is not False:
-            # Decoded a second time, so that no photo is in memory while its map is computed.
+        image_id = await admitted.service.keep(picture, admitted.model)
+        photo = None
+        if _is_over_photo(query, info):
+            # The file is decoded again, so that no photo is in memory while its map is computed.
             photo = await decode_photo(admitted, file, picture.region, query.size)
-        return await _answer(admitted, query, explained, picture, image_id, photo)
+        return await _answer(admitted, query, _Explained(picture, outputs, image_id, photo))
+
+
+def _is_over_photo(query: AttentionQuery, info: ModelInfo) -> bool:
+    """Return whether the maps are drawn over the whole photo."""
+    view = query.view or default_view(info.config.image_size)
+    return query.format == "png" and view == "photo" and query.overlay is not False
 
 
 async def _explain(
     admitted: AdmittedRequest, requests: Sequence[RequestedOutputs], picture: ModelInput
 ) -> list[Outputs]:
-    """Return the outputs for a picture that have its maps, in the order of the requests for them."""
+    """Return the outputs of a picture for each requested map."""
     results = await all_of(
         infer_pixels(admitted, picture.pixels, requested) for requested in requests
     )
@@ -197,127 +257,64 @@ async def _explain(
 
 
 async def _answer(
-    admitted: AdmittedRequest,
-    query: AttentionQuery,
-    explained: Sequence[Outputs],
-    picture: ModelInput,
-    image_id: str | None,
-    photo: ModelInput | None = None,
+    admitted: AdmittedRequest, query: AttentionQuery, explained: _Explained
 ) -> Response:
-    """Return maps in the format of the query; PNG over the photo, if there is one, else over the
-    picture.
-    """
-    maps = [outputs.map for outputs in explained if outputs.map is not None]
-    # A map shows the caller's picture: no shared cache may keep it, and no browser may take it for
-    # something else.
+    """Answer with the maps of a picture, in the format of the query."""
+    maps = [outputs.map for outputs in explained.outputs if outputs.map is not None]
+    info = admitted.model.info
+    labels = query.labels_of(info) or info.labels
+    # A map shows the caller's picture: a shared cache must not keep it, and a browser must not
+    # take it for something else.
     headers = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
-    if image_id is not None:
-        headers["Content-Location"] = (
-            f"{admitted.sender.prefix}/attention?id={image_id}{query_of(admitted)}"
-        )
-    labels = _labels(query, admitted.model.info) or admitted.model.info.labels
+    if explained.image_id is not None:
+        link = f"/attention?id={explained.image_id}{model_parameter(admitted, admitted.model)}"
+        headers["Content-Location"] = admitted.sender.prefix + link
     if query.format == "json":
-        region = region_document(picture.region)
-        documents = [
-            AttentionDocument(id=image_id, region=region, **map_fields(each, labels))
-            for each in maps
-        ]
-        content = MAPS.dump_json(
-            documents[0] if len(maps) == 1 else documents, exclude_none=True, by_alias=True
-        )
-        return Response(content, media_type="application/json", headers=headers)
+        return _json(maps, labels, explained, headers)
     if query.format == "npy":
         values = np.stack([each.values for each in maps]).astype(np.float32)
         return npy_response(values[0] if len(maps) == 1 else values, headers)
-    shown, covered = (picture.pixels, None) if photo is None else (photo.pixels, photo.region)
-    draw = partial(_png, maps, labels, shown, covered, query)
-    size = len(maps) * (query.size or max(shown.shape)) ** 2
-    return Response(
-        await admitted.on_thread(admitted.service.lanes.drawings, draw, size),
-        media_type="image/png",
-        headers=headers,
+    shown = explained.photo or explained.picture
+    draw = partial(_png, maps, labels, explained, query)
+    size = len(maps) * (query.size or max(shown.pixels.shape)) ** 2
+    content = await admitted.on_thread(admitted.service.lanes.drawings, draw, size)
+    return Response(content, media_type="image/png", headers=headers)
+
+
+def _json(
+    maps: Sequence[AttentionMap],
+    labels: Sequence[str],
+    explained: _Explained,
+    headers: Mapping[str, str],
+) -> Response:
+    """Answer with one document, or with a list of documents for several maps."""
+    region = region_document(explained.picture.region)
+    documents = [
+        AttentionDocument(id=explained.image_id, region=region, **map_fields(each, labels))
+        for each in maps
+    ]
+    content = MAPS.dump_json(
+        documents[0] if len(documents) == 1 else documents, exclude_none=True, by_alias=True
     )
+    return Response(content, media_type="application/json", headers=headers)
 
 
 def _png(
-    maps: list[AttentionMap],
-    labels: Sequence[str],
-    shown: NDArray[np.uint8],
-    region: Region | None,
-    query: AttentionQuery,
+    maps: list[AttentionMap], labels: Sequence[str], explained: _Explained, query: AttentionQuery
 ) -> bytes:
-    """Return the maps over a picture, of which they cover a region, with a caption each."""
-    look = query.model_dump(include=_LOOK - {"view", "caption"}, exclude_none=True)
-    captioned = None if query.caption is False else labels
-    return encode_png(
-        draw_maps(maps, captioned, picture=shown, region=region, max_width=MAX_SIZE, **look)
+    """Return the maps over the photo or the picture, with a caption each."""
+    shown = explained.picture.pixels
+    region = None
+    if explained.photo is not None:
+        shown = explained.photo.pixels
+        region = explained.photo.region
+    options = query.model_dump(include=_DRAWING - {"view", "caption"}, exclude_none=True)
+    sheet = draw_maps(
+        maps,
+        None if query.caption is False else labels,
+        picture=shown,
+        region=region,
+        max_width=MAX_SIZE,
+        **options,
     )
-
-
-def query_of(admitted: AdmittedRequest, model: Model | None = None) -> str:
-    """Return what a path ends with that asks a model again, by default the request's; nothing for
-    the default one.
-    """
-    chosen, default = (model or admitted.model).info.name, admitted.service.models.default.info
-    return "" if default is not None and chosen == default.name else f"&model={chosen}"
-
-
-def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:
-    """Return the fields that `Attention` and `AttentionDocument` share, for a map."""
-    request = attention.request
-    return {
-        "method": request.method,
-        "class": request.class_index,
-        "label": None if request.class_index is None else labels[request.class_index],
-        "score": None if attention.score is None else significant(attention.score),
-        "evidence": None if attention.evidence is None else significant(attention.evidence),
-        "abstained": None if request.class_index is None else attention.abstained,
-        "grid": attention.values.shape,
-        "layer": request.layer,
-        "head": request.head,
-        "values": attention.values.astype(np.float64).round(7).tolist(),
-        "kept_mass": significant(attention.kept_mass),
-    }
-
-
-def region_document(region: Region) -> RegionDocument:
-    """Return a region as the wire has it, to a thousandth of a pixel."""
-    x, y, width, height = (round(side, 3) for side in region)
-    return RegionDocument(x=x, y=y, width=width, height=height)
-
-
-def _requests(query: AttentionQuery, info: ModelInfo) -> list[RequestedOutputs]:
-    """Return what makes the maps of a query; raises `InvalidParameter` or `InputError` if the query
-    is not allowed.
-    """
-    selected, labels = query.model_dump(include={"method", "layer", "head"}), _labels(query, info)
-    maps = parse_maps(
-        with_labels(info.config, labels), labels or info.labels, classes=query.class_, **selected
-    )
-    if labels and maps[0].method != "relevance":
-        raise InvalidParameter(f"labels does not apply to method {maps[0].method!r}")
-    _check_drawing(query)
-    return [RequestedOutputs(1, each, labels=labels) for each in maps]
-
-
-def _labels(query: AttentionQuery, info: ModelInfo) -> tuple[str, ...]:
-    """Return the labels of a query, none without; raises as `labels_of_request`."""
-    return (
-        () if query.labels is None else labels_of_request(query.labels, info.zero_shot, info.config)
-    )
-
-
-def _check_drawing(query: AttentionQuery) -> None:
-    """Raise `InvalidParameter` if a parameter of drawing does not apply, or the colormap is
-    unknown.
-    """
-    if query.format != "png":
-        for name in sorted(query.model_dump(include=_LOOK, exclude_none=True)):
-            raise InvalidParameter(f"{name} does not apply to format {query.format!r}")
-    if query.colormap is not None and query.colormap not in COLORMAPS:
-        raise InvalidParameter(
-            f"colormap {query.colormap!r}: expected one of {', '.join(COLORMAPS)}"
-        )
-    for name in ("alpha", "view") if query.overlay is False else ():
-        if getattr(query, name) is not None:
-            raise InvalidParameter(f"{name} does not apply without overlay")
+    return encode_png(sheet)

@@ -1,7 +1,6 @@
 """POST /embed and POST /embed/batch: the embeddings of pictures, as JSON, a NumPy file or base64."""
 
 import base64
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.features import normalized
+from model.images.preprocess import ModelInput
 from model.label_texts import MAX_TEXTS, checked_texts
 from model.outputs import Pooling, RequestedOutputs
 from model.parameters import parse_embedding
@@ -21,18 +21,10 @@ from service.errors import InvalidParameter
 from service.web.admitted import AdmittedRequest, admit
 from service.web.gather import of_each
 from service.web.picture import embed_texts, infer_file, require_file
-from service.web.routes.asked import Asked
-from service.web.routes.classify import answer_each
-from service.web.routes.endpoint import (
-    BINARY,
-    ONE_PICTURE,
-    SEVERAL_PICTURES,
-    Endpoint,
-    ModelQuery,
-    npy_response,
-    problems,
-    to_json,
-)
+from service.web.routes.answers import answer_each, npy_response, to_json
+from service.web.routes.endpoint import Endpoint
+from service.web.routes.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
+from service.web.routes.query import FormQuery, ModelQuery
 from service.web.service import Model, model_of
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
@@ -57,6 +49,11 @@ class EmbedQuery(ModelQuery, frozen=True):
             description="numbers; a NumPy file of float32; JSON with the bytes of little-endian float32 in base64"
         ),
     ] = "json"
+
+    def requested(self, info: ModelInfo) -> RequestedOutputs:
+        """Return what is requested of a model; raises `InputError`."""
+        embedding = parse_embedding(info.config, self.pool, self.normalize)
+        return RequestedOutputs(1, embedding=embedding)
 
 
 class EmbedOneQuery(EmbedQuery, frozen=True):
@@ -89,18 +86,17 @@ async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> R
     model = await model_of(request, query.model)
     if query.text:
         return await _embed_texts(request, query, model)
-    asked = Asked(request, query, model, _requested)
+    form = FormQuery(request, query, model, EmbedQuery.requested)
     async with admit(request, model) as admitted:
-        picture = await asked.read(admitted)
-        query = asked.query
-        if query.text:
+        picture = await form.read_file(admitted)
+        if form.query.text:
             raise InvalidParameter("text: there is a picture, too: send a picture or texts")
         await admitted.take(1)
-        if query.format == "npy":
-            return npy_response((await embed_all(admitted, asked.wanted, [picture]))[0])
-        return Response(
-            await _answer(admitted, query, asked.wanted, picture), media_type="application/json"
-        )
+        if form.query.format == "npy":
+            _, embedding = await infer_embedding(admitted, form.requested, picture)
+            return npy_response(embedding)
+        content = await _embed_file(admitted, form.query, form.requested, picture)
+    return Response(content, media_type="application/json")
 
 
 @router.post(
@@ -116,58 +112,46 @@ async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -
     request.
     """
     model = await model_of(request, query.model)
-    asked = Asked(request, query, model, _requested)
+    form = FormQuery(request, query, model, EmbedQuery.requested)
     async with admit(request, model) as admitted:
-        pictures = await asked.read_all(admitted)
-        await admitted.take(len(pictures))
-        if asked.query.format == "npy":
-            return npy_response(np.stack(await embed_all(admitted, asked.wanted, pictures)))
-        return await answer_each(
-            admitted, pictures, partial(_answer, admitted, asked.query, asked.wanted)
-        )
+        files = await form.read_files(admitted)
+        await admitted.take(len(files))
+        if form.query.format == "npy":
+            infer = partial(infer_embedding, admitted, form.requested)
+            rows = await of_each(infer, files)
+            return npy_response(np.stack([embedding for _, embedding in rows]))
+        answer = partial(_embed_file, admitted, form.query, form.requested)
+        return await answer_each(admitted, files, answer)
 
 
-def _requested(query: EmbedQuery, info: ModelInfo) -> RequestedOutputs:
-    """Return what a query asks of each picture; raises `InputError`."""
-    return RequestedOutputs(1, embedding=parse_embedding(info.config, query.pool, query.normalize))
+async def infer_embedding(
+    admitted: AdmittedRequest, requested: RequestedOutputs, file: UploadedFile
+) -> tuple[ModelInput, NDArray[np.float32]]:
+    """Return the picture of a file as the model sees it, and its embedding, float32 [D]."""
+    decoded, result = await infer_file(admitted, require_file(file), requested)
+    return decoded.picture, embedding_of(admitted, result)
 
 
 def embedding_of(admitted: AdmittedRequest, result: InferenceResult) -> NDArray[np.float32]:
-    """Return the embedding, float32 [D], of a picture that was computed, and count the picture."""
+    """Return the embedding of an inferred picture, float32 [D], and count the picture."""
     admitted.count_image(admitted.model.info.name)
     assert result.outputs.embedding is not None, "the engine answers each request for an embedding"
     return result.outputs.embedding
 
 
-async def embed_all(
-    admitted: AdmittedRequest, requested: RequestedOutputs, pictures: Sequence[UploadedFile]
-) -> list[NDArray[np.float32]]:
-    """Return the embedding of each picture, float32 [D]; the first error is raised, with its place
-    among several.
-    """
-
-    async def row(picture: UploadedFile) -> NDArray[np.float32]:
-        return embedding_of(
-            admitted, (await infer_file(admitted, require_file(picture), requested))[1]
-        )
-
-    return await of_each(row, pictures)
-
-
-async def _answer(
-    admitted: AdmittedRequest, query: EmbedQuery, requested: RequestedOutputs, picture: bytearray
+async def _embed_file(
+    admitted: AdmittedRequest, query: EmbedQuery, requested: RequestedOutputs, file: bytearray
 ) -> bytes:
-    """Return a picture's `Embedding` as JSON; the picture is put into the image store."""
-    decoded, result = await infer_file(admitted, picture, requested)
-    embedding = _written(embedding_of(admitted, result), query)
-    image_id = await admitted.service.keep(decoded.picture, admitted.model)
-    return to_json(
-        Embedding(id=image_id, model=admitted.model.info.name, pool=query.pool, embedding=embedding)
-    )
+    """Return the `Embedding` of a picture as JSON, and keep the picture."""
+    picture, values = await infer_embedding(admitted, requested, file)
+    image_id = await admitted.service.keep(picture, admitted.model)
+    name = admitted.model.info.name
+    embedding = _formatted(values, query)
+    return to_json(Embedding(id=image_id, model=name, pool=query.pool, embedding=embedding))
 
 
 async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> Response:
-    """Return the features of texts, [N, D], which are compared with embeddings of pictures."""
+    """Answer with the embeddings of texts, which can be compared with those of pictures."""
     if model.info.zero_shot is None:
         raise InvalidParameter("text: the model has no text tower")
     if query.pool != "head":
@@ -182,14 +166,16 @@ async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> 
         features = normalized(features)
     if query.format == "npy":
         return npy_response(features)
-    embeddings = [_written(row, query) for row in features]
+    embeddings = [_formatted(row, query) for row in features]
     content = to_json(
         TextEmbeddings(model=model.info.name, texts=list(texts), embeddings=embeddings)
     )
     return Response(content, media_type="application/json")
 
 
-def _written(values: NDArray[np.float32], query: EmbedQuery) -> list[float] | str:
-    """Return an embedding as the query's format says."""
-    as_text = query.format == "base64"
-    return base64.b64encode(values.astype("<f4").tobytes()).decode() if as_text else values.tolist()
+def _formatted(values: NDArray[np.float32], query: EmbedQuery) -> list[float] | str:
+    """Return an embedding as numbers or as text, as a query asks for."""
+    if query.format == "base64":
+        return base64.b64encode(values.astype("<f4").tobytes()).decode()
+    numbers: list[float] = values.tolist()
+    return numbers

@@ -6,108 +6,25 @@ query is validated by the pydantic model that OpenAPI shows, the function is cal
 to `service.web.middleware.ProblemMiddleware`.
 """
 
-import io
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
-from urllib.parse import parse_qsl
+from typing import Any, get_type_hints
 
-import msgspec
-import numpy as np
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from numpy.typing import NDArray
-from pydantic import BaseModel, Field, ValidationError
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
-from model.errors import by_likeness, nearest
-from service.errors import InvalidParameter, MethodNotAllowed, NotFound
+from service.errors import MethodNotAllowed
 from service.web.middleware import PROBES, request_context
-from service.web.problems import MEDIA_TYPE
-from vitserve.documents import FIELD, ProblemDocument
+from service.web.routes.openapi import problems
+from service.web.routes.query import parse_query, require_no_parameters
 
-Q = TypeVar("Q", bound=BaseModel)
-
-_MAX_PARAMETERS = 64
-
-# Characters of an unknown path that are compared with the routes.
-_MAX_LIKENED = 100
-
-# What TorchServe, TensorFlow Serving, SageMaker and hand-written servers call a route of ours.
-_OTHERS_NAMES = {
-    "predict": "/classify",
-    "prediction": "/classify",
-    "infer": "/classify",
-    "inference": "/classify",
-    "upload": "/classify",
-    "batch": "/classify/batch",
-    "explain": "/attention",
-    "heatmap": "/attention",
-    "features": "/embed",
-    "health": "/healthz",
-    "live": "/healthz",
-    "livez": "/healthz",
-    "ready": "/readyz",
-    "classes": "/labels",
-    "swagger": "/docs",
-    "redoc": "/docs",
-}
-
-Absent = SkipJsonSchema[None]
-"""None as the default of a parameter: a query cannot hold null, so OpenAPI does not name it."""
-
-NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-"""The name in a path."""
-
-BINARY = {"type": "string", "format": "binary"}
 _SCHEME = "api_key"
-
-
-def _body(file: dict[str, Any], **raw: Any) -> dict[str, Any]:
-    """Return the description of a body: a form with the field `file`, or one of the media types
-    `raw`.
-    """
-    form = {"schema": {"type": "object", "required": [FIELD], "properties": {FIELD: file}}}
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": form, **raw}}}
-
-
-_JSON = {
-    "type": "object",
-    "required": ["image"],
-    "properties": {"image": {"type": "string", "format": "byte"}},
-}
-ONE_PICTURE = _body(
-    BINARY,
-    **{"application/octet-stream": {"schema": BINARY}, "application/json": {"schema": _JSON}},
-)
-SEVERAL_PICTURES = _body({"type": "array", "minItems": 1, "items": BINARY})
-
-
-ModelName = Annotated[
-    str | Absent, Field(description="which of GET /models answers; default the default one")
-]
-"""The parameter `model`."""
-
-
-class ModelQuery(BaseModel, frozen=True):
-    """The query of what is asked of a model and has no other parameter."""
-
-    model: ModelName = None
-
-
-def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the description of a route's error answers, which all have the same schema."""
-    content = {MEDIA_TYPE: {"schema": {"$ref": f"#/components/schemas/{ProblemDocument.__name__}"}}}
-    return {
-        status: {"description": "Problem details (RFC 9457)", "content": content}
-        for status in statuses
-    }
 
 
 class Application(FastAPI):
@@ -200,7 +117,7 @@ class Endpoint(APIRoute):
         request = Request(scope, receive)
         if self._query_model is None:
             if scope["query_string"] and not self.is_loose:
-                _require_no_parameters(scope)
+                require_no_parameters(scope["path"], scope["query_string"])
             answer = await self.endpoint(request)
         else:
             answer = await self.endpoint(
@@ -220,115 +137,6 @@ class PageEndpoint(Endpoint):
     """
 
     is_loose = True
-
-
-def _require_no_parameters(scope: Scope) -> None:
-    """Raise `InvalidParameter` if the address has a parameter, where the route has none."""
-    sent = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    if sent:
-        raise InvalidParameter(f"{sent[0][0]:.50}: no such parameter; {scope['path']} has none")
-
-
-def json_response(document: Any) -> Response:
-    """Return what msgspec encodes as JSON, as the documents of the Open Inference Protocol are."""
-    return Response(msgspec.json.encode(document), media_type="application/json")
-
-
-def to_json(document: BaseModel) -> bytes:
-    """Return a document as JSON, without the fields that are None."""
-    return document.model_dump_json(exclude_none=True, by_alias=True).encode()
-
-
-def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None = None) -> Response:
-    """Return an array as a NumPy file."""
-    buffer = io.BytesIO()
-    np.save(buffer, values, allow_pickle=False)
-    return Response(buffer.getvalue(), media_type="application/x-npy", headers=headers)
-
-
-async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request that no route takes: raises `NotFound`, which names the route that was
-    probably meant.
-
-    The bare prefix of a proxy leads to the page, whose relative links need the slash at its end.
-    """
-    if scope["path"] == "" and scope["method"] in ("GET", "HEAD"):
-        query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
-        answer = RedirectResponse(f"{request_context(scope).prefix}/{query}", 308)
-        await answer(scope, receive, send)
-        return
-    methods: dict[str, set[str]] = {}
-    for route in scope["app"].routes:
-        if isinstance(route, Endpoint) and "." not in route.path:
-            methods.setdefault(route.path_format, set()).update(route.allowed_methods)
-    meant = _meant(scope["path"], methods)
-    if not meant:
-        raise NotFound(f"{scope['path']}: no such path; GET /docs lists all")
-    method = scope["method"] if scope["method"] in methods[meant] else min(methods[meant])
-    raise NotFound(f"{scope['path']}: no such path; did you mean {method} {meant}?")
-
-
-def _meant(path: str, known: Collection[str]) -> str:
-    """Return the path of the route that an unknown path was probably meant to be, or an empty text.
-
-    It is one that the path ends with, beside slashes, case, and a prefix (`/api/v1/classify/`), one
-    that has another name in other servers, or the one most like the path.
-    """
-    parts = [part for part in re.split("[/:]", path[:_MAX_LIKENED].lower()) if part]
-    for start in range(len(parts)):
-        tail = "/".join(parts[start:])
-        if f"/{tail}" in known:
-            return f"/{tail}"
-        if tail in _OTHERS_NAMES:
-            return _OTHERS_NAMES[tail]
-    return nearest("/" + "/".join(parts), known)
-
-
-def parameters_of(model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of a query's parameters, as they are sent."""
-    return tuple(field.alias or name for name, field in model.model_fields.items())
-
-
-@lru_cache(maxsize=64)
-def parse_query(model: type[BaseModel], query_string: bytes) -> BaseModel:
-    """Return a request's query as `model`; raises as `validated`.
-
-    Queries are cached, as most requests have one of a few.
-    """
-    if query_string.count(b"&") >= _MAX_PARAMETERS:
-        raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
-    return validated(model, parse_qsl(query_string.decode("latin-1"), keep_blank_values=True))
-
-
-def validated(model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
-    """Return parameters as a query; a tuple has all values of a repeated one.
-
-    Raises:
-        InvalidParameter: a parameter is missing, unknown, given twice or not what the model allows.
-    """
-    query: dict[str, Any] = {}
-    tuples = {
-        name for name, field in model.model_fields.items() if get_origin(field.annotation) is tuple
-    }
-    for name, value in pairs:
-        if name in tuples:
-            query[name] = (*query.get(name, ()), value)
-        elif query.setdefault(name, value) != value:
-            raise InvalidParameter(
-                f"{name:.50}: given as {query[name]!r:.50} and as {value!r:.50}: send one"
-            )
-    known = parameters_of(model)
-    unknown = next((name for name in query if name not in known), None)
-    if unknown is not None:
-        raise InvalidParameter(
-            f"{unknown:.50}: no such parameter; there are {', '.join(by_likeness(unknown, known))}"
-        )
-    try:
-        return model.model_validate(query)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        message = str(first["msg"])
-        raise InvalidParameter(f"{first['loc'][0]}: {message[:1].lower()}{message[1:]}") from None
 
 
 def _describe_form_fields(document: dict[str, Any]) -> None:

@@ -21,7 +21,9 @@ from service.settings import PATHS, Settings
 from service.web.admitted import admit
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.json_bodies import decoded
-from service.web.routes.endpoint import NAME, Endpoint, problems, to_json
+from service.web.routes.answers import to_json
+from service.web.routes.endpoint import Endpoint
+from service.web.routes.openapi import NAME, problems
 from service.web.service import Service, service_of
 from vitserve.documents import ListedModel
 

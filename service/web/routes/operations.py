@@ -21,7 +21,9 @@ from service.engine.messages import InferenceRequest, attributes
 from service.errors import ServiceError
 from service.models.generation import Generation
 from service.observe.metrics import CONTENT_TYPE
-from service.web.routes.endpoint import Endpoint, ModelQuery, problems
+from service.web.routes.endpoint import Endpoint
+from service.web.routes.openapi import problems
+from service.web.routes.query import ModelQuery
 from service.web.service import model_of, service_of
 from vitserve.documents import Labels, ModelDescription
 

@@ -165,7 +165,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(module, name, watched)
 
     watch(body, "picture_of_json")
-    watch(classify, "_fields")
+    watch(classify, "classification_fields")
     watch(inference_protocol, "decode_request")
     watch(inference_protocol, "encode_answer")
     watch(inference, "make_outputs")

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from service.web.routes.endpoint import Endpoint, parameters_of
+from service.web.routes.endpoint import Endpoint
+from service.web.routes.query import parameters_of
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.web.apps import App, app, budget_of, form, inside, service_in, settle
 from tests.service.web.http_communicator import HttpCommunicator

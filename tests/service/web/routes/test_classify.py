@@ -19,7 +19,7 @@ from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed,
 from service.models.registry import AddedHead
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
-from service.web.routes.attention import map_fields, region_document
+from service.web.routes.answers import map_fields, region_document
 from tests.extensions.inference_protocol.grpc.caller import Output, arrays, calling, image
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
@@ -255,24 +255,13 @@ def fields(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/classify", "/invocations"])
 @pytest.mark.parametrize(("red", "expected"), [(3, THREE), (0, ABSTAINED)])
-async def test_an_answer_has_its_set_or_abstains_whatever_top_k(
-    path: str, red: int, expected: dict[str, Any]
-) -> None:
+async def test_a_label_set_does_not_depend_on_top_k(red: int, expected: dict[str, Any]) -> None:
     service = with_coverage()
-    answer = (await service.classify(png(red), "top_k=1", path)).json
+    answer = (await service.classify(png(red), "top_k=1")).json
     assert fields(answer) == expected
     assert len(answer["predictions"]) == 1
     assert service.metric("vit_abstained_total") == (red == 0)
-
-
-@on_a_loop
-async def test_predictions_are_those_in_the_set() -> None:
-    service = with_coverage()
-    assert list((await service.classify(png(3), path="/predictions/fake")).json) == OF_THREE["set"]
-    assert (await service.classify(png(0), path="/predictions/fake")).json == {}
-    assert service.metric("vit_abstained_total") == 1
 
 
 @on_a_loop
@@ -344,15 +333,13 @@ async def test_classes_below_their_thresholds_are_left_out_at_every_door() -> No
     answer = (await service.classify(png(3), "top_k=3")).json
     assert [each["label"] for each in answer["predictions"]] == ["label 4", "label 5"]
     assert len((await service.classify(png(3), "top_k=3&min_score=0.2")).json["predictions"]) == 1
-    assert next(iter((await service.classify(png(3), path="/predictions/fake")).json)) == "label 4"
     service.engine.least[:] = 0.6
     abstained = [(await service.classify(png(3))).json]
     abstained += (await service.request("POST", "/classify/batch", **form(png(3)))).json["results"]
     assert [(each["predictions"], each["abstained_by"]) for each in abstained] == [
         ([], "min_score")
     ] * 2
-    assert (await service.classify(png(3), path="/predictions/fake")).json == {}
-    assert service.metric("vit_abstained_total") == 3
+    assert service.metric("vit_abstained_total") == 2
     async with calling(service.engine) as caller:
         found = arrays(await caller.infer(image(png(3))))
     assert (found["abstained"].tolist(), found["score"][0, 0]) == ([[True]], 0.5)
@@ -384,9 +371,7 @@ async def test_a_model_that_loads_slowly_leaves_half_of_the_time_to_others(unloa
 
 
 @on_a_loop
-@pytest.mark.parametrize(
-    "path", ["/classify", "/embed", "/attention", "/predictions/fake", "/invocations"]
-)
+@pytest.mark.parametrize("path", ["/classify", "/embed", "/attention"])
 @pytest.mark.parametrize(
     ("kind", "body", "status", "detail"),
     [
@@ -396,9 +381,9 @@ async def test_a_model_that_loads_slowly_leaves_half_of_the_time_to_others(unloa
             "application/json",
             b"no picture",
             415,
-            "parameters go in the address; or send the picture itself: curl",
+            "parameters go into the URL; or send the picture itself: curl",
         ),
-        ("application/json", b'{"image": "AAAA", "top_k": 1}', 415, "parameters go in the address"),
+        ("application/json", b'{"image": "AAAA", "top_k": 1}', 415, "parameters go into the URL"),
         (
             "text/html",
             "<!doctype html><title>größe</title>".encode(),

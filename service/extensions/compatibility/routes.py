@@ -1,0 +1,139 @@
+"""The routes that clients of TorchServe, and of containers on SageMaker, call.
+
+https://pytorch.org/serve/inference_api.html
+https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html
+"""
+
+from contextlib import suppress
+from typing import Annotated, Final, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from model.outputs import Outputs, RequestedOutputs
+from service.engine.messages import ModelInfo
+from service.errors import NotFound, UnknownModel
+from service.web.admitted import admit
+from service.web.picture import infer_file
+from service.web.routes.classify import classify
+from service.web.routes.classify_query import ClassifyQuery
+from service.web.routes.endpoint import Endpoint
+from service.web.routes.openapi import NAME, ONE_PICTURE, problems
+from service.web.routes.query import Absent, FormQuery
+from service.web.service import Service, model_of, service_of
+from vitserve.documents import FIELD, Classification, significant
+
+router = APIRouter(tags=["other servers"], route_class=Endpoint)
+
+PUBLIC: Final = frozenset({"/ping"})
+"""Paths without a key: SageMaker and load balancers do not send one."""
+
+_FIELDS: Final = (FIELD, "data", "body")
+"""Names of the form field with the picture; TorchServe's clients use the last two."""
+
+_VERSIONS: Final = ("", "1", "1.0")
+"""The versions of each model in a path of TorchServe; empty without a version."""
+
+_PATH: Final = "/predictions/{name:path}"
+_PREDICTION: Final = ONE_PICTURE | {"parameters": [NAME]}
+_REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
+
+
+class PredictionQuery(BaseModel, frozen=True):
+    """The query of POST /predictions."""
+
+    labels: Annotated[str | Absent, Field(description="that of POST /classify")] = None
+
+    def requested(self, info: ModelInfo) -> RequestedOutputs:
+        """Return what is requested of a model, as by POST /classify."""
+        return ClassifyQuery(labels=self.labels).requested_of_one(info)
+
+
+class Health(BaseModel):
+    """The answer of GET /ping."""
+
+    status: Literal["Healthy"]
+
+
+@router.get("/ping", response_model=Health, responses=problems(503))
+async def ping(request: Request) -> Health:
+    """Answer 200 when the model is ready, as /readyz."""
+    service_of(request).check_ready()
+    return Health(status="Healthy")
+
+
+@router.post(
+    "/invocations",
+    response_model=Classification,
+    response_model_exclude_none=True,
+    openapi_extra=ONE_PICTURE,
+    responses=_REFUSALS,
+)
+async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
+    """Classify one picture, as POST /classify."""
+    return await classify(request, query)
+
+
+@router.post(_PATH, response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
+async def predictions(request: Request, query: Annotated[PredictionQuery, Query()]) -> Response:
+    """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best
+    stays.
+
+    With VIT_COVERAGE they are those in the set of labels, with thresholds those that reach theirs:
+    none where the model abstains.
+
+    The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST
+    /classify.
+    """
+    name = _model_name(service_of(request), request.path_params["name"])
+    model = await model_of(request, name)
+    form = FormQuery(request, query, model, PredictionQuery.requested)
+    async with admit(request, model) as admitted:
+        picture = await form.read_file(admitted, fields=_FIELDS)
+        await admitted.take(1)
+        _, result = await infer_file(admitted, picture, form.requested)
+    outputs = result.outputs
+    admitted.count_image(model.info.name, outputs)
+    return JSONResponse(_by_label(outputs, form.requested.labels or model.info.labels))
+
+
+@router.put(_PATH, response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
+async def predictions_by_put(
+    request: Request, query: Annotated[PredictionQuery, Query()]
+) -> Response:
+    """Answer as POST does: TorchServe's examples send the picture by `curl -T`, which is a PUT."""
+    return await predictions(request, query)
+
+
+def _model_name(service: Service, path: str) -> str:
+    """Return the name of the model in a path, which may have slashes and end with a version.
+
+    Raises:
+        NotFound: the version does not exist.
+    """
+    with suppress(UnknownModel):
+        service.models.find(path)
+        return path
+    name, _, version = path.rpartition("/")
+    if not name:
+        return path
+    if version not in _VERSIONS:
+        raise NotFound(f"version {version!r:.40}: the model has 1 only")
+    return name
+
+
+def _by_label(outputs: Outputs, labels: tuple[str, ...]) -> dict[str, float]:
+    """Return the scores of the predicted classes; the best one of several with an equal label."""
+    if outputs.far:
+        return {}
+    predicted = outputs.predicted()
+    if outputs.label_set is not None:
+        predicted[len(outputs.label_set) :] = False  # the label set has the best classes
+    by_label: dict[str, float] = {}
+    indices = outputs.indices[predicted].tolist()
+    scores = outputs.scores[predicted].tolist()
+    for index, score in zip(indices, scores, strict=True):
+        by_label.setdefault(labels[index], significant(score))
+    return by_label

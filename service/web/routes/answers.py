@@ -1,0 +1,201 @@
+"""The answers that several routes have in common, as JSON or as a NumPy file."""
+
+import io
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from model.errors import ImageError
+from model.images.preprocess import Region
+from model.outputs import AttentionMap, RequestedOutputs
+from service.engine.messages import InferenceResult
+from service.errors import ServiceError
+from service.web.admitted import AdmittedRequest
+from service.web.decoders import Decoded
+from service.web.gather import all_of
+from service.web.picture import require_file
+from service.web.problems import INTERNAL_ERROR, problem_of
+from service.web.service import Model
+from service.web.upload import UploadedFile
+from vitserve.documents import (
+    Attention,
+    RegionDocument,
+    Timings,
+    ranked,
+    set_fields,
+    significant,
+)
+
+logger = logging.getLogger("vitserve")
+
+
+def json_response(document: Any) -> Response:
+    """Return a document that msgspec encodes as JSON."""
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def to_json(document: BaseModel) -> bytes:
+    """Return a document as JSON, without the fields that are None."""
+    return document.model_dump_json(exclude_none=True, by_alias=True).encode()
+
+
+def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None = None) -> Response:
+    """Return an array as a NumPy file."""
+    buffer = io.BytesIO()
+    np.save(buffer, values, allow_pickle=False)
+    return Response(buffer.getvalue(), media_type="application/x-npy", headers=headers)
+
+
+# Classifications
+
+
+class Classified(NamedTuple):
+    """A picture that a model has classified.
+
+    Attributes:
+        image_id: the id of the kept picture, or None if it is not kept.
+    """
+
+    model: Model
+    requested: RequestedOutputs
+    decoded: Decoded
+    result: InferenceResult
+    image_id: str | None
+
+
+def classification_fields(
+    admitted: AdmittedRequest, classified: Classified, min_score: float | None
+) -> dict[str, Any]:
+    """Return the fields of `ModelClassification`.
+
+    Args:
+        min_score: the lowest score of a prediction, if there is a limit.
+    """
+    model = classified.model
+    outputs = classified.result.outputs
+    labels = classified.requested.labels or model.info.labels
+    predicted = outputs.predicted(min_score)
+    indices = outputs.indices[predicted].tolist()
+    scores = outputs.scores[predicted].tolist()
+    label_set = None if outputs.label_set is None else outputs.label_set.tolist()
+    abstained_by = outputs.abstained_by(min_score)
+    fields = {
+        "model": model.info.name,
+        "predictions": ranked(labels, indices, scores),
+        **set_fields(labels, label_set),
+        "abstained": abstained_by is not None,
+        "abstained_by": abstained_by,
+        "attention": _attention_fields(admitted, classified),
+        "embedding": None if outputs.embedding is None else outputs.embedding.tolist(),
+        "batch_size": classified.result.batch_size,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _attention_fields(admitted: AdmittedRequest, classified: Classified) -> dict[str, Any] | None:
+    attention = classified.result.outputs.map
+    if attention is None:
+        return None
+    labels = classified.requested.labels
+    url = None
+    # A map of a label of the request cannot be requested again by the picture's id.
+    is_of_label = bool(labels) and attention.request.class_index is not None
+    if classified.image_id is not None and not is_of_label:
+        url = f"{admitted.sender.prefix}/attention?id={classified.image_id}"
+        if attention.request.method == "cls":
+            url += "&method=cls"
+        url += model_parameter(admitted, classified.model)
+    region = region_document(classified.decoded.picture.region)
+    fields = map_fields(attention, labels or classified.model.info.labels)
+    document = Attention(url=url, region=region, **fields)
+    return document.model_dump(exclude_none=True, by_alias=True)
+
+
+def timings(
+    admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, InferenceResult]]
+) -> dict[str, float]:
+    """Return the milliseconds of each stage, of its slowest pass, and of the request so far."""
+    seconds = (0.0, 0.0, 0.0)
+    if passes:
+        stages = [
+            (decoded.seconds, result.queue_seconds, result.inference_seconds)
+            for decoded, result in passes
+        ]
+        seconds = tuple(map(max, zip(*stages, strict=True)))
+    total = admitted.service.clock() - admitted.sender.started
+    return {
+        stage: round(1000 * duration, 2)
+        for stage, duration in zip(Timings.model_fields, (*seconds, total), strict=True)
+    }
+
+
+# Maps
+
+
+def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]:
+    """Return the fields that `Attention` and `AttentionDocument` have in common."""
+    request = attention.request
+    is_of_class = request.class_index is not None
+    return {
+        "method": request.method,
+        "class": request.class_index,
+        "label": None if request.class_index is None else labels[request.class_index],
+        "score": None if attention.score is None else significant(attention.score),
+        "evidence": None if attention.evidence is None else significant(attention.evidence),
+        "abstained": attention.abstained if is_of_class else None,
+        "grid": attention.values.shape,
+        "layer": request.layer,
+        "head": request.head,
+        "values": attention.values.astype(np.float64).round(7).tolist(),
+        "kept_mass": significant(attention.kept_mass),
+    }
+
+
+def region_document(region: Region) -> RegionDocument:
+    """Return a region, rounded to a thousandth of a pixel."""
+    x, y, width, height = (round(side, 3) for side in region)
+    return RegionDocument(x=x, y=y, width=width, height=height)
+
+
+def model_parameter(admitted: AdmittedRequest, model: Model) -> str:
+    """Return the end of a link that names a model, or nothing for the default model."""
+    default = admitted.service.models.default.info
+    if default is not None and model.info.name == default.name:
+        return ""
+    return f"&model={model.info.name}"
+
+
+# Batches
+
+
+async def answer_each(
+    admitted: AdmittedRequest,
+    files: Sequence[UploadedFile],
+    answer: Callable[[bytearray], Awaitable[bytes]],
+) -> Response:
+    """Answer each file of a batch with the JSON of `answer`, or with its problem."""
+
+    async def item(file: UploadedFile) -> bytes:
+        try:
+            return await answer(require_file(file))
+        except (ImageError, ServiceError) as error:
+            return msgspec.json.encode(problem_item(admitted, error))
+
+    results = b",".join(await all_of(map(item, files)))
+    return Response(b'{"results":[%b]}' % results, media_type="application/json")
+
+
+def problem_item(admitted: AdmittedRequest, error: Exception) -> dict[str, Any]:
+    """Return the problem in place of one of several answers, and count it."""
+    problem = problem_of(error)
+    request_id = admitted.sender.request_id
+    if problem.code == INTERNAL_ERROR:
+        logger.error("request %s failed in part", request_id, exc_info=error)
+    admitted.service.metrics.rejected.labels(problem.code).inc()
+    return {"error": problem.document(request_id).model_dump()}

@@ -1,0 +1,49 @@
+"""POST /classify/batch: the classes of several pictures, by one model."""
+
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.errors import InvalidParameter
+from service.web.admitted import admit
+from service.web.routes.answers import answer_each
+from service.web.routes.classify import classify_file
+from service.web.routes.classify_query import ClassifyQuery
+from service.web.routes.endpoint import Endpoint
+from service.web.routes.openapi import SEVERAL_PICTURES, problems
+from service.web.routes.query import FormQuery
+from service.web.service import model_of
+from vitserve.documents import BatchClassification
+
+router = APIRouter(tags=["classify"], route_class=Endpoint)
+
+
+@router.post(
+    "/classify/batch",
+    response_model=BatchClassification,
+    response_model_exclude_none=True,
+    openapi_extra=SEVERAL_PICTURES,
+    responses=problems(400, 404, 408, 413, 415, 422, 503),
+)
+async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
+    """Classify several pictures (multipart fields `file`); each gets its own answer or its own
+    error.
+    """
+    _require_one_model(query)
+    model = await model_of(request, query.model)
+    form = FormQuery(request, query, model, ClassifyQuery.requested_of_one)
+    async with admit(request, model) as admitted:
+        files = await form.read_files(admitted)
+        _require_one_model(form.query)
+        await admitted.take(len(files))
+        answer = partial(classify_file, admitted, form.requested, form.query.min_score)
+        return await answer_each(admitted, files, answer)
+
+
+def _require_one_model(query: ClassifyQuery) -> None:
+    """Raise `InvalidParameter` if a query names several models."""
+    if query.names_several:
+        raise InvalidParameter("model: one is expected here; POST /classify takes several")
