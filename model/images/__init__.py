@@ -1,5 +1,4 @@
-"""Bytes become uint8 pixels (`preprocess`), attention maps become PNGs (`heatmap`). PIL and numpy,
-never torch.
+"""Turn bytes into uint8 pixels (`preprocess`) and attention maps into PNGs (`heatmap`).
 
-To add an image format, see `formats`.
+This package uses PIL and numpy, never torch. To add an image format, see `formats`.
 """

@@ -1,6 +1,6 @@
-"""What is written below a heat map: its caption, and its colours in words. PIL, never torch.
+"""The text below a heat map: its caption, and its colours in words. PIL, never torch.
 
-The font is the one that comes with Pillow, which has the characters of ASCII and hardly any other.
+The font comes with Pillow and has hardly any characters outside ASCII.
 """
 
 import math
@@ -15,11 +15,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from model.outputs import LITTLE, MUCH, AttentionMap
 
-# Longer side in pixels of a drawing, at least, that has a caption: a smaller one has no room for
-# words.
+# Drawings whose longer side in pixels is below this get no caption, because words do not fit.
 _MIN_CAPTIONED: Final = 160
 
-# Characters of a text that are looked at: none of these pictures has room for more.
+# Longer texts are cut to this number of characters, because no picture has room for more.
 _MAX_TEXT: Final = 500
 
 # uint8 [256, 3], lowest value first.
@@ -27,9 +26,7 @@ Colours = NDArray[np.uint8]
 
 
 def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str]:
-    """Return the two lines that say what a map is: its class with the score, and its method with
-    the evidence.
-    """
+    """Return the two lines of a caption: class with score, then method with evidence."""
     request = attention.request
     if request.method == "cls":
         return "attention of one layer", f"cls, layer {request.layer}, head {request.head}"
@@ -38,38 +35,37 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
     assert request.class_index is not None
     assert attention.score is not None
     assert attention.evidence is not None
-    label, evidence = drawable(labels[request.class_index]), attention.evidence
-    named = label if label.strip("? ,") else f"class {request.class_index}"
+    label = drawable(labels[request.class_index])
+    if not label.strip("? ,"):
+        label = f"class {request.class_index}"
     score = f"{attention.score:.1%}" if attention.score >= 0.0005 else "< 0.1%"
-    words = f"{_amount(evidence)} speaks for it here ({evidence:.2f})"
+    verdict = f"{_amount(attention.evidence)} evidence for it here ({attention.evidence:.2f})"
     if attention.abstained:
-        words = "the model abstains: none of its labels fits"
-    return f"{named}: {score}", f"{request.method}, {words}"
+        verdict = "the model abstains: none of its labels fits"
+    return f"{label}: {score}", f"{request.method}, {verdict}"
 
 
 def _amount(evidence: float) -> str:
+    """Return evidence from 0 to 1 in words."""
     if evidence >= MUCH:
         return "much"
     return "some" if evidence >= LITTLE else "little"
 
 
 def drawable(text: str) -> str:
-    """Return a text in one line of characters that the font has: without accents, and with a ? for
-    what is not ASCII.
+    """Return the text in one line of characters that the font has, cut after 500 characters.
 
-    A text is cut after 500 characters.
+    Accents are removed. A run of other characters outside ASCII becomes a question mark.
     """
     plain = unicodedata.normalize("NFKD", " ".join(text[:_MAX_TEXT].split()))
-    without_accents = "".join(each for each in plain if not unicodedata.combining(each))
+    without_accents = "".join(char for char in plain if not unicodedata.combining(char))
     return re.sub(r"[^ -~]+", "?", without_accents)[:_MAX_TEXT]
 
 
 def fit_text(
     text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, end: str = ""
 ) -> str:
-    """Return a text that can be drawn, cut before its `end` so that it is no wider than so many
-    pixels.
-    """
+    """Return the text, then `end`, with the text cut so that both fit in `width` pixels."""
     text = drawable(text)
     if font.getlength(text + end) <= width:
         return text + end
@@ -79,12 +75,15 @@ def fit_text(
 
 
 def _text_size(longer: int) -> int:
+    """Return the font size in pixels for a drawing with this longer side."""
     return min(28, max(11, longer // 32))
 
 
 def caption_height(longer: int) -> int:
-    """Return how many pixels a caption takes below a drawing whose longer side, with it, is
-    `longer`.
+    """Return the height in pixels of the caption; 0 if the drawing is too small for one.
+
+    Args:
+        longer: longer side of the drawing with its caption, in pixels.
     """
     line = round(1.3 * _text_size(longer))
     return 0 if longer < _MIN_CAPTIONED else 3 * line + line // 2
@@ -93,40 +92,44 @@ def caption_height(longer: int) -> int:
 def with_caption(
     drawing: Image.Image, lines: Sequence[str], colours: Colours, peak: float | None, *, longer: int
 ) -> Image.Image:
-    """Return a drawing with a caption on white below it: two lines, and the colours in words.
+    """Return the drawing with a caption on white below it: two lines, then the colours in words.
 
     Args:
-        lines: at most two, cut to the drawing's width before the last colon; a narrow drawing is
-        made wider.
-        peak: how many times the even share the highest patch has; None: the colours are left out.
+        lines: at most two. A line that is too long is cut before its last colon. A narrow drawing
+            is widened.
+        peak: highest patch, as a multiple of the even share; None leaves the colours out.
         longer: see `caption_height`.
     """
-    text = _text_size(longer)
-    font, line, margin = ImageFont.load_default(text), round(1.3 * text), text // 3
-    canvas = Image.new(
-        "RGB",
-        (max(drawing.width, min(longer, 12 * text)), drawing.height + caption_height(longer)),
-        "white",
-    )
+    text_size = _text_size(longer)
+    font = ImageFont.load_default(text_size)
+    line_height = round(1.3 * text_size)
+    margin = text_size // 3
+    width = max(drawing.width, min(longer, 12 * text_size))
+    canvas = Image.new("RGB", (width, drawing.height + caption_height(longer)), "white")
     canvas.paste(drawing, (0, 0))
-    pen, room, top = ImageDraw.Draw(canvas), canvas.width - 2 * margin, drawing.height + text // 4
-    for words in lines[:2]:
-        # A long label is cut, and the score behind it is not.
-        label, mark, score = drawable(words).rpartition(": ") if ": " in words else (words, "", "")
-        pen.text((margin, top), fit_text(label, font, room, mark + score), "black", font)
-        top += line
+    pen = ImageDraw.Draw(canvas)
+    text_width = width - 2 * margin
+    top = drawing.height + text_size // 4
+    for line in lines[:2]:
+        label = line
+        end = ""
+        if ": " in line:  # cut a long label, not the score after it
+            label, colon, score = drawable(line).rpartition(": ")
+            end = colon + score
+        pen.text((margin, top), fit_text(label, font, text_width, end), "black", font)
+        top += line_height
     if peak is None:
         return canvas
-    says = (
-        f"peak: {peak:.0f} x an even share" if peak >= 9.95 else f"peak: {peak:.1f} x an even share"
-    )
-    left, more = round(margin + font.getlength("less ")), font.getlength(" more")
-    bar = math.floor(margin + room - left - more - font.getlength(says) - text)
-    if bar >= 2 * text:
+    decimals = 0 if peak >= 9.95 else 1
+    peak_text = f"peak: {peak:.{decimals}f} x an even share"
+    left = round(margin + font.getlength("less "))
+    taken = left + font.getlength(" more") + font.getlength(peak_text) + text_size
+    bar_width = math.floor(margin + text_width - taken)
+    if bar_width >= 2 * text_size:
         pen.text((margin, top), "less", "black", font)
-        canvas.paste(
-            Image.fromarray(colours[np.newaxis]).resize((bar, text)), (left, top + line - text - 1)
-        )
-        pen.text((left + bar, top), " more", "black", font)
-    pen.text((margin + room, top), fit_text(says, font, room), "black", font, anchor="ra")
+        bar = Image.fromarray(colours[np.newaxis]).resize((bar_width, text_size))
+        canvas.paste(bar, (left, top + line_height - text_size - 1))
+        pen.text((left + bar_width, top), " more", "black", font)
+    right = (margin + text_width, top)
+    pen.text(right, fit_text(peak_text, font, text_width), "black", font, anchor="ra")
     return canvas

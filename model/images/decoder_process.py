@@ -1,17 +1,16 @@
-"""A process that decodes what may take long or break a decoder: each file costs nobody but its
-sender.
+"""A separate process that decodes files that may take long or may break a decoder.
 
     service --job--> decoder --answer--> service
 
-A decoder has
+A bad file affects only its sender. A decoder process has
 
-* no keys and no model: its environment is empty, and nothing of the service was ever in its memory;
-* a limit of address space, set at its start, and of processor time for each job;
-* no network, no files, no other programs and no signals to others, where libseccomp's Python binding is installed
-  (`seccomp` of the system, or `pyseccomp`).
+* an empty environment, no keys and no model in its memory;
+* a limit on its address space, set at the start, and on the processor time of each job;
+* no access to network, files, other programs or other processes, if a Python binding of libseccomp
+  is installed (`seccomp` of the system, or `pyseccomp`).
 
-A job is a header in JSON and the file; an answer is a status, JSON and pixels. Neither side
-unpickles anything, as the other may be in the hands of whoever wrote the picture.
+A job is a header in JSON and the file. An answer is a status, JSON and pixels. Neither side
+unpickles data, because the author of a picture may control the other side.
 """
 
 import errno
@@ -41,90 +40,52 @@ from model.errors import (
 )
 from model.images.preprocess import Region, model_input, upright_photo
 
-if sys.platform != "win32":  # where the service imports this module and starts no process
+if sys.platform != "win32":  # on Windows, the service imports this module but starts no process
     import resource
 
-# Bytes of the header and of the file.
+# Sizes in bytes of the header and of the file.
 JOB: Final = struct.Struct("<II")
 
-# Status, bytes of the JSON and of the pixels.
+# Status, and sizes in bytes of the JSON and of the pixels.
 ANSWER: Final = struct.Struct("<BII")
 
-# What a decoder sends first: whether only limits hold it, or also a filter of system calls.
+# First message of a decoder: only limits confine it, or also a filter of system calls.
 LIMITED: Final = b"limits"
 CONFINED: Final = b"kernel"
 
 DONE: Final = 0
-# Statuses from 1 on.
+# Errors of the statuses 1, 2, ...
 ERRORS: Final = (UnsupportedImageFormat, ImageTooLarge, ImageTooCostly, InvalidImage)
 
-# Modules that Pillow imports when a picture needs them, which a decoder no longer can.
+# Pillow imports these modules on demand, which a confined decoder cannot do.
 _IMPORTED_LATE: Final = (ImageCms, ImageColor, ImageFilter, ImageOps, ImagePalette)
 
-# System calls that decoding needs, beside those that begin a thread, as libde265 does; any other
-# fails with EPERM.
-_ALLOWED_CALLS: Final = (
-    *(
-        "read",
-        "write",
-        "recvfrom",
-        "recvmsg",
-        "sendto",
-        "sendmsg",
-        "poll",
-        "ppoll",
-        "close",
-        "lseek",
-        "fstat",
-    ),
-    *(
-        "mmap",
-        "munmap",
-        "mremap",
-        "mprotect",
-        "madvise",
-        "brk",
-        "futex",
-        "membarrier",
-        "rseq",
-        "set_robust_list",
-    ),
-    *(
-        "rt_sigaction",
-        "rt_sigprocmask",
-        "rt_sigreturn",
-        "sigaltstack",
-        "restart_syscall",
-        "setitimer",
-    ),
-    *(
-        "clock_gettime",
-        "clock_nanosleep",
-        "gettimeofday",
-        "getrandom",
-        "getpid",
-        "gettid",
-        "sched_yield",
-    ),
-    *("exit", "exit_group"),
-)
+# System calls that decoding needs. A clone that starts a thread is also allowed, because libde265
+# uses threads. All other calls fail with EPERM.
+_ALLOWED_CALLS: Final = """
+    read write recvfrom recvmsg sendto sendmsg poll ppoll close lseek fstat
+    mmap munmap mremap mprotect madvise brk futex membarrier rseq set_robust_list
+    rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack restart_syscall setitimer
+    clock_gettime clock_nanosleep gettimeofday getrandom getpid gettid sched_yield
+    exit exit_group
+"""
 
-# Flag of clone(2): a thread of this process, and not another process.
+# Flag of clone(2) for a thread of this process instead of another process.
 _CLONE_THREAD: Final = 0x10000
 
 
 def main() -> None:
-    """Run a decoder on the socket that is file descriptor 0: answer jobs in turn, until it is
-    closed.
+    """Answer jobs in turn on the socket at file descriptor 0, until the socket is closed.
 
     The one argument is the bounds in JSON: `max_pixels`, `scaled_decode`, `seconds` of processor
-    time for a job and `max_bytes` of address space beside that of the empty process.
+    time per job, and `max_bytes` of address space above the empty process.
     """
     bounds: dict[str, Any] = json.loads(sys.argv[1])
     service = socket.socket(fileno=0)
-    os.dup2(1, 2)  # what codecs print goes where standard output goes: nowhere
+    os.dup2(1, 2)  # send messages of codecs to standard output, which is /dev/null
     warnings.simplefilter("ignore")
-    Image.MAX_IMAGE_PIXELS = -(-bounds["max_pixels"] // 2)  # Pillow refuses more than twice as many
+    # Pillow refuses more than twice this number.
+    Image.MAX_IMAGE_PIXELS = -(-bounds["max_pixels"] // 2)
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     if "pillow_heif" in sys.modules:
         sys.modules["pillow_heif"].options.DECODE_THREADS = 1
@@ -135,9 +96,8 @@ def main() -> None:
         header_bytes, file_bytes = JOB.unpack(head)
         job: dict[str, Any] = json.loads(_receive(service, header_bytes))
         data = _receive(service, file_bytes)
-        signal.setitimer(
-            signal.ITIMER_PROF, seconds
-        )  # it ends the process, wherever that is in a codec
+        # The timer ends the process even inside a codec.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         status, text, pixels = _answer(job, data, bounds)
         signal.setitimer(signal.ITIMER_PROF, 0)
         service.sendall(ANSWER.pack(status, len(text), pixels.nbytes) + text)
@@ -148,34 +108,37 @@ def _answer(
     job: dict[str, Any], data: bytearray, bounds: dict[str, Any]
 ) -> tuple[int, bytes, NDArray[np.uint8]]:
     """Return the status, JSON and pixels of the answer to a job."""
-    started, nothing = time.perf_counter(), np.empty(0, np.uint8)
+    started = time.perf_counter()
     try:
         if "region" in job:
             pixels, region = upright_photo(data, Region(*job["region"]), job["size"], **bounds)
         else:
             picture = model_input(data, PreprocessConfig.model_validate(job["config"]), **bounds)
-            pixels, region = picture.pixels, picture.region
+            pixels = picture.pixels
+            region = picture.region
     except ImageError as error:
-        return 1 + ERRORS.index(type(error)), str(error).encode(errors="replace")[:1000], nothing
+        return _refusal(error)
     except MemoryError:
-        return (
-            1 + ERRORS.index(ImageTooCostly),
-            b"the picture takes more memory than is allowed",
-            nothing,
-        )
+        return _refusal(ImageTooCostly("the picture takes more memory than is allowed"))
     facts = {"shape": pixels.shape, "region": region, "seconds": time.perf_counter() - started}
     return DONE, json.dumps(facts).encode(), np.ascontiguousarray(pixels)
+
+
+def _refusal(error: ImageError) -> tuple[int, bytes, NDArray[np.uint8]]:
+    """Return the status, message and empty pixels of a refused picture."""
+    status = 1 + ERRORS.index(type(error))
+    return status, str(error).encode(errors="replace")[:1000], np.empty(0, np.uint8)
 
 
 def _receive(service: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     if size and service.recv_into(data, flags=socket.MSG_WAITALL) < size:
-        sys.exit()  # the service has given the job up
+        sys.exit()  # the service has dropped the job
     return data
 
 
 def _limit_memory(more: int) -> None:
-    """Let the process have `more` bytes of address space than it has now."""
+    """Limit the address space to `more` bytes above its current size."""
     if sys.platform == "linux":
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -188,26 +151,18 @@ def _confine() -> bool:
     for name in ("seccomp", "pyseccomp"):
         try:
             seccomp = importlib.import_module(name)
-        except (ImportError, OSError, RuntimeError):  # not installed, or without libseccomp
+        except (ImportError, OSError, RuntimeError):  # the binding or libseccomp is missing
             continue
         try:
             calls = seccomp.SyscallFilter(seccomp.ERRNO(1))  # EPERM
-            for call in _ALLOWED_CALLS:
+            for call in _ALLOWED_CALLS.split():
                 calls.add_rule(seccomp.ALLOW, call)
-            calls.add_rule(
-                seccomp.ALLOW,
-                "clone",
-                seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD),
-            )
-            calls.add_rule(
-                seccomp.ERRNO(errno.ENOSYS), "clone3"
-            )  # its flags lie in memory; libc then takes clone
+            is_thread = seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD)
+            calls.add_rule(seccomp.ALLOW, "clone", is_thread)
+            # A filter cannot read the flags of clone3. After ENOSYS, libc uses clone.
+            calls.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
             calls.load()
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ):  # a kernel without filters, or a library without a name
+        except (OSError, RuntimeError, ValueError):  # no filters in this kernel, or unknown calls
             return False
         return True
     return False

@@ -1,16 +1,16 @@
-"""Heat maps: a map of where the model looked, in colour over a picture. PIL and numpy, never torch.
+"""Heat maps: attention maps in colour over a picture. PIL and numpy, never torch.
 
 The colour tables have matplotlib's names and colours. Each row of `colormaps.png` is a table, in
-the order of `COLORMAPS`. They were generated once with matplotlib 3.11.2 as
-`colormaps[name](range(256), bytes=True)[:, :3]`, so that serving needs no plotting library. Where
-they come from:
+the order of `COLORMAPS`. The file was generated with matplotlib 3.11.2 as
+`colormaps[name](range(256), bytes=True)[:, :3]`, so that serving needs no plotting library. Sources
+of the tables:
 
-* viridis, plasma, inferno, magma: Nathaniel J. Smith, Stefan van der Walt and Eric Firing, 2015, CC0
-  (https://bids.github.io/colormap/). Perceptually uniform.
-* cividis: Nunez, Anderton and Renslow, 2018 (https://doi.org/10.1371/journal.pone.0199239). Looks alike to readers
-  with and without colour blindness.
+* viridis, plasma, inferno, magma: Nathaniel J. Smith, Stefan van der Walt and Eric Firing, 2015,
+  CC0 (https://bids.github.io/colormap/). Perceptually uniform.
+* cividis: Nunez, Anderton and Renslow, 2018 (https://doi.org/10.1371/journal.pone.0199239). Looks
+  alike to readers with and without colour blindness.
 * turbo: Anton Mikhailov, Google, 2019, Apache-2.0.
-* jet, hot, bone, gray: piecewise linear functions of old, as matplotlib computes them.
+* jet, hot, bone, gray: older piecewise linear functions, as matplotlib computes them.
 """
 
 import io
@@ -44,30 +44,33 @@ COLORMAPS = (
 # Longest side of a heat map in pixels.
 MAX_SIZE = 2048
 
-# Longer side in pixels of an input from which on it shows what is there; of a smaller one, the
-# photo shows more.
+# From this longer side in pixels on, an input is shown by default; the photo shows more than a
+# smaller input.
 _SMALL_INPUT = 128
 
-# Longer side in pixels, at least, where no size is given: patches stay visible on small pictures.
+# Smallest default of the longer side in pixels: patches stay visible on small pictures.
 _MIN_DEFAULT_SIZE = 384
 
-# Times the even share, at least, that the last colour stands for: a map with less in it stays pale.
+# The last colour is at least this multiple of the even share, so a map below it stays pale.
 _MIN_FULL_SCALE = 4.0
 
 
-# Values made along a side of each patch of a smooth map; pixels lie on straight lines between them.
+# Brightness of the part of a photo that the model did not see.
+_DIMMED = 0.35
+
+# Values along a side of each patch in a smooth map; pixels are interpolated linearly between them.
 _ZOOM = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a caller may choose of a drawing.
+    """The caller's choices for a drawing.
 
     Attributes:
-        alpha: 0...1, how much the last colour covers the picture.
-        size: longer side of the result in pixels, at most `MAX_SIZE`; None: that of the picture in
-            it is the picture's own, or 384 if that is more.
-        smooth: run from patch to patch without steps; otherwise each patch is one square.
+        alpha: 0...1, opacity of the last colour over the picture.
+        size: longer side of the result in pixels, at most `MAX_SIZE`. None keeps the size of the
+            picture in the result, but makes its longer side at least 384.
+        smooth: blend from patch to patch; otherwise each patch is one square.
 
     Raises:
         InputError: `colormap` is not one of `COLORMAPS`.
@@ -83,9 +86,7 @@ class Look:
 
 
 def default_view(image_size: tuple[int, int]) -> Literal["input", "photo"]:
-    """Return what the maps of a model of this input size are drawn over by default, where there is
-    a photo.
-    """
+    """Return whether to draw maps over the model's input or, if there is one, over the photo."""
     return "photo" if max(image_size) < _SMALL_INPUT else "input"
 
 
@@ -102,24 +103,23 @@ def draw_heatmap(
 ) -> Image.Image:
     """Return a map drawn over a picture.
 
-    With r a patch's share over the even share, 1 / (rows * columns), the colour is that at log(r) /
-    log(scale) of the table, and the map's opacity is `alpha` times `evidence` times the same
-    number. Patches with the even share or less leave the picture as it is, so that an even map
-    changes nothing.
+    Let r be a patch's multiple of the even share, 1 / (rows * columns), and let s = log(r) /
+    log(scale). The patch has the colour at s in the table and the opacity `alpha` times `evidence`
+    times s. Patches with the even share or less leave the picture unchanged, so an even map changes
+    nothing.
 
     Args:
-        values: float [grid rows, grid columns]; only ratios count. What is negative or not finite
-        counts as 0.
-        picture: uint8 [H, W, 3], or [H, W, 1] for grey, drawn under the map. None: the map alone,
-            each patch as high as wide.
+        values: float [grid rows, grid columns]; only ratios count. Negative and non-finite values
+            count as 0.
+        picture: uint8 [H, W, 3], or [H, W, 1] for grey, drawn under the map. None draws the map
+            only, with square patches.
         region: the part of `picture` that the map covers, in its pixels; the rest is dimmed. None:
-        the whole.
-        caption: lines to write below, with the colours in words where they are drawn; a small
-        drawing has no room.
-        scale: how many times the even share the last colour stands for; None: `full_scale` of the
-        map.
-        max_width: pixels of the picture in the result at most.
-        evidence: 0...1, see `AttentionMap`; without a picture below, colours fade to the first one.
+            all.
+        caption: lines to write below, followed by the colours in words if there are any. Small
+            drawings get no caption.
+        scale: multiple of the even share at the last colour; None: `full_scale` of the map.
+        max_width: limit of the picture's width in the result, in pixels.
+        evidence: 0...1, see `AttentionMap`. Without a picture, colours fade to the first colour.
 
     Returns:
         An RGB image; without a caption, it has the picture's aspect ratio.
@@ -128,52 +128,55 @@ def draw_heatmap(
     longer = look.size or min(max(rows, columns, _MIN_DEFAULT_SIZE), MAX_SIZE)
     longer = max(1, min(longer, round(max_width * max(rows, columns) / columns)))
     below = caption_height(longer) if caption else 0
-    enlarged = min(
-        longer / max(rows, columns), ((longer if look.size else MAX_SIZE) - below) / rows
-    )
-    size = max(1, round(columns * enlarged)), max(1, round(rows * enlarged))
+    max_height = (longer if look.size else MAX_SIZE) - below
+    factor = min(longer / max(rows, columns), max_height / rows)
+    size = (max(1, round(columns * factor)), max(1, round(rows * factor)))
 
     ratios = _ratios(values)
     scale = scale or full_scale(values)
     levels = (np.log(ratios.clip(1.0, scale)) / np.log(scale)).astype(np.float32)
     x, y, width, height = region or Region(0.0, 0.0, columns, rows)
-    # From a pixel of the drawing to its place in the grid, in patches.
-    across, down = values.shape[1] / width, values.shape[0] / height
-    place = (across * columns / size[0], 0.0, -x * across, 0.0, down * rows / size[1], -y * down)
+    # Affine map from a pixel of the drawing to a position in the grid, in patches.
+    across = values.shape[1] / width
+    down = values.shape[0] / height
+    affine = (across * columns / size[0], 0.0, -x * across, 0.0, down * rows / size[1], -y * down)
     grid = Image.fromarray(levels)
     if look.smooth:
         fine = grid.resize((_ZOOM * grid.width, _ZOOM * grid.height), Image.Resampling.BICUBIC)
-        finer = [_ZOOM * each for each in place]
+        finer = [_ZOOM * factor for factor in affine]
         grid = fine.transform(size, Image.Transform.AFFINE, finer, Image.Resampling.BILINEAR)
     else:
-        grid = grid.transform(size, Image.Transform.AFFINE, place)
+        grid = grid.transform(size, Image.Transform.AFFINE, affine)
     index = np.rint(255 * np.asarray(grid).clip(0, 1)).astype(np.uint8)
-    colours, opacity = colour_table(look.colormap), look.alpha * evidence
-    drawing = Image.fromarray(
-        colours[np.rint(evidence * index).astype(np.uint8) if picture is None else index]
-    )
-    if picture is not None:
-        under = Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).convert(
-            "RGB"
-        )
-        under = under.resize(size, Image.Resampling.BICUBIC)
-        seen = Image.new("L", values.shape[::-1], 255).transform(
-            size, Image.Transform.AFFINE, place
-        )
-        # Brightness of the part of a photo that the model did not see.
-        under = Image.composite(under, under.point(lambda level: int(0.35 * level)), seen)
-        drawing = Image.composite(
-            drawing, under, Image.fromarray(np.rint(opacity * index).astype(np.uint8))
-        )
+    colours = colour_table(look.colormap)
+    opacity = look.alpha * evidence
+    if picture is None:
+        drawing = Image.fromarray(colours[np.rint(evidence * index).astype(np.uint8)])
+    else:
+        inside = Image.new("L", values.shape[::-1], 255)
+        inside = inside.transform(size, Image.Transform.AFFINE, affine)
+        mask = Image.fromarray(np.rint(opacity * index).astype(np.uint8))
+        background = _background(picture, size, inside)
+        drawing = Image.composite(Image.fromarray(colours[index]), background, mask)
     if below:
         peak = float(ratios.max()) if opacity or picture is None else None
         drawing = with_caption(drawing, caption, colours, peak, longer=longer)
     return drawing
 
 
+def _background(
+    picture: NDArray[np.uint8], size: tuple[int, int], inside: Image.Image
+) -> Image.Image:
+    """Return the picture in RGB at this (width, height), dimmed where the mask `inside` is 0."""
+    if picture.shape[2] == 1:
+        picture = picture[:, :, 0]
+    bright = Image.fromarray(picture).convert("RGB").resize(size, Image.Resampling.BICUBIC)
+    dimmed = bright.point(lambda level: int(_DIMMED * level))
+    return Image.composite(bright, dimmed, inside)
+
+
 def full_scale(values: NDArray[np.float32]) -> float:
-    """Return how many times the even share the last colour of a map's drawing stands for: its
-    highest patch's, or 4.
+    """Return the multiple of the even share at the last colour: the highest patch's, at least 4.
 
     Args:
         values: see `draw_heatmap`.
@@ -184,19 +187,19 @@ def full_scale(values: NDArray[np.float32]) -> float:
 def encode_png(drawing: Image.Image) -> bytes:
     """Return a drawing as a PNG."""
     encoded = io.BytesIO()
-    # A level of zlib, 1...9: overlays get no smaller beyond it, only slower (6 takes three times as
-    # long).
+    # zlib level, 1...9. Higher levels are slower (6 takes three times as long) and do not shrink
+    # overlays.
     drawing.save(encoded, "PNG", compress_level=4)
     return encoded.getvalue()
 
 
 def _ratios(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return how many times the even share each patch has."""
-    # In double: the sum of a float32 map may exceed float32.
+    """Return each patch's multiple of the even share."""
+    # The sum of a float32 map may overflow float32, so use float64.
     shares = values.astype(np.float64)
     shares[~np.isfinite(shares) | (shares < 0)] = 0.0
     mean = shares.mean()
-    # Below the smallest normal number, a quotient is no longer good for a picture.
+    # A mean below the smallest normal number makes quotients meaningless.
     return shares / mean if mean > np.finfo(np.float64).tiny else np.ones_like(shares)
 
 

@@ -1,5 +1,4 @@
-"""JPEG (ITU-T T.81, annex B): the header, the file without what a decoder need not see, the
-orientation from Exif.
+"""JPEG (ITU-T T.81, annex B): its header, its segments without metadata, its Exif orientation.
 
 A multi-picture MPO begins with a whole JPEG and is read as JPEG. `model.images.decode` chooses the
 scale of decoding.
@@ -17,45 +16,46 @@ UPRIGHT = 1
 # Format characters of `struct` for the field types of unsigned integers (TIFF 6.0, section 2).
 _FORMATS = {1: "B", 3: "H", 4: "L"}
 
-# Segments or chunks of a file. Honest files have at most a few thousand.
+# Most segments or chunks of a file. Valid files have at most a few thousand.
 MAX_PARTS = 16_384
 
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
-# Markers that no length follows, as libjpeg and Pillow take them: TEM, RST, SOI, EOI and the
+# Markers without a length field, in libjpeg's and Pillow's view: TEM, RST, SOI, EOI and the
 # reserved JPGn.
 _STANDALONE = {0x01, *range(0xD0, 0xDA), 0xC8, *range(0xF0, 0xFE)}
 
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _ARITHMETIC = {marker for marker in _FRAMES if marker > 0xC8}
-_SEQUENTIAL, _PROGRESSIVE = {0xC0, 0xC1}, {0xC2}
-_SCAN, _APP1 = 0xDA, 0xE1
+_SEQUENTIAL = {0xC0, 0xC1}
+_PROGRESSIVE = {0xC2}
+_SCAN = 0xDA
+_APP1 = 0xE1
 _METADATA = {*range(0xE0, 0xF0), 0xFE}
-# The application segments that say which colours the components are.
+# Application segments that give the colour space of the components.
 _COLOUR_SEGMENTS = (b"JFIF\0", b"Adobe")
 
 _EXIF = b"Exif\0\0"
 
 _MAX_BOUNDED_SEGMENTS = 256
 _MAX_BOUNDED_FILE = 16_777_216
-# A photo of 24 megapixels; 0.1 to 0.3 s.
+# Photos of 24 megapixels pass. They decode in 0.1 to 0.3 s.
 _MAX_BOUNDED_PIXELS = 26_000_000
 
-# Bytes between two segments of a bounded file: fill bytes, of which honest files have at most a
-# few.
+# Most bytes between two segments of a bounded file. Valid files have at most a few fill bytes.
 _MAX_GAP = 16
 
 
 def is_bounded(data: bytes | bytearray) -> bool:
-    """Return whether the header bounds the work of decoding: one scan with Huffman codes, of
-    moderate size.
+    """Return whether the header bounds the decoding work: one Huffman-coded scan of moderate size.
 
-    A file of several scans, such as a progressive one, may have any number of them, and each goes
-    over the whole picture.
+    A file with several scans, such as a progressive file, is not bounded. It may have any number of
+    scans, and each covers the whole picture.
     """
     frame = b""
     for marker, _, start, end in islice(_segments(data, _MAX_GAP), _MAX_BOUNDED_SEGMENTS):
         if marker == _SCAN:
-            height, width = int.from_bytes(frame[3:5], "big"), int.from_bytes(frame[5:7], "big")
+            height = int.from_bytes(frame[3:5], "big")
+            width = int.from_bytes(frame[5:7], "big")
             return (
                 frame[2:3] == b"\x08"
                 and width * height <= _MAX_BOUNDED_PIXELS
@@ -70,14 +70,12 @@ def is_bounded(data: bytes | bytearray) -> bool:
 
 
 def strip(data: bytes | bytearray) -> tuple[bytes, int]:
-    """Return the file without application segments and comments, and the orientation that stands in
-    them.
+    """Return the file without application segments and comments, and the orientation from them.
 
     Raises:
-        InvalidImage: it is made of absurdly many segments, or its frame is none of cosine
-            transforms, which could not be scaled.
-        UnsupportedImageFormat: arithmetic coding, whose decoder reads zeros past the end of the
-        data for ever.
+        InvalidImage: the file has too many segments, or its frame is lossless or hierarchical.
+        UnsupportedImageFormat: arithmetic coding; its decoder reads zeros past the end of the data
+            forever.
     """
     view = memoryview(data)
     kept = [view[:2]]
@@ -100,12 +98,12 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
 
 
 def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (marker, where it begins, where its payload begins, where that ends) of each segment up
-    to a large gap.
+    """Yield (marker, begin, start of payload, end) of each segment, up to a gap above `max_gap`.
 
-    Fill bytes and rubbish before a marker are legal. Pillow goes through them one by one.
+    Fill bytes and other bytes before a marker are legal. Pillow skips them one by one in Python.
     """
-    position, size = 2, len(data)
+    size = len(data)
+    position = 2
     for _ in range(MAX_PARTS):
         begin = position
         if begin + 2 > size or data[begin] != 0xFF or data[begin + 1] in (0x00, 0xFF):
@@ -113,7 +111,8 @@ def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int,
             if match is None:
                 return
             begin = match.start()
-        marker, start = data[begin + 1], begin + 2
+        marker = data[begin + 1]
+        start = begin + 2
         position = start
         if marker not in _STANDALONE:
             length = data[start] << 8 | data[start + 1] if start + 2 <= size else 0
@@ -123,13 +122,13 @@ def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int,
 
 
 def read_orientation(exif: bytes | None) -> int:
-    """Return the Exif orientation 1...8 (CIPA DC-008, tag 274); 1, upright, where none can be read.
+    """Return the Exif orientation 1...8 (CIPA DC-008, tag 274); 1, upright, if it is unreadable.
 
-    Nothing else of Exif is read. A general reader builds a table of every tag, and a few kilobytes
-    of overlapping tags can make such a table take hundreds of megabytes.
+    This function reads no other tag. A general reader builds a table of all tags, and a few
+    kilobytes of overlapping tags can make that table take hundreds of megabytes.
 
     Args:
-        exif: with or without its prefix, which some writers state twice.
+        exif: with or without its prefix, which some writers repeat.
     """
     exif = (exif or b"").removeprefix(_EXIF).removeprefix(_EXIF)
     order = {b"II": "<", b"MM": ">"}.get(exif[:2])
@@ -143,6 +142,6 @@ def read_orientation(exif: bytes | None) -> int:
             if tag == 274 and count:
                 (value,) = struct.unpack_from(order + _FORMATS[kind], exif, entry + 8)
                 return value if 1 <= value <= 8 else UPRIGHT
-    except (struct.error, KeyError):  # cut off, or no integer
+    except (struct.error, KeyError):  # truncated, or not an integer
         pass
     return UPRIGHT

@@ -1,12 +1,10 @@
-"""The bytes of an upload become the uint8 picture that a model sees, or the photo that is drawn on,
-without torch.
+"""Turn an upload into the uint8 picture that a model sees, or into the photo to draw on. No torch.
 
-    bytes -> decoded -> the part that survives the centre crop: RGB, resized -> turned upright ->
-    uint8 array
+    bytes -> decoded -> crop box: RGB, resized -> turned upright -> uint8 array
 
-The pixels are those of torchvision's `Resize` and `CenterCrop` on the upright RGB picture, which
-timm's and transformers' PIL transforms use too. Only the order of the work differs: what the crop
-throws away is never resized, and the picture is turned when it is small.
+The pixels equal those of torchvision's `Resize` and `CenterCrop` on the upright RGB picture, which
+timm's and transformers' PIL transforms use too. Only the order of the work differs: pixels outside
+the crop box are never resized, and the picture is turned when it is small.
 """
 
 import math
@@ -19,28 +17,22 @@ from PIL import Image
 
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
-from model.images.decode import (
-    DECODE_ERRORS,
-    DEFAULT_MAX_PIXELS,
-    Converter,
-    DecodedImage,
-    MinSize,
-    converter,
-    decode,
-)
+from model.images.colour import Converter, converter
+from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, MinSize, decode
 from model.images.resample import Axis, passes_rows_first, resample_part
 
-# Up to this many pixels of a side, Pillow resizes a picture whole: it takes a part in 32-bit
-# floats, which may move a value by one level in each pass.
+# Up to this many pixels of a side, Pillow resizes the whole picture. Pillow resizes a part in
+# 32-bit floats, which may change a value by one level in each pass.
 _MAX_WHOLE_SIDE = 4096
 
-# Pixels that the widest filter (Lanczos) reads beside an enlarged pixel, rounded up.
+# Pixels on each side that the widest filter (Lanczos) reads for an enlarged pixel, rounded up.
 _REACH = 4
 
-# How many times as many pixels as the resized picture a scaled decode leaves, along each axis.
+# A scaled decode leaves at least this many times the pixels of the resized picture, along each
+# axis.
 _MIN_DECODED_FACTOR = 2
 
-# Longer side of a photo in pixels, at most, where no size is given.
+# Default limit of a photo's longer side, in pixels.
 _MAX_PHOTO_SIZE = 1024
 
 # Transpositions that turn a picture of each Exif orientation upright (as
@@ -61,10 +53,10 @@ _MIRRORED_ROWS = (3, 4, 6, 7)
 
 
 class Region(NamedTuple):
-    """The rectangle of the upright original that the model's input, and so every map, covers.
+    """The rectangle of the upright original that the model's input and every map cover.
 
-    In pixels of the original, with fractions; (`x`, `y`) is its upper left corner. It lies within
-    the photo.
+    The unit is pixels of the original, with fractions; (`x`, `y`) is the upper left corner. The
+    rectangle is inside the photo.
     """
 
     x: float
@@ -79,7 +71,7 @@ class ModelInput:
 
     Attributes:
         pixels: uint8 [rows, columns, channels] of the model's input size.
-        region: the part of the upright original that they show.
+        region: the part of the upright original that `pixels` show.
     """
 
     pixels: NDArray[np.uint8]
@@ -93,7 +85,7 @@ def preprocess(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
 ) -> NDArray[np.uint8]:
-    """Return the pixels of `model_input`, for callers who draw no maps."""
+    """Return the pixels of `model_input`, for callers that draw no maps."""
     return model_input(data, config, max_pixels=max_pixels, scaled_decode=scaled_decode).pixels
 
 
@@ -104,28 +96,27 @@ def model_input(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
 ) -> ModelInput:
-    """Return the picture in an uploaded file as the model sees it, and which part of the photo that
-    is.
+    """Return the picture in an uploaded file as the model sees it, and its region of the photo.
 
-    It is thread-safe; Pillow releases the interpreter's lock while it decodes and resizes.
+    Thread-safe; Pillow releases the interpreter's lock while it decodes and resizes.
 
     Args:
-        data: a whole file: JPEG (also MPO), PNG, WebP, GIF, BMP, TIFF, AVIF, and HEIC where
-            pillow-heif is installed. Of several pictures the first counts. Alpha and ICC profiles
-            are ignored.
-        config: the checkpoint's preprocessing; one `mean` makes a greyscale picture.
-        max_pixels: how many pixels the picture may have as stored.
+        data: a whole file: JPEG (also MPO), PNG, WebP, GIF, BMP, TIFF, AVIF, and HEIC if
+            pillow-heif is installed. Only the first picture of a file is used. Alpha and ICC
+            profiles are ignored.
+        config: the checkpoint's preprocessing; a single `mean` makes a greyscale picture.
+        max_pixels: most pixels of the stored picture.
         scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that leaves at least
-            twice the pixels, along both axes, of the size that the picture is resized to, before
-            the crop. What follows then still shrinks it by 2 or more, so that the pixels are close
-            to, but not those of, a full decode.
+            twice the pixels of the resized, uncropped picture along both axes. The resize then
+            still shrinks by 2 or more, so the pixels are close to those of a full decode, but not
+            equal.
 
     Returns:
         Pixels of `config.size`, C-contiguous and writable, with `len(config.mean)` channels, 3 or
         1; and their region.
 
     Raises:
-        ImageError: see `model.images.decode.decode`; or its pixels cannot be converted.
+        ImageError: see `model.images.decode.decode`; or the pixels cannot be converted.
         ValueError: `config` has neither 1 nor 3 channels.
     """
     channels = len(config.mean)
@@ -152,23 +143,22 @@ def upright_photo(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     scaled_decode: bool = True,
 ) -> tuple[NDArray[np.uint8], Region]:
-    """Return the photo in an uploaded file, shrunk where it is larger than `size` and turned
-    upright.
+    """Return the photo in an uploaded file, upright and not larger than `size`, and its region.
 
-    It needs the memory that `model_input` needs, and that of the result.
+    The memory is bounded by that of `model_input` and of the result.
 
     Args:
         region: in pixels of the upright original.
-        size: the longer side in pixels, at most; None: 1024.
+        size: limit of the longer side in pixels; None: 1024.
         max_pixels: see `model_input`.
         scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that is not below the
-        result's size.
+            result's size.
 
     Returns:
-        uint8 [H, W, 3] RGB, and where in it the region lies.
+        uint8 [H, W, 3] RGB, and the region in pixels of the result.
 
     Raises:
-        ImageError: as `model_input`.
+        ImageError: as for `model_input`.
     """
     longer = _MAX_PHOTO_SIZE if size is None else size
 
@@ -178,10 +168,10 @@ def upright_photo(
 
     decoded = decode(data, max_pixels=max_pixels, min_size=shrunk if scaled_decode else None)
     try:
-        convert, scale = converter(decoded.image, "RGB"), decoded.scale
+        convert = converter(decoded.image, "RGB")
         whole = decoded.image if convert is None else convert(decoded.image)
-        stored = (0.0, 0.0, decoded.size[0] / scale, decoded.size[1] / scale)
-        small = whole.resize(shrunk(*decoded.size), Image.Resampling.BICUBIC, stored).convert("RGB")
+        box = (0.0, 0.0, decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
+        small = whole.resize(shrunk(*decoded.size), Image.Resampling.BICUBIC, box).convert("RGB")
     except DECODE_ERRORS as error:
         raise InvalidImage(f"the picture's pixels cannot be converted: {error}") from error
     width, height = decoded.size
@@ -189,16 +179,16 @@ def upright_photo(
         width, height = height, width
     if decoded.orientation in TRANSPOSE:
         small = small.transpose(TRANSPOSE[decoded.orientation])
-    across, down = small.width / width, small.height / height
-    return np.asarray(small), Region(
+    across = small.width / width
+    down = small.height / height
+    region_of_result = Region(
         region.x * across, region.y * down, region.width * across, region.height * down
     )
+    return np.asarray(small), region_of_result
 
 
 def min_decoded_size(config: PreprocessConfig) -> MinSize:
-    """Return the function from an upright size to the smallest that `preprocess` lets a JPEG be
-    decoded at.
-    """
+    """Return the function from an upright size to the smallest size to decode a JPEG at."""
 
     def min_size(width: int, height: int) -> tuple[int, int]:
         new_width, new_height = resized_size(width, height, config)
@@ -208,10 +198,9 @@ def min_decoded_size(config: PreprocessConfig) -> MinSize:
 
 
 def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int, int]:
-    """Return (width, height) of an upright picture after the resize and before the centre crop, in
-    pixels.
+    """Return the upright picture's (width, height) in pixels after the resize, before the crop.
 
-    A square `shortest_edge` rounds as torchvision's `Resize(int)`, any other as timm's
+    A square `shortest_edge` rounds like torchvision's `Resize(int)`, any other like timm's
     `ResizeKeepRatio`.
     """
     rows, columns = config.resize_size
@@ -228,28 +217,29 @@ def resized_size(width: int, height: int, config: PreprocessConfig) -> tuple[int
 def _resize_and_crop(
     decoded: DecodedImage, config: PreprocessConfig
 ) -> tuple[NDArray[np.uint8], Region]:
-    """Return the centre of the upright picture, resized; and the region that is."""
+    """Return the resized centre of the upright picture, and its region."""
     swapped = decoded.orientation >= 5
     stored = (decoded.size[0] / decoded.scale, decoded.size[1] / decoded.scale)
-    mirrored = decoded.orientation in _MIRRORED_COLUMNS, decoded.orientation in _MIRRORED_ROWS
-    size, decoded_size = (
-        each[::-1] if swapped else each for each in (decoded.size, decoded.image.size)
-    )
+    mirrored = (decoded.orientation in _MIRRORED_COLUMNS, decoded.orientation in _MIRRORED_ROWS)
+    size = decoded.size[::-1] if swapped else decoded.size
+    decoded_size = decoded.image.size[::-1] if swapped else decoded.image.size
     resized = resized_size(*size, config)
 
     def upright_axis(axis: int, count: int) -> Axis:
-        place = 1 - axis if swapped else axis
-        low = decoded_size[axis] - stored[place] if mirrored[place] else 0.0
+        stored_axis = 1 - axis if swapped else axis
+        length = stored[stored_axis]
+        is_mirrored = mirrored[stored_axis]
+        low = decoded_size[axis] - length if is_mirrored else 0.0
         margin = resized[axis] - count
-        # A half goes to the even neighbour, as in torchvision's center_crop, or down, as in
-        # transformers'.
+        # torchvision's center_crop rounds a half to even, transformers' rounds it down.
         first = margin // 2 if config.crop_rounding == "down" else round(margin / 2.0)
-        return Axis(low, low + stored[place], resized[axis], first, count, mirrored[place])
+        return Axis(low, low + length, resized[axis], first, count, is_mirrored)
 
-    across, down = upright_axis(0, config.size[1]), upright_axis(1, config.size[0])
+    across = upright_axis(0, config.size[1])
+    down = upright_axis(1, config.size[0])
     resample = Image.Resampling[config.interpolation.upper()]
     convert = converter(decoded.image, "RGB" if len(config.mean) == 3 else "L")
-    # The order that the passes would have in a resize of the whole upright picture.
+    # The order of the passes in a resize of the whole upright picture.
     rows_first = passes_rows_first(decoded_size, resized) != swapped
     axes = (down, across) if swapped else (across, down)
     small = resample_part(decoded.image, *axes, resample, rows_first=rows_first, convert=convert)
@@ -265,11 +255,9 @@ def _resize_and_crop(
         across.length * size[0] / resized[0],
         down.length * size[1] / resized[1],
     )
-    # A grey picture gets the model's channels.
-    pixels = (
-        small if small.shape[2] == len(config.mean) else np.repeat(small, len(config.mean), axis=2)
-    )
-    return np.require(pixels, requirements=["C", "W"]), region
+    if small.shape[2] != len(config.mean):  # a grey picture for a model of RGB
+        small = np.repeat(small, len(config.mean), axis=2)
+    return np.require(small, requirements=["C", "W"]), region
 
 
 def _resample_by_pillow(
@@ -281,43 +269,47 @@ def _resample_by_pillow(
     *,
     rows_first: bool,
 ) -> NDArray[np.uint8]:
-    """Return a part of the picture that Pillow turns, converts and resizes, uint8 [rows, columns, 1
-    or 3].
+    """Return a part of the picture, turned, converted and resized by Pillow.
 
     Args:
         across, down: along the width and the height of the upright picture.
-        rows_first: the order of the passes that Pillow makes for the whole: what they cut off
-        depends on it.
+        rows_first: order of Pillow's passes for the whole picture. Clipped overshoots depend on it.
+
+    Returns:
+        uint8 [rows, columns, 1 or 3].
     """
     upright = decoded.image if convert is None else convert(decoded.image)
     if decoded.orientation in TRANSPOSE:
         upright = upright.transpose(TRANSPOSE[decoded.orientation])
     if max(across.size, down.size) <= _MAX_WHOLE_SIDE:
         box = (across.low, down.low, across.high, down.high)
-        ends = (across.first + across.length, down.first + down.length)
-        part = upright.resize((across.size, down.size), resample, box).crop(
-            (across.first, down.first, *ends)
-        )
+        whole = upright.resize((across.size, down.size), resample, box)
+        right = across.first + across.length
+        bottom = down.first + down.length
+        part = whole.crop((across.first, down.first, right, bottom))
     else:
-        (left, right), (top, bottom) = (
-            _read_part(axis, upright.size[place]) for place, axis in enumerate((across, down))
-        )
+        left, right = _read_part(across, upright.width)
+        top, bottom = _read_part(down, upright.height)
         part = upright.crop((left, top, right, bottom))
         passes = [(0, across, left), (1, down, top)]
-        for place, axis, start in reversed(passes) if rows_first else passes:
-            part = _resized_along(part, place, axis, start, resample)
+        if rows_first:
+            passes.reverse()
+        for dimension, axis, start in passes:
+            part = _resized_along(part, dimension, axis, start, resample)
     return np.atleast_3d(np.asarray(part))
 
 
 def _part_of(axis: Axis) -> tuple[float, float]:
-    """Return where in the source the part of an axis begins and ends, in pixels."""
+    """Return the begin and the end of an axis's part in the source, in pixels."""
     step = (axis.high - axis.low) / axis.size
     return axis.low + axis.first * step, axis.low + (axis.first + axis.length) * step
 
 
 def _read_part(axis: Axis, size: int) -> tuple[int, int]:
-    """Return the first of `size` pixels that the part of an axis is made from, and the one behind
-    the last.
+    """Return the range of source pixels (first, last + 1) that an axis's part depends on.
+
+    Args:
+        size: number of source pixels.
     """
     low, high = _part_of(axis)
     reach = _REACH * max(1.0, (axis.high - axis.low) / axis.size)
@@ -325,15 +317,17 @@ def _read_part(axis: Axis, size: int) -> tuple[int, int]:
 
 
 def _resized_along(
-    image: Image.Image, place: int, axis: Axis, start: int, resample: Image.Resampling
+    image: Image.Image, dimension: int, axis: Axis, start: int, resample: Image.Resampling
 ) -> Image.Image:
-    """Return the part of an axis, resized along it alone; `image` begins at pixel `start` of it.
+    """Return the part of an axis, resized along this axis only.
 
     Args:
-        place: 0 for the width, 1 for the height.
+        image: begins at source pixel `start` of the axis.
+        dimension: 0 for the width, 1 for the height.
     """
     low, high = (end - start for end in _part_of(axis))
-    box, size = [0.0, 0.0, *map(float, image.size)], list(image.size)
-    # Rounding may leave a corner a hair outside, which Pillow refuses.
-    box[place], box[place + 2], size[place] = low, min(high, image.size[place]), axis.length
-    return image.resize((size[0], size[1]), resample, (box[0], box[1], box[2], box[3]))
+    # Rounding may move the end slightly outside, which Pillow refuses.
+    high = min(high, image.size[dimension])
+    if dimension == 0:
+        return image.resize((axis.length, image.height), resample, (low, 0.0, high, image.height))
+    return image.resize((image.width, axis.length), resample, (0.0, low, image.width, high))

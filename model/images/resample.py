@@ -1,9 +1,10 @@
-"""Pillow's resampling in a compiled kernel: the same levels, several times as fast.
+"""Pillow's resampling in a compiled kernel: the same pixel values, several times as fast.
 
-Pillow weighs pixels with integers of 22 binary places, sums in 32-bit integers, and rounds to uint8
-after each of two passes (its libImaging/Resample.c). So does the kernel (`resample.c`), eight sums
-at once; its weights are made here. It runs on x86-64 with AVX2, if there was a C compiler when the
-package was installed. Elsewhere, and for what `resample_part` returns None for, Pillow resizes.
+Pillow multiplies pixels by integer weights of 22 binary places, sums in 32-bit integers, and rounds
+to uint8 after each of two passes (its libImaging/Resample.c). The kernel (`resample.c`) does the
+same with eight sums at once; this module computes its weights. The kernel runs on x86-64 with AVX2,
+if a C compiler was present when the package was installed. Otherwise, and when `resample_part`
+returns None, Pillow resizes.
 """
 
 import ctypes
@@ -18,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from model.images.decode import Converter
+from model.images.colour import Converter
 
-# Pixels that are cut out and converted at once: bounds what that adds to a picture's memory.
+# Pixels that are cropped and converted at once. This bounds the additional memory per picture.
 _STRIP_PIXELS = 4_000_000
 
-# Beyond this many pixels between the two passes, the order that leaves fewer is taken.
+# If more pixels lie between the two passes, the order of passes with fewer pixels is used.
 _MAX_INTERMEDIATE_PIXELS = 16_000_000
 
-# Weights of a pass, at most: those of a bicubic resize of 24,000 pixels. Pillow makes larger
+# Most weights of a pass: enough for a bicubic resize of 24,000 pixels. Pillow computes larger
 # passes.
 _MAX_WEIGHTS = 98_304
 
@@ -34,14 +35,13 @@ Floats = NDArray[np.float64]
 
 
 class Axis(NamedTuple):
-    """What is asked along one axis of a picture.
+    """A resize along one axis of a picture.
 
     Attributes:
-        low, high: the part of the picture that is resized, in pixels, counted along the upright
-        picture.
-        size: pixels that the part becomes.
-        first, length: the pixels of those that are computed.
-        mirrored: the upright picture runs the other way than the stored one.
+        low, high: resized part of the picture, in pixels along the upright picture.
+        size: number of pixels after the resize.
+        first, length: the pixels to compute, out of `size`.
+        mirrored: whether the stored picture runs in the opposite direction to the upright picture.
     """
 
     low: float
@@ -53,8 +53,11 @@ class Axis(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """For each pixel of the result the first that it is made from, int32 [N], and the weights,
-    int32 [N, taps].
+    """A pass along one axis of N output pixels.
+
+    Attributes:
+        first: first input pixel of each output pixel, int32 [N].
+        weights: weights of the input pixels, int32 [N, taps].
     """
 
     first: NDArray[np.int32]
@@ -62,13 +65,18 @@ class _Pass(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first pixel that is read, and the one behind the last."""
+        """The first input pixel, and the index after the last."""
         return int(self.first.min()), int(self.first.max()) + self.weights.shape[1]
 
 
 class _Pixels(NamedTuple):
-    """uint8 pixels of 1, 3 or 4 bytes, in rows that begin `stride` bytes apart; `owner` keeps them
-    alive.
+    """uint8 pixels in rows.
+
+    Attributes:
+        address: of the first pixel.
+        stride: bytes from one row to the next.
+        bands: bytes per pixel: 1, 3 or 4.
+        owner: object that keeps the memory alive.
     """
 
     address: int
@@ -78,18 +86,21 @@ class _Pixels(NamedTuple):
 
 
 def passes_rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
-    """Return whether Pillow (13) resizes `source` (width, height) to `target` vertically first,
-    then horizontally.
+    """Return whether Pillow (13) resizes vertically first, then horizontally.
 
-    Each pass rounds to uint8 and cuts off what overshoots, so that the order shows: by a few levels
-    where neighbouring pixels differ most.
+    Each pass rounds to uint8 and clips overshoots. Therefore the order changes a few levels where
+    neighbouring pixels differ most.
+
+    Args:
+        source, target: (width, height) before and after the resize.
     """
-    (width, height), (new_width, new_height) = source, target
+    width, height = source
+    new_width, new_height = target
     return new_height < height and height - new_height > 2 * (width - new_width)
 
 
 def is_compiled() -> bool:
-    """Return whether the kernel resizes here, and not Pillow."""
+    """Return whether the compiled kernel is in use."""
     return _KERNEL is not None
 
 
@@ -102,42 +113,42 @@ def resample_part(
     rows_first: bool,
     convert: Converter | None = None,
 ) -> NDArray[np.uint8] | None:
-    """Return a part of what Pillow makes of a picture that is turned, converted and resized whole;
-    None: not supported.
+    """Return a part of the picture that Pillow would turn, convert and resize as a whole.
 
-    Only what the part needs is computed, in bounded memory. It is thread-safe and releases the
-    interpreter's lock.
+    Only the part is computed, in bounded memory. Thread-safe; releases the interpreter's lock.
 
     Args:
         image: loaded.
-        columns, rows: along the width and the height of `image` as it is stored.
-        rows_first: resize vertically first. Overruled where the picture between the passes would be
-        huge.
-        convert: makes L or RGB of any piece of `image`; None: it is one of the two.
+        columns, rows: along the width and the height of the stored `image`.
+        rows_first: resize vertically first. Ignored if the picture between the passes would be
+            huge.
+        convert: converts any piece of `image` to L or RGB; None if the image has one of these
+            modes.
 
     Returns:
-        uint8 [rows.length, columns.length, 1 or 3], C-contiguous; along a mirrored axis in the
-        upright picture's order.
+        uint8 [rows.length, columns.length, 1 or 3], C-contiguous, along a mirrored axis in the
+        upright picture's order. None if the kernel does not support this resize.
     """
-    across, down = (
-        _pass(source, axis, resample)
-        for source, axis in zip(image.size, (columns, rows), strict=True)
-    )
+    across = _pass(image.width, columns, resample)
+    down = _pass(image.height, rows, resample)
     if _KERNEL is None or across is None or down is None:
         return None
-    (left, right), (top, bottom) = across.span, down.span
-    across, down = _Pass(across.first - left, across.weights), _Pass(down.first - top, down.weights)
-    between = (bottom - top) * columns.length, (right - left) * rows.length
-    if between[rows_first] > _MAX_INTERMEDIATE_PIXELS:
-        rows_first = between[True] < between[False]
+    left, right = across.span
+    top, bottom = down.span
+    across = across._replace(first=across.first - left)
+    down = down._replace(first=down.first - top)
+    after_rows = (rows.length, right - left)
+    after_columns = (bottom - top, columns.length)
+    if math.prod(after_rows if rows_first else after_columns) > _MAX_INTERMEDIATE_PIXELS:
+        rows_first = math.prod(after_rows) < math.prod(after_columns)
 
-    shape = (rows.length, right - left) if rows_first else (bottom - top, columns.length)
+    shape = after_rows if rows_first else after_columns
     middle: NDArray[np.uint8] | None = None
     for start, size, piece in _strips(image, (left, top, right, bottom), convert, rows_first):
-        if middle is None:  # a pass along the width keeps three of four bytes a pixel
-            middle = np.empty(
-                (*shape, piece.bands if rows_first else min(piece.bands, 3)), np.uint8
-            )
+        if middle is None:
+            # A pass along the width keeps three of four bytes per pixel.
+            bands = piece.bands if rows_first else min(piece.bands, 3)
+            middle = np.empty((*shape, bands), np.uint8)
         if rows_first:
             _apply(piece, size * piece.bands, down, middle[:, start:], vertical=True)
         else:
@@ -155,33 +166,35 @@ def resample_part(
 def _strips(
     image: Image.Image, part: tuple[int, int, int, int], convert: Converter | None, upright: bool
 ) -> Iterator[tuple[int, int, _Pixels]]:
-    """Yield a part of a picture in converted strips: where each begins in the part, its thickness
-    and its pixels.
+    """Yield a part of a picture in converted strips: start in the part, thickness, pixels.
 
-    The first pass takes every row (or, `upright`, every column) by itself, so that strips of them
-    can go through it in turn. A picture that needs no conversion and is in one piece of memory is
-    one strip, not copied.
+    The first pass treats every row (or, if `upright`, every column) separately, so the strips can
+    go through it in turn. A picture that needs no conversion and is in one piece of memory is one
+    strip, not copied.
     """
     left, top, right, bottom = part
     if convert is None:
         try:
             whole = _pixels(image)
         except ValueError:
-            pass  # A large picture is in several pieces of memory; a strip is in one.
+            pass  # a large picture is in several pieces of memory, but a strip is in one
         else:
             address = whole.address + top * whole.stride + left * whole.bands
-            yield 0, right - left if upright else bottom - top, whole._replace(address=address)
+            thickness = right - left if upright else bottom - top
+            yield 0, thickness, whole._replace(address=address)
             return
-    begin, end, across = (left, right, bottom - top) if upright else (top, bottom, right - left)
-    step = max(1, _STRIP_PIXELS // across)
+    begin, end, length = (left, right, bottom - top) if upright else (top, bottom, right - left)
+    step = max(1, _STRIP_PIXELS // length)
     for start in range(begin, end, step):
         stop = min(start + step, end)
         strip = image.crop((start, top, stop, bottom) if upright else (left, start, right, stop))
-        yield start - begin, stop - start, _pixels(strip if convert is None else convert(strip))
+        if convert is not None:
+            strip = convert(strip)
+        yield start - begin, stop - start, _pixels(strip)
 
 
 class _ArrowArray(ctypes.Structure):
-    """The C data interface of Apache Arrow, by which Pillow shows its memory without a copy."""
+    """The C data interface of Apache Arrow, with which Pillow exposes its memory without a copy."""
 
 
 _ArrowArray._fields_ = [
@@ -200,30 +213,37 @@ _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 def _pixels(image: Image.Image) -> _Pixels:
-    """Return the memory of a picture in L or RGB; Pillow keeps the latter as four bytes a pixel.
+    """Return the memory of a picture in L, or in RGB, which Pillow stores as four bytes per pixel.
 
     Raises:
-        ValueError: it is not in one piece.
+        ValueError: the picture is not in one piece of memory.
     """
     _, capsule = image.__arrow_c_array__()
     array = _ArrowArray.from_address(_capsule_pointer(capsule, b"arrow_array"))
     bands = 1
     if array.n_children:
-        array, bands = array.children[0].contents, 4
+        array = array.children[0].contents
+        bands = 4
     return _Pixels(array.buffers[1], image.width * bands, bands, capsule)
 
 
 def _apply(
-    source: _Pixels, extent: int, made: _Pass, result: NDArray[np.uint8], *, vertical: bool
+    source: _Pixels, extent: int, pass_: _Pass, result: NDArray[np.uint8], *, vertical: bool
 ) -> None:
-    """Make a pass along the height of rows of `extent` bytes, or along the width of `extent` rows."""
+    """Run a pass.
+
+    Args:
+        extent: bytes per row of a vertical pass, or rows of a horizontal pass.
+        result: uint8 [rows, columns, bands], to write to.
+        vertical: along the height, not along the width.
+    """
     assert _KERNEL is not None
-    places = (source.address, source.stride, result.ctypes.data, result.strides[0], extent)
-    tables = (*made.weights.shape, made.first.ctypes.data, made.weights.ctypes.data)
+    memory = (source.address, source.stride, result.ctypes.data, result.strides[0], extent)
+    tables = (*pass_.weights.shape, pass_.first.ctypes.data, pass_.weights.ctypes.data)
     if vertical:
-        _KERNEL.resample_rows(*places, *tables)
+        _KERNEL.resample_rows(*memory, *tables)
     else:
-        _KERNEL.resample_columns(*places, source.bands, *tables)
+        _KERNEL.resample_columns(*memory, source.bands, *tables)
 
 
 def _bicubic(x: Floats) -> Floats:
@@ -242,15 +262,16 @@ _FILTERS: dict[Image.Resampling, tuple[float, Callable[[Floats], Floats]]] = {
 
 @lru_cache(maxsize=32)
 def _pass(source: int, axis: Axis, resample: Image.Resampling) -> _Pass | None:
-    """Return the pass along an axis of `source` pixels, as Pillow's `precompute_coeffs` makes it;
-    None: not supported.
+    """Return the pass along an axis of `source` pixels, like Pillow's `precompute_coeffs`.
 
-    The order of operations is Pillow's, as the last bit counts.
+    The order of operations is Pillow's, because the last bit counts. Return None if the kernel does
+    not support this pass.
     """
     if resample not in _FILTERS:
         return None
     radius, function = _FILTERS[resample]
-    low, high = np.float32(axis.low), np.float32(axis.high)
+    low = np.float32(axis.low)
+    high = np.float32(axis.high)
     scale = float(high - low) / axis.size
     filter_scale = max(scale, 1.0)
     support = radius * filter_scale
@@ -264,65 +285,52 @@ def _pass(source: int, axis: Axis, resample: Image.Resampling) -> _Pass | None:
     position = first + np.arange(taps)[:, np.newaxis]
     weights = function((position - centre + 0.5) * (1.0 / filter_scale))
     weights[(position < begin) | (position >= end)] = 0.0
-    total = weights.cumsum(axis=0)[-1]  # one after the other, as `sum` would not
+    total = weights.cumsum(axis=0)[-1]  # adds one by one, unlike `sum`
     np.divide(weights, total, out=weights, where=total != 0.0)
     fixed = (weights * (1 << 22) + np.where(weights < 0.0, -0.5, 0.5)).astype(np.int32)
     if axis.mirrored:
-        first, fixed = source - taps - first, fixed[::-1]
+        first = source - taps - first
+        fixed = fixed[::-1]
     return _Pass(first.astype(np.int32), np.ascontiguousarray(fixed.T))
 
 
 def _load() -> ctypes.CDLL | None:
-    """Return the compiled kernel, if it was built and this processor runs it."""
+    """Return the compiled kernel, if it was built and this processor can run it."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_resample{suffix}")
+        if not path.exists():
+            continue
         try:
-            kernel = ctypes.CDLL(str(path)) if path.exists() else None
+            kernel = ctypes.CDLL(str(path))
         except OSError:  # built for another machine
-            kernel = None
-        if kernel is not None and kernel.resample_supported():
-            number, pointer, step = ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64
-            kernel.resample_columns.argtypes = [
-                pointer,
-                step,
-                pointer,
-                step,
-                *[number] * 4,
-                pointer,
-                pointer,
-            ]
-            kernel.resample_rows.argtypes = [
-                pointer,
-                step,
-                pointer,
-                step,
-                step,
-                number,
-                number,
-                pointer,
-                pointer,
-            ]
-            kernel.resample_columns.restype = kernel.resample_rows.restype = None
-            return kernel
+            continue
+        if not kernel.resample_supported():
+            continue
+        number = ctypes.c_int32
+        step = ctypes.c_int64
+        rows = (ctypes.c_void_p, step)
+        tables = (number, number, ctypes.c_void_p, ctypes.c_void_p)
+        kernel.resample_columns.argtypes = (*rows, *rows, number, number, *tables)
+        kernel.resample_rows.argtypes = (*rows, *rows, step, *tables)
+        kernel.resample_columns.restype = None
+        kernel.resample_rows.restype = None
+        return kernel
     return None
 
 
 def _agrees() -> bool:
-    """Return whether this Pillow, which may be another than 13, gives the kernel's levels for a
-    small picture.
-    """
+    """Return whether this version of Pillow gives the kernel's pixel values for a small picture."""
     picture = Image.frombytes(
         "RGB", (23, 17), bytes(pixel * pixel % 251 for pixel in range(23 * 17 * 3))
     )
     for filter_ in _FILTERS:
         for width, height in ((9, 13), (40, 5)):
-            columns, rows = Axis(0, 23, width, 0, width), Axis(0, 17, height, 0, height)
+            columns = Axis(0, 23, width, 0, width)
+            rows = Axis(0, 17, height, 0, height)
             rows_first = passes_rows_first(picture.size, (width, height))
             levels = resample_part(picture, columns, rows, filter_, rows_first=rows_first)
-            if (
-                levels is None
-                or levels.tobytes() != picture.resize((width, height), filter_).tobytes()
-            ):
+            expected = picture.resize((width, height), filter_).tobytes()
+            if levels is None or levels.tobytes() != expected:
                 return False
     return True
 

@@ -1,9 +1,8 @@
-"""Several drawings in one picture: maps in a row, or a contact sheet with captions. PIL, never
-torch.
-"""
+"""Several drawings in one picture: maps in a row, or a contact sheet. PIL, never torch."""
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,10 +20,10 @@ _ROW_GAP: Final = 4
 # White pixels between two pictures of a sheet.
 _GAP: Final = 8
 
-# Pixels of a cell's height on a sheet of few pictures.
+# Cell height in pixels on a sheet of few pictures.
 _MAX_CELL: Final = 320
 
-# Pixels that a sheet has at most along each side: with many pictures, the cells get smaller.
+# Limit of each side of a sheet in pixels. The cells shrink when there are many pictures.
 _MAX_SHEET: Final = 8192
 
 
@@ -39,48 +38,46 @@ def draw_maps(
     max_width: int | None = None,
     **look: Any,
 ) -> Image.Image:
-    """Return maps of a picture side by side, their colours on one scale.
+    """Return maps of one picture in a row, with one colour scale.
 
     Args:
-        labels: of the model, for captions; None: without.
+        labels: the model's labels, for captions; None draws no captions.
         picture, region: see `draw_heatmap`.
-        overlay: whether the maps are drawn over the picture.
-        name: of the picture, which then stands without a map before the others.
-        max_width: pixels of the row at most: each drawing that has more than its share of them is
-        made smaller.
+        overlay: whether to draw the maps over the picture.
+        name: name of the picture. The picture itself is then drawn first, without a map.
+        max_width: limit of the row's width in pixels; drawings wider than their share are shrunk.
         look: the attributes of `Look`.
     """
-    chosen = Look(**look)
-    scale = max(full_scale(each.values) for each in maps)
-    panels: list[tuple[AttentionMap, Look, Sequence[str], bool]] = [
-        (each, chosen, caption_of(each, labels) if labels else (), overlay) for each in maps
+    map_look = Look(**look)
+    count = len(maps) + (name is not None)
+    share = MAX_SIZE if max_width is None else (max_width - _ROW_GAP * (count - 1)) // count
+    draw = partial(
+        draw_heatmap,
+        region=region,
+        scale=max(full_scale(map_.values) for map_ in maps),
+        max_width=share,
+    )
+    drawings = [
+        draw(
+            map_.values,
+            map_look,
+            picture=picture if overlay else None,
+            caption=caption_of(map_, labels) if labels else (),
+            evidence=1.0 if map_.evidence is None else map_.evidence,
+        )
+        for map_ in maps
     ]
     if name is not None:
-        panels.insert(
-            0, (maps[0], Look(alpha=0.0, size=chosen.size), (name,) if labels else (), True)
-        )
-    share = (
-        MAX_SIZE if max_width is None else (max_width - _ROW_GAP * (len(panels) - 1)) // len(panels)
-    )
-    drawings = []
-    for each, its_look, caption, over in panels:
-        drawing = draw_heatmap(
-            each.values,
-            its_look,
-            picture=picture if over else None,
-            region=region,
-            caption=caption,
-            scale=scale,
-            max_width=share,
-            evidence=1.0 if each.evidence is None else each.evidence,
-        )
-        if len(panels) > 1 and drawing.width > share:  # with its caption
-            drawing = drawing.resize((share, max(1, round(drawing.height * share / drawing.width))))
-        drawings.append(drawing)
-    if len(drawings) == 1:
+        plain_look = Look(alpha=0.0, size=map_look.size)
+        caption = (name,) if labels else ()
+        plain = draw(maps[0].values, plain_look, picture=picture, caption=caption)
+        drawings.insert(0, plain)
+    if count == 1:
         return drawings[0]
-    width = sum(each.width + _ROW_GAP for each in drawings) - _ROW_GAP
-    row = Image.new("RGB", (width, max(each.height for each in drawings)), "white")
+    # A caption may have widened a drawing.
+    drawings = [_narrowed(drawing, share) for drawing in drawings]
+    width = sum(drawing.width + _ROW_GAP for drawing in drawings) - _ROW_GAP
+    row = Image.new("RGB", (width, max(drawing.height for drawing in drawings)), "white")
     left = 0
     for drawing in drawings:
         row.paste(drawing, (left, 0))
@@ -88,14 +85,21 @@ def draw_maps(
     return row
 
 
-class ContactSheet:
-    """A grid of small pictures with captions, which holds none of the pictures themselves.
+def _narrowed(drawing: Image.Image, width: int) -> Image.Image:
+    """Return the drawing, shrunk to `width` pixels if it is wider."""
+    if drawing.width <= width:
+        return drawing
+    return drawing.resize((width, max(1, round(drawing.height * width / drawing.width))))
 
-    Its memory is bounded, however many there are.
+
+class ContactSheet:
+    """A grid of small pictures with captions, which keeps none of the pictures themselves.
+
+    Its memory is bounded for any number of pictures.
 
     Args:
-        count: how many pictures it has room for.
-        shape: (width, height) that a picture has; others are fitted into cells of this shape.
+        count: number of cells.
+        shape: (width, height) of the cells' shape; pictures of another shape are fitted into it.
 
     Attributes:
         image: the sheet with the pictures added so far.
@@ -105,32 +109,35 @@ class ContactSheet:
         width, height = shape
         self._columns = min(count, max(1, round(math.sqrt(count * height / width))))
         rows = math.ceil(count / self._columns)
-        # A quarter of the height at most is the caption.
-        room = (
+        # The caption takes at most a quarter of a picture's height.
+        scale = min(
+            _MAX_CELL / height,
             (_MAX_SHEET / self._columns - _GAP) / width,
             (_MAX_SHEET / rows - _GAP) / height / 1.25,
         )
-        scale = min(_MAX_CELL / height, *room)
-        self._cell = max(1, int(width * scale)), max(1, int(height * scale))
-        text = min(13, max(1, self._cell[1] // 10))
-        self._font, self._line = ImageFont.load_default(text), round(text * 1.25)
-        self._step = self._cell[0] + _GAP, self._cell[1] + 2 * self._line + _GAP
+        cell_width = max(1, int(width * scale))
+        cell_height = max(1, int(height * scale))
+        text_size = min(13, max(1, cell_height // 10))
+        self._font = ImageFont.load_default(text_size)
+        self._line_height = round(text_size * 1.25)
+        self._cell = (cell_width, cell_height)
+        self._step = (cell_width + _GAP, cell_height + 2 * self._line_height + _GAP)
         self._filled = 0
-        self.image = Image.new(
-            "RGB", (self._columns * self._step[0] + _GAP, rows * self._step[1] + _GAP), "white"
-        )
+        sheet_size = (self._columns * self._step[0] + _GAP, rows * self._step[1] + _GAP)
+        self.image = Image.new("RGB", sheet_size, "white")
 
     def add(self, picture: Image.Image, *lines: str) -> None:
-        """Add a picture in the next cell, with at most two lines below it, each cut to the cell's
-        width.
+        """Add a picture in the next cell, with at most two lines below it.
+
+        Each line is cut to the cell's width.
         """
         row, column = divmod(self._filled, self._columns)
-        left, top = _GAP + column * self._step[0], _GAP + row * self._step[1]
-        self.image.paste(
-            ImageOps.pad(picture.convert("RGB"), self._cell, color="white"), (left, top)
-        )
+        left = _GAP + column * self._step[0]
+        top = _GAP + row * self._step[1]
+        padded = ImageOps.pad(picture.convert("RGB"), self._cell, color="white")
+        self.image.paste(padded, (left, top))
         pen = ImageDraw.Draw(self.image)
         for number, line in enumerate(lines[:2]):
-            place = left, top + self._cell[1] + number * self._line
-            pen.text(place, fit_text(line, self._font, self._cell[0]), "black", self._font)
+            corner = (left, top + self._cell[1] + number * self._line_height)
+            pen.text(corner, fit_text(line, self._font, self._cell[0]), "black", self._font)
         self._filled += 1

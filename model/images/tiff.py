@@ -1,15 +1,15 @@
-"""What the first directory of a TIFF says of its picture (TIFF 6.0; BigTIFF; DNG 1.7, chapter 4).
+"""The first directory of a TIFF and its picture (TIFF 6.0; BigTIFF; DNG 1.7, chapter 4).
 
-Raw photos of cameras are TIFFs whose first picture is a thumbnail or a preview, often of a hundred
-pixels. Pillow reads that one and says nothing.
+Cameras' raw photos are TIFFs whose first picture is a thumbnail or a preview, often of a hundred
+pixels. Pillow reads that picture without a warning.
 """
 
 import re
 import struct
 from typing import Final
 
-# Begins of files from cameras that are not TIFFs, though some look alike: Olympus, Panasonic,
-# Fujifilm, Sigma, Minolta, Canon's CR3; and Canon's CR2, which is one.
+# First bytes of cameras' raw files: Olympus, Panasonic, Fujifilm, Sigma, Minolta, Canon's CR3 and
+# CR2. Only CR2 is a TIFF.
 _RAW: Final = re.compile(
     rb"IIR[OS]\x08\0|MMOR\0|IIU\0|FUJIFILMCCD-RAW|FOVb|\0MRM|.{4}ftypcrx |II\*\0.{4}CR[\x02-\x09]",
     re.DOTALL,
@@ -30,15 +30,14 @@ _MOST_ENTRIES: Final = 4096
 
 
 def is_raw(data: bytes | bytearray) -> bool:
-    """Return whether a file is a raw photo by its first bytes, whatever its container."""
+    """Return whether the first bytes of a file mark a raw photo, in any container."""
     return _RAW.match(data) is not None
 
 
 def is_thumbnail(data: bytes | bytearray) -> bool:
-    """Return whether the first picture of a TIFF is a reduced copy of another one, or the file a
-    raw photo.
+    """Return whether a TIFF is a raw photo, or its first picture a reduced copy of another.
 
-    A damaged directory is for the decoder to refuse.
+    Return False for a damaged directory, because the decoder refuses that.
     """
     try:
         tags = _first_directory(data)
@@ -52,8 +51,9 @@ def is_thumbnail(data: bytes | bytearray) -> bool:
 
 
 def _first_directory(data: bytes | bytearray) -> dict[int, int]:
-    """Return the first value of each tag in the first directory, for tags of integers that lie in
-    their entry.
+    """Return the first value of each tag in the first directory.
+
+    Integers are read from the entry itself. A tag of another type has the value 0.
     """
     order = "<" if data[:2] == b"II" else ">"
     is_big = 43 in struct.unpack_from("<H", data, 2) + struct.unpack_from(">H", data, 2)
@@ -65,8 +65,8 @@ def _first_directory(data: bytes | bytearray) -> dict[int, int]:
     first = start + struct.calcsize(f"={count_format}")
     size = struct.calcsize(f"={entry}")
     tags: dict[int, int] = {}
-    for place in range(first, first + count * size, size):
-        tag, kind, _, value = struct.unpack_from(f"{order}{entry}", data, place)
+    for position in range(first, first + count * size, size):
+        tag, kind, _, value = struct.unpack_from(f"{order}{entry}", data, position)
         if kind in _FORMATS:
             (tags[tag],) = struct.unpack_from(f"{order}{_FORMATS[kind]}", value)
         else:

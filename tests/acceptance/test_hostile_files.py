@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.images.decode import SUPPORTED_FORMATS
+from model.images.formats import SUPPORTED_FORMATS
 from tests.launcher import ServerProcess
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures

@@ -297,16 +297,16 @@ def of_class(evidence: float = 1.0, score: float = 0.6312, index: int = 0) -> At
 @pytest.mark.parametrize(
     ("attention", "lines"),
     [
-        (of_class(), ("tabby, tabby cat: 63.1%", "relevance, much speaks for it here (1.00)")),
+        (of_class(), ("tabby, tabby cat: 63.1%", "relevance, much evidence for it here (1.00)")),
         (
             of_class(0.0312, 0.00001),
-            ("tabby, tabby cat: < 0.1%", "relevance, little speaks for it here (0.03)"),
+            ("tabby, tabby cat: < 0.1%", "relevance, little evidence for it here (0.03)"),
         ),
         (
             of_class(0.19, index=1),
-            ("uber alles...? (Kafer): 63.1%", "relevance, little speaks for it here (0.19)"),
+            ("uber alles...? (Kafer): 63.1%", "relevance, little evidence for it here (0.19)"),
         ),
-        (of_class(0.2, index=2), ("class 2: 63.1%", "relevance, some speaks for it here (0.20)")),
+        (of_class(0.2, index=2), ("class 2: 63.1%", "relevance, some evidence for it here (0.20)")),
         (
             AttentionMap(MapRequest.row(3, "max"), PEAK, 1.0),
             ("attention of one layer", "cls, layer 3, head max"),

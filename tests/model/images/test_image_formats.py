@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from model.errors import ImageError, InvalidImage, UnsupportedImageFormat
-from model.images.decode import SUPPORTED_FORMATS, decode
+from model.images.decode import decode
+from model.images.formats import SUPPORTED_FORMATS
 from model.images.preprocess import min_decoded_size, preprocess, resized_size
 from tests.model.images.pictures import (
     FORMATS,
@@ -151,7 +152,7 @@ def test_a_number_that_is_not_finite_is_refused(place, value):
     numbers = np.array([[0.0, 0.25, 0.5, 1.0]], np.float32)
     numbers[0, place] = value
 
-    with pytest.raises(InvalidImage, match="numbers that are not finite"):
+    with pytest.raises(InvalidImage, match="pixels are not finite"):
         preprocess(encode(Image.fromarray(numbers), "TIFF"), config())
 
 

@@ -24,8 +24,9 @@ from PIL import Image
 
 from model.config import PreprocessConfig
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.images.decode import SUPPORTED_FORMATS, is_bounded
+from model.images.decode import is_bounded
 from model.images.decoder_process import ANSWER, CONFINED
+from model.images.formats import SUPPORTED_FORMATS
 from model.images.preprocess import model_input, upright_photo
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import load_settings
