@@ -31,11 +31,12 @@ from tqdm import tqdm
 
 from benchmarks.record import table
 from model.checkpoint import load_checkpoint
+from model.explanation.explain import explain
 from model.explanation.maps import cls_map
-from model.explanation.methods import EXPLANATIONS, explain
 from model.images.preprocess import preprocess
+from model.methods import methods
 from model.network.vit import VisionTransformer
-from model.outputs import MapRequest, Method
+from model.outputs import MapRequest
 from model.runtime.torch_pass import Normalise
 
 # Takes normalised pixels, float32 [B, C, H, W]; returns the score of each class, float32 [B, K],
@@ -46,7 +47,8 @@ Score = Callable[[Tensor], Tensor]
 # rows, columns].
 Maps = Callable[[Tensor, Tensor], Tensor]
 
-_METHODS = ("cls", *EXPLANATIONS)
+_EXPLANATIONS = tuple(name for name in methods() if name != "cls")
+_METHODS = ("cls", *_EXPLANATIONS)
 RANDOM = "random"
 # A quarter of a mosaic counts if its class is among so many best ones: of other classes the model
 # saw nothing.
@@ -190,10 +192,10 @@ def methods_of(model: VisionTransformer) -> dict[str, Maps]:
             cls_map(rows, head="mean", prefix_tokens=config.prefix_tokens, grid=config.grid)[0]
         )
 
-    def of(method: Method, pixels: Tensor, classes: Tensor) -> Tensor:
+    def of(method: str, pixels: Tensor, classes: Tensor) -> Tensor:
         return explain(model, pixels, classes, MapRequest(method))[0]
 
-    return {RANDOM: noise, "cls": cls, **{method: partial(of, method) for method in EXPLANATIONS}}
+    return {RANDOM: noise, "cls": cls, **{method: partial(of, method) for method in _EXPLANATIONS}}
 
 
 def measure(

@@ -10,8 +10,7 @@ Importing the module of that object must be cheap. An extension therefore gives 
 names, `module:name`, which `resolve` imports when they are needed.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
@@ -22,18 +21,36 @@ GROUP: Final = "vitserve.extensions"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExplanationMethod:
+    """A way to explain an answer by a map.
+
+    Attributes:
+        name: name in requests.
+        summary: what a map shows, in a few words for captions.
+        class_specific: whether a map is of one class.
+        function: dotted name of a `model.explanation.explain.TokenFunction`; empty only for the
+            core's methods.
+    """
+
+    name: str
+    summary: str
+    class_specific: bool = False
+    function: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Extension:
     """Parts that one package adds; every field but the name is optional.
 
     Attributes:
         name: unique name of the extension.
         readers: dotted names of checkpoint readers; see `model.checkpoint.Reader`.
-        methods: dotted names of explanation methods, by the name that a request gives.
+        methods: explanation methods.
     """
 
     name: str
     readers: tuple[str, ...] = ()
-    methods: Mapping[str, str] = field(default_factory=dict)
+    methods: tuple[ExplanationMethod, ...] = ()
 
 
 @cache

@@ -18,12 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from model.evidence import softmax_evidence
 from model.features import Floats, Known, normalized
 from model.outputs import (
-    CLASS_SPECIFIC,
     RIVALS,
     AttentionMap,
     EmbeddingRequest,
     Linear,
-    Method,
     Outputs,
     Pooling,
     RequestedOutputs,
@@ -237,16 +235,16 @@ class Head:
             evidence = np.where(abstains, np.float32(_ABSTAINED) * evidence, evidence)
         return score, evidence
 
-    def target(self, features: Floats, method: Method, label: int | None) -> tuple[int, Floats]:
+    def target(self, features: Floats, method: str, label: int | None) -> tuple[int, Floats]:
         """Return the class of a map, and the vector that the map starts from, float32 [D].
 
-        With `gae` that vector is the class's weight. With `relevance` it is the weight less the
-        mean weight of the class's rivals, so that it points where the margin grows. Relevance does
-        not depend on the vector's scale.
+        With `relevance` that vector is the class's weight minus the mean weight of its rivals, so
+        that it points where the margin grows. Relevance does not depend on the vector's scale.
+        With every other method the vector is the class's weight.
 
         Args:
             features: [D].
-            method: `gae` or `relevance`.
+            method: a class-specific method.
             label: the class; None for the best one.
         """
         assert self.weight is not None, "the backbone's pass starts from its own weight"
@@ -254,7 +252,7 @@ class Head:
         if label is None:
             label = int(self.best(logits[np.newaxis], 1).indices[0, 0])
         direction: Floats = self.weight[label]
-        if method == "gae":
+        if method != "relevance":
             return label, direction
         ranked = np.argsort(-logits, kind="stable")
         rivals = self.weight[ranked[ranked != label][:RIVALS]]
@@ -347,7 +345,7 @@ def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs
         head: the head outside the engine; None for one without maps.
     """
     map_request = requested.map
-    if map_request is not None and map_request.method in CLASS_SPECIFIC:
+    if map_request is not None and map_request.is_class_specific:
         map_request = None if head is None else replace(map_request, by=head.linear)
     features = EmbeddingRequest("head" if head is None else head.features)
     embedding = requested.embedding

@@ -10,19 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config import NetworkConfig, ViTConfig
+from model.methods import is_class_specific
 
 # One attention head by number, or all of them combined.
 AttentionHead = int | Literal["mean", "max"]
 
-# A way to make a map: `cls` is the attention row itself, `model.explanation.methods` has the
-# others.
-Method = Literal["relevance", "cls", "rollout", "gae"]
-
-# All methods, the default first.
-METHODS: Final[tuple[Method, ...]] = get_args(Method)
-
-# Methods whose map shows one class.
-CLASS_SPECIFIC: Final[frozenset[Method]] = frozenset({"relevance", "gae"})
 
 # A drawing says in words that there is little evidence for its class below the first, and much from
 # the second on.
@@ -65,14 +57,14 @@ class MapRequest:
     """A request for one map.
 
     Attributes:
-        method: how the map is made.
+        method: name of an explanation method; see `model.methods`.
         class_index: the class of a class-specific map; None is the best class.
         layer: 0 ... depth-1 with `cls`, None with every other method; see `row`.
         head: attention head 0 ... heads-1, or how all are combined, with `cls`.
         by: the classifier of a class-specific map, if not one of the backbone's heads.
     """
 
-    method: Method
+    method: str
     class_index: int | None = None
     layer: int | None = None
     head: AttentionHead | None = None
@@ -82,6 +74,11 @@ class MapRequest:
     def row(cls, layer: int, head: AttentionHead = "mean") -> Self:
         """Return a request for the attention row of a layer."""
         return cls("cls", layer=layer, head=head)
+
+    @property
+    def is_class_specific(self) -> bool:
+        """Return whether the map is of one class."""
+        return is_class_specific(self.method)
 
     @property
     def needs_pass(self) -> bool:

@@ -6,15 +6,13 @@ from typing import NamedTuple
 
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
+from model.methods import is_class_specific, methods
 from model.outputs import (
-    CLASS_SPECIFIC,
     MAX_CLASSES,
-    METHODS,
     POOLINGS,
     AttentionHead,
     EmbeddingRequest,
     MapRequest,
-    Method,
     transfer_pool,
 )
 
@@ -51,16 +49,16 @@ def parse_maps(
     row_parameters = [
         name for name, value in (("layer", layer), ("head", head)) if value is not None
     ]
-    methods = methods_of(config)
+    offered = methods_of(config)
     name = method
     if name is None:
-        name = "cls" if row_parameters else methods[0]
-    if name in CLASS_SPECIFIC or classes is not None:
+        name = "cls" if row_parameters else offered[0]
+    if is_class_specific(name) or classes is not None:
         require_classes(config)
-    if name not in methods:
-        raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(methods)}")
+    if name not in offered:
+        raise InputError("method", f"method {name!r:.50}: expected one of {', '.join(offered)}")
     inapplicable: list[str] = []
-    if classes is not None and name not in CLASS_SPECIFIC:
+    if classes is not None and not is_class_specific(name):
         inapplicable.append("class")
     if name != "cls":
         inapplicable += row_parameters
@@ -84,20 +82,22 @@ def require_classes(config: NetworkConfig) -> None:
         )
 
 
-def methods_of(config: NetworkConfig) -> tuple[Method, ...]:
+def methods_of(config: NetworkConfig) -> tuple[str, ...]:
     """Return the methods of an architecture, the default first; empty for a library's network.
 
-    A model without classes has only maps of the attention. Relevance needs pre-norm blocks; other
-    blocks have `gae` as their default.
+    A model without classes has only methods without classes. Relevance needs pre-norm blocks; a
+    model of other blocks has another class-specific method as its default, if there is one.
     """
     if not isinstance(config, ViTConfig):
         return ()
+    class_specific = [name for name in methods() if is_class_specific(name)]
+    others = [name for name in methods() if not is_class_specific(name)]
     if not config.num_classes:
-        return tuple(method for method in METHODS if method not in CLASS_SPECIFIC)
+        return tuple(others)
     if config.norm_order != "pre":
-        others = (method for method in METHODS if method not in ("relevance", "gae"))
-        return ("gae", *others)
-    return METHODS
+        class_specific.remove("relevance")
+        return (*class_specific, *others)
+    return tuple(methods())
 
 
 def parse_layer(layer: int | None, depth: int) -> int:

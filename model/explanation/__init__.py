@@ -1,1 +1,1 @@
-"""Explanations computed from forward and backward passes."""
+"""Explanations of answers, computed from forward and backward passes."""

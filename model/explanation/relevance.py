@@ -1,19 +1,18 @@
-"""Relevance: what each patch brought to a class's margin over its rivals, at little more than a
-forward pass's cost.
+"""Relevance: each patch's contribution to a class's margin, at little more than a forward pass.
 
-Gradients are taken with the scales held constant (see `model.explanation.frozen_gradients`), in two
-steps.
+The margin is the class's logit minus the mean logit of its rivals. Gradients are taken with the
+scales held constant (see `model.explanation.frozen_gradients`), in two steps.
 
-1. The head reads few tokens, in most models the CLS token alone. A token's relevance is the last block's attention to
-   it times the gradient with respect to that attention. It needs no pass through the network. Where
-   the head reads all tokens, it is gradient x input of these.
-2. A token's features come in part from others, by the attention of the blocks before. What the strongest tokens have
-   from there is moved to where it was taken, attention times gradient again: two blocks back, along
-   the residual connections, past the MLPs.
+1. The head reads few tokens, in most models only the CLS token. A token's relevance is the last
+   block's attention to it times the gradient for that attention. This needs no pass through the
+   network. If the head reads all tokens, their relevance is gradient x input.
+2. A token's features come in part from other tokens, through the attention of earlier blocks. This
+   part of the strongest tokens' relevance is moved to its sources, again by attention times
+   gradient: two blocks back, along the residual connections, past the MLPs.
 
-On a coarse grid a token has seen more than its patch. There it is three blocks, and the relevance
-is smoothed and counts by the root of how much of a token arrives at what the head reads: its
-square, which a map shows, then counts by that.
+On a coarse grid, a token has seen more than its patch. There, relevance goes three blocks back and
+is smoothed. It is also multiplied by the root of the token's share that arrives at the head's
+input. A map shows the square, and so weights tokens by that share.
 """
 
 import math
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ViTConfig
-from model.explanation.explicit_forward import blocks_of, mix, over_all_tokens, readout, weigh_pool
 from model.explanation.folded_weights import FoldedWeights, heads_of, hops_of
 from model.explanation.frozen_gradients import (
     inverse_deviation,
@@ -36,9 +34,10 @@ from model.explanation.frozen_gradients import (
     through_scale,
     with_rivals,
 )
+from model.explanation.readout import mix, over_all_tokens, readout, weigh_pool
 from model.network.layers.attention import Attention
 from model.network.layers.block import Block, Kept
-from model.network.vit import AttentionPool, VisionTransformer, ViTOutput
+from model.network.vit import AttentionPool, VisionTransformer, ViTOutput, blocks_of
 
 _STRONGEST: Final = 16
 
@@ -48,9 +47,9 @@ class Start(NamedTuple):
 
     Attributes:
         relevance: [B, N].
-        strongest: the places of the strongest tokens, int64 [B, S].
-        rows: the same places in a matrix of all images' tokens, [B N, ...].
-        gradient: with respect to them, [B, S, D].
+        strongest: indices of the strongest tokens, int64 [B, S].
+        rows: indices of the same tokens in a matrix of all images' tokens, [B N, ...].
+        gradient: for the strongest tokens, [B, S, D].
     """
 
     relevance: Tensor
@@ -60,7 +59,7 @@ class Start(NamedTuple):
 
 
 def kept_blocks(config: ViTConfig) -> int:
-    """Return how many of the last blocks a forward pass must keep for `token_relevance`."""
+    """Return the number of last blocks that a forward pass must keep for `token_relevance`."""
     return hops_of(config) + 1
 
 
@@ -70,17 +69,16 @@ def token_relevance(
     weights: FoldedWeights,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Return what each token contributed to the class's margin, negative where it spoke against:
-    float32 [B, N].
+    """Return each token's contribution to the class's margin, may be negative: float32 [B, N].
 
     The scale of an image's relevance does not matter.
 
     Args:
         output: of a forward pass that keeps `kept_blocks`.
-        targets: classes, int64 [B]; None is the best of each image. Or directions, floats [B,
-            `embedding_width`]: what takes the place of a class's row of the one head less the mean
-            of its rivals'.
         weights: `fold` of the model.
+        targets: classes, int64 [B]; None takes the best class of each image. Or directions, floats
+            [B, `embedding_width`], each a class's row of another head minus the mean of its rivals'
+            rows.
     """
     assert output.kept is not None
     if targets is not None and targets.is_floating_point():
@@ -106,18 +104,21 @@ def _of_tokens(
     weights: FoldedWeights,
     margins: Tensor,
 ) -> Tensor:
-    """Return the relevance of each token by the blocks that were kept, [B, N]; for `margins` see
-    `_margins`.
+    """Return the relevance of each token from the kept blocks, [B, N].
+
+    Args:
+        tokens: output of the last block.
+        margins: see `_margins`.
     """
     if model.config.pool == "cls":
-        read, gradient = margins.shape[1], margins
-        # One token's scale does not matter, as all relevance goes through it; of two it decides
-        # between them.
+        read = margins.shape[1]
+        gradient = margins
+        # The scale of a single token has no effect, but the scales of two tokens weight them.
         if read > 1 and isinstance(model.norm, nn.LayerNorm):
             gradient = gradient * inverse_deviation(model.norm, tokens[:, :read])
         start = start_at_block(weights, blocks[-1], kept[-1], gradient)
-        blocks, kept = blocks[:-1], kept[:-1]
-    elif model.attn_pool is not None:
+        return with_moved(model.config, weights, blocks[:-1], kept[:-1], start)
+    if model.attn_pool is not None:
         assert weights.last is not None
         start = _start_at_pool(model, weights.last, model.attn_pool, tokens, margins)
     else:
@@ -129,82 +130,81 @@ def _of_tokens(
 def with_moved(
     config: ViTConfig, weights: FoldedWeights, blocks: list[Block], kept: list[Kept], start: Start
 ) -> Tensor:
-    """Return the relevance of each token once it is moved through the last of these blocks, float32
-    [B, N].
-    """
-    hops = list(zip(blocks, kept, strict=True))[: -hops_of(config) - 1 : -1]
-    if not hops:
+    """Return each token's relevance after moving it through the last blocks, float32 [B, N]."""
+    last_first = slice(None, -hops_of(config) - 1, -1)
+    attentions = [block.attn for block in blocks[last_first]]
+    if not attentions:
         return start.relevance
-    moved = _moved(
-        weights.hops, [block.attn for block, _ in hops], [of_block for _, of_block in hops], start
-    )
+    moved = _moved(weights.hops, attentions, kept[last_first], start)
     return (start.relevance + moved.sum(dim=1)).scatter_add(1, start.strongest, -moved.sum(dim=2))
 
 
 def arriving(row: Tensor, blocks: list[Block], kept: list[Kept]) -> Tensor:
-    """Return how much of each token arrives through these blocks at what is read, float32 [B, N].
+    """Return the share of each token that arrives through these blocks, float32 [B, N].
 
-    It is the rollout of `model.explanation.methods`, but no further back.
+    This is attention rollout (Abnar and Zuidema 2020) through the last blocks only.
 
     Args:
-        row: share of each token of the last block's output in what is read, float32 [B, N].
+        row: share of each token of the last block's output in the head's input, float32 [B, N].
     """
-    for block, of_block in zip(reversed(blocks), reversed(kept), strict=True):
-        bias, queries = block.attn.bias(), of_block.q.shape[2]
-        attention = _softmax(
-            block.attn, of_block.q, of_block.k, None if bias is None else bias[:, :, :queries]
-        )
+    for block, kept_block in zip(reversed(blocks), reversed(kept), strict=True):
+        queries = kept_block.q.shape[2]
+        bias = block.attn.bias()
+        if bias is not None:
+            bias = bias[:, :, :queries]
+        attention = _softmax(block.attn, kept_block.q, kept_block.k, bias)
         row = (row + (row[:, :queries].unsqueeze(1) @ attention.float().mean(dim=1)).squeeze(1)) / 2
     return row
 
 
 def start_at_block(weights: FoldedWeights, block: Block, kept: Kept, gradient: Tensor) -> Start:
-    """Go back from the first tokens of a block's output through the block, whose input has the
-    relevance.
+    """Begin at the first tokens of a block's output, and return the relevance of its input.
 
     Args:
         weights: `last` and `values` are of this block.
-        gradient: with respect to these tokens, float32 [B, read, D].
+        gradient: for these tokens, float32 [B, read, D].
     """
     assert weights.last is not None
     assert weights.values is not None
-    attention, read, bias = block.attn, int(gradient.shape[1]), block.attn.bias()
-    attended, hidden = kept.attended[:, :read], kept.hidden
-    hidden = block.mlp.fc1(block.norm2(attended)) if hidden is None else hidden[:, :read]
+    attention = block.attn
+    read = int(gradient.shape[1])
+    attended = kept.attended[:, :read]
+    hidden = kept.hidden
+    if hidden is None:
+        hidden = block.mlp.fc1(block.norm2(attended))
+    hidden = hidden[:, :read]
     to_mlp = through_mlp(block.mlp, hidden, through_scale(block.ls2, gradient))
     gradient = gradient + through_norm(block.norm2, attended, to_mlp)
-    rows = _softmax(
-        attention, kept.q[:, :, :read], kept.k, None if bias is None else bias[:, :, :read]
-    )
+    bias = attention.bias()
+    if bias is not None:
+        bias = bias[:, :, :read]
+    weights_of_read = _softmax(attention, kept.q[:, :, :read], kept.k, bias)  # [B, heads, read, N]
     to_heads = nn.functional.linear(gradient.to(weights.last.dtype), weights.last)
-    to_heads = _through_norm_of_heads(attention, to_heads, rows, kept.v)
-    given = rows * (to_heads @ kept.v.transpose(-2, -1))  # [B, heads, read, N]
-    own = _dot(gradient, kept.x[:, :read].float())
-    of_tokens = given.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(
-        own, (0, int(kept.x.shape[1]) - read)
+    to_heads = _through_norm_of_heads(attention, to_heads, weights_of_read, kept.v)
+    through_attention = weights_of_read * (to_heads @ kept.v.transpose(-2, -1))
+    through_residual = _dot(gradient, kept.x[:, :read].float())
+    unread = int(kept.x.shape[1]) - read
+    relevance = through_attention.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(
+        through_residual, (0, unread)
     )
-    strongest, places = _strongest(of_tokens)
-    shares = _at(rows.flatten(1, 2).transpose(1, 2), places)  # [B, S, heads read]
+    strongest, rows = _strongest(relevance)
+    shares = _at(weights_of_read.flatten(1, 2).transpose(1, 2), rows)  # [B, S, heads read]
     if isinstance(block.norm1, nn.LayerNorm):
-        shares = shares * inverse_deviation(block.norm1, _at(kept.x, places)).to(shares.dtype)
+        shares = shares * inverse_deviation(block.norm1, _at(kept.x, rows)).to(shares.dtype)
     to_values = to_heads.transpose(0, 1).flatten(1, 2) @ weights.values  # [heads, B read, D]
-    to_values = (
-        to_values.reshape(attention.heads, -1, read, to_values.shape[2])
-        .transpose(0, 1)
-        .flatten(1, 2)
-    )
+    by_image = to_values.reshape(attention.heads, -1, read, to_values.shape[2]).transpose(0, 1)
     is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)
     shares = torch.cat((shares, is_read.to(shares.dtype)), dim=2)
-    onward = shares @ torch.cat((to_values, gradient.to(to_values.dtype)), dim=1)
-    return Start(of_tokens, strongest, places, onward)
+    to_inputs = torch.cat((by_image.flatten(1, 2), gradient.to(to_values.dtype)), dim=1)
+    return Start(relevance, strongest, rows, shares @ to_inputs)
 
 
 def _direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tensor:
-    """Return what a class's margin in a head rises with, float32 [B, D].
+    """Return the direction in which a class's margin in a head rises, float32 [B, D].
 
-    The margin is the logit of the class less the mean of its rivals'. The logit alone also rises
-    with what all likely classes have in common, an animal or a vehicle of any kind; against the
-    mean of the strongest rivals this cancels out.
+    The margin is the logit of the class minus the mean logit of its rivals. The logit alone also
+    rises with features that all likely classes share, such as those of any animal or vehicle. The
+    difference to the strongest rivals cancels such features.
 
     Args:
         ranked: see `with_rivals`.
@@ -213,18 +213,16 @@ def _direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tenso
 
 
 def _margins(model: VisionTransformer, directions: list[Tensor]) -> Tensor:
-    """Return the gradient of a class's margin with respect to what each head reads, [B, heads of
-    the model, D or 2 D].
+    """Return the gradient of a class's margin for each head's input, [B, model heads, D or 2 D].
 
-    What a head reads is what enters the norm before it, but for the scale of each token.
+    The gradient is for the input of the norm before the head, without the scale per token.
 
     Args:
         directions: of the margin in each head, [B, D].
     """
     joined = torch.stack(directions, dim=1) if len(directions) > 1 else directions[0].unsqueeze(1)
-    if isinstance(
-        model.projection, nn.Linear
-    ):  # of an L2 norm before the head the scale does not matter
+    # The scale of an L2 norm before the head has no effect.
+    if isinstance(model.projection, nn.Linear):
         joined = through_linear(model.projection, joined)
     joined = through_norm_unscaled(model.fc_norm, joined)
     return through_norm_unscaled(model.norm, joined) if model.config.pool == "cls" else joined
@@ -233,7 +231,7 @@ def _margins(model: VisionTransformer, directions: list[Tensor]) -> Tensor:
 def _start_at_pool(
     model: VisionTransformer, folded: Tensor, pool: AttentionPool, x: Tensor, margins: Tensor
 ) -> Start:
-    """Go back from the pooling query's vector to the tokens that it looked at."""
+    """Begin at the pooling query's vector, and return the relevance of the tokens it looked at."""
     weighed = weigh_pool(pool, model.norm(x))
     pooled = pool.proj(mix(weighed))
     to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), margins)
@@ -251,15 +249,14 @@ def _start_at_pool(
 
 
 def start_at_tokens(x: Tensor, gradient: Tensor) -> Start:
-    """Begin at tokens x, [B, N, D], with the gradient with respect to them."""
-    of_tokens = _dot(gradient, x.float())
-    strongest, rows = _strongest(of_tokens)
-    return Start(of_tokens, strongest, rows, _at(gradient, rows))
+    """Begin at tokens x, [B, N, D], with the gradient for them."""
+    relevance = _dot(gradient, x.float())
+    strongest, rows = _strongest(relevance)
+    return Start(relevance, strongest, rows, _at(gradient, rows))
 
 
 def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start: Start) -> Tensor:
-    """Return what blocks' attention moves from the strongest tokens to those that they took it
-    from, [B, S, N].
+    """Return the relevance that blocks' attention moves from the strongest tokens, [B, S, N].
 
     Args:
         weight: `FoldedWeights.hops`.
@@ -268,16 +265,16 @@ def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start:
     width = attentions[0].inner_width
     projected = nn.functional.linear(start.gradient.to(weight.dtype), weight)  # [B, S, hops D]
     moved: Tensor | None = None
-    for place, (attention, of_block) in enumerate(zip(attentions, kept, strict=True)):
+    for index, (attention, of_block) in enumerate(zip(attentions, kept, strict=True)):
         bias = attention.bias()
         if bias is not None:
             bias = bias[0].transpose(0, 1)[start.strongest].transpose(1, 2)  # [B, heads, S, N]
         q = _at(of_block.q.transpose(1, 2), start.rows).transpose(1, 2)
         weights = _softmax(attention, q, of_block.k, bias)
-        to_heads = projected[:, :, place * width : (place + 1) * width]
+        to_heads = projected[:, :, index * width : (index + 1) * width]
         to_heads = _through_norm_of_heads(attention, to_heads, weights, of_block.v)
-        given = weights * (to_heads @ of_block.v.transpose(-2, -1))
-        moved = given if moved is None else moved + given
+        of_hop = weights * (to_heads @ of_block.v.transpose(-2, -1))
+        moved = of_hop if moved is None else moved + of_hop
     assert moved is not None
     return moved.sum(dim=1, dtype=torch.float32)
 
@@ -285,14 +282,13 @@ def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start:
 def _through_norm_of_heads(
     attention: Attention, gradient: Tensor, weights: Tensor, v: Tensor
 ) -> Tensor:
-    """Return the gradient with respect to each head's values, [B, heads, Q, head_dim], from a
-    folded projection's.
+    """Return the gradient for the values of each attention head, [B, heads, Q, head_dim].
 
-    What the projection leaves to do, if a norm is before it, is to divide by each token's
+    The folded projection contains the norm before it, except for the division by each token's
     deviation.
 
     Args:
-        gradient: [B, Q, heads head_dim].
+        gradient: after the folded projection, [B, Q, heads head_dim].
         weights: attention of these tokens, [B, heads, Q, N].
     """
     if isinstance(attention.norm, nn.LayerNorm):
@@ -307,28 +303,28 @@ def _by_head(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product [B, N] of each two vectors, [B, N, D]."""
+    """Return the scalar products of vectors, [B, N, D] -> [B, N]."""
     if is_traced():
-        # OpenVINO computes in float32 what reaches an output without a matrix product: here, all
-        # tokens of all blocks.
+        # Without a matrix product before the output, OpenVINO would compute all tokens of all
+        # blocks in float32.
         return (a.unsqueeze(2) @ b.unsqueeze(3)).flatten(1)
     return (a * b).sum(dim=2)
 
 
-def _strongest(of_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `strongest` and `rows` (see `Start`) of the tokens with the highest relevance for or
-    against.
+def _strongest(relevance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `strongest` and `rows` (see `Start`) of the tokens with the most absolute relevance.
 
-    They are an eighth of all, and at most 16.
+    They are an eighth of all tokens, and at most 16.
     """
-    batch, count = of_tokens.shape[0], int(of_tokens.shape[1])  # in a trace a size is a tensor
-    strongest = of_tokens.abs().topk(min(_STRONGEST, math.ceil(count / 8)), dim=1).indices
-    return strongest, strongest + torch.arange(batch, device=of_tokens.device).unsqueeze(1) * count
+    count = int(relevance.shape[1])  # a size is a tensor in a trace
+    strongest = relevance.abs().topk(min(_STRONGEST, math.ceil(count / 8)), dim=1).indices
+    offsets = torch.arange(relevance.shape[0], device=relevance.device) * count
+    return strongest, strongest + offsets.unsqueeze(1)
 
 
 def _at(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the tokens in some rows: [B, N, ...] and int64 [B, S] give [B, S, ...]."""
-    # Rows of a matrix are copied whole; other ways of indexing take each number by itself.
+    """Return the tokens in these rows: [B, N, ...] and int64 [B, S] give [B, S, ...]."""
+    # `index_select` copies whole rows; other ways of indexing copy number by number.
     chosen = x.flatten(2).flatten(0, 1).index_select(0, rows.flatten())
     return chosen.reshape(*rows.shape, *x.shape[2:])
 

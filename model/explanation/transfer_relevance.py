@@ -1,8 +1,8 @@
-"""Relevance for a class of a head that reads transfer features: see `model.network.transfer`.
+"""Relevance for a class of a head that reads transfer features (`model.network.transfer`).
 
-Such a head reads tokens after several blocks. Relevance begins at each of them as it does at what
-the checkpoint's own head reads (see `model.explanation.relevance`), and what the parts give a token
-adds up.
+Such a head reads tokens after several blocks. At each of these, relevance begins as it does for the
+checkpoint's own head (see `model.explanation.relevance`). The relevance of a token is the sum over
+the parts of the features.
 """
 
 from typing import NamedTuple
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from model.config import ViTConfig
-from model.explanation.explicit_forward import blocks_of
 from model.explanation.folded_weights import fold_at_block, fold_at_tokens, hops_of
 from model.explanation.frozen_gradients import through_norm
 from model.explanation.relevance import arriving, start_at_block, start_at_tokens, with_moved
-from model.network.vit import VisionTransformer, ViTOutput
+from model.network.layers.block import Block, Kept
+from model.network.vit import VisionTransformer, ViTOutput, blocks_of
 from model.outputs import TRANSFER_BLOCKS
 
 
@@ -23,8 +23,8 @@ class Seed(NamedTuple):
     """A part of the transfer features.
 
     Attributes:
-        block: after which block it is read.
-        is_token: whether it is the CLS token, and not the mean of the patches.
+        block: index of the block whose output the part is read from.
+        is_token: whether the part is the CLS token; if not, it is the mean of the patches.
     """
 
     block: int
@@ -48,55 +48,69 @@ def seeds_of(config: ViTConfig) -> list[Seed]:
 
 
 def kept_for_transfer(config: ViTConfig) -> int:
-    """Return how many of the last blocks a forward pass must keep for `transfer_relevance`."""
+    """Return the number of last blocks that a forward pass must keep for `transfer_relevance`."""
     return min(config.depth, TRANSFER_BLOCKS + hops_of(config))
 
 
 @torch.no_grad()
 def transfer_relevance(model: VisionTransformer, output: ViTOutput, directions: Tensor) -> Tensor:
-    """Return what each token contributed along directions of the transfer features, float32 [B, N].
+    """Return each token's contribution along directions of the transfer features, float32 [B, N].
 
-    The scale of an image's relevance does not matter. Weights are folded for this call: it takes a
-    fraction of a pass.
+    The scale of an image's relevance does not matter. Weights are folded in this call, which takes
+    a fraction of a pass.
 
     Args:
         output: of a forward pass that keeps `kept_for_transfer` blocks and all tokens.
         directions: floats [B, `embedding_width` of `transfer`].
     """
     assert output.kept is not None
-    config, (kept, tokens) = model.config, output.kept
+    config = model.config
+    kept, tokens = output.kept
     first = config.depth - len(kept)
     blocks = blocks_of(model)[first:]
-    outputs = [*(of_block.x for of_block in kept[1:]), tokens]
+    outputs = [*(kept_block.x for kept_block in kept[1:]), tokens]
+    by_part = torch.split(directions.float(), config.width, dim=1)
     relevance = torch.zeros(tokens.shape[:2], device=tokens.device)
-    for seed, direction in zip(
-        seeds_of(config), torch.split(directions.float(), config.width, dim=1), strict=True
-    ):
+    for seed, direction in zip(seeds_of(config), by_part, strict=True):
         count = seed.block - first + 1
-        gradient = _gradient(model, seed, outputs[count - 1], direction)
-        through, of_blocks = blocks[:count], kept[:count]
-        if seed.is_token:
-            weights = fold_at_block(model, through)
-            start = start_at_block(weights, through[-1], of_blocks[-1], gradient[:, :1])
-            found = with_moved(config, weights, through[:-1], of_blocks[:-1], start)
-        else:
-            weights = fold_at_tokens(model, through)
-            start = start_at_tokens(outputs[count - 1], gradient)
-            found = with_moved(config, weights, through, of_blocks, start)
-        if weights.smoothing is not None:
-            last = slice(-hops_of(config) - 1, None)
-            share = seed.share(tokens, config)
-            found = (found @ weights.smoothing) * arriving(
-                share, through[last], of_blocks[last]
-            ).sqrt()
-        relevance += found
+        x = outputs[count - 1]
+        gradient = _gradient(model, seed, x, direction)
+        relevance += _of_part(model, seed, blocks[:count], kept[:count], x, gradient)
     return relevance
 
 
-def _gradient(model: VisionTransformer, seed: Seed, x: Tensor, direction: Tensor) -> Tensor:
-    """Return the gradient along a direction [B, D] of a part with respect to the tokens x that it
-    is read from.
+def _of_part(
+    model: VisionTransformer,
+    seed: Seed,
+    blocks: list[Block],
+    kept: list[Kept],
+    x: Tensor,
+    gradient: Tensor,
+) -> Tensor:
+    """Return the relevance of each token for one part, float32 [B, N].
+
+    Args:
+        blocks, kept: up to the block that the part is read from.
+        x: output of that block, [B, N, D].
+        gradient: for `x`.
     """
+    config = model.config
+    if seed.is_token:
+        weights = fold_at_block(model, blocks)
+        start = start_at_block(weights, blocks[-1], kept[-1], gradient[:, :1])
+        relevance = with_moved(config, weights, blocks[:-1], kept[:-1], start)
+    else:
+        weights = fold_at_tokens(model, blocks)
+        relevance = with_moved(config, weights, blocks, kept, start_at_tokens(x, gradient))
+    if weights.smoothing is None:
+        return relevance
+    last = slice(-hops_of(config) - 1, None)
+    arrived = arriving(seed.share(kept[-1].x, config), blocks[last], kept[last])
+    return (relevance @ weights.smoothing) * arrived.sqrt()
+
+
+def _gradient(model: VisionTransformer, seed: Seed, x: Tensor, direction: Tensor) -> Tensor:
+    """Return the gradient of a part along a direction [B, D] for the tokens x [B, N, D]."""
     share = seed.share(x, model.config).unsqueeze(2)
     pooled = (model.norm(x).float() * share).sum(dim=1)
     to_pooled = through_norm(model.fc_norm, pooled, direction).unsqueeze(1)

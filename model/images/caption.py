@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from model.methods import methods
 from model.outputs import LITTLE, MUCH, AttentionMap
 
 # Drawings whose longer side in pixels is below this get no caption, because words do not fit.
@@ -30,8 +31,8 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
     request = attention.request
     if request.method == "cls":
         return "attention of one layer", f"cls, layer {request.layer}, head {request.head}"
-    if request.method == "rollout":
-        return "attention through all layers", "rollout"
+    if not request.is_class_specific:
+        return methods()[request.method].summary, request.method
     assert request.class_index is not None
     assert attention.score is not None
     assert attention.evidence is not None

@@ -7,7 +7,7 @@ to the paper's model is chosen by `ViTConfig` and built from `model.network.laye
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -328,6 +328,11 @@ class VisionTransformer(nn.Module):
         if with_patches:
             embeddings["mean"] = self.fc_norm(x[:, config.prefix_tokens :].mean(dim=1))
         return embeddings
+
+
+def blocks_of(model: VisionTransformer) -> list[Block]:
+    """Return the blocks in the network's order."""
+    return cast(list[Block], list(model.blocks))
 
 
 def _token(count: int, width: int) -> nn.Parameter:

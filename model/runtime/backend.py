@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from model.config import NetworkConfig, ViTConfig
 from model.errors import DeviceError, NewProcessNeeded
 from model.heads import Head
-from model.outputs import CLASS_SPECIFIC, RIVALS, MapRequest, Pooling, RequestedOutputs
+from model.outputs import RIVALS, MapRequest, Pooling, RequestedOutputs
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class BatchRequest:
             top_k=max(request.top_k for request in requests),
             # The evidence of a class is made of all logits, and so is a set of labels.
             logits=any(request.logits or request.label_set for request in requests)
-            or any(each.method in CLASS_SPECIFIC and each.by is None for each in maps),
+            or any(each.is_class_specific and each.by is None for each in maps),
             layers=tuple(sorted({each.layer for each in maps if each.layer is not None})),
             relevance=any(each.of_best_class for each in maps),
             embeddings=embeddings,
@@ -359,7 +359,7 @@ class Backend(Protocol):
         request: MapRequest,
         features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return `model.explanation.methods.explain` of a batch; always torch's.
+        """Return `model.explanation.explain.explain` of a batch; always torch's.
 
         It may be called by one more thread than `predict`.
 

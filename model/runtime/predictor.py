@@ -24,7 +24,6 @@ from model.explanation.maps import attention_maps, sharpened_maps
 from model.features import Floats
 from model.heads import Head
 from model.outputs import (
-    CLASS_SPECIFIC,
     AttentionMap,
     EmbeddingRequest,
     MapRequest,
@@ -565,7 +564,7 @@ class Predictor:
             if each.map.class_index is not None:
                 classes[place] = each.map.class_index
             features_read: Pooling | None = None
-            if each.map.method in CLASS_SPECIFIC and (scorer := self._scorer(each)) is not self.own:
+            if each.map.is_class_specific and (scorer := self._scorer(each)) is not self.own:
                 features_read = scorer.features
                 features, label = arrays[scorer.features][place], each.map.class_index
                 classes[place], targets[place] = scorer.target(features, each.map.method, label)
@@ -581,7 +580,7 @@ class Predictor:
             values, kept_mass = self._backend.explain(
                 pixels, of_places, request, features_read or "head"
             )
-            is_of_class = request.method in CLASS_SPECIFIC
+            is_of_class = request.is_class_specific
             made = (
                 replace(request, class_index=label if is_of_class else None)
                 for label in labels.tolist()
@@ -618,7 +617,7 @@ def _direction(target: _Target, features: Floats) -> Floats:
 
 def _of_backbone(asked: RequestedOutputs) -> RequestedOutputs:
     """Return what a pass gives of a request to another head than the own one."""
-    own_map = None if asked.map is not None and asked.map.method in CLASS_SPECIFIC else asked.map
+    own_map = None if asked.map is not None and asked.map.is_class_specific else asked.map
     return RequestedOutputs(1, own_map, embedding=asked.embedding)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from model.checkpoint import Checkpoint
 from model.config import NetworkConfig, ViTConfig
 from model.errors import DeviceError, first_line
+from model.explanation.explain import explain
 from model.explanation.folded_weights import fold
-from model.explanation.methods import explain
 from model.network.layers.attention import Attention, chunked_attention
 from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.rotary import Rotary

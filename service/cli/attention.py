@@ -14,7 +14,8 @@ from model.errors import InputError
 from model.images.heatmap import default_view
 from model.images.preprocess import upright_photo
 from model.images.sheet import ContactSheet, draw_maps
-from model.outputs import METHODS, AttentionMap
+from model.methods import methods
+from model.outputs import AttentionMap
 from service.cli.answers import LocalAnswers, SeenMaps
 from service.cli.image_files import find_images, handle_answers, writing
 from service.cli.setting_flags import add_setting_flags, settings_from
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sheet", type=Path, metavar="FILE", help="one PNG with all maps, small and labelled"
     )
-    parser.add_argument("--method", help=f"one of {', '.join(METHODS)} (default: {METHODS[0]})")
+    names = list(methods())
+    parser.add_argument("--method", help=f"one of {', '.join(names)} (default: {names[0]})")
     parser.add_argument(
         "--class",
         dest="classes",

@@ -10,7 +10,7 @@ from model.errors import ExtensionError
 from model.extension import GROUP, Extension, extensions, resolve
 
 SECOND = Extension(name="second")
-FIRST = Extension(name="first", methods={"rollout": "tests.model.test_extension:SECOND"})
+FIRST = Extension(name="first", readers=("tests.model.test_extension:SECOND",))
 SAME = Extension(name="second")
 OTHER = "not an extension"
 

@@ -14,10 +14,9 @@ from model.images.heatmap import COLORMAPS, MAX_SIZE, default_view, encode_png
 from model.images.preprocess import ModelInput
 from model.images.sheet import draw_maps
 from model.label_texts import labels_of_request, with_labels
+from model.methods import is_class_specific, methods
 from model.outputs import (
-    CLASS_SPECIFIC,
     MAX_CLASSES,
-    METHODS,
     AttentionMap,
     Outputs,
     RequestedOutputs,
@@ -66,8 +65,8 @@ class AttentionQuery(BaseModel, frozen=True):
     method: Annotated[
         str | Absent,
         Field(
-            description=f"default `{METHODS[0]}`, or `cls` with a layer or head",
-            json_schema_extra={"enum": list(METHODS)},
+            description=f"default `{next(iter(methods()))}`, or `cls` with a layer or head",
+            json_schema_extra={"enum": list(methods())},
         ),
     ] = None
     class_: Annotated[
@@ -75,7 +74,7 @@ class AttentionQuery(BaseModel, frozen=True):
         Field(
             alias="class",
             description=f"whose map: an index or a label, or at most {MAX_CLASSES} with commas between; default "
-            f"the best class; for {', '.join(sorted(CLASS_SPECIFIC))}",
+            f"the best class; for {', '.join(sorted(filter(is_class_specific, methods())))}",
         ),
     ] = None
     labels: Annotated[

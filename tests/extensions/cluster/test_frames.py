@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from model.images.preprocess import ModelInput, Region
+from model.methods import methods
 from model.outputs import (
-    METHODS,
     POOLINGS,
     AttentionHead,
     AttentionMap,
@@ -42,7 +42,7 @@ WEIGHTS = arrays.arrays(
 )
 MAPS = st.builds(
     MapRequest,
-    st.sampled_from(METHODS),
+    st.sampled_from(list(methods())),
     st.none() | SMALL,
     st.none() | st.integers(0, 255),
     st.none() | HEADS,

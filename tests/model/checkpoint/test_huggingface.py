@@ -22,7 +22,7 @@ from model.checkpoint import Checkpoint, load_checkpoint
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import CLIP, SIGLIP
 from model.errors import CheckpointError
-from model.explanation.methods import explain
+from model.explanation.explain import explain
 from model.extensions.evaluation.summary import summarise
 from model.heads import compared, of_image
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs

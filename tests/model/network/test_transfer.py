@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model.network.vit import VisionTransformer
 from model.outputs import embedding_width
-from tests.model.explanation.test_methods import FAMILIES, model_of, pictures
+from tests.model.explanation.random_models import FAMILIES, model_of, pictures
 
 
 def plain_features(model: VisionTransformer, pixels: Tensor) -> Tensor:

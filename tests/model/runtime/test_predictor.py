@@ -10,7 +10,7 @@ from model.calibration import Calibration, label_sets_of
 from model.checkpoint import Checkpoint
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, DeviceError
-from model.explanation.methods import explain
+from model.explanation.explain import explain
 from model.heads import Form, Head
 from model.network.vit import VisionTransformer, ViTOutput
 from model.outputs import MapRequest, RequestedOutputs

@@ -16,8 +16,8 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.checkpoint import backbone_and_head
 from model.config import PreprocessConfig
 from model.errors import DeviceError
+from model.explanation.explain import explain
 from model.explanation.maps import sharpened_maps
-from model.explanation.methods import explain
 from model.explanation.transfer_relevance import kept_for_transfer, transfer_relevance
 from model.heads import Head
 from model.outputs import (
@@ -35,7 +35,7 @@ from model.runtime.openvino.backend import OpenVino, OpenVinoNetwork, unsupporte
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchBackend, TorchCpu
 from model.runtime.torch_pass import Normalise
-from tests.model.explanation.test_methods import FAMILIES, model_of
+from tests.model.explanation.random_models import FAMILIES, model_of
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import MODES, Predictions, predict
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.heads import Head
-from model.outputs import CLASS_SPECIFIC, AttentionMap, EmbeddingRequest, Outputs
+from model.outputs import AttentionMap, EmbeddingRequest, Outputs
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from tests.service.fakes import (
     CLASSES,
@@ -84,7 +84,7 @@ class FakeEngine:
                 )
                 features = expected_embedding(red, EmbeddingRequest())
                 best, _ = head.target(features, wanted.method, wanted.class_index)
-            of_class = best if wanted.method in CLASS_SPECIFIC else None
+            of_class = best if wanted.is_class_specific else None
             facts = (None, None) if of_class is None else (0.5, 0.25)
             found = AttentionMap(
                 replace(wanted, class_index=of_class, by=None), values, 0.9, *facts

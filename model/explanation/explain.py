@@ -1,0 +1,82 @@
+"""Maps over the patch grid by the explanation methods that need a pass of their own."""
+
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from model.explanation.folded_weights import FoldedWeights, fold
+from model.explanation.maps import sharpened_maps, token_maps
+from model.explanation.relevance import kept_blocks, token_relevance
+from model.methods import load_method
+from model.network.vit import VisionTransformer
+from model.outputs import MapRequest, Pooling
+
+# Limit in bytes of one block's attention weights in one pass. A pass has a few tensors of that
+# size.
+WEIGHTS_BYTES: Final = 64 << 20
+
+
+class TokenFunction(Protocol):
+    """The function of an explanation method."""
+
+    def __call__(
+        self, model: VisionTransformer, pixels: Tensor, targets: Tensor, features: Pooling
+    ) -> Tensor:
+        """Return how much each token mattered: floats [B, N], >= 0, of any scale.
+
+        Args:
+            model: must be unchanged afterwards.
+            pixels: [B, C, H, W], normalised, in the model's dtype.
+            targets, features: see `explain`; a method without classes ignores both.
+        """
+
+
+def explain(
+    model: VisionTransformer,
+    pixels: Tensor,
+    targets: Tensor,
+    request: MapRequest,
+    folded: FoldedWeights | None = None,
+    features: Pooling = "head",
+    *,
+    weights_bytes: int = WEIGHTS_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Return a map for each image, and the share of its values that fell on patches.
+
+    Args:
+        pixels: [B, C, H, W], normalised, in the model's dtype.
+        targets: the classes, int64 [B], or rows of another head for them, float32 [B, D]. They
+            replace the class of the request.
+        request: of any method except `cls`.
+        folded: `fold` of the model; None folds the weights for this call.
+        features: embedding that the other head reads, if the targets are rows.
+        weights_bytes: limit of one block's attention weights; more images take several passes.
+
+    Returns:
+        float32 [B, rows, columns] on the CPU, >= 0, each map summing to 1, or even if the method
+        finds nothing; and float32 [B], the share that fell on patches instead of prefix tokens.
+    """
+    config = model.config
+    images = max(1, weights_bytes // (4 * config.heads * config.tokens**2))
+    parts = zip(torch.split(pixels, images), torch.split(targets, images), strict=True)
+    with torch.no_grad():
+        if request.method == "relevance":
+            weights = folded or fold(model)
+            of_parts = [_relevance(model, part, weights, target) for part, target in parts]
+        else:
+            function: TokenFunction = load_method(request.method)
+            of_parts = [function(model, part, target, features) for part, target in parts]
+    tokens = torch.cat(of_parts).float().cpu().numpy()
+    if request.method == "relevance":  # may be negative
+        maps, mass = sharpened_maps(tokens, config)
+    else:
+        maps, mass = token_maps(tokens, config)
+    return torch.from_numpy(maps), torch.from_numpy(mass)
+
+
+def _relevance(
+    model: VisionTransformer, pixels: Tensor, weights: FoldedWeights, targets: Tensor
+) -> Tensor:
+    output = model(pixels, keep=kept_blocks(model.config))
+    return token_relevance(model, output, weights, targets)

@@ -1,0 +1,58 @@
+"""The explanation methods that this installation offers, by name. Torch-free.
+
+`relevance` and `cls` belong to the core; extensions add others (`model.extension`).
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Final
+
+from model.errors import ExtensionError
+from model.extension import ExplanationMethod, extensions, resolve
+
+_CORE: Final = (
+    ExplanationMethod(
+        name="relevance",
+        summary="contribution to the class's margin over its rivals",
+        class_specific=True,
+    ),
+    ExplanationMethod(name="cls", summary="attention of one layer"),
+)
+
+
+@cache
+def methods() -> Mapping[str, ExplanationMethod]:
+    """Return the methods by name, the default first.
+
+    Raises:
+        ExtensionError: two methods have one name.
+    """
+    by_name = {method.name: method for method in _CORE}
+    for extension in extensions():
+        for method in extension.methods:
+            if method.name in by_name:
+                raise ExtensionError(
+                    f"the extension {extension.name!r}: another method has the name "
+                    f"{method.name!r}: uninstall one of them"
+                )
+            by_name[method.name] = method
+    return MappingProxyType(by_name)
+
+
+def is_class_specific(name: str) -> bool:
+    """Return whether there is a method of this name whose map is of a class."""
+    return name in methods() and methods()[name].class_specific
+
+
+def load_method(name: str) -> Any:
+    """Import the function of an extension's method; see `model.explanation.explain`.
+
+    Raises:
+        ExtensionError: the function cannot be imported.
+    """
+    for extension in extensions():
+        for method in extension.methods:
+            if method.name == name:
+                return resolve(method.function, extension)
+    raise KeyError(name)
