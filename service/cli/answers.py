@@ -23,7 +23,7 @@ from model.outputs import AttentionMap, Outputs, Pooling, RequestedOutputs
 from model.parameters import parse_embedding, parse_maps
 from service.cli.image_files import read_input
 from service.cli.setting_flags import predictor_from
-from service.settings import Settings
+from service.settings import settings_class
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
 from vitserve.documents import ranked, set_fields
 
@@ -103,7 +103,7 @@ def _refuse_server_flags(arguments: argparse.Namespace) -> None:
 
 
 def _refuse_local_settings(arguments: argparse.Namespace, sent_settings: Collection[str]) -> None:
-    for name in Settings.model_fields:
+    for name in settings_class().model_fields:
         if hasattr(arguments, name) and name not in sent_settings:
             raise InputError(
                 name,

@@ -15,63 +15,54 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Final, NoReturn, TextIO
 
 from model.errors import VitError
 from service.errors import ServiceError
+from service.extension import Command, extensions
 from vitserve import __version__
 
-# Each subcommand, which is a module of `service.cli`, and its line in `vitserve --help`.
-COMMANDS = {
-    "serve": "serve a checkpoint over HTTP (the default)",
-    "classify": "classify files or folders of pictures",
-    "embed": "write the embeddings of files or folders as one NumPy file",
-    "attention": "draw a heat map of where the model looks",
-    "evaluate": "measure a checkpoint's accuracy on labelled pictures",
-    "calibrate": "fit scores and sets of labels to labelled pictures",
-    "teach": "make a head from a folder of pictures for each label, here or in a server",
-    "train": "train or fine-tune a model on a folder of pictures",
-    "inspect": "print what a checkpoint is",
-    "convert": "write a checkpoint as vitserve's own folder",
+_CORE_COMMANDS: Final = {
+    "serve": Command(
+        "service.cli.serve",
+        "serve a checkpoint over HTTP (the default)",
+        synonyms=("run", "start", "server", "up"),
+    ),
+    "classify": Command(
+        "service.cli.classify",
+        "classify files or folders of pictures",
+        example="vitserve classify photo.jpg",
+        synonyms=("predict", "infer", "label", "recognize"),
+    ),
+    "embed": Command(
+        "service.cli.embed",
+        "write the embeddings of files or folders as one NumPy file",
+        example="vitserve embed photos/ -o features.npy",
+        synonyms=("embeddings", "features", "encode"),
+    ),
+    "attention": Command(
+        "service.cli.attention",
+        "draw a heat map of where the model looks",
+        example="vitserve attention photo.jpg -o map.png",
+        synonyms=("explain", "heatmap", "map"),
+    ),
 }
 
-_MODULES: Final = {
-    "evaluate": "service.extensions.evaluation.evaluate",
-    "calibrate": "service.extensions.evaluation.calibrate",
-    "teach": "service.extensions.teach.command",
-    "train": "service.extensions.training.train",
-    "inspect": "service.extensions.evaluation.inspect",
-    "convert": "service.extensions.formats.convert",
-}
 
-# A call of each subcommand that needs arguments.
-EXAMPLES: Final = {
-    "classify": "vitserve classify photo.jpg",
-    "embed": "vitserve embed photos/ -o features.npy",
-    "attention": "vitserve attention photo.jpg -o map.png",
-    "evaluate": "vitserve evaluate --data photos/",
-    "calibrate": "vitserve calibrate runs/mine --data photos/",
-    "teach": "vitserve teach pets photos/",
-    "train": "vitserve train --data photos/ --from bundled --out runs/mine",
-    "convert": "vitserve convert bundled -o folder",
-}
+@cache
+def commands() -> dict[str, Command]:
+    """Return the subcommands of the core and of all installed extensions, by name."""
+    added = [extension.commands for extension in extensions()]
+    return {name: command for part in (_CORE_COMMANDS, *added) for name, command in part.items()}
+
 
 # Options of `vitserve` itself.
 _OF_ALL: Final = ("-h", "--help", "-V", "--version")
 
-# Other words for subcommands and for options; of an option's, those count that the subcommand has.
-_COMMANDS_MEANT: Final = {
-    **dict.fromkeys(("run", "start", "server", "up"), "serve"),
-    **dict.fromkeys(("predict", "infer", "label", "recognize"), "classify"),
-    **dict.fromkeys(("eval", "test", "benchmark", "score", "validate"), "evaluate"),
-    **dict.fromkeys(("finetune", "fine-tune", "fit"), "train"),
-    **dict.fromkeys(("info", "show", "describe", "summary"), "inspect"),
-    **dict.fromkeys(("export", "save"), "convert"),
-    **dict.fromkeys(("explain", "heatmap", "map"), "attention"),
-    **dict.fromkeys(("embeddings", "features", "encode"), "embed"),
-}
+# Other words for options; only the words that the subcommand has count.
 _OPTIONS_MEANT: Final = {
     **dict.fromkeys(
         ("--model", "--weights", "--checkpoint", "--pretrained", "--ckpt"),
@@ -108,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # they may be torch's.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     parser, chosen = _parser(arguments[0])
-    if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+    if arguments[0] not in commands() and not arguments[0].startswith("-"):
         parser.error(_unknown_command(arguments[0]))
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -160,10 +151,14 @@ def replace_unknown_characters(*streams: TextIO) -> None:
             stream.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
 
 
+def _example_of(name: str) -> str:
+    return commands()[name].example if name in commands() else ""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with one line; the usage of all options would hide it."""
-        example = EXAMPLES.get(self.prog.rpartition(" ")[2])
+        example = _example_of(self.prog.rpartition(" ")[2])
         if example and ("required" in message or "unexpected" in message):
             message = f"{message}; for example: {example}"
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists all)\n")
@@ -176,12 +171,11 @@ def _unknown_command(word: str) -> str:
         return (
             f"{word!r} is not a command: {served}, `vitserve classify {word}` classifies pictures"
         )
-    near = _COMMANDS_MEANT.get(word.lower()) or "".join(
-        get_close_matches(word.lower(), COMMANDS, 1)
-    )
+    meant = [name for name, command in commands().items() if word.lower() in command.synonyms]
+    near = "".join(meant[:1] or get_close_matches(word.lower(), commands(), 1))
     if near:
         return f"unknown command {word!r}: did you mean `vitserve {near}`?"
-    return f"unknown command {word!r}; available: {', '.join(COMMANDS)}"
+    return f"unknown command {word!r}; available: {', '.join(commands())}"
 
 
 def _unknown_argument(command: str, argument: str, parser: argparse.ArgumentParser) -> str:
@@ -195,7 +189,7 @@ def _unknown_argument(command: str, argument: str, parser: argparse.ArgumentPars
     near = [*meant, *longer][:5] or get_close_matches(flag, options, 1)
     if near:
         return f"{flag} is not one of its options: did you mean {' or '.join(near)}?"
-    others = [name for name in COMMANDS if name != command and flag in _options(_parser(name)[1])]
+    others = [name for name in commands() if name != command and flag in _options(_parser(name)[1])]
     if others:
         return f"{flag} is not one of its options, but one of {', '.join(others)}"
     return f"{flag} is not one of its options"
@@ -214,20 +208,15 @@ def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentPars
     parser.add_argument("-V", "--version", action="version", version=f"vitserve {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     of_chosen: argparse.ArgumentParser = parser
-    for name, summary in COMMANDS.items():
+    for name, command in commands().items():
         # An abbreviation would mean another option, or none, as soon as an option with the same
         # beginning is added.
-        subparser = subparsers.add_parser(name, help=summary, allow_abbrev=False)
+        subparser = subparsers.add_parser(name, help=command.summary, allow_abbrev=False)
         if name == chosen:
             of_chosen = subparser
             _command(name).add_arguments(subparser)
     return parser, of_chosen
 
 
-def module_of(command: str) -> str:
-    """Return the name of the module of a subcommand."""
-    return _MODULES.get(command, f"service.cli.{command}")
-
-
 def _command(name: str) -> ModuleType:
-    return importlib.import_module(module_of(name))
+    return importlib.import_module(commands()[name].module)

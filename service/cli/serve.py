@@ -4,21 +4,20 @@ import argparse
 import errno
 import gc
 import logging
-import socket
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import NoReturn
 
-from service.addresses import UNIX, SocketFiles, bind_tcp, listen, port_of, tcp_addresses, tcp_hosts
+from service.addresses import UNIX, SocketFiles, listen
 from service.cli.setting_flags import add_checkpoint, add_setting_flags, settings_from
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.errors import SettingsError
+from service.extension import check, extensions
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.models.registry import configured_models, notes_on_folder
 from service.observe import logs
-from service.settings import Settings, exports_spans, variable_warnings
+from service.settings import Settings, settings_class, variable_warnings
 
 logger = logging.getLogger("vitserve")
 
@@ -26,7 +25,9 @@ logger = logging.getLogger("vitserve")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every setting as a flag."""
     add_checkpoint(parser)
-    add_setting_flags(parser, [name for name in Settings.model_fields if name != "checkpoint"])
+    add_setting_flags(
+        parser, [name for name in settings_class().model_fields if name != "checkpoint"]
+    )
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
@@ -40,71 +41,47 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         logger.warning("%s", line)
     if not settings.api_keys and not settings.is_local:
         logger.warning(
-            "VIT_HOST=%s without VIT_API_KEYS: whoever reaches this service may use it",
+            "VIT_HOST=%s without VIT_API_KEYS: everybody who reaches this service may use it",
             settings.host,
         )
-    exports_spans()  # a wrong variable ends the start
+    check(settings)
     _check_address(settings)
     entries = configured_models(settings, log=logging.DEBUG)  # a wrong folder ends the start
     for line in notes_on_folder(settings, entries):
         logger.warning("%s", line)
     logger.info("loading %s", settings.models or settings.checkpoint)
-    with grpc_port_kept(settings) as settings:
-        if settings.one_process and not uses_gpu(settings):
-            from service.web.single_process import run_single_process  # noqa: PLC0415  --help is quick without
+    with ExitStack() as contexts:
+        for extension in extensions():
+            if extension.prepared is not None:
+                settings = contexts.enter_context(extension.prepared(settings))
+        exit_now(_serve(settings))
 
-            exit_now(run_single_process(settings, load_predictor))
-        if not sys.platform.startswith("linux"):
-            raise SettingsError("VIT_WORKERS, VIT_DEVICE: several processes, or a GPU, need Linux")
-        from service.extensions.cluster.run import run_cluster  # noqa: PLC0415  what it needs, only Linux has
 
-        exit_now(run_cluster(settings, load_predictor))
+def _serve(settings: Settings) -> int:
+    """Run the service in one process or in several, and return the exit code.
+
+    With a GPU, the engine has a process of its own, so that web code does not slow it down.
+    """
+    in_processes = [extension.serve for extension in extensions() if extension.serve is not None]
+    if settings.one_process and not (uses_gpu(settings) and in_processes):
+        from service.web.single_process import run_single_process  # noqa: PLC0415  slow to import
+
+        return run_single_process(settings, load_predictor)
+    if not in_processes:
+        raise SettingsError("VIT_WORKERS, VIT_DEVICE: several processes need an extension")
+    return in_processes[0](settings, load_predictor)
 
 
 def _check_address(settings: Settings) -> None:
-    """End with one line if an address cannot be had, before a model is loaded for nothing."""
-    hosts = settings.hosts
-    for name, port, own in (
-        ("port", settings.port, hosts),
-        ("grpc_port", settings.grpc_port, tcp_hosts(hosts)),
-    ):
-        if port is None:
-            continue
-        try:
-            [probes] = listen(own, port)
-        except OSError as error:
-            setting = "host" if str(error.filename).startswith(UNIX) else name
-            flag = f"--{setting.replace('_', '-')} (VIT_{setting.upper()})"
-            is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EEXIST)
-            other = f"; {flag} chooses another" if is_taken else ""
-            sys.exit(
-                f"vitserve: cannot listen on {error.filename}: {error.strerror or error}{other}"
-            )
-        SocketFiles(probes).remove()
-        for probe in probes:
-            probe.close()
-
-
-@contextmanager
-def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
-    """Return the settings with the port of gRPC, if it is served, and keep the port for this
-    service's workers.
-
-    grpcio opens its listeners itself, in each worker. So a socket that takes no callers holds the
-    port before and between them (SO_REUSEPORT). Raises `OSError` if the port is not available.
-    """
-    port = settings.grpc_port
-    if port is None:
-        yield settings
-        return
-    with ExitStack() as holders:
-        for address in tcp_addresses(settings.hosts):
-            try:
-                holder = bind_tcp(address, port, socket.SO_REUSEPORT)
-            except OSError as error:  # perhaps connections of another program have just ended there
-                if address.is_optional and error.errno != errno.EADDRINUSE:
-                    continue
-                holder = bind_tcp(address, port, socket.SO_REUSEPORT, socket.SO_REUSEADDR)
-            holders.enter_context(holder)
-            port = port or port_of([holder])
-        yield settings.model_copy(update={"grpc_port": port})
+    """End with one line if another program has the address, before a model is loaded."""
+    try:
+        [probes] = listen(settings.hosts, settings.port)
+    except OSError as error:
+        is_socket = str(error.filename).startswith(UNIX)
+        flag = "--host (VIT_HOST)" if is_socket else "--port (VIT_PORT)"
+        is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EEXIST)
+        remedy = f"; {flag} chooses another" if is_taken else ""
+        sys.exit(f"vitserve: cannot listen on {error.filename}: {error.strerror or error}{remedy}")
+    SocketFiles(probes).remove()
+    for probe in probes:
+        probe.close()

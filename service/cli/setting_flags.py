@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from model.errors import InputError
 from service.engine.loading import load_predictor
 from service.engine.messages import ModelInfo
-from service.settings import ENV_PREFIX, Settings, described, load_settings
+from service.settings import ENV_PREFIX, Settings, described, load_settings, settings_class
 
 if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
@@ -86,7 +86,9 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MO
 def settings_from(arguments: argparse.Namespace) -> Settings:
     """Build settings from flags and the environment; raises `SettingsError` for a wrong value."""
     flags = vars(arguments).items()
-    return load_settings({name: value for name, value in flags if name in Settings.model_fields})
+    return load_settings(
+        {name: value for name, value in flags if name in settings_class().model_fields}
+    )
 
 
 def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo, Settings]:

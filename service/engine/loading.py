@@ -40,7 +40,9 @@ from model.runtime.backend import WITHOUT_GRAPHS
 from service.children import COMMON, LOADING, start_python
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
-from service.settings import PATHS, Settings, load_settings
+from service.extension import extensions
+from service.model_settings import PATHS
+from service.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from model.calibration import LabelSets
@@ -132,6 +134,14 @@ def _require_inside(name: str, value: str | None, folders: Sequence[Path]) -> No
             return
     raise CheckpointError(
         f"{name} {value!r:.200}: a symbolic link out of its folder: put the file itself there"
+    )
+
+
+def _needs_transfer_features(settings: Settings) -> bool:
+    return any(
+        extension.reads_transfer_features is not None
+        and extension.reads_transfer_features(settings)
+        for extension in extensions()
     )
 
 
@@ -292,7 +302,7 @@ def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
         compile_mode="auto" if compile_mode == WITHOUT_GRAPHS else settings.compile,
         max_batch=settings.max_batch,
         graphs=compile_mode != WITHOUT_GRAPHS,
-        transfer=settings.teach is not None,
+        transfer=_needs_transfer_features(settings),
         keep=read.keep,
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():

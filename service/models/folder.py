@@ -26,7 +26,7 @@ from model.data.junk import is_junk
 from model.errors import first_problem, nearest
 from model.taught_heads import is_taught_head
 from service.errors import Forbidden, InvalidParameter
-from service.settings import PATHS, ModelSettings
+from service.model_settings import PATHS, ModelSettings
 
 T = TypeVar("T")
 

@@ -43,9 +43,10 @@ from service.errors import (
     SwapUnderWay,
     UnknownModel,
 )
+from service.model_settings import PATHS, ModelSettings
 from service.models.folder import Entry, in_time, read_folder, unread_names
 from service.models.generation import Generation, LocalModel, ServedModel
-from service.settings import PATHS, ModelSettings, Settings
+from service.settings import Settings
 from vitserve.documents import ListedModel
 
 logger = logging.getLogger("vitserve")

@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import TooManyRequests, Unauthorized
 from service.observe.metrics import Metrics
-from service.settings import ApiKey, Settings
+from service.setting_values import ApiKey
+from service.settings import Settings
 from service.web.middleware import PROBES, request_context
 
 _ADMIN: Final = re.compile(r"(?:PUT|DELETE) /models/.+|\w+ /v2/repository/models/.+/(?:un)?load")

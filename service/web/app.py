@@ -1,6 +1,6 @@
-"""The ASGI application: routes, middleware, and their shared objects.
+"""The ASGI application: routes, middleware and shared objects of one web process.
 
-Engines are handed in: nothing here imports a model or torch.
+Callers hand engines in: nothing here imports a model or torch.
 """
 
 import logging
@@ -8,31 +8,25 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from service.background import keep_running
 from service.engine.messages import EngineStatus, ModelInfo
-from service.extensions.compatibility import routes as compatibility
-from service.extensions.inference_protocol import routes as inference_protocol
-from service.extensions.redis.image_store import RedisImageStore
-from service.extensions.teach import routes as heads
-from service.extensions.teach.examples import Examples
-from service.extensions.teach.heads import TaughtHeads
+from service.extension import Routes, extensions
 from service.lifecycle import Lifecycle
 from service.models.registry import Models
 from service.observe.metrics import Metrics, Sources
-from service.settings import MEMORY, Settings, exports_spans
+from service.setting_values import MEMORY
+from service.settings import Settings
 from service.web import problems
 from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore
 from service.web.lanes import Lanes
-from service.web.middleware import PROBES, ProblemMiddleware, RequestContextMiddleware
+from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
 from service.web.origins import OriginMiddleware, split_origins
 from service.web.prefix import Prefixes
 from service.web.routes import attention, classify, classify_batch, embed, operations, pages
@@ -52,16 +46,16 @@ _ROUTERS = (
     attention.router,
     operations.router,
     models_routes.router,
-    heads.router,
-    compatibility.router,
-    inference_protocol.router,
 )
-_PUBLIC = pages.PUBLIC | inference_protocol.PUBLIC | compatibility.PUBLIC | {"/healthz", "/readyz"}
+_PUBLIC = pages.PUBLIC | {"/healthz", "/readyz"}
+_EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Content-Location", "traceresponse")
 
 
 def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> ImageStore:
-    """Return the image store of the settings: in Redis, or in memory of this process; raises
-    `SettingsError`.
+    """Return the image store that VIT_RECENT_URL names: in memory, or of an extension.
+
+    Raises:
+        SettingsError: the store cannot be used as configured.
     """
     url = settings.recent_url.get_secret_value()
     if url == MEMORY:
@@ -71,14 +65,9 @@ def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], flo
             clock=clock,
             on_evicted=metrics.recent_evicted_age.observe,
         )
-    return RedisImageStore(
-        url,
-        name=settings.models or settings.model_name or settings.checkpoint,
-        ttl=settings.recent_ttl,
-        max_bytes=settings.recent_bytes,
-        failed=metrics.recent_errors.inc,
-        clock=clock,
-    )
+    scheme = url.partition("://")[0]
+    stores = {name: make for each in extensions() for name, make in each.stores.items()}
+    return stores[scheme](settings, metrics, clock)
 
 
 def create_app(
@@ -95,13 +84,12 @@ def create_app(
 
     Args:
         models: started and closed with the application.
-        metrics: the same that the engine's owner counts batches in.
+        metrics: the metrics that the engines' owner counts batches in.
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of a model's state.
         image_store: shared with other processes; by default this application's own.
+        clock: monotonic seconds.
     """
-    taught = None if settings.teach is None else Examples(Path(settings.teach).expanduser())
-    folder = None if settings.models is None else Path(settings.models).expanduser()
     images = image_store or image_store_of(settings, metrics, clock)
     decoders = Decoders(settings, on_restart=metrics.decoder_restarts.inc)
     service = Service(
@@ -114,26 +102,9 @@ def create_app(
         lifecycle or Lifecycle(),
         Lanes(settings, models, lambda: decoders.processes, clock),
         decoders,
-        TaughtHeads(taught, folder, models),
         clock=clock,
     )
-    metrics.watch(
-        Sources(
-            statuses=models.statuses,
-            recent=images.usage,
-            places=lambda: (service.limiter.in_use, service.limiter.capacity),
-            names=lambda: set(models.names()),
-            results=lambda: models.results,
-            backbones=models.backbones,
-            states=lambda: {each.name: each.state for each in models.describe()},
-            reloads=models.reloads,
-            recent_ttl=settings.recent_ttl,
-        )
-    )
-    for code in problems.CODES:
-        metrics.rejected.labels(
-            code
-        )  # a rate needs a series that stands at 0 before the first refusal
+    _watch(metrics, service)
     app = Application(
         title="vitserve",
         version=__version__,
@@ -142,30 +113,52 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # `service.web.routes.pages` has it
     )
-    app.set_routes([route for router in _ROUTERS for route in router.routes])
-    app.router.default = no_such_path
     app.state.service = service
-    app.state.keys_required = bool(settings.api_keys)
-    app.state.public = _PUBLIC | {"/metrics"} if settings.metrics_public else _PUBLIC
     app.state.guard = KeyGuard(settings.api_keys, settings.key_max_requests, metrics)
-    app.state.on_engine_change = partial(_publish_model, service, on_engine_change)
-    app.state.tracing = None
-    if exports_spans():
-        from service.extensions.tracing.spans import Tracing  # noqa: PLC0415  it needs the extra `otel`
-
-        app.state.tracing = Tracing()
+    app.state.on_models_changed = [partial(_publish_models, service)]
+    core = Routes([route for router in _ROUTERS for route in router.routes], _PUBLIC)
+    added = [extension.routes(app) for extension in extensions() if extension.routes is not None]
+    app.set_routes([route for part in (core, *added) for route in part.routes])
+    app.router.default = no_such_path
+    public = frozenset[str]().union(*(part.public for part in (core, *added)))
+    app.state.public = public | {"/metrics"} if settings.metrics_public else public
+    app.state.keys_required = bool(settings.api_keys)
+    app.state.on_models_changed.append(on_engine_change)
     app.state.outermost = outermost = _surrounded(app, service)
+    app.state.count = outermost.count
     return outermost
 
 
-def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
-    """Return the application inside its middleware, see `service.web.middleware`."""
-    state, settings, metrics = app.state, service.settings, service.metrics
-    layers: ASGIApp = (
-        ApiKeyMiddleware(app, state.guard, state.public, settings) if state.keys_required else app
+def _watch(metrics: Metrics, service: Service) -> None:
+    """Connect the gauges of the metrics with the objects that they describe."""
+    models = service.models
+    limiter = service.limiter
+    metrics.watch(
+        Sources(
+            statuses=models.statuses,
+            recent=service.images.usage,
+            places=lambda: (limiter.in_use, limiter.capacity),
+            names=lambda: set(models.names()),
+            results=lambda: models.results,
+            backbones=models.backbones,
+            states=lambda: {model.name: model.state for model in models.describe()},
+            reloads=models.reloads,
+            recent_ttl=service.settings.recent_ttl,
+        )
     )
+    for code in problems.CODES:
+        metrics.rejected.labels(code)  # a rate needs a series at 0 before the first refusal
+
+
+def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
+    """Return the application inside its middleware; see `service.web.middleware`."""
+    state = app.state
+    settings = service.settings
+    layers: ASGIApp = app
+    if state.keys_required:
+        layers = ApiKeyMiddleware(layers, state.guard, state.public, settings)
     layers = OriginMiddleware(layers, settings)
-    layers = ProblemMiddleware(layers, metrics, RefusalPace(service.clock))
+    layers = ProblemMiddleware(layers, service.metrics, RefusalPace(service.clock))
     if settings.cors_origins:
         exact, pattern = split_origins(settings.cors_origins)
         layers = CORSMiddleware(
@@ -173,16 +166,17 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
             allow_origins=exact,
             allow_origin_regex=pattern,
             allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
-            allow_headers=["*"],  # the key protects, not a list of headers
-            expose_headers=["X-Request-ID", "Retry-After", "Content-Location", "traceresponse"],
+            allow_headers=["*"],  # the key protects the service, not a list of headers
+            expose_headers=_EXPOSED_HEADERS,
         )
-    if state.tracing is not None:
-        layers = state.tracing.around(layers, PROBES)
+    for extension in extensions():
+        if extension.around is not None:
+            layers = extension.around(layers, app)
     endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
     prefixes = Prefixes(settings.root_path, endpoints)
     return RequestContextMiddleware(
         layers,
-        metrics,
+        service.metrics,
         endpoints,
         service.lifecycle,
         service.receiving,
@@ -191,42 +185,38 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     )
 
 
-def _publish_model(service: Service, on_engine_change: Callable[[], None]) -> None:
-    """Publish which models the engines have, and tell their owner of the change."""
-    served = [
-        replica
+def _publish_models(service: Service) -> None:
+    """Publish as metrics which models the engines serve."""
+    infos = [
+        replica.info
         for model in service.models.served.values()
         for replica in model.current.engine.engines
+        if replica.info is not None
     ]
-    service.taught.renew()
-    service.metrics.set_models(
-        [replica.info for replica in served if replica.info is not None], __version__
-    )
-    on_engine_change()
+    service.metrics.set_models(infos, __version__)
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Start the model and the port of gRPC; in the end, close what requests need."""
+    """Start the models and the extensions; at the end, close the objects that requests need."""
     state = app.state
     service: Service = state.service
-    service.models.start(state.on_engine_change)
-    async with AsyncExitStack() as beside:
-        if service.settings.grpc_port is not None:
-            from service.extensions.inference_protocol.grpc.calls import serving  # noqa: PLC0415  it needs the extra `grpc`
-
-            grpc = serving(service, state.guard, state.outermost.count, service.settings.grpc_port)
-            await beside.enter_async_context(grpc)
-        watching = keep_running("taught-heads", service.taught.watch)
+    async with AsyncExitStack() as contexts:
+        for extension in extensions():
+            if extension.beside is not None:
+                await contexts.enter_async_context(extension.beside(app))
+        service.models.start(partial(_models_changed, app))
         yield
-    watching.cancel()
     await service.models.close()
     service.lanes.close()
     service.decoders.close()
-    if state.tracing is not None:
-        await state.tracing.close()
     await service.images.close()
     state.outermost.log.end_second()
+
+
+def _models_changed(app: FastAPI) -> None:
+    for listener in app.state.on_models_changed:
+        listener()
 
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 from starlette.types import Scope
 
 from service.server import TRUSTED_PROXY
-from service.settings import parse_root_path
+from service.setting_values import parse_root_path
 
 _HEADER: Final = b"x-forwarded-prefix"
 

@@ -21,7 +21,6 @@ from model.images.preprocess import ModelInput
 from service.engine.base import Engine
 from service.engine.messages import ModelInfo
 from service.errors import Draining, EngineUnavailable, ModelLoading
-from service.extensions.teach.heads import TaughtHeads
 from service.lifecycle import Lifecycle
 from service.models.generation import Generation, ServedModel
 from service.models.registry import Models
@@ -86,7 +85,6 @@ class Service:
     lifecycle: Lifecycle
     lanes: Lanes
     decoders: Decoders
-    taught: TaughtHeads
     texts: KnownTexts = field(default_factory=KnownTexts)
     clock: Callable[[], float] = time.monotonic
 

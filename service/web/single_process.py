@@ -88,8 +88,6 @@ def log_address(settings: Settings, port: int, path: str = "/classify") -> None:
         base = f"http://{here}:{port}"
     else:
         unix = f"--unix-socket {sockets[0].removeprefix(UNIX)} "
-    if settings.grpc_port is not None:
-        logger.info("gRPC: %s:%d", here, settings.grpc_port)
     picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
     # What is published of a container, or how others call this machine, is not known here.
     others = f" here, port {port} for others" if not {*hosts}.isdisjoint(ANY) else ""

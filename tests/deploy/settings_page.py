@@ -2,7 +2,7 @@
 writes it.
 """
 
-from service.settings import ENV_PREFIX, Settings, described
+from service.settings import ENV_PREFIX, described, settings_class
 from tests.conftest import REPOSITORY
 
 PAGE = REPOSITORY / "docs/settings.md"
@@ -12,7 +12,7 @@ def page() -> str:
     """The page with the table as it is to be."""
     head, _, rest = PAGE.read_text().partition("| variable |")
     rows = ["| variable | default | meaning |", "|---|---|---|"]
-    for name in Settings.model_fields:
+    for name in settings_class().model_fields:
         meaning, default = described(name)
         rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {default} | {meaning} |")
     _, end, tail = rest.partition("\n\n")

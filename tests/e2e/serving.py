@@ -77,8 +77,9 @@ class Served:
         )
 
     @contextmanager
-    def raw(self) -> Iterator[Raw]:
-        with Raw(self.host, self.port) as connection:
+    def raw(self, source: str = "") -> Iterator[Raw]:
+        """A connection from an address of this machine; callers are told apart by address."""
+        with Raw(self.host, self.port, source) as connection:
             yield connection
 
     def idle(self) -> bool:
@@ -94,8 +95,10 @@ def client(url: str, **options: Any) -> httpx.Client:
 class Raw:
     """A socket that says what it is told to."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self.socket = socket.create_connection((host, port), timeout=PATIENCE)
+    def __init__(self, host: str, port: int, source: str = "") -> None:
+        self.socket = socket.create_connection(
+            (host, port), timeout=PATIENCE, source_address=(source, 0) if source else None
+        )
         self.buffer = b""
 
     def __enter__(self) -> Raw:

@@ -148,7 +148,9 @@ def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(
         return refused == callers - PLACES and service.metric("vit_admitted_images") == PLACES
 
     with ExitStack() as stack:
-        connections = [stack.enter_context(service.raw()) for _ in range(callers)]
+        # One address would leave slots to others.
+        sources = [f"127.0.0.{2 + index}" for index in range(callers)]
+        connections = [stack.enter_context(service.raw(source)) for source in sources]
         # The supervisor too: it would take the engine for frozen, and replace it, before all of
         # this is done.
         for pid in (service.process.process.pid, engine):

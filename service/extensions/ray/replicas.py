@@ -20,12 +20,14 @@ from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
 from service.engine.local import BATCH_SECONDS, Backbones, Loader, ModelEngine, What
 from service.errors import EngineUnavailable, Forbidden, SettingsError
+from service.extension import check
 from service.lifecycle import freeze_objects, trim_regularly
 from service.models.generation import Generation
 from service.models.registry import LocalModels, configured_models
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
-from service.settings import MEMORY, Settings, load_settings, variable_warnings
+from service.setting_values import MEMORY
+from service.settings import Settings, load_settings, variable_warnings
 from service.web.app import create_app, log_model
 
 try:
@@ -110,6 +112,7 @@ def replica_settings(settings: Settings, share: Arguments) -> Settings:
         raise SettingsError(
             "VIT_WORKERS and VIT_DEVICE: a replica has one process and one device; set `replicas`"
         )
+    check(settings)
     return fit_to_machine(settings).model_copy(update={"workers": 1})
 
 

@@ -6,7 +6,7 @@ With keys set a key teaches the heads that it began; the admin key teaches all, 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar, cast
 
 import numpy as np
 from fastapi import APIRouter, Query
@@ -30,9 +30,10 @@ from service.errors import (
     NotFound,
 )
 from service.extensions.teach.examples import Examples, HeadRow, KeptPicture
-from service.extensions.teach.heads import features_of
+from service.extensions.teach.heads import TaughtHeads, features_of
+from service.extensions.teach.settings import TeachSettings
 from service.models.folder import check_name
-from service.settings import Settings
+from service.settings import Settings, settings_of
 from service.web.admitted import AdmittedRequest, admit
 from service.web.api_keys import holds_admin_key
 from service.web.gather import of_each
@@ -126,10 +127,10 @@ class PageQuery(BaseModel, frozen=True):
 )
 async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models has all that answer."""
-    examples = service_of(request).taught.examples
+    examples = _taught(request).examples
     async with _admitted(request) as admitted:
         heads = [] if examples is None else sorted(await _on_thread(admitted, examples.heads))
-    is_kept = examples is not None and service_of(request).settings.teach_thumbnails
+    is_kept = examples is not None and _keeps_thumbnails(request)
     return HeadList(enabled=examples is not None, heads=heads, thumbnails=is_kept or None)
 
 
@@ -148,7 +149,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
     """
     service, examples = service_of(request), _examples(request)
     name = check_name(request.path_params["name"])
-    if name in map(service.models.name_of, service.models.served) or service.taught.is_file(name):
+    if name in map(service.models.name_of, service.models.served) or _taught(request).is_file(name):
         raise NameTaken(f"{name}: a model has this name: choose another one for the head")
     if query.label is not None:
         checked_label(query.label)  # an error of the query is raised before there must be room
@@ -159,7 +160,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
         if head is not None:
             _require_own(request, head)
         if head is not None and backbone is None:
-            backbone = service.models.name_of(service.taught.base(head))
+            backbone = service.models.name_of(_taught(request).base(head))
         model = await model_of(request, backbone)
         admitted.choose(model)
         form = FormQuery(request, query, model, ExampleQuery.requested)
@@ -174,7 +175,7 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
             return examples.add(name, label, features, owner, of, known, creator, kept)
 
         counts, numbers = await _on_thread(admitted, add)
-    service.taught.changed()
+    _taught(request).changed()
     return AddedExamples(head=name, examples=counts, numbers=numbers)
 
 
@@ -229,7 +230,7 @@ async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()
         _require_own(request, head)
         change = partial(examples.relabel, head, request.path_params["number"], label)
         counts = await _on_thread(admitted, change)
-    service_of(request).taught.changed()
+    _taught(request).changed()
     return ExampleCounts(head=head.name, examples=counts)
 
 
@@ -249,7 +250,7 @@ async def delete_example(request: Request) -> ExampleCounts:
 
     async with _admitted(request) as admitted:
         counts = await _on_thread(admitted, remove)
-    service_of(request).taught.changed()
+    _taught(request).changed()
     return ExampleCounts(head=name, examples=counts)
 
 
@@ -266,12 +267,10 @@ async def describe_head(request: Request) -> HeadDescription:
     """
     examples, name = _examples(request), request.path_params["name"]
     async with _admitted(request) as admitted:
-        await service_of(
-            request
-        ).taught.look()  # so that what is described here is what answers here
+        await _taught(request).look()  # so that what is described here is what answers here
         head, facts = await _on_thread(admitted, partial(_described, examples, name))
     try:
-        service_of(request).taught.base(head)
+        _taught(request).base(head)
     except HeadWithoutBackbone as error:
         facts |= {"reason": str(error)}
     return HeadDescription.model_validate(facts)
@@ -312,7 +311,7 @@ async def delete_head(request: Request) -> Response:
     examples, name = _examples(request), request.path_params["name"]
     async with _admitted(request) as admitted:
         await _on_thread(admitted, lambda: examples.remove(examples.head(name)))
-    service_of(request).taught.changed()
+    _taught(request).changed()
     return Response(status_code=204)
 
 
@@ -350,9 +349,17 @@ async def _on_thread(admitted: AdmittedRequest, work: Callable[[], T]) -> T:
     return await admitted.on_thread(admitted.service.lanes.examples, work)
 
 
+def _taught(request: Request) -> TaughtHeads:
+    return cast(TaughtHeads, request.app.state.taught)
+
+
+def _keeps_thumbnails(request: Request) -> bool:
+    return settings_of(service_of(request).settings, TeachSettings).teach_thumbnails
+
+
 def _examples(request: Request) -> Examples:
     """Return where the examples are; raises `NotFound` where nothing is taught."""
-    examples = service_of(request).taught.examples
+    examples = _taught(request).examples
     if examples is None:
         raise NotFound("nothing is taught here: the service was started without VIT_TEACH")
     return examples
@@ -364,7 +371,7 @@ def _checked_file_name(query: ExampleQuery, settings: Settings, *, count: int) -
     """
     if query.file_name is None:
         return
-    if not settings.teach_thumbnails:
+    if not settings_of(settings, TeachSettings).teach_thumbnails:
         raise InvalidParameter(
             "file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS"
         )
@@ -454,4 +461,6 @@ async def _features(
     features = np.stack([embedding for embedding, _ in rows])
     if not np.isfinite(features).all():
         raise InferenceFailed("the model gives features that are not finite")
-    return features, [pixels for _, pixels in rows] if settings.teach_thumbnails else []
+    return features, [pixels for _, pixels in rows] if settings_of(
+        settings, TeachSettings
+    ).teach_thumbnails else []

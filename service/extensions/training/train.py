@@ -13,7 +13,8 @@ from model.calibration import CALIBRATION_FILE
 from model.errors import TrainingError
 from service.cli.setting_flags import serve_command
 from service.observe import logs
-from service.settings import ENV_PREFIX, parse_size
+from service.setting_values import parse_size
+from service.settings import ENV_PREFIX
 
 logger = logging.getLogger("vitserve")
 

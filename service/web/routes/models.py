@@ -16,8 +16,9 @@ from starlette.responses import Response
 
 from service.engine.local import What
 from service.errors import Forbidden, InvalidParameter, NameTaken, Unauthorized, UnknownModel
+from service.model_settings import PATHS
 from service.models.folder import check_name, located, model_settings
-from service.settings import PATHS, Settings
+from service.settings import Settings
 from service.web.admitted import admit
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.json_bodies import decoded

@@ -31,7 +31,7 @@ from service.errors import (
 from service.extensions.teach import examples as module
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.heads import TaughtHeads
-from service.settings import ApiKey
+from service.setting_values import ApiKey
 from tests.service.fakes import FixedModels
 
 BACKBONE = ("0123456789abcdef", "deit")

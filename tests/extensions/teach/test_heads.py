@@ -170,7 +170,7 @@ BAD_HEADS = {
     "nan weight": (written(weight=NOT_FINITE), ": numbers are not finite"),
     "float64": (
         written(weight=NOT_FINITE.astype(np.float64)),
-        "weight, bias and known are float64, float32 and float16",
+        "weight, bias and known are float64, float32, float16",
     ),
     "nan temperature": (written(temperature="nan"), ": temperature is nan, not a positive number"),
     "no temperature": (written(temperature="0"), ": temperature is 0.0, not a positive number"),

@@ -216,7 +216,7 @@ async def test_thumbnails_are_kept_only_where_allowed(tmp_path: Path, is_kept: b
 @on_a_loop
 async def test_a_head_goes_on_with_its_features(tmp_path: Path) -> None:
     service = app(teach=str(tmp_path))
-    examples = service_in(service).taught.examples
+    examples = inside(service).state.taught.examples
     assert examples is not None
     assert service.engine.info is not None
     older = features_of(service.engine.info, Features())

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from service.errors import SettingsError
 from service.extensions.tracing import spans
+from service.extensions.tracing.extension import exports_spans
 from service.extensions.tracing.spans import Tracing
-from service.settings import exports_spans
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app
 from tests.service.web.fake_engine import FakeEngine

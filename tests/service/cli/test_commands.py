@@ -21,7 +21,7 @@ import pytest
 
 import service.cli
 from model.checkpoint import load_checkpoint
-from service.cli.main import COMMANDS, main, module_of
+from service.cli.main import commands, main
 from tests.conftest import REPOSITORY
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
@@ -250,7 +250,7 @@ HEAVY = {
 
 LIST_MODULES = """
 import sys
-from service.cli.main import main, module_of
+from service.cli.main import main
 try:
     main(sys.argv[1:])
 finally:
@@ -276,7 +276,7 @@ def test_help_and_version_import_no_library_and_no_subcommand(flag: str) -> None
 @pytest.mark.parametrize("name", ["serve", "classify", "train"])
 def test_a_subcommand_imports_no_other_and_shows_its_flags_without_torch(name: str) -> None:
     modules = imported_by(name, "--help")
-    assert {other for other in COMMANDS if module_of(other) in modules} == {name}
+    assert {other for other, command in commands().items() if command.module in modules} == {name}
     assert "torch" not in modules
     assert not modules & {"fastapi", "uvicorn"}  # which take a second to import
 
@@ -284,7 +284,7 @@ def test_a_subcommand_imports_no_other_and_shows_its_flags_without_torch(name: s
 def test_every_subcommand_is_in_the_table() -> None:
     modules = {f"service.cli.{found.name}" for found in pkgutil.iter_modules(service.cli.__path__)}
     runnable = {name for name in modules if hasattr(importlib.import_module(name), "run")}
-    assert runnable <= set(map(module_of, COMMANDS))
+    assert runnable <= {command.module for command in commands().values()}
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from model.checkpoint.tensor_files import SUFFIXES
 from model.errors import CheckpointError
 from service.engine.loading import checkpoint_from
 from service.errors import SettingsError
+from service.model_settings import PATHS
 from service.models import folder as folder_module
 from service.models.folder import WEIGHTS, in_time, read_folder
 from service.models.registry import configured_models, notes_on_folder
-from service.settings import PATHS, load_settings
+from service.settings import load_settings
 
 
 def write(folder: Path, **files: str | None) -> None:

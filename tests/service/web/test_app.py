@@ -12,10 +12,7 @@ import pytest
 
 from service.extensions.inference_protocol import inference
 from service.extensions.inference_protocol import routes as inference_protocol
-from service.observe.metrics import Metrics
-from service.settings import load_settings
 from service.web import admitted, body
-from service.web import app as app_module
 from service.web.admission import RefusalPace
 from service.web.problems import CODES
 from service.web.routes import classify
@@ -68,19 +65,6 @@ async def test_without_an_engine_callers_who_come_back_at_once_wait_and_probes_d
     await settle()
     assert not again.done()
     again.cancel()
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"), [({"model_name": "cats"}, "cats"), ({}, load_settings().checkpoint)]
-)
-def test_replicas_of_a_model_share_their_pictures_by_its_name(
-    changes: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
-    monkeypatch.setattr(app_module, "RedisImageStore", lambda url, *, name, **_: names.append(name))
-    settings = load_settings({"recent_url": "redis://127.0.0.1", **changes})
-    app_module.image_store_of(settings, Metrics(), Clock())
-    assert names == [name]
 
 
 @on_a_loop

@@ -13,7 +13,8 @@ import pytest
 from service.errors import SettingsError, Unauthorized
 from service.observe.logs import JsonFormatter
 from service.observe.metrics import Metrics
-from service.settings import ApiKey, load_settings, parse_keys
+from service.setting_values import ApiKey, parse_keys
+from service.settings import load_settings
 from service.web.api_keys import KeyGuard, needs_admin_key
 from service.web.middleware import LINES_A_SECOND
 from tests.service.fakes import on_a_loop, png, until

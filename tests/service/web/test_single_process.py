@@ -29,7 +29,7 @@ def hint(
 
 def test_the_hint_can_be_pasted_and_shows_no_key(hint: pytest.LogCaptureFixture) -> None:
     log_address(
-        load_settings({"api_keys": "web:secret", "host": "::1", "grpc_port": 9001}),
+        load_settings({"api_keys": "web:secret", "host": "::1"}),
         9000,
         path="/embed",
     )
@@ -37,7 +37,6 @@ def test_the_hint_can_be_pasted_and_shows_no_key(hint: pytest.LogCaptureFixture)
         """curl -H "Authorization: Bearer $VIT_API_KEY" -F file=@photo.jpg 'http://[::1]:9000/embed'"""
         in hint.text
     )
-    assert "gRPC: [::1]:9001" in hint.text
     assert "secret" not in hint.text
     Path("examples").mkdir()
     Path("examples/dog.jpg").touch()

@@ -7,14 +7,15 @@ from typing import Any
 import grpc
 import numpy as np
 
-from service.cli.serve import grpc_port_kept
 from service.extensions.inference_protocol import GRPC_SERVICE
 from service.extensions.inference_protocol.grpc.open_inference_pb2 import (
     InferParameter,
     ModelInferRequest,
     ModelInferResponse,
 )
-from service.settings import load_settings
+from service.extensions.inference_protocol.grpc_port import grpc_port_kept
+from service.extensions.inference_protocol.settings import InferenceProtocolSettings
+from service.settings import Settings, load_settings, settings_of
 from tests.service.web.apps import App, inside
 
 Input = ModelInferRequest.InferInputTensor
@@ -62,6 +63,12 @@ class Caller:
         raise AssertionError("it was answered")
 
 
+def grpc_port_of(settings: Settings) -> int:
+    port = settings_of(settings, InferenceProtocolSettings).grpc_port
+    assert port is not None
+    return port
+
+
 @asynccontextmanager
 async def calling(engine: Any = None, **settings: Any) -> AsyncIterator[Caller]:
     """The application, running, and a caller; at the end, or with `stop`, it stops as when its
@@ -69,12 +76,12 @@ async def calling(engine: Any = None, **settings: Any) -> AsyncIterator[Caller]:
     """
     with grpc_port_kept(load_settings({"grpc_port": 0, **settings})) as kept:
         service = App(kept) if engine is None else App(kept, engine=engine)
-        assert kept.grpc_port is not None
-        address = f"127.0.0.1:{kept.grpc_port}"
+        port = grpc_port_of(kept)
+        address = f"127.0.0.1:{port}"
         async with AsyncExitStack() as lifespan, grpc.aio.insecure_channel(address) as channel:
             layer = inside(service)
             await lifespan.enter_async_context(layer.router.lifespan_context(layer))
-            yield Caller(service, kept.grpc_port, channel, lifespan.aclose)
+            yield Caller(service, port, channel, lifespan.aclose)
 
 
 def image(*files: bytes) -> ModelInferRequest:

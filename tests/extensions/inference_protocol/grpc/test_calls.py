@@ -19,7 +19,6 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.cli.serve import _check_address, grpc_port_kept
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -36,9 +35,17 @@ from service.extensions.inference_protocol.grpc.open_inference_pb2 import (
     InferParameter,
     ModelInferRequest,
 )
+from service.extensions.inference_protocol.grpc_port import grpc_port_kept
 from service.settings import load_settings
 from service.web.problems import TABLE
-from tests.extensions.inference_protocol.grpc.caller import arrays, calling, image, number, raw
+from tests.extensions.inference_protocol.grpc.caller import (
+    arrays,
+    calling,
+    grpc_port_of,
+    image,
+    number,
+    raw,
+)
 from tests.service.fakes import (
     CLASSES,
     PATIENCE,
@@ -378,7 +385,7 @@ def test_without_a_grpcio_that_bounds_pings_the_setting_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: version)
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert load_settings().grpc_port is None
+    assert load_settings().model_dump()["grpc_port"] is None
     with pytest.raises(
         SettingsError,
         match=r"^VIT_GRPC_PORT='1': it needs grpcio 1.81 or newer: pip install 'vitserve",
@@ -444,8 +451,7 @@ def resident_mebibytes() -> float:
 
 def test_a_free_port_is_chosen_and_listeners_that_share_it_may_come() -> None:
     with grpc_port_kept(load_settings({"grpc_port": 0})) as settings:
-        assert settings.grpc_port
-        address = (settings.host, settings.grpc_port)
+        address = (settings.host, grpc_port_of(settings))
         with (
             socket.create_server(address, reuse_port=True),
             socket.create_server(address, reuse_port=True),
@@ -453,36 +459,36 @@ def test_a_free_port_is_chosen_and_listeners_that_share_it_may_come() -> None:
             socket.create_connection(address, timeout=10).close()
 
 
-def test_a_port_that_is_taken_ends_the_start_with_one_line() -> None:
+def test_taken_port_is_refused_with_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(SystemExit) as ended:
-            _check_address(load_settings({"port": 0, "grpc_port": port}))
-    assert str(ended.value) == (
-        f"vitserve: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        with (
+            pytest.raises(SettingsError) as refused,
+            grpc_port_kept(load_settings({"grpc_port": port})),
+        ):
+            pass
+    assert str(refused.value) == (
+        f"cannot listen on 127.0.0.1:{port}: Address already in use; "
         "--grpc-port (VIT_GRPC_PORT) chooses another"
     )
 
 
-def test_two_services_that_start_at_the_same_time_do_not_share_a_port() -> None:
+def test_two_starting_services_share_no_port() -> None:
     # Nobody listens on the port yet.
-    with (
-        grpc_port_kept(load_settings({"grpc_port": 0})) as settings,
-        pytest.raises(SystemExit, match="already in use"),
-    ):
-        _check_address(load_settings({"port": 0, "grpc_port": settings.grpc_port}))
+    with grpc_port_kept(load_settings({"grpc_port": 0})) as settings:
+        second = load_settings({"grpc_port": grpc_port_of(settings)})
+        with pytest.raises(SettingsError, match="already in use"), grpc_port_kept(second):
+            pass
 
 
-def test_a_port_on_which_connections_have_just_ended_is_free() -> None:
+def test_port_of_ended_connections_is_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as before:
         port = before.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as caller:
             before.accept()[0].close()
             assert caller.recv(1) == b""
-    settings = load_settings({"port": 0, "grpc_port": port})
-    _check_address(settings)
-    with grpc_port_kept(settings) as kept:
-        assert kept.grpc_port == port
+    with grpc_port_kept(load_settings({"grpc_port": port})) as kept:
+        assert grpc_port_of(kept) == port
 
 
 TENSORS = st.builds(

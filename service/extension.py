@@ -1,0 +1,109 @@
+"""The seam between the core of the service and its extensions.
+
+    [project.entry-points."vitserve.extensions"]
+    audit = "audit_log:EXTENSION"
+
+An extension is an object of `Extension` that a package names as an entry point. The core asks each
+extension at the places below and imports none. docs/extensions.md has a complete example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from model import extension as model_extension
+from model.extension import extensions as installed
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.routing import BaseRoute
+    from starlette.types import ASGIApp
+
+    from service.engine.local import Loader
+    from service.observe.metrics import Metrics
+    from service.settings import Settings
+    from service.web.image_stores import ImageStore
+
+
+class Command(NamedTuple):
+    """A subcommand of `vitserve`.
+
+    Attributes:
+        module: its dotted name; it has `add_arguments(parser)` and `run(arguments) -> int`.
+        summary: its line in `vitserve --help`.
+        example: a complete call, shown when an argument is missing.
+        synonyms: words that people type instead.
+    """
+
+    module: str
+    summary: str
+    example: str = ""
+    synonyms: Sequence[str] = ()
+
+
+class Routes(NamedTuple):
+    """Routes of an extension.
+
+    Attributes:
+        routes: added behind those of the core.
+        public: paths that need no API key.
+    """
+
+    routes: Sequence[BaseRoute]
+    public: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension(model_extension.Extension):
+    """What an extension adds; every field but `name` is optional.
+
+    Importing the object must be cheap, because `vitserve --help` does: functions import what they
+    need when they are called.
+    Functions that take the application find in `app.state`: `service` (the objects that requests
+    share), `guard` (of API keys), `count` (counts a request that did not come over HTTP) and
+    `on_models_changed` (a list of functions that are called after each change of a model).
+
+    Attributes:
+        settings: `module:Class` of a pydantic model whose fields join the settings as `VIT_NAME`.
+        commands: subcommands by name.
+        check: called at the start with the settings; raises `SettingsError` to end it.
+        prepared: a context around the whole service, entered once before any process starts; it
+            returns the settings that the service runs with.
+        serve: runs several processes with the settings and the loader of predictors until a signal
+            ends them; returns the exit code.
+        routes: returns routes, and may put objects that they share into `app.state`.
+        around: returns the application inside middleware, outermost but for the request's log.
+        beside: a context around the running application, entered in each web process before
+            requests are accepted.
+        stores: image stores by the scheme of VIT_RECENT_URL; the arguments are the settings, the
+            metrics and a monotonic clock in seconds.
+        reads_transfer_features: whether models compute transfer features for it.
+    """
+
+    settings: str | None = None
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    check: Callable[[Settings], None] | None = None
+    prepared: Callable[[Settings], AbstractContextManager[Settings]] | None = None
+    serve: Callable[[Settings, Loader], int] | None = None
+    routes: Callable[[FastAPI], Routes] | None = None
+    around: Callable[[ASGIApp, FastAPI], ASGIApp] | None = None
+    beside: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None
+    stores: Mapping[str, Callable[[Settings, Metrics, Callable[[], float]], ImageStore]] = field(
+        default_factory=dict
+    )
+    reads_transfer_features: Callable[[Settings], bool] | None = None
+
+
+def check(settings: Settings) -> None:
+    """Let each extension check the settings; raises `SettingsError`."""
+    for extension in extensions():
+        if extension.check is not None:
+            extension.check(settings)
+
+
+def extensions() -> tuple[Extension, ...]:
+    """Return the installed extensions of the service, sorted by name; raises `ExtensionError`."""
+    return tuple(each for each in installed() if isinstance(each, Extension))

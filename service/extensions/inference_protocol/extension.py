@@ -1,0 +1,52 @@
+"""Adds the Open Inference Protocol: /v2 over HTTP, and gRPC on VIT_GRPC_PORT."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from service.extension import Extension, Routes
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from fastapi import FastAPI
+
+    from service.settings import Settings
+
+
+def _prepared(settings: Settings) -> AbstractContextManager[Settings]:
+    from service.extensions.inference_protocol.grpc_port import grpc_port_kept
+
+    return grpc_port_kept(settings)
+
+
+def _routes(_: FastAPI) -> Routes:
+    from service.extensions.inference_protocol.routes import PUBLIC, router
+
+    return Routes(router.routes, PUBLIC)
+
+
+@asynccontextmanager
+async def _beside(app: FastAPI) -> AsyncIterator[None]:
+    from service.extensions.inference_protocol.settings import InferenceProtocolSettings
+    from service.settings import settings_of
+
+    service = app.state.service
+    port = settings_of(service.settings, InferenceProtocolSettings).grpc_port
+    if port is None:
+        yield
+        return
+    from service.extensions.inference_protocol.grpc.calls import serving  # needs the extra `grpc`
+
+    async with serving(service, app.state.guard, app.state.count, port):
+        yield
+
+
+EXTENSION = Extension(
+    name="inference_protocol",
+    settings="service.extensions.inference_protocol.settings:InferenceProtocolSettings",
+    prepared=_prepared,
+    routes=_routes,
+    beside=_beside,
+)

@@ -1,0 +1,69 @@
+"""Adds heads that the service learns from labelled pictures: VIT_TEACH, /heads, `vitserve teach`."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from service.extension import Command, Extension, Routes
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from fastapi import FastAPI
+
+    from service.settings import Settings
+
+
+def _routes(app: FastAPI) -> Routes:
+    from pathlib import Path
+
+    from service.extensions.teach.examples import Examples
+    from service.extensions.teach.heads import TaughtHeads
+    from service.extensions.teach.routes import router
+    from service.extensions.teach.settings import TeachSettings
+    from service.settings import settings_of
+
+    service = app.state.service
+    folder = settings_of(service.settings, TeachSettings).teach
+    models_folder = service.settings.models
+    app.state.taught = TaughtHeads(
+        None if folder is None else Examples(Path(folder).expanduser()),
+        None if models_folder is None else Path(models_folder).expanduser(),
+        service.models,
+    )
+    app.state.on_models_changed.append(app.state.taught.renew)
+    return Routes(router.routes)
+
+
+@asynccontextmanager
+async def _beside(app: FastAPI) -> AsyncIterator[None]:
+    """Look for changed heads in the background."""
+    from service.background import keep_running
+
+    watching = keep_running("taught-heads", app.state.taught.watch)
+    yield
+    watching.cancel()
+
+
+def _reads_transfer_features(settings: Settings) -> bool:
+    from service.extensions.teach.settings import TeachSettings
+    from service.settings import settings_of
+
+    return settings_of(settings, TeachSettings).teach is not None
+
+
+EXTENSION = Extension(
+    name="teach",
+    settings="service.extensions.teach.settings:TeachSettings",
+    commands={
+        "teach": Command(
+            "service.extensions.teach.command",
+            "make a head from a folder of pictures for each label, here or in a server",
+            example="vitserve teach pets photos/",
+        )
+    },
+    routes=_routes,
+    beside=_beside,
+    reads_transfer_features=_reads_transfer_features,
+)

@@ -1,0 +1,20 @@
+"""The settings of teaching."""
+
+from pydantic import BaseModel, Field
+
+from service.setting_values import Name
+
+
+class TeachSettings(BaseModel):
+    """Fields that join `service.settings.Settings`."""
+
+    teach: Name | None = Field(
+        None,
+        description="folder of taught heads, created if absent; unset: no heads are taught. See "
+        "docs/teach.md",
+    )
+    teach_thumbnails: bool = Field(
+        False,
+        description="keep each example's file name and a picture of 64 pixels for the page; "
+        "else only the picture's features are kept. `make run` sets it",
+    )

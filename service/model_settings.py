@@ -1,0 +1,73 @@
+"""The settings of one checkpoint."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.setting_values import ImageSize, LabelNames, Name, Thresholds
+
+PATHS = ("checkpoint", "preprocess", "labels", "keys", "base")
+"""Settings of one checkpoint that may name a file."""
+
+
+class ModelSettings(BaseModel):
+    """Settings of one checkpoint; a `NAME.toml` in the folder of models may have each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    checkpoint: Name = Field(
+        "bundled",
+        description="`bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`",
+    )
+    preprocess: Name | None = Field(
+        None,
+        description="JSON, a file of it, or a preset's name, for formats without preprocessing. "
+        "Default: the checkpoint's",
+    )
+    labels: LabelNames = Field(
+        None,
+        description='comma-separated names (`cat,dog,"a red car"`) or a JSON array; a file with '
+        "one name a line, JSON, CSV or a data set's YAML; `imagenet-1k` or "
+        "`numbers`. Default: the checkpoint's",
+    )
+    activation: Literal["softmax", "sigmoid"] | None = Field(
+        None,
+        description="function from logits to scores: `sigmoid` for a model with several labels "
+        "a picture whose files do not say so. Default: the checkpoint's",
+    )
+    architecture: Name | None = Field(
+        None,
+        description="for plain state dicts: timm's name of the architecture, or `vit` for sizes "
+        "read from the tensors, with arguments after commas. Default: the "
+        "checkpoint's",
+    )
+    base: Name | None = Field(
+        None,
+        description="checkpoint that a LoRA folder adapts. Default: the one that the folder names",
+    )
+    keys: Name | None = Field(
+        None,
+        description="TOML file that maps the names of a state dict, and selects one of several "
+        "networks in it",
+    )
+    image_size: ImageSize = Field(
+        None,
+        description="`384` or `384x256` (rows x columns); position embeddings are resized. "
+        "Default: the checkpoint's",
+    )
+    coverage: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="`0.95`: answers contain a set of labels that includes the right one for 95 "
+        "% of pictures like those given to `vitserve calibrate`, or `abstained`",
+    )
+    thresholds: Thresholds = Field(
+        None,
+        description='`{"cat": 0.4}`: lowest score of a prediction, by label; see docs/models.md',
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="`auto`: the fastest dtype native to the device; float32 if the model "
+        "overflows in float16. `bfloat16` is refused if the device only emulates it",
+    )

@@ -1,0 +1,286 @@
+"""Types of settings: each parses the text of an environment variable, a flag or a TOML file.
+
+Parsers raise `ValueError` with what is expected; `service.settings` adds the setting's name.
+"""
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+)
+from pydantic_settings import NoDecode
+
+from model.layer_config import Size
+from service.addresses import parse_listen_hosts
+from service.extension import extensions
+
+MEMORY = "memory://"
+"""The URL of the image store in the memory of the service."""
+
+_NAMED_KEY = re.compile(r"([A-Za-z0-9_-]{1,64}):(.*)", re.DOTALL)
+_KEY_EXAMPLE = '["web:KEY1", "KEY2"]'
+
+_QUOTES = "\"'"
+_NOT_IN_A_KEY = re.compile(r"[\x00-\x20\x7f\"'\u2018-\u201d;,\[\]]")
+"""Characters that no HTTP header can carry, or that separate keys in another list format."""
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_ORIGIN_HOST = re.compile(r"(?:\*\.)?(?:[a-z0-9_-]+\.)*[a-z0-9_-]+|\[[0-9a-f:.]+\]")
+"""The host of an origin; a leading `*.` matches any subdomain."""
+_ORIGIN_FORM = "write SCHEME://HOST[:PORT], as in https://example.org or https://*.example.org"
+
+_ROOT_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*")
+
+_GPU = r"(?:\d+|(?:GPU|MIG)-[\w/-]{1,48})"
+"""The number of a GPU, or the identifier of a GPU or of a MIG instance."""
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A secret key, and the name that logs and metrics show instead."""
+
+    name: str
+    secret: bytes = field(repr=False)
+    is_named: bool = False
+
+    @property
+    def owner(self) -> str:
+        """Return the configured name, or a digest of the secret.
+
+        Default names count positions, which change with the list. The digest is not shown to
+        callers; see `Examples.owner_of`.
+        """
+        return self.name if self.is_named else f"key-{hashlib.sha256(self.secret).hexdigest()[:16]}"
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def without_quotes(value: str) -> str:
+    """Strip spaces and one pair of enclosing quotes, which env files may keep.
+
+    Several quoted items, as in `"a red car","cat"`, keep their quotes.
+    """
+    text = value.strip()
+    if len(text) < 2 or text[0] not in _QUOTES or text[0] != text[-1]:
+        return text
+    inner = text[1:-1].strip()
+    is_one_item = text[0] not in inner or inner.startswith(("{", "["))
+    return inner if is_one_item else text
+
+
+def _list_items(value: str, noun: str, example: str) -> list[str]:
+    """Return the items of a comma-separated or JSON list."""
+    if not value.lstrip().startswith("["):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        items = json.loads(value)
+    except (ValueError, RecursionError):
+        items = None
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"expected {noun} separated by commas, or a JSON list of them: {example}")
+    return [item.strip() for item in items]
+
+
+def _origin(text: str) -> str:
+    """Return an origin as browsers write it: lower case, no default port, no trailing slash."""
+    if text in ("*", "null"):
+        return text
+    wrong = f"{text!r} is not an origin; {_ORIGIN_FORM}"
+    scheme, separator, authority = text.lower().rstrip("/").partition("://")
+    host, port = re.fullmatch(r"(.*?)(?::(\d{1,5}))?", authority, re.DOTALL).groups()  # type: ignore[union-attr]
+    if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        raise ValueError(wrong)
+    try:
+        host = host if host.isascii() else host.encode("idna").decode("ascii")
+    except UnicodeError:
+        raise ValueError(wrong) from None
+    if not _ORIGIN_HOST.fullmatch(host) or (port is not None and int(port) > 65535):
+        raise ValueError(wrong)
+    if port is None or int(port) == _DEFAULT_PORTS.get(scheme):
+        return f"{scheme}://{host}"
+    return f"{scheme}://{host}:{int(port)}"
+
+
+def parse_origins(value: object) -> object:
+    """Return the origins of a comma-separated or JSON list, as browsers write them."""
+    if not isinstance(value, str):
+        return value
+    items = _list_items(value, "origins", '["https://example.org"]')
+    return tuple(_origin(without_quotes(text)) for text in items)
+
+
+def parse_hosts(value: object) -> object:
+    """Return the host names of a comma-separated or JSON list, in lower case."""
+    if not isinstance(value, str):
+        return value
+    items = _list_items(value, "hosts", '["vit.example.org"]')
+    hosts = [without_quotes(text).lower().removesuffix(".") for text in items]
+    for host in hosts:
+        if host != "*" and not _ORIGIN_HOST.fullmatch(host):
+            raise ValueError(
+                f"{host!r} is not a host's name; write it without scheme, port and path: "
+                "vit.example.org"
+            )
+    return tuple(host.strip("[]") for host in hosts)
+
+
+def parse_root_path(value: str) -> str:
+    """Return a path prefix with a leading slash and no trailing one; `/` becomes empty."""
+    path = value.strip("/")
+    prefix = f"/{path}" if path else ""
+    if not _ROOT_PATH.fullmatch(prefix):
+        raise ValueError(
+            "expected a path of letters, digits and ._~- such as /vit, without scheme and host"
+        )
+    return prefix
+
+
+def parse_size(value: object) -> object:
+    """Parse `384` or `384x256` (rows x columns) into (rows, columns)."""
+    if not isinstance(value, str | int):
+        return value
+    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", str(value).strip())
+    if match is None:
+        raise ValueError("expected pixels like 384, or rows x columns like 384x256")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _as_text(value: object) -> object:
+    """Return a list from TOML or JSON as the text that environment variables hold."""
+    return json.dumps(value) if isinstance(value, list) else value
+
+
+def _from_json(value: object) -> object:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise ValueError('expected JSON like {"cat": 0.4}') from None
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(rf"auto|cpu|all|cuda(:{_GPU})?(,cuda:{_GPU})*", value):
+        raise ValueError(
+            "expected auto, cpu, all, cuda, cuda:0, cuda:GPU-..., cuda:MIG-... or cuda:0,cuda:1"
+        )
+    devices = ["cuda:0" if device == "cuda" else device for device in value.split(",")]
+    if len(set(devices)) < len(devices):
+        raise ValueError("expected each device once")
+    return value
+
+
+def _check_key(secret: str) -> None:
+    """Refuse a key that no caller can send, or that is a list in another format.
+
+    The message shows one character, never the key.
+    """
+    wrong = _NOT_IN_A_KEY.search(secret)
+    if wrong is not None:
+        raise ValueError(
+            f"a key contains {wrong[0]!r}; separate keys with commas, and use letters, digits and "
+            "-._~+/= in them"
+        )
+
+
+def _keys(items: list[str]) -> Iterator[ApiKey]:
+    for position, text in enumerate(items, start=1):
+        item = without_quotes(text)
+        named = _NAMED_KEY.fullmatch(item)
+        name = named[1] if named else f"key{position}"
+        secret = without_quotes(named[2]) if named else item
+        _check_key(secret)
+        yield ApiKey(name, secret.encode(), is_named=named is not None)
+
+
+def parse_keys(value: object) -> list[ApiKey]:
+    """Return the keys of `NAME:KEY` or `KEY`; the first key without a name is called `key1`.
+
+    Raises:
+        ValueError: two keys or two names are equal, or a name lacks its key. An unset variable in
+            `web:$KEY` would otherwise be a key that can be guessed, and in `$ONE,$OTHER` would open
+            the service to everybody.
+    """
+    items: Any = _list_items(value, "keys", _KEY_EXAMPLE) if isinstance(value, str) else value
+    if value and not items:
+        raise ValueError("expected a key")
+    keys = list(_keys(items))
+    if not all(key.secret for key in keys):
+        raise ValueError("expected a key after each name, as in NAME:KEY")
+    names = {key.name for key in keys}
+    secrets = {key.secret for key in keys}
+    if min(len(names), len(secrets)) < len(keys):
+        raise ValueError("expected each name and each key once")
+    return keys
+
+
+def _admin_key(value: SecretStr, info: ValidationInfo) -> SecretStr:
+    key = value.get_secret_value().strip()  # a file's line break cannot be sent in a header
+    if not key:
+        raise ValueError("expected a key")
+    _check_key(key)
+    if key.encode() in [caller_key.secret for caller_key in info.data.get("api_keys", ())]:
+        raise ValueError(
+            "expected a key that is not in VIT_API_KEYS: its holder decides what is served"
+        )
+    return SecretStr(key)
+
+
+def _recent_url(value: SecretStr) -> SecretStr:
+    url = value.get_secret_value()
+    if url == MEMORY:
+        return value
+    schemes = sorted(scheme for extension in extensions() for scheme in extension.stores)
+    scheme, separator, rest = url.partition("://")
+    if scheme not in schemes or not separator or not rest:
+        others = "".join(f" or {each}://..." for each in schemes)
+        raise ValueError(f"expected {MEMORY}{others}")
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        raise ValueError("expected a port from 0 to 65535 after the host") from None
+    return value
+
+
+def _of_known_home(value: str | None) -> str | None:
+    try:
+        Path(value or "").expanduser()
+    except RuntimeError:
+        raise ValueError(
+            "expected a folder: the home folder before its first / is not known"
+        ) from None
+    return value
+
+
+Name = Annotated[str, Field(min_length=1)]
+Score = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
+
+AdminKey = Annotated[SecretStr, AfterValidator(_admin_key)]
+ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(parse_keys), NoDecode]
+Device = Annotated[str, AfterValidator(_device)]
+Folder = Annotated[Name | None, AfterValidator(_of_known_home)]
+HostNames = Annotated[tuple[str, ...], BeforeValidator(parse_hosts), NoDecode]
+ImageSize = Annotated[Size | None, BeforeValidator(parse_size), NoDecode]
+LabelNames = Annotated[Name | None, BeforeValidator(_as_text)]
+ListenHosts = Annotated[Name, AfterValidator(parse_listen_hosts)]
+Origins = Annotated[tuple[str, ...], BeforeValidator(parse_origins), NoDecode]
+RootPath = Annotated[str, AfterValidator(parse_root_path)]
+StoreUrl = Annotated[SecretStr, AfterValidator(_recent_url)]
+Thresholds = Annotated[dict[str, Score] | None, BeforeValidator(_from_json), NoDecode]
