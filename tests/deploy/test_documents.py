@@ -28,7 +28,7 @@ PAGES = [
 ]
 DECISIONS = [path for path in PAGES if path.parent.name == "decisions"]
 README_WORDS = 1_300
-DOCS_WORDS = 18_000
+DOCS_WORDS = 18_500
 """Of all pages of docs/, without the decisions."""
 DECISION_WORDS = 250
 STATUS = EngineStatus(
