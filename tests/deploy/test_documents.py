@@ -10,8 +10,8 @@ from service.engine.messages import EngineStatus
 from service.observe.gpus import GAUGES
 from service.observe.metrics import Metrics, Sources
 from service.settings import ENV_PREFIX, settings_class
-from service.web.app import _PUBLIC
 from tests.conftest import REPOSITORY
+from tests.service.web.apps import app, inside
 
 # CHANGELOG.md may name settings, metrics and files of earlier versions.
 DOCUMENTS = sorted(
@@ -20,12 +20,7 @@ DOCUMENTS = sorted(
     for path in REPOSITORY.glob(pattern)
     if path.name != "CHANGELOG.md"
 )
-PAGES = [
-    path
-    for path in DOCUMENTS
-    # tests/deploy/settings_page.py writes docs/settings.md.
-    if path.is_relative_to(REPOSITORY / "docs") and path.name != "settings.md"
-]
+PAGES = [path for path in DOCUMENTS if path.is_relative_to(REPOSITORY / "docs")]
 DECISIONS = [path for path in PAGES if path.parent.name == "decisions"]
 README_WORDS = 1_300
 DOCS_WORDS = 18_500
@@ -176,7 +171,8 @@ def test_docs_list_paths_without_key():
     section = (REPOSITORY / "docs/api.md").read_text().split("## Keys")[1].split("\n## ")[0]
     first_cells = "".join(row.split("|")[1] for row in re.findall(r"^\|.*", section, re.M))
 
-    without_files = {path for path in _PUBLIC if "." not in path} | {"/openapi.json", "/metrics"}
+    public = inside(app()).state.public
+    without_files = {path for path in public if "." not in path} | {"/openapi.json", "/metrics"}
     assert set(re.findall(r"`(/\S*)`", first_cells)) == without_files
 
 
