@@ -28,7 +28,7 @@ from model.layer_config import (
 from model.library_arguments import check_arguments
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
-Pool = Literal["cls", "mean", "max", "mean_max", "cls_mean", "attention"]
+Pool = Literal["cls", "mean", "max", "mean_max", "cls_mean", "attention", "transfer"]
 AttentionSource = Literal["cls", "patch_mean", "pool_query"]
 CropShare = Annotated[float, Field(ge=0.01, le=1)]
 Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
@@ -171,6 +171,7 @@ class ViTConfig(NetworkConfig):
     layer_scale: bool = False
 
     # mean_max is half their sum; cls_mean is the concatenation [CLS, mean] (DINOv2's linear head).
+    # transfer is the concatenation of the transfer features: see `model.network.transfer`.
     pool: Pool = "cls"
     # Mean, max and attention pooling include the prefix tokens.
     pool_prefix: bool = False
@@ -259,6 +260,8 @@ class ViTConfig(NetworkConfig):
         compares_texts = self.normalized_head or self.projection_width is not None
         if compares_texts and self.distillation_head:
             yield "projection_width and normalized_head need only one head"
+        if self.pool == "transfer" and self.projection_width is not None:
+            yield "pool 'transfer' allows no projection_width"
         if self.norm_after_pool and (not self.final_norm or self.pool == "cls_mean"):
             yield "norm_after_pool needs final_norm and a pool other than 'cls_mean'"
         if self.pool == "attention" and (self.mlp != "plain" or self.mlp_norm):
@@ -318,7 +321,7 @@ class ViTConfig(NetworkConfig):
         pooling query, unless that has another number of attention heads. Else it is the mean over
         all patch queries, as with attention pooling in earlier layers.
         """
-        if self.pool in ("cls", "cls_mean"):
+        if self.pool in ("cls", "cls_mean") or (self.pool == "transfer" and self.class_token):
             return "cls"
         if self.pool == "attention" and self.pool_heads in (None, self.heads):
             return "pool_query"

@@ -130,7 +130,7 @@ def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
     """
     if not isinstance(config, ViTConfig):
         return config.width
-    if pool == "transfer":
+    if pool == "transfer" or (pool == "head" and config.pool == "transfer"):
         return (min(TRANSFER_BLOCKS, config.depth) + config.class_token) * config.width
     if pool != "head":
         return config.width

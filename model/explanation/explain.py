@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.explanation.folded_weights import FoldedWeights, fold
 from model.explanation.maps import sharpened_maps, token_maps
-from model.explanation.relevance import kept_blocks, token_relevance
+from model.explanation.transfer_relevance import class_relevance, kept_for_class
 from model.methods import load_method
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest, Pooling
@@ -78,5 +78,5 @@ def explain(
 def _relevance(
     model: VisionTransformer, pixels: Tensor, weights: FoldedWeights, targets: Tensor
 ) -> Tensor:
-    output = model(pixels, keep=kept_blocks(model.config))
-    return token_relevance(model, output, weights, targets)
+    output = model(pixels, keep=kept_for_class(model.config))
+    return class_relevance(model, output, weights, targets)

@@ -7,6 +7,7 @@ precomputed as single matrices.
 
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from model.config import ViTConfig
 from model.explanation.frozen_gradients import through_norm_unscaled
 from model.explanation.maps import gaussian, is_coarse
 from model.network.layers.block import Block, LayerScale
+from model.network.transfer import transfer_parts
 from model.network.vit import VisionTransformer, blocks_of
 from model.outputs import RIVALS
 
@@ -40,6 +42,7 @@ class FoldedWeights(NamedTuple):
             D, D].
         smoothing: factor for the relevance of all tokens, float32 [N, N]; None unless the grid is
             coarse.
+        parts: `fold_parts`, if the head reads transfer features.
     """
 
     margin: Tensor
@@ -47,20 +50,34 @@ class FoldedWeights(NamedTuple):
     values: Tensor | None
     hops: Tensor
     smoothing: Tensor | None
+    parts: "tuple[FoldedWeights, ...]" = ()
 
 
 @torch.no_grad()
 def fold(model: VisionTransformer) -> FoldedWeights:
     """Return the weights for `model.explanation.relevance`.
 
-    They are as many as a third of a block's weights.
+    They are as many as a third of a block's weights, or as a block's for transfer features.
     """
     if model.config.pool == "cls":
         return fold_at_block(model, blocks_of(model))
     folded = fold_at_tokens(model, blocks_of(model))
+    if model.config.pool == "transfer":
+        return folded._replace(parts=fold_parts(model))
     if model.attn_pool is None:
         return folded
     return folded._replace(last=_transposed(model.attn_pool.proj.weight))
+
+
+@torch.no_grad()
+def fold_parts(model: VisionTransformer) -> tuple[FoldedWeights, ...]:
+    """Return the weights for each of the `transfer_parts`."""
+    folded = []
+    for part in transfer_parts(model.config):
+        blocks = blocks_of(model)[: part.block + 1]
+        fold_part = fold_at_block if part.is_token else fold_at_tokens
+        folded.append(fold_part(model, blocks))
+    return tuple(folded)
 
 
 def fold_at_tokens(model: VisionTransformer, blocks: list[Block]) -> FoldedWeights:
@@ -94,10 +111,10 @@ def _smoothing(config: ViTConfig, device: torch.device) -> Tensor:
 
     Prefix tokens stay unchanged.
     """
-    down, across = (torch.from_numpy(gaussian(size, _SIGMA)) for size in config.grid)
-    matrix = torch.eye(config.tokens, device=device)
-    matrix[config.prefix_tokens :, config.prefix_tokens :] = torch.kron(down, across).T
-    return matrix
+    down, across = (gaussian(size, _SIGMA) for size in config.grid)
+    matrix = np.eye(config.tokens, dtype=np.float32)
+    matrix[config.prefix_tokens :, config.prefix_tokens :] = np.kron(down, across).T
+    return torch.from_numpy(matrix).to(device)
 
 
 def heads_of(model: VisionTransformer) -> list[nn.Linear]:

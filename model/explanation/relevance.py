@@ -85,7 +85,7 @@ def token_relevance(
         directions = [targets]
     else:
         ranked = with_rivals(output.logits, targets, len(weights.margin))
-        directions = [_direction(head, ranked, weights) for head in heads_of(model)]
+        directions = [margin_direction(head, ranked, weights) for head in heads_of(model)]
     margins = _margins(model, directions)
     kept, tokens = output.kept
     blocks = blocks_of(model)[-len(kept) :]
@@ -199,7 +199,7 @@ def start_at_block(weights: FoldedWeights, block: Block, kept: Kept, gradient: T
     return Start(relevance, strongest, rows, shares @ to_inputs)
 
 
-def _direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tensor:
+def margin_direction(head: nn.Linear, ranked: Tensor, weights: FoldedWeights) -> Tensor:
     """Return the direction in which a class's margin in a head rises, float32 [B, D].
 
     The margin is the logit of the class minus the mean logit of its rivals. The logit alone also

@@ -7,11 +7,43 @@ appendix B.3).
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.config import ViTConfig
+from model.outputs import TRANSFER_BLOCKS
+
+
+class TransferPart(NamedTuple):
+    """A part of the transfer features, as wide as a token.
+
+    Attributes:
+        block: after which block it is read.
+        is_token: whether it is the CLS token, and not the mean of the patches.
+    """
+
+    block: int
+    is_token: bool
+
+    def share(self, x: Tensor, config: ViTConfig) -> Tensor:
+        """Return the share of each token x [B, N, D] in this part, float32 [B, N]."""
+        tokens = torch.arange(config.tokens, device=x.device)
+        if self.is_token:
+            shares = (tokens == 0).float()
+        else:
+            shares = (tokens >= config.prefix_tokens) / (config.tokens - config.prefix_tokens)
+        return shares.expand(x.shape[0], -1)
+
+
+def transfer_parts(config: ViTConfig) -> list[TransferPart]:
+    """Return the parts of the transfer features in their order."""
+    read = range(config.depth)[-TRANSFER_BLOCKS:]
+    parts = [TransferPart(block, config.class_token) for block in read]
+    if config.class_token:
+        parts.append(TransferPart(config.depth - 1, False))
+    return parts
 
 
 def transfer_features(

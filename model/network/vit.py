@@ -19,7 +19,7 @@ from model.network.layers.block import Block, Kept, Mlp
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
 from model.network.transfer import transfer_features
-from model.outputs import TRANSFER_BLOCKS, Pooling
+from model.outputs import TRANSFER_BLOCKS, Pooling, embedding_width
 
 
 class KeptPass(NamedTuple):
@@ -159,12 +159,11 @@ class VisionTransformer(nn.Module):
         self.fc_norm = norm_or_none(
             width, eps, present=config.final_norm and config.norm_after_pool
         )
-        pooled = 2 * width if config.pool == "cls_mean" else width
         self.projection: nn.Module = nn.Identity()
         if config.projection_width is not None:
+            pooled = 2 * width if config.pool == "cls_mean" else width
             self.projection = nn.Linear(pooled, config.projection_width, bias=False)
-            pooled = config.projection_width
-        self.head = nn.Linear(pooled, config.logits)
+        self.head = nn.Linear(embedding_width(config), config.logits)
         self.head_dist = nn.Linear(width, config.logits) if config.distillation_head else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -237,6 +236,7 @@ class VisionTransformer(nn.Module):
             See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
         """
         last, of_query = self.config.depth - 1, self.config.attention_source == "pool_query"
+        reads_blocks = transfer or self.config.pool == "transfer"
         x = self.embed(pixels)
         if self.training and self.patch_dropout:
             x = drop_patches(x, self.patch_dropout, self.config.prefix_tokens)
@@ -255,20 +255,23 @@ class VisionTransformer(nn.Module):
                 rows[index] = row
             if of_block is not None:
                 kept.append(of_block)
-            if transfer and index > last - TRANSFER_BLOCKS:
+            if reads_blocks and index > last - TRANSFER_BLOCKS:
                 outputs.append(x)
         normed = self.norm(x)
-        pooled, row = self._pool(normed, of_query and last in attention_layers)
-        if row is not None:
-            rows[last] = row
+        if reads_blocks:
+            from_blocks = transfer_features(outputs, self.config, self.norm, self.fc_norm)
+        if self.config.pool == "transfer":
+            pooled = from_blocks
+        else:
+            pooled, row = self._pool(normed, of_query and last in attention_layers)
+            if row is not None:
+                rows[last] = row
         attention = (
             torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
         )
         embeddings = self._embeddings(normed, pooled, with_patches=not spared)
         if transfer:
-            embeddings["transfer"] = transfer_features(
-                outputs, self.config, self.norm, self.fc_norm
-            )
+            embeddings["transfer"] = from_blocks
         return ViTOutput(
             self._classify(normed, pooled),
             attention,

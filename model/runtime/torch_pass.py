@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 from model.config import PreprocessConfig
 from model.explanation.folded_weights import FoldedWeights
-from model.explanation.relevance import kept_blocks, token_relevance
-from model.explanation.transfer_relevance import kept_for_transfer, transfer_relevance
+from model.explanation.transfer_relevance import (
+    class_relevance,
+    kept_for_class,
+    kept_for_transfer,
+    transfer_relevance,
+)
 from model.network.layers.block import Kept
 from model.network.library import Classifier
 from model.network.vit import KeptPass, VisionTransformer, ViTOutput
@@ -62,19 +66,19 @@ def run_network(
     """Return the output of a model for normalised pixels [B, C, H, W], without scores.
 
     Args:
-        folded: see `token_relevance`.
+        folded: see `class_relevance`.
     """
     if not (request.relevance or aims):
         output = model(pixels, request.layers, 0, request.all_tokens, request.transfer)
         return BatchOutputs(output.logits, output.attention, **output.embeddings)
     assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
     assert folded is not None
-    keep = kept_blocks(model.config)
+    keep = kept_for_class(model.config)
     if any(aim.features == "transfer" for aim in aims):
         keep = kept_for_transfer(model.config)
     output = model(pixels, request.layers, keep, request.all_tokens, request.transfer)
     with one_thread():
-        relevance = token_relevance(model, output, folded) if request.relevance else None
+        relevance = class_relevance(model, output, folded) if request.relevance else None
         aimed = _aimed(model, output, folded, aims) if aims else None
     return BatchOutputs(
         output.logits, output.attention, relevance, aimed=aimed, **output.embeddings
@@ -100,11 +104,11 @@ def _aimed(
         if pool == "transfer":
             found[numbers] = transfer_relevance(model, part, on_device)
         else:
-            last = kept_blocks(model.config)
+            last = kept_for_class(model.config)
             part = part._replace(
                 kept=part.kept and part.kept._replace(blocks=part.kept.blocks[-last:])
             )
-            found[numbers] = token_relevance(model, part, folded, on_device)
+            found[numbers] = class_relevance(model, part, folded, on_device)
     return found
 
 
@@ -178,7 +182,7 @@ def compiled_network(
     block with the norm that follows.
 
     Args:
-        folded: see `model.explanation.relevance.token_relevance`.
+        folded: see `model.explanation.transfer_relevance.class_relevance`.
         any_batch: whether code is for any batch size, which on a CPU ran no faster than uncompiled.
         backend: of `torch.compile`.
     """

@@ -14,7 +14,7 @@ from model.data.pictures import PictureFiles
 from model.errors import DatasetError, ImageError
 from model.extensions.evaluation.calibration import calibration_error
 from model.images.preprocess import preprocess
-from model.outputs import EmbeddingRequest, Outputs, RequestedOutputs
+from model.outputs import EmbeddingRequest, Outputs, Pooling, RequestedOutputs
 from model.runtime.predictor import Predictor
 
 
@@ -136,13 +136,19 @@ def predict_logits(
     return np.stack([each.logits for each in outputs if each.logits is not None])
 
 
-def predict_embeddings(predictor: Predictor, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return what the head reads, float32 [N, D], of images that are uint8 [N, C, H, W].
+def predict_embeddings(
+    predictor: Predictor, pixels: NDArray[np.uint8], pool: Pooling = "head"
+) -> NDArray[np.float32]:
+    """Compute the embeddings of images, float32 [N, D].
+
+    Args:
+        pixels: uint8 [N, C, H, W].
+        pool: the name of the embedding.
 
     Raises:
-        DatasetError: of an image it is not finite.
+        DatasetError: an embedding is not finite.
     """
-    outputs = outputs_of(predictor, pixels, RequestedOutputs(1, embedding=EmbeddingRequest()))
+    outputs = outputs_of(predictor, pixels, RequestedOutputs(1, embedding=EmbeddingRequest(pool)))
     features: NDArray[np.float32] = np.stack(
         [each.embedding for each in outputs if each.embedding is not None]
     )

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from model.explanation.readout import Weighed, mix, over_all_tokens, readout, weigh_pool
-from model.explanation.transfer_relevance import seeds_of
 from model.extensions.methods.explicit_forward import block_inputs, finish, weigh
 from model.network.layers.block import Block
+from model.network.transfer import transfer_parts
 from model.network.vit import AttentionPool, VisionTransformer, blocks_of
 from model.outputs import Pooling
 
@@ -32,8 +32,9 @@ def gae(model: VisionTransformer, pixels: Tensor, targets: Tensor, features: Poo
         targets: classes, int64 [B], or rows of another head, float32 [B, D].
         features: embedding that the other head reads, if the targets are rows.
     """
-    if features == "transfer":
-        return gae_of_transfer(model, pixels, targets)
+    if "transfer" in (features, model.config.pool):
+        rows = targets if targets.is_floating_point() else model.head.weight[targets]
+        return gae_of_transfer(model, pixels, rows)
     if targets.is_floating_point():
         return gae_of_classes(
             _with_head(model, targets), pixels, torch.arange(len(targets), device=targets.device)
@@ -64,9 +65,9 @@ def gae_of_transfer(model: VisionTransformer, pixels: Tensor, directions: Tensor
     row = torch.zeros(x[0].shape[:2], device=pixels.device)
     gradient = torch.zeros_like(x[0])
     for index in reversed(range(config.depth)):
-        for seed, direction in zip(seeds_of(config), by_part, strict=True):
-            if seed.block == index:
-                share = seed.share(x[index + 1], config)
+        for part, direction in zip(transfer_parts(config), by_part, strict=True):
+            if part.block == index:
+                share = part.share(x[index + 1], config)
                 row = row + share
                 gradient = gradient + _gradient_of_part(model, x[index + 1], share, direction)
         row, gradient = _through_block(blocks_of(model)[index], x[index], row, gradient)

@@ -1,19 +1,21 @@
-"""A new head on the features of a checkpoint that stays as it is, from a folder of pictures.
+"""A new head on the features of a frozen checkpoint, fitted to a folder of pictures.
 
     data -> features, once -> head (see `model.linear_probe`) -> config, weights, confusion matrix
 
-Features are what the head reads, so the new head takes the old one's place.
+A Vision Transformer's new head reads transfer features (see `model.network.transfer`). A head of
+another library's network reads what the old one reads.
 """
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.checkpoint import Checkpoint, native
@@ -34,32 +36,38 @@ from model.extensions.training.run_folder import (
 )
 from model.extensions.training.train import STORED_DTYPE, read_start, rounded
 from model.heads import Head
-from model.linear_probe import fit_head, interval
+from model.linear_probe import Choice, fit_head, interval
 from model.network.library import library_config, linear_head
+from model.network.vit import meta_model
+from model.outputs import transfer_pool
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 from model.score_fit import Fit, choose_fit, scores_and_energies
+from model.taught_heads import Features
 
 logger = logging.getLogger(__name__)
 
 _ROUNDING: Final = 0.1
-"""How far logits may lie from those of the embedding, relative to their norm: in bfloat16 some
-percent.
+"""Largest distance of logits from those of the embedding, relative to their norm.
+
+In bfloat16 they are some percent apart.
 """
 
 
 def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evaluation:
-    """Fit a head to a folder of pictures, leave a servable folder, and return what was measured on
-    held-out pictures.
+    """Fit a head to a folder of pictures, and leave a folder that the service loads.
 
     Args:
         data, out, device: see `model.extensions.training.train.run`.
         recipe: names the model, the checkpoint with its size and preprocessing, and the precision
             of its features; the seed decides the folds. Fields on training are not used.
 
+    Returns:
+        The evaluation on held-out pictures.
+
     Raises:
-        DatasetError: the data cannot be read, or a class has less than two pictures that can;
-        others are left out.
+        DatasetError: the data cannot be read, or a class has less than two readable pictures.
+            Other unreadable pictures are left out.
         CheckpointError: the checkpoint cannot be read, or its head cannot be replaced.
         DeviceError: the device is not available here.
         TrainingError: `out` holds something already.
@@ -70,56 +78,57 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     dataset = open_dataset(data, recipe.validation, recipe.seed)
     prepare_folder(out, data, resume=False)
     start = rounded(read_start(recipe, recipe.checkpoint))
-    heads = head_names(start.config)
-    dtype, threads = recipe.precision, recipe.threads or None
-    predictor = Predictor(
-        start, device=device, dtype=dtype, compile_mode="off", threads=threads, streams=1
-    )
-    parts = [
-        decode(files, start.preprocess, out, leave_out=True)
-        for files in (dataset.train, dataset.validation)
-    ]
-    counts = np.bincount(
-        np.concatenate([part.labels for part in parts]), minlength=len(dataset.labels)
-    )
-    if counts.min() < 2:
-        raise DatasetError(
-            f"class {dataset.labels[counts.argmin()]!r}: less than two of its pictures can be read"
-        )
     if isinstance(start.config, LibraryConfig):
-        _require_linear(predictor, start.tensors, heads[0], parts[0])
-    features = np.concatenate([predict_embeddings(predictor, part.pixels) for part in parts])
+        library_head(start.config)  # refuses before pictures are decoded
+    predictor = Predictor(
+        start,
+        device=device,
+        dtype=recipe.precision,
+        compile_mode="off",
+        threads=recipe.threads or None,
+        streams=1,
+    )
+    parts = _decoded(dataset, start, out)
+    if isinstance(start.config, LibraryConfig):
+        _require_linear(predictor, start.tensors, library_head(start.config), parts[0])
+    pool = transfer_pool(start.config)
+    features = np.concatenate([predict_embeddings(predictor, part.pixels, pool) for part in parts])
     truth = np.concatenate([part.labels for part in parts])
-    sizes = len(dataset.labels), len(truth), features.shape[1], start.name, time.monotonic() - began
-    logger.info("%s: %d classes, %d pictures; %d features of %s after %.0f s", data, *sizes)
+    logger.info(
+        "%s: %d classes, %d pictures; %d features of %s after %.0f s",
+        data,
+        len(dataset.labels),
+        len(truth),
+        features.shape[1],
+        start.name,
+        time.monotonic() - began,
+    )
 
-    folds = (
-        np.repeat(np.array([-1, 0]), [len(part) for part in parts])
-        if dataset.own_validation
-        else None
+    folds = None
+    if dataset.own_validation:
+        folds = np.repeat(np.array([-1, 0]), [len(part) for part in parts])
+    head, choice = _fitted(
+        features, truth, dataset.labels, folds, Features.of(start.config), recipe
     )
-    fitted, choice = fit_head(features, truth, dataset.labels, folds, seed=recipe.seed)
-    weight, bias = (
-        torch.from_numpy(part).to(STORED_DTYPE).float().numpy()
-        for part in (fitted.weight, fitted.bias)
-    )
-    head = replace(fitted, weight=weight, bias=bias)
-    split, logits, labels = "held-out", choice.logits, truth[choice.rows]
-    if dataset.test is not None:
-        test = decode(dataset.test, start.preprocess, out, leave_out=True)
-        scored = head.logits(predict_embeddings(predictor, test.pixels))
-        split, logits, labels = "test", scored, test.labels
     fit, _ = choose_fit(choice.logits, truth[choice.rows], Fit(choice.temperature))
-    measured = measure(
-        scores_and_energies(logits, *fit)[0].astype(np.float32), labels, dataset.labels
-    )
+    if dataset.test is None:
+        split = "held-out"
+        measured = _measured(choice.logits, truth[choice.rows], fit, dataset)
+    else:
+        split = "test"
+        test = decode(dataset.test, start.preprocess, out, leave_out=True)
+        logits = head.logits(predict_embeddings(predictor, test.pixels, pool))
+        measured = _measured(logits, test.labels, fit, dataset)
     logger.info("%s", _in_words(measured, split))
 
-    served = with_head(start, heads, head)
     served = replace(
-        served, name=recipe.name, source=str(out), temperature=fit.temperature, form=fit.form
+        with_head(start, head),
+        name=recipe.name,
+        source=str(out),
+        temperature=fit.temperature,
+        form=fit.form,
     )
-    served.network()  # names, shapes and values of the weights are checked here
+    served.network()  # checks names, shapes and values of the weights
     write_confusion(out, measured, dataset.labels)
     record = {
         "probe_of": start.name,
@@ -140,57 +149,114 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     return measured
 
 
+def _decoded(dataset: Dataset, start: Checkpoint, out: Path) -> list[Images]:
+    """Decode the training and the validation pictures.
+
+    Raises:
+        DatasetError: a class has less than two readable pictures.
+    """
+    parts = [
+        decode(files, start.preprocess, out, leave_out=True)
+        for files in (dataset.train, dataset.validation)
+    ]
+    truth = np.concatenate([part.labels for part in parts])
+    counts = np.bincount(truth, minlength=len(dataset.labels))
+    if counts.min() < 2:
+        raise DatasetError(
+            f"class {dataset.labels[counts.argmin()]!r}: less than two of its pictures can be read"
+        )
+    return parts
+
+
+def _fitted(
+    features: NDArray[np.float32],
+    truth: NDArray[np.int64],
+    labels: tuple[str, ...],
+    folds: NDArray[np.int64] | None,
+    kind: Features,
+    recipe: Recipe,
+) -> tuple[Head, Choice]:
+    """Fit a head with the very numbers that are stored, and return it with its cross-validation.
+
+    Args:
+        kind: what the features are; every part of them counts alike.
+        features, truth, labels, folds: see `model.linear_probe.fit_head`.
+    """
+    scales = kind.scales(features)
+    fitted, choice = fit_head(features / scales, truth, labels, folds, seed=recipe.seed)
+    assert fitted.weight is not None, "it was fitted"
+    head = replace(
+        fitted,
+        weight=_as_stored(fitted.weight / scales),
+        bias=_as_stored(np.asarray(fitted.bias)),
+        features=kind.pool,
+    )
+    return head, choice
+
+
+def _as_stored(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Round values to the dtype on disk."""
+    rounded_values: NDArray[np.float32] = torch.from_numpy(values).to(STORED_DTYPE).float().numpy()
+    return rounded_values
+
+
+def _measured(
+    logits: NDArray[np.float32], truth: NDArray[np.int64], fit: Fit, dataset: Dataset
+) -> Evaluation:
+    """Evaluate logits [N, K] by the scores of a fit."""
+    scores, _ = scores_and_energies(logits, *fit)
+    return measure(scores.astype(np.float32), truth, dataset.labels)
+
+
 def _write_split(out: Path, dataset: Dataset, start: str) -> None:
-    """Write down which pictures the served head is fitted to: also those that chose its penalty."""
+    """Record which pictures the served head is fitted to, with those that chose its penalty."""
     sets = {TRAIN: PictureFiles.joined(dataset.train, dataset.validation)}
     if dataset.test is not None:
         sets[TEST] = dataset.test
     write_text(out / SPLIT_FILE, SplitRecord.of(sets, SplitRecord.read(start)).text())
 
 
-def head_names(config: NetworkConfig) -> tuple[str, ...]:
-    """Return the names of the layers that a head is written to; a distilled model's two get the
-    same one.
+def library_head(config: LibraryConfig) -> str:
+    """Return the name of the one linear layer that a library's network ends in.
 
-    The mean of their logits is then the head's logits of the mean of their tokens, which is the
-    embedding.
+    Raises:
+        CheckpointError: the network does not end in one linear layer.
+    """
+    head = linear_head(config)
+    if head is None:
+        raise CheckpointError(
+            f"{config.kind}: does not end in one linear layer, which another could take"
+        )
+    return head
+
+
+def with_head(checkpoint: Checkpoint, head: Head) -> Checkpoint:
+    """Return a checkpoint with another head, which reads `transfer_pool` of the network.
 
     Raises:
         CheckpointError: a library's network does not end in one linear layer.
     """
-    if isinstance(config, LibraryConfig):
-        head = linear_head(config)
-        if head is None:
-            raise CheckpointError(
-                f"{config.kind}: does not end in one linear layer, which another could take"
-            )
-        return (head,)
-    return (
-        ("head", "head_dist")
-        if isinstance(config, ViTConfig) and config.distillation_head
-        else ("head",)
-    )
-
-
-def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Checkpoint:
-    """Return a checkpoint with another head; one of cosines becomes a linear one."""
-    old, labels = checkpoint.config, head.labels
-    tensors = dict(checkpoint.tensors)
+    old = checkpoint.config
+    name = "head"
     config: NetworkConfig
     if isinstance(old, LibraryConfig):
-        sizes = len(labels), old.in_channels, old.image_size
+        name = library_head(old)
+        sizes = (len(head.labels), old.in_channels, old.image_size)
         config = library_config(old.architecture, old.arguments, *sizes, fixed_size=old.fixed_size)
+        tensors = dict(checkpoint.tensors)
     else:
-        config = old.model_copy(update={"num_classes": len(labels), "normalized_head": False})
-    for name in names:
-        tensors |= {
-            f"{name}.{kind}": torch.from_numpy(getattr(head, kind)) for kind in ("weight", "bias")
-        }
+        assert isinstance(old, ViTConfig)
+        config = old.model_copy(update={"num_classes": len(head.labels), **_WITHOUT_OLD_HEAD})
+        # Without the old head, and what only that reads: a projection, an attention pooling.
+        names = meta_model(config).state_dict().keys() & checkpoint.tensors.keys()
+        tensors = {each: checkpoint.tensors[each] for each in names}
+    for kind in ("weight", "bias"):
+        tensors[f"{name}.{kind}"] = torch.from_numpy(getattr(head, kind))
     return replace(
         checkpoint,
         format=native.FORMAT,
         config=config,
-        labels=labels,
+        labels=head.labels,
         tensors=tensors,
         multi_label=False,
         zero_shot=None,
@@ -198,13 +264,27 @@ def with_head(checkpoint: Checkpoint, names: Sequence[str], head: Head) -> Check
     )
 
 
+# Fields of a `ViTConfig` whose new head reads transfer features.
+_WITHOUT_OLD_HEAD: Final = {
+    "pool": "transfer",
+    "pool_prefix": False,
+    "pool_heads": None,
+    "pool_mlp_width": None,
+    "projection_width": None,
+    "normalized_head": False,
+    "distillation_head": False,
+}
+
+
 def _require_linear(
     predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images
 ) -> None:
-    """Raise CheckpointError unless this layer of a library's network maps the embedding to the
-    logits.
+    """Raise CheckpointError unless this layer of a library's network gives the logits.
+
+    It must be the only step from the embedding to them.
     """
-    weight, bias = (tensors[f"{name}.{kind}"].numpy() for kind in ("weight", "bias"))
+    weight = tensors[f"{name}.weight"].numpy()
+    bias = tensors[f"{name}.bias"].numpy()
     few = images.pixels[:2]
     expected = predict_embeddings(predictor, few) @ weight.T + bias
     logits = predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1)))
@@ -215,8 +295,7 @@ def _require_linear(
 
 
 def _in_words(measured: Evaluation, split: str) -> str:
-    """Return the accuracy with its interval of confidence."""
-    count, share = measured.count, measured.accuracy
-    low, high = interval(round(share * count), count)
+    """Return the accuracy with its confidence interval."""
+    low, high = interval(round(measured.accuracy * measured.count), measured.count)
     sure = f"for pictures like these {low:.1%} to {high:.1%}, with 95% confidence"
-    return f"{share:.2%} of {count} {split} pictures right ({sure})"
+    return f"{measured.accuracy:.2%} of {measured.count} {split} pictures right ({sure})"

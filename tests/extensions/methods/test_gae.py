@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from model.explanation.explain import explain
-from model.extensions.methods.gae import gae_of_transfer
+from model.extensions.methods.gae import gae, gae_of_transfer
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from tests.model.blocks import blocks
@@ -100,6 +100,16 @@ def test_each_part_is_added_where_it_is_read(family: str) -> None:
     relevance = gae_of_transfer(model, pixels, directions)
     expected = plain_transfer_gae(model, pixels, directions)
     torch.testing.assert_close(relevance.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_models_own_head_may_read_parts() -> None:
+    model = model_of("plain", pool="transfer", depth=4).double()
+    pixels = pictures(model).double()
+    rows = model.head.weight.detach()[CLASSES]
+    expected = plain_transfer_gae(model, pixels, rows)
+    for targets in (CLASSES, rows):
+        relevance = gae(model, pixels, targets, "head")
+        torch.testing.assert_close(relevance.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def plain_transfer_gae(model: VisionTransformer, pixels: Tensor, directions: Tensor) -> Tensor:

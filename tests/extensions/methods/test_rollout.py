@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.network.vit import VisionTransformer
-from tests.model.explanation.plain_reference import first_row, forward
+from model.extensions.methods.rollout import rollout
+from model.network.vit import VisionTransformer, blocks_of
+from tests.model.explanation.plain_reference import attention_weights, first_row, forward
 from tests.model.explanation.random_models import (
     CLASSES,
     FAMILIES,
@@ -53,3 +54,32 @@ def test_map_is_the_same_for_every_class() -> None:
 
 def test_model_is_unchanged() -> None:
     require_unchanged_model("rollout")
+
+
+@pytest.mark.parametrize("class_token", [True, False], ids=["cls", "patches"])
+def test_transfer_features_start_after_their_blocks(class_token: bool) -> None:
+    model = model_of("plain", pool="transfer", depth=4, class_token=class_token)
+    pixels = pictures(model)
+    config = model.config
+    identity = torch.eye(config.tokens)
+    products = [identity.expand(len(pixels), -1, -1)]
+    for weights in plain_attention(model, pixels):
+        products.append((weights.mean(dim=1) + identity) / 2 @ products[-1])
+    patches = slice(config.prefix_tokens, None)
+    read = [(block, slice(0, 1) if class_token else patches) for block in (2, 3, 4)]
+    if class_token:
+        read.append((4, patches))
+    rows = [products[block][:, tokens].mean(dim=1) for block, tokens in read]
+    mean = torch.stack(rows).mean(dim=0)
+    torch.testing.assert_close(rollout(model, pixels, CLASSES, "head"), mean)
+
+
+@torch.no_grad()
+def plain_attention(model: VisionTransformer, pixels: Tensor) -> list[Tensor]:
+    """Return the attention of each block, [B, heads, N, N]."""
+    x = model.embed(pixels)
+    attention = []
+    for block in blocks_of(model):
+        attention.append(attention_weights(block.attn, block.norm1(x)))
+        x = block(x)[0]
+    return attention

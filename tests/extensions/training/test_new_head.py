@@ -1,6 +1,7 @@
 """A new head on features that stay: whether what is served answers as it was measured."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,21 @@ from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import LibraryConfig
 from model.errors import CheckpointError, DatasetError, TrainingError
 from model.extensions.evaluation.evaluate import predict_embeddings
-from model.extensions.training.new_head import head_names, run, with_head
+from model.extensions.training.new_head import library_head, run, with_head
 from model.extensions.training.recipe import RECIPES, Recipe, read_recipe
 from model.heads import Head
 from model.images.preprocess import preprocess
 from model.network.library import LibraryNetwork, library_config, linear_head
-from model.outputs import MapRequest, RequestedOutputs
+from model.outputs import (
+    TRANSFER,
+    MapRequest,
+    RequestedOutputs,
+    embedding_width,
+)
+from model.runtime.backend import CompileMode
+from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
+from model.runtime.torch_backend import TorchCpu
 from tests.extensions.evaluation.scores import predict_scores
 from tests.model.checkpoint import whole_models
 from tests.model.data.picture_folders import COLOURS, write_class, write_folder
@@ -34,8 +43,14 @@ def probe_of(checkpoint: Path) -> Recipe:
     )
 
 
-def predictor_of(checkpoint: Checkpoint) -> Predictor:
-    return Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", threads=1)
+def predictor_of(checkpoint: Checkpoint, compile_mode: CompileMode = "off") -> Predictor:
+    return Predictor(
+        checkpoint, device="cpu", compile_mode=compile_mode, dtype="float32", threads=1
+    )
+
+
+def channels_last(pixels: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))
 
 
 def head_of(width: int) -> Head:
@@ -46,6 +61,7 @@ def head_of(width: int) -> Head:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "deep": {"depth": 5},
     "two heads": {"distillation_token": True, "distillation_head": True},
     "no head": {"labels": ()},
     "cosines": {"normalized_head": True, "projection_width": 20},
@@ -56,30 +72,83 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_head_reads_the_embedding_of_every_kind_of_model(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_every_network_serves_a_probes_logits(tmp_path: Path, fields: dict[str, Any]) -> None:
     start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
     pixels = np.random.default_rng(0).integers(
         0, 256, (3, start.config.in_channels, 16, 16), np.uint8
     )
-    features = predict_embeddings(predictor_of(start), pixels)
+    features = predict_embeddings(predictor_of(start), pixels, "transfer")
     head = head_of(features.shape[1])
-    changed = with_head(start, head_names(start.config), head)
+    changed = with_head(start, head)
     assert (changed.labels, changed.config.num_classes) == (LABELS, 3)
-    logits = predictor_of(changed).logits(np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)))
+    logits = predictor_of(changed).logits(channels_last(pixels))
     np.testing.assert_allclose(logits, head.logits(features), rtol=1e-4, atol=1e-4)
-    relevance = RequestedOutputs(1, map=MapRequest("relevance"))
-    [outputs] = predictor_of(changed).predict(pixels[:1].transpose(0, 2, 3, 1).copy(), relevance)
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("class_index", [None, 1], ids=["best", "named"])
+def test_a_probes_map_is_that_of_a_taught_head(
+    tmp_path: Path, class_index: int | None, fields: dict[str, Any]
+) -> None:
+    start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
+    head = head_of(embedding_width(start.config, "transfer"))
+    beside = predictor_of(start)
+    beside.heads["taught"] = replace(head, features="transfer")
+    pixels = np.random.default_rng(0).integers(
+        0, 256, (2, 16, 16, start.config.in_channels), np.uint8
+    )
+    request = RequestedOutputs(1, MapRequest("relevance", class_index), embedding=TRANSFER)
+    served = predictor_of(with_head(start, head)).predict(pixels, request)
+    taught = beside.predict(pixels, replace(request, head="taught"))
+    for ours, theirs in zip(served, taught, strict=True):
+        assert ours.map is not None
+        assert theirs.map is not None
+        assert ours.map.request == theirs.map.request
+        np.testing.assert_allclose(ours.map.values, theirs.map.values, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_probe_has_maps_of_attention(tmp_path: Path, fields: dict[str, Any]) -> None:
+    start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
+    head = head_of(embedding_width(start.config, "transfer"))
+    pixels = np.zeros((1, 16, 16, start.config.in_channels), np.uint8)
+    request = RequestedOutputs(1, MapRequest.row(1))
+    [outputs] = predictor_of(with_head(start, head)).predict(pixels, request)
     assert outputs.map is not None
-    assert np.isfinite(outputs.map.values).all()
+    assert outputs.map.values.sum() == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (96, 80)], ids=["coarse", "fine"])
+@pytest.mark.parametrize("class_token", [True, False], ids=["cls", "patches"])
+def test_openvino_serves_a_probe_as_torch_does(
+    tmp_path: Path, size: tuple[int, int], class_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"depth": 5, "image_size": size, "class_token": class_token}
+    fields["pool"] = "cls" if class_token else "mean"
+    start = load_checkpoint(str(write_checkpoint(tmp_path, "abcde", **fields)))
+    probe = with_head(start, head_of(embedding_width(start.config, "transfer")))
+    pixels = np.random.default_rng(0).integers(0, 256, (3, *size, 3), np.uint8)
+    request = RequestedOutputs(3, MapRequest("relevance"), logits=True)
+    by_torch = predictor_of(probe).predict(pixels, request)
+    predictor = predictor_of(probe, "auto")
+    backend = predictor._backend
+    assert isinstance(backend, OpenVino)
+    backend.prepare("relevance")
+    monkeypatch.setattr(TorchCpu, "predict", lambda *_, **__: pytest.fail("torch computed it"))
+    for ours, theirs in zip(predictor.predict(pixels, request), by_torch, strict=True):
+        assert ours.logits is not None
+        assert theirs.logits is not None
+        assert ours.map is not None
+        assert theirs.map is not None
+        np.testing.assert_allclose(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(ours.map.values, theirs.map.values, rtol=1e-3, atol=1e-4)
 
 
 def test_of_clip_the_images_tower_is_read(tmp_path: Path) -> None:
     whole_models.clip(tmp_path)
     start = load_checkpoint(str(tmp_path), labels="numbers")
     assert start.config.num_classes == 0
-    changed = with_head(start, head_names(start.config), head_of(24))
+    changed = with_head(start, head_of(embedding_width(start.config, "transfer")))
     assert changed.zero_shot is None
     changed.build()
 
@@ -94,7 +163,7 @@ def test_a_librarys_network_gets_a_head_if_it_ends_in_a_linear_layer() -> None:
     with pytest.raises(
         CheckpointError, match=r"^timm's levit_128s: does not end in one linear layer"
     ):
-        head_names(
+        library_head(
             LibraryConfig.model_validate(
                 config.model_dump() | {"architecture": "levit_128s", "width": 384}
             )
@@ -118,6 +187,7 @@ def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
     served = load_checkpoint(str(tmp_path / "out"))
     before = load_checkpoint(str(start))
     assert (served.name, served.labels, served.preprocess) == ("colours", LABELS, before.preprocess)
+    assert served.vit.pool == "transfer"
     for name, tensor in served.tensors.items():
         assert name.startswith("head.") or torch.equal(
             tensor, before.tensors[name].half().float()
@@ -127,6 +197,8 @@ def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
         [preprocess(file.read_bytes(), served.preprocess) for file in files]
     ).transpose(0, 3, 1, 2)
     scores = predict_scores(predictor_of(served), pixels)
+    by_openvino = predict_scores(predictor_of(served, "auto"), pixels)
+    np.testing.assert_allclose(by_openvino, scores, atol=1e-4)
     truth = np.array([LABELS.index(file.parent.name) for file in files])
     assert float((scores.argmax(axis=1) == truth).mean()) == measured.accuracy > 0.9
     right = scores[np.arange(len(truth)), truth].astype(np.float64)

@@ -3,9 +3,21 @@
 import pytest
 import torch
 
-from model.explanation.transfer_relevance import kept_for_transfer, transfer_relevance
+from model.explanation.folded_weights import fold
+from model.explanation.transfer_relevance import (
+    class_relevance,
+    kept_for_class,
+    kept_for_transfer,
+    transfer_relevance,
+)
 from tests.model.explanation.plain_relevance import plain_transfer_relevance
-from tests.model.explanation.random_models import FAMILIES, directions_for, model_of, pictures
+from tests.model.explanation.random_models import (
+    CLASSES,
+    FAMILIES,
+    directions_for,
+    model_of,
+    pictures,
+)
 
 PRE_NORM = [family for family, options in FAMILIES.items() if "norm_order" not in options]
 
@@ -35,3 +47,19 @@ def test_a_shallow_network_has_fewer_parts(depth: int) -> None:
     expected = plain_transfer_relevance(model, pixels, directions)
     limit = 1e-5 * float(expected.abs().max())
     torch.testing.assert_close(relevance.double(), expected, rtol=1e-4, atol=limit)
+
+
+@pytest.mark.parametrize("class_token", [True, False], ids=["cls", "patches"])
+def test_class_of_the_model_starts_with_its_margin(class_token: bool) -> None:
+    model = model_of("plain", pool="transfer", depth=5, class_token=class_token).double()
+    pixels = pictures(model).double()
+    with torch.no_grad():
+        output = model(pixels, keep=kept_for_class(model.config))
+    relevance = class_relevance(model, output, fold(model), CLASSES).double()
+    rows = model.head.weight.detach()
+    rivals = (rows.sum(dim=0) - rows[CLASSES]) / (len(rows) - 1)
+    expected = plain_transfer_relevance(model, pixels, rows[CLASSES] - rivals)
+    # The scale of an image's relevance does not matter.
+    relevance = relevance / relevance.norm(dim=1, keepdim=True)
+    expected = expected / expected.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(relevance, expected, rtol=0, atol=1e-5)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from model.network.vit import VisionTransformer
@@ -32,3 +33,22 @@ def test_features_are_those_of_a_plain_pass(family: str, sizes: dict[str, Any]) 
         torch.testing.assert_close(output.embeddings["transfer"], plain_features(model, pixels))
         torch.testing.assert_close(output.logits, model(pixels).logits)
     assert output.embeddings["transfer"].shape == (3, embedding_width(model.config, "transfer"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"class_token": False}, {"norm_after_pool": True}], ids=str
+)
+def test_a_head_may_read_transfer_features(changes: dict[str, Any]) -> None:
+    model = model_of("plain", pool="transfer", depth=5, **changes)
+    pixels = pictures(model)
+    with torch.no_grad():
+        output = model(pixels, transfer=True)
+        features = plain_features(model, pixels)
+    torch.testing.assert_close(output.embeddings["head"], features)
+    torch.testing.assert_close(output.logits, model.head(features))
+    assert embedding_width(model.config) == features.shape[1]
+
+
+def test_transfer_features_are_not_projected() -> None:
+    with pytest.raises(ValidationError, match="pool 'transfer' allows no projection_width"):
+        model_of("plain", pool="transfer", projection_width=8)
