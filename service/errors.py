@@ -1,13 +1,13 @@
-"""The errors of a request, as types. They know no HTTP: `service.web.problems` maps them.
+"""The errors of a request as types, independent of HTTP: `service.web.problems` maps them.
 
-Errors of the picture itself come from `model.errors`.
+Errors of the picture itself are in `model.errors`.
 """
 
 from collections.abc import Iterable
 
 
 class ServiceError(Exception):
-    """Base of the service's own errors. The message is for the caller."""
+    """Base of the service's errors. The message is for the caller."""
 
 
 class SettingsError(ServiceError):
@@ -15,7 +15,7 @@ class SettingsError(ServiceError):
 
 
 class MalformedRequest(ServiceError):
-    """The request breaks its framing or its multipart form."""
+    """The framing or the multipart form of the request is invalid."""
 
 
 class Unauthorized(ServiceError):
@@ -23,7 +23,7 @@ class Unauthorized(ServiceError):
 
 
 class Forbidden(ServiceError):
-    """The request is not allowed here, with whatever key."""
+    """The request is not allowed here, with any key."""
 
 
 class UnknownHost(ServiceError):
@@ -35,11 +35,11 @@ class NotFound(ServiceError):
 
 
 class UnknownModel(NotFound):
-    """There is no model of this name."""
+    """The name of the model is unknown."""
 
 
 class MethodNotAllowed(ServiceError):
-    """The path exists, the method on it does not; `allowed` are those that it has."""
+    """The path does not support the method; `allowed` are the methods that it supports."""
 
     def __init__(self, message: str, allowed: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -47,23 +47,23 @@ class MethodNotAllowed(ServiceError):
 
 
 class RequestTimeout(ServiceError):
-    """The body did not arrive within the request's time."""
+    """The body did not arrive before the request's deadline."""
 
 
 class SwapUnderWay(ServiceError):
-    """A checkpoint is being loaded already."""
+    """Another checkpoint is already being loaded."""
 
 
 class DefaultModel(ServiceError):
-    """The default model is neither deleted nor unloaded: who names no model asks it."""
+    """The default model cannot be deleted or unloaded, because requests may omit a model's name."""
 
 
 class HeadFull(ServiceError):
-    """There are as many heads as may be, or this one has as many labels or examples as it may."""
+    """The number of heads, or of a head's labels or examples, has reached its limit."""
 
 
 class HeadWithoutBackbone(ServiceError):
-    """The backbone that a head was taught on is not served, or is not that of the examples."""
+    """The backbone of a head is not served, or differs from the backbone of its examples."""
 
 
 class HeadWithoutExamples(ServiceError):
@@ -75,7 +75,7 @@ class NameTaken(ServiceError):
 
 
 class CheckpointRefused(ServiceError):
-    """The checkpoint that was to take over cannot be served; the old one goes on."""
+    """The new checkpoint cannot be served; the old one stays."""
 
 
 class UploadTooLarge(ServiceError):
@@ -87,13 +87,13 @@ class TooManyImages(ServiceError):
 
 
 class TooManyRequests(ServiceError):
-    """The API key has as many requests in flight as it may."""
+    """The API key has reached its limit of requests in flight."""
 
     retry_after = 1
 
 
 class UnsupportedMediaType(ServiceError):
-    """The body is of a kind that holds no image."""
+    """The body cannot hold an image."""
 
 
 class InvalidParameter(ServiceError):
@@ -101,55 +101,50 @@ class InvalidParameter(ServiceError):
 
 
 class MissingImage(ServiceError):
-    """The body is empty, or no part of it is named `file`."""
+    """The body is empty, or lacks a part named `file`."""
 
 
 class InferenceFailed(ServiceError):
-    """The model gave no answer for this image; others of its batch may have one."""
+    """The model failed on this image; it may have answered others of the batch."""
 
 
 class Unavailable(ServiceError):
-    """The service cannot take the request now; after `retry_after` seconds another try may do
-    better, if not None.
+    """The service cannot take the request now.
+
+    A retry after `retry_after` seconds may succeed; None: a retry does not help.
     """
 
     retry_after: int | None = 1
 
 
 class QueueFull(Unavailable):
-    """Every place in the service is taken."""
+    """Every slot of the service is taken."""
 
 
 class ReceivingFull(Unavailable):
-    """There is no memory for more of this body beside all others, or no connection is free."""
+    """The bodies being received, or the connections, have reached their limit."""
 
 
 class EngineUnavailable(Unavailable):
-    """No engine is ready: it is loading, or it failed."""
+    """No engine is ready: all are loading, or have failed."""
 
     retry_after: int | None = 5
 
 
 class ModelFailed(EngineUnavailable):
-    """The model could not be loaded, and is not tried again until somebody changes it: another try
-    is in vain.
-    """
+    """The model could not be loaded; the service tries again only after a change to it."""
 
     retry_after = None
 
 
 class ModelLoading(Unavailable):
-    """The model is being loaded; as many requests wait for it as may, or this one has waited for
-    all of its time.
-    """
+    """The model is still loading at the request's deadline, or too many requests wait for it."""
 
     retry_after = 2
 
 
 class ModelsFull(Unavailable):
-    """There is no memory for the model beside those that are in use, or were loaded a short time
-    ago.
-    """
+    """The memory is full of models that are in use or were loaded recently."""
 
     def __init__(self, message: str = "", retry_after: int = 5) -> None:
         super().__init__(message)
@@ -157,20 +152,20 @@ class ModelsFull(Unavailable):
 
 
 class HeadsUnavailable(Unavailable):
-    """What is taught cannot be read or written: a full disk, a folder that is gone or locked."""
+    """Examples cannot be read or written: the disk is full, or the folder is missing or locked."""
 
     retry_after = 5
 
 
 class Draining(Unavailable):
-    """The process is about to end and takes no new work."""
+    """The process is ending and takes no new work."""
 
     retry_after = 5
 
 
 class DeadlineExceeded(ServiceError):
-    """The request's time was up before its image was launched."""
+    """The request's deadline passed before its image was computed."""
 
 
 class ClientDisconnected(ServiceError):
-    """The caller went away; nobody is left to answer."""
+    """The caller disconnected before the answer."""

@@ -21,55 +21,60 @@ _HEADS: Final = "/heads/"
 
 
 def needs_admin_key(method: str, path: str) -> bool:
-    """Return whether a route takes the admin key, and so no other; it asks for that itself."""
+    """Return whether a route requires the admin key, which the route itself checks."""
     return _ADMIN.fullmatch(f"{method} {path}") is not None
 
 
 def holds_admin_key(authorization: str, settings: Settings) -> bool:
-    """Return whether an `Authorization` header has the admin key; it is compared in constant time."""
-    expected, given = settings.admin_key, bearer_token(authorization) or b""
-    return expected is not None and hmac.compare_digest(given, expected.get_secret_value().encode())
+    """Return whether an `Authorization` header has the admin key, compared in constant time."""
+    if settings.admin_key is None:
+        return False
+    token = bearer_token(authorization) or b""
+    return hmac.compare_digest(token, settings.admin_key.get_secret_value().encode())
 
 
 class KeyGuard:
-    """Identifies the key of a request, and counts the requests in flight of each key; belongs to
-    one event loop.
+    """Identifies the key of a request, and counts the requests in flight of each key.
+
+    Belongs to one event loop.
 
     Args:
-        most: requests in flight that each key may have; 0 is no limit.
+        keys: all known keys; empty if requests need none.
+        max_requests: limit on the requests in flight of one key; 0: unlimited.
+        metrics: where requests in flight are counted.
     """
 
-    def __init__(self, keys: Collection[ApiKey], most: int, metrics: Metrics) -> None:
+    def __init__(self, keys: Collection[ApiKey], max_requests: int, metrics: Metrics) -> None:
         self._keys = keys
-        self._most = most
+        self._max_requests = max_requests
         self._metrics = metrics
         self._in_flight: Counter[ApiKey] = Counter()
 
     def find(self, authorization: str) -> ApiKey | None:
-        """Return the key in an `Authorization` header, None without keys; raises `Unauthorized`."""
+        """Return the key in an `Authorization` header, or raise `Unauthorized`.
+
+        Without known keys, return None.
+        """
         if not self._keys:
             return None
-        offered = bearer_token(authorization)
-        # Every key is compared, each in constant time, so that timing tells neither which nor how
-        # much matched.
-        matching = [key for key in self._keys if hmac.compare_digest(offered or b"", key.secret)]
-        if not offered:
+        token = bearer_token(authorization)
+        # Compare every key in constant time: timing must not reveal which one matched, or how far.
+        matching = [key for key in self._keys if hmac.compare_digest(token or b"", key.secret)]
+        if not token:
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
         if not matching:
-            raise Unauthorized("the API key is wrong: it is none of the service's")
+            raise Unauthorized("unknown API key")
         return matching[0]
 
     @contextmanager
     def request(self, key: ApiKey | None) -> Iterator[None]:
-        """Count one request of a key while it is handled; raises `TooManyRequests` if it has as
-        many as it may.
-        """
+        """Count one request of a key while it is handled; raises `TooManyRequests`."""
         if key is None:
             yield
             return
-        if self._most and self._in_flight[key] >= self._most:
+        if self._max_requests and self._in_flight[key] >= self._max_requests:
             raise TooManyRequests(
-                f"this key has {self._most} requests in flight already, and may have no more"
+                f"this key already has {self._max_requests} requests in flight, which is its limit"
             )
         self._in_flight[key] += 1
         try:
@@ -80,10 +85,9 @@ class KeyGuard:
 
 
 class ApiKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` on every route, except public ones and those that take
-    the admin key.
+    """Requires `Authorization: Bearer KEY` on every route, except public and admin routes.
 
-    The paths of taught heads take either.
+    The paths of taught heads accept the admin key too.
     """
 
     def __init__(
@@ -91,34 +95,38 @@ class ApiKeyMiddleware:
     ) -> None:
         self._app = app
         self._guard = guard
-        self._public = frozenset(public) | {""}  # which leads to the page
+        self._public = frozenset(public) | {""}  # the empty path redirects to the page
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection; raises `Unauthorized` or `TooManyRequests`."""
-        counted = None
-        is_http = scope["type"] == "http"
-        if is_http and not (
-            scope["path"] in self._public or needs_admin_key(scope["method"], scope["path"])
-        ):
-            authorization = Headers(scope=scope).get("authorization", "")
-            is_admin = f"{scope['path']}/".startswith(_HEADS) and holds_admin_key(
-                authorization, self._settings
-            )
-            key = None if is_admin else self._guard.find(authorization)
-            if key is not None:
-                context = request_context(scope)
-                context.key_name, context.key_owner = key.name, key.owner
-                counted = None if scope["path"] in PROBES else key
-        with self._guard.request(counted):
+        key = self._key_of(scope) if self._needs_key(scope) else None
+        if key is not None:
+            context = request_context(scope)
+            context.key_name = key.name
+            context.key_owner = key.owner
+            if scope["path"] in PROBES:
+                key = None  # probes are not counted
+        with self._guard.request(key):
             await self._app(scope, receive, send)
+
+    def _needs_key(self, scope: Scope) -> bool:
+        if scope["type"] != "http" or scope["path"] in self._public:
+            return False
+        return not needs_admin_key(scope["method"], scope["path"])
+
+    def _key_of(self, scope: Scope) -> ApiKey | None:
+        """Return the key of a request; None if it has the admin key where that is accepted."""
+        authorization = Headers(scope=scope).get("authorization", "")
+        is_about_heads = f"{scope['path']}/".startswith(_HEADS)
+        if is_about_heads and holds_admin_key(authorization, self._settings):
+            return None
+        return self._guard.find(authorization)
 
 
 def bearer_token(authorization: str) -> bytes | None:
-    """Return the token of an `Authorization: Bearer` header (latin-1) as the bytes that were sent,
-    or None.
-    """
-    scheme, _, given = authorization.partition(" ")
-    return (
-        given.strip().encode("latin-1", "backslashreplace") if scheme.lower() == "bearer" else None
-    )
+    """Return the token of an `Authorization: Bearer` header (latin-1) as sent, or None."""
+    scheme, _, token = authorization.partition(" ")
+    if scheme.lower() != "bearer":
+        return None
+    return token.strip().encode("latin-1", "backslashreplace")

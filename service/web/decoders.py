@@ -1,8 +1,7 @@
-"""The decoder processes of a web process, as it sees them: a job goes in, pixels or an error come
-out.
+"""Decoder processes of a web process: each takes a job and answers with pixels or an error.
 
-They start when they are needed, and stay for the next job. What they may do is said in
-`model.images.decoder_process`.
+They start on demand and stay for the next job. `model.images.decoder_process` says what they may
+do.
 """
 
 import asyncio
@@ -32,87 +31,98 @@ from service.web.lanes import Deadline
 logger = logging.getLogger("vitserve")
 
 MAX_DECODERS: Final = 8
-SECONDS: Final = 2.0
-"""Processor time of a job at most; more is refused."""
+MAX_SECONDS: Final = 2.0
+"""Longest processor time of a job."""
 
 _SLOW_SECONDS: Final = 0.5
-"""Time after which a job leaves the processor to others."""
+"""Time after which a decoder's priority is lowered."""
 _MORE_NICENESS: Final = 10
-_MAX_TEXT: Final = 4096
+_MAX_TEXT_BYTES: Final = 4096
 
 _PIXEL_BYTES: Final = 6.5
-"""Address space of a decoder for each pixel that is allowed: 416 MB for 64 million."""
+"""Address space of a decoder for each allowed pixel: 416 MB for 64 million."""
 _SPARE_BYTES: Final = 64 << 20
-"""Address space beside that, for tables, the resize and the interpreter."""
+"""Further address space for tables, the resize and the interpreter."""
 
 _KEPT_VARIABLES: Final = ("LD_LIBRARY_PATH", "PYTHONHOME")
-"""What an interpreter may need to start. Other variables may hold keys."""
+"""Environment variables that an interpreter may need to start; others may hold keys."""
 
 Answer = tuple[int, bytearray, bytearray]
-"""Status, JSON and pixels, as they came."""
+"""Status, JSON and pixels, unchecked."""
 
 
 class _Killed(Exception):
-    """Somebody else ended the decoder: an operator, or the system for want of memory."""
+    """An operator, or the system when memory ran out, ended the decoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A picture as the model sees it, or the photo that it comes from, and the seconds that
-    decoding took.
-    """
+    """A picture as the model sees it, or its photo, and the seconds of its decoding."""
 
     picture: ModelInput
     seconds: float
 
 
 class _Decoder:
-    """A process, `is_ready` when it has said so, and `is_slow` once it left the processor to
-    others.
+    """One decoder process.
+
+    Attributes:
+        is_ready: whether the process has started.
+        is_slow: whether its priority was lowered.
     """
 
     def __init__(self, bounds: dict[str, Any]) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         self._socket.setblocking(False)
-        with theirs:
+        with child_socket:
             self._process = start_python(
                 "model.images.decoder_process",
                 json.dumps(bounds),
                 allowed=_KEPT_VARIABLES,
-                # Each thread of these libraries takes address space, which is what memory is
-                # limited by.
+                # Each thread takes address space, by which the memory is limited.
                 more={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-                stdin=theirs.fileno(),
+                stdin=child_socket.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # libtiff prints there what is wrong with a file
-                start_new_session=True,  # signals to the service's group are not for those that it still needs
+                stderr=subprocess.DEVNULL,  # libtiff prints its errors there
+                # A signal to the service's process group must not end a decoder in use.
+                start_new_session=True,
             )
-        self.is_ready = self.is_slow = False
+        self.is_ready = False
+        self.is_slow = False
 
     async def ask(self, header: bytes, data: bytearray) -> Answer:
-        """Return the answer to a job; raises `ConnectionError` if there is none, and `ValueError`
-        if it is too long.
+        """Return the answer to a job.
+
+        Raises:
+            ConnectionError: the process ended.
+            ValueError: the answer is too long.
         """
         loop = asyncio.get_running_loop()
         if not self.is_ready:
-            confined = await self._receive(len(CONFINED)) == CONFINED
-            more = (
-                "and a filter of system calls"
-                if confined
-                else "alone: `vitserve[isolation]` adds a filter"
-            )
-            logger.info("decoder process %d is held by resource limits %s", self._process.pid, more)
-            self.is_ready = True
-        slow = loop.call_later(_SLOW_SECONDS, self._lower_priority)
+            await self._wait_until_ready()
+        slow_timer = loop.call_later(_SLOW_SECONDS, self._lower_priority)
         try:
             await loop.sock_sendall(self._socket, JOB.pack(len(header), len(data)) + header)
             await loop.sock_sendall(self._socket, data)
             status, text_bytes, pixel_bytes = ANSWER.unpack(await self._receive(ANSWER.size))
-            if text_bytes > _MAX_TEXT or pixel_bytes > MAX_SIZE * MAX_SIZE * 3:
+            if text_bytes > _MAX_TEXT_BYTES or pixel_bytes > MAX_SIZE * MAX_SIZE * 3:
                 raise ValueError("too long")
-            return status, await self._receive(text_bytes), await self._receive(pixel_bytes)
+            text = await self._receive(text_bytes)
+            pixels = await self._receive(pixel_bytes)
+            return status, text, pixels
         finally:
-            slow.cancel()
+            slow_timer.cancel()
+
+    async def _wait_until_ready(self) -> None:
+        confined = await self._receive(len(CONFINED)) == CONFINED
+        logger.info(
+            "decoder process %d is confined by resource limits%s",
+            self._process.pid,
+            " and a filter of system calls"
+            if confined
+            else " only; install vitserve[isolation] for a filter of system calls",
+        )
+        self.is_ready = True
 
     async def _receive(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -127,22 +137,17 @@ class _Decoder:
     def _lower_priority(self) -> None:
         self.is_slow = True
         if self._process.poll() is None:
-            os.setpriority(
-                os.PRIO_PROCESS,
-                self._process.pid,
-                os.getpriority(os.PRIO_PROCESS, 0) + _MORE_NICENESS,
-            )
+            niceness = os.getpriority(os.PRIO_PROCESS, 0) + _MORE_NICENESS
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
-    def end(self, patience: float = 0.0) -> int:
-        """End the process unless it ends by itself within so many seconds; return its exit code, 0
-        if it did not.
+    def end(self, patience_seconds: float = 0.0) -> int:
+        """Wait for the process to end, then kill it; return its exit code, 0 if it was killed here.
 
-        It blocks until the process has let go of its memory, which takes a slow one long beside
-        others' work.
+        Blocks until the process has freed its memory, which takes long on busy processors.
         """
         self._socket.close()
         try:
-            return self._process.wait(patience)
+            return self._process.wait(patience_seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -150,44 +155,45 @@ class _Decoder:
 
 
 class Decoders:
-    """Decodes files in processes of their own, a job each; `on_restart` is called for each that
-    died.
+    """Decodes files in separate processes; `on_restart` is called for each that died.
 
     Attributes:
-        processes: jobs that may run at the same time, one for each core at most; callers see to it.
+        processes: most simultaneous jobs, at most one for each core; callers keep this limit.
     """
 
     def __init__(
         self, settings: Settings, *, on_restart: Callable[[], object] = lambda: None
     ) -> None:
-        pixels, file_bytes = settings.max_image_pixels, settings.max_upload_bytes
+        picture_bytes = math.ceil(settings.max_image_pixels * _PIXEL_BYTES)
+        # Each file is held up to three times: as sent, as its format unpacks it, and by the reader.
+        file_bytes = 3 * settings.max_upload_bytes
         self._bounds = {
-            "max_pixels": pixels,
+            "max_pixels": settings.max_image_pixels,
             "scaled_decode": settings.scaled_decode,
-            "seconds": SECONDS,
-            # The file, what its format makes of it, and what the reader holds.
-            "max_bytes": math.ceil(pixels * _PIXEL_BYTES) + _SPARE_BYTES + 3 * file_bytes,
+            "seconds": MAX_SECONDS,
+            "max_bytes": picture_bytes + file_bytes + _SPARE_BYTES,
         }
         self._on_restart = on_restart
-        self.processes = -(-min(os.cpu_count() or 1, MAX_DECODERS) // settings.workers)
+        all_processes = min(os.cpu_count() or 1, MAX_DECODERS)
+        self.processes = math.ceil(all_processes / settings.workers)
         self._idle: list[_Decoder] = []
 
     async def model_input(
         self, data: bytearray, config: PreprocessConfig, deadline: Deadline
     ) -> Decoded:
-        """Return the picture in a file as the model sees it; see
-        `model.images.preprocess.model_input`.
+        """Return a file's picture as the model sees it; see `preprocess.model_input`.
 
-        Raises `ImageError`, `ImageTooCostly` where it takes too long, `DeadlineExceeded`, and
-        `EngineUnavailable` if no process can be started.
+        Raises:
+            ImageError: the picture cannot be decoded, or not in `MAX_SECONDS`.
+            DeadlineExceeded: the request's deadline passed.
+            EngineUnavailable: a decoder process cannot be started.
         """
         return await self._run({"config": config.model_dump(mode="json")}, data, deadline)
 
     async def photo(
         self, data: bytearray, region: Region, size: int | None, deadline: Deadline
     ) -> Decoded:
-        """Return the photo in a file and where the region lies in it; see
-        `model.images.preprocess.upright_photo`.
+        """Return a file's photo, and the region in it; see `preprocess.upright_photo`.
 
         Raises as `model_input`.
         """
@@ -201,67 +207,72 @@ class Decoders:
                 except _Killed:
                     answer = await self._ask(job, data)
         except TimeoutError:
-            raise DeadlineExceeded("the time was up before the picture was decoded") from None
+            raise DeadlineExceeded("the deadline passed before the picture was decoded") from None
         except _Killed:
             raise InvalidImage(
-                "the picture does not decode: its decoder was killed, twice"
+                "the picture does not decode: its decoder was killed twice"
             ) from None
         if isinstance(answer, ImageError):
             raise answer
         return answer
 
     async def _ask(self, job: dict[str, Any], data: bytearray) -> Decoded | ImageError:
-        """Return a decoder's answer to a job; the decoder ends where its answer is invalid or the
-        caller leaves.
+        """Return a decoder's answer to a job.
+
+        If the answer is invalid or the caller leaves, the decoder is ended.
         """
         decoder = self._idle.pop() if self._idle else _Decoder(self._bounds)
         try:
             answer = _checked(await decoder.ask(json.dumps(job).encode(), data), job)
         except BaseException as error:
             self._on_restart()
-            code = await asyncio.to_thread(
-                decoder.end, 1.0 if isinstance(error, ConnectionError) else 0.0
-            )
-            if code == -signal.SIGKILL:
-                raise _Killed from None
-            if code and not decoder.is_ready:
-                raise EngineUnavailable(
-                    "no process that decodes pictures can be started"
-                ) from error
-            if code == -signal.SIGPROF:
-                raise ImageTooCostly(
-                    f"decoding the picture takes more than {SECONDS:g} s of a processor"
-                ) from None
-            if isinstance(error, ConnectionError | ValueError | LookupError | TypeError):
-                raise InvalidImage("the picture does not decode: its decoder crashed") from error
+            await _end_failed(decoder, error)
             raise
-        if decoder.is_slow:  # a process cannot take its priority back, and may hold much memory
+        if decoder.is_slow:  # a process cannot raise its priority again, and may hold much memory
             asyncio.get_running_loop().run_in_executor(None, decoder.end)
         else:
             self._idle.append(decoder)
         return answer
 
     def close(self) -> None:
-        """End all processes that have no job; the others end with their jobs."""
+        """End all idle processes; the others end with their jobs."""
         while self._idle:
             self._idle.pop().end()
 
 
+async def _end_failed(decoder: _Decoder, error: BaseException) -> None:
+    """End a decoder, and raise the error that its exit code and `error` tell, if any."""
+    patience_seconds = 1.0 if isinstance(error, ConnectionError) else 0.0
+    code = await asyncio.to_thread(decoder.end, patience_seconds)
+    if code == -signal.SIGKILL:
+        raise _Killed from None
+    if code and not decoder.is_ready:
+        raise EngineUnavailable("a decoder process cannot be started") from error
+    if code == -signal.SIGPROF:
+        raise ImageTooCostly(
+            f"decoding the picture takes more than {MAX_SECONDS:g} s of a processor"
+        ) from None
+    if isinstance(error, ConnectionError | ValueError | LookupError | TypeError):
+        raise InvalidImage("the picture does not decode: its decoder crashed") from error
+
+
 def _checked(answer: Answer, job: dict[str, Any]) -> Decoded | ImageError:
-    """Return the picture or the error in an answer; raises `ValueError`, `LookupError` or
-    `TypeError` if invalid.
+    """Return the picture or the error in an answer.
+
+    Raises:
+        ValueError, LookupError, TypeError: the answer is invalid.
     """
     status, text, pixels = answer
     if status != DONE:
         return ERRORS[status - 1](text.decode(errors="replace"))
     facts = json.loads(text)
-    shape, region = tuple(map(int, facts["shape"])), Region(*map(float, facts["region"]))
+    shape = tuple(map(int, facts["shape"]))
+    region = Region(*map(float, facts["region"]))
     if "config" in job:
-        is_shape = shape == (*job["config"]["size"], len(job["config"]["mean"]))
+        is_expected = shape == (*job["config"]["size"], len(job["config"]["mean"]))
     else:
-        is_shape = len(shape) == 3 and shape[2] == 3 and 0 < min(shape) <= max(shape) <= MAX_SIZE
-    if not is_shape or not all(map(math.isfinite, region)):
+        is_expected = len(shape) == 3 and shape[2] == 3 and 0 < min(shape) <= max(shape) <= MAX_SIZE
+    if not is_expected or not all(map(math.isfinite, region)):
         raise ValueError("pixels of another shape")
-    return Decoded(
-        ModelInput(np.frombuffer(pixels, np.uint8).reshape(shape), region), float(facts["seconds"])
-    )
+    picture = ModelInput(np.frombuffer(pixels, np.uint8).reshape(shape), region)
+    return Decoded(picture, float(facts["seconds"]))

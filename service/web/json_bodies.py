@@ -1,4 +1,4 @@
-"""The JSON documents of requests, whose unknown fields are refused with the nearest names."""
+"""Parse the JSON documents of requests; a message about an unknown field names the nearest ones."""
 
 import re
 from collections.abc import Iterable
@@ -17,49 +17,45 @@ _UNKNOWN_FIELD: Final = re.compile(
 
 
 def decoded(body: bytearray, kind: type[T]) -> T:
-    """Return the JSON of a body, an empty object where it is empty; raises `MalformedRequest`."""
+    """Parse the JSON of a body, `{}` if it is empty; raises `MalformedRequest`."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (UnicodeDecodeError, RecursionError):
-        raise MalformedRequest(
-            "the body is not what is expected: it is not UTF-8, or nested too deeply"
-        ) from None
+        raise MalformedRequest("invalid body: it is not UTF-8, or nested too deeply") from None
     except msgspec.MsgspecError as error:
-        raise MalformedRequest(
-            f"the body is not what is expected: {explained(error, kind)}"
-        ) from None
+        raise MalformedRequest(f"invalid body: {explained(error, kind)}") from None
 
 
 def explained(error: Exception, kind: Any) -> str:
-    """Return the message of an error of decoding, with the fields that there are for an unknown
-    one.
+    """Return the message of a decoding error; for an unknown field, add the known ones.
 
     Args:
         error: the error of msgspec.
-        kind: the type that was decoded: for an unknown field a struct.
+        kind: the decoded type; for an unknown field a struct.
     """
     match = _UNKNOWN_FIELD.fullmatch(str(error))
     if match is None:
         return str(error)
-    name, path = match[1], match[2] or ""
+    name = match[1]
+    path = match[2] or ""
     for step in re.findall(r"\.(\w+)", path):
         kind = get_type_hints(kind)[step]
         kind = next(iter(get_args(kind)), kind)
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
-    place = path.removeprefix("$").removeprefix(".")
-    where = f"{place}: " if place else ""
-    return f"{where}unknown field {name!r:.50}; there are {', '.join(by_likeness(name, known))}"
+    parent = path.removeprefix("$").removeprefix(".")
+    message = f"unknown field {name[:50]!r}; available: {', '.join(by_likeness(name, known))}"
+    return f"{parent}: {message}" if parent else message
 
 
 def require_known(parameters: Iterable[str], known: Iterable[str], where: str = "") -> None:
-    """Raise `InvalidParameter` if one of the names of parameters is unknown.
+    """Raise `InvalidParameter` if a parameter is unknown.
 
     Args:
-        parameters: names of the parameters that were sent.
-        known: names of the parameters that there are.
-        where: start of the message: whose parameters they are.
+        parameters: names of the sent parameters.
+        known: names of all parameters.
+        where: start of the message, which names the owner of the parameters.
     """
     for name in parameters:
         if name not in known:
-            remedy = ", ".join(by_likeness(name, known))
-            raise InvalidParameter(f"{where}{name:.50}: no such parameter; there are {remedy}")
+            names = ", ".join(by_likeness(name, known))
+            raise InvalidParameter(f"{where}unknown parameter {name[:50]!r}; available: {names}")

@@ -49,27 +49,27 @@ PROBES = frozenset(
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
 }
-"""Paths that machines ask all the time: logged for debugging only, and no load worth a number."""
+"""Paths that machines poll: logged only for debugging, and not counted in flight."""
 
 _CONTEXT = "vit.context"
 
 _UNPARSED = "unparsed"
-"""Endpoint under which is counted what never became a request."""
+"""Endpoint in the metrics for bytes that were not a request."""
 
 LINES_A_SECOND = 10
-"""Refusals that have a line of their own in each second."""
+"""Refusals per second that get a log line each."""
 
 _MAX_PATH = 200
-"""Characters of a request's path in its line."""
+"""Characters of a request's path in its log line."""
 
 
-def request_id_from(given: str) -> str:
-    """Return the caller's id for its request if it is fit for headers and logs, else a random id,
-    no secret.
-    """
-    # The system's generator lets other threads run Python, and under load this thread waits
-    # milliseconds for its turn.
-    return given if given and _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+def request_id_from(sent_id: str) -> str:
+    """Return the caller's id for its request if it is valid, else a random one."""
+    if _REQUEST_ID.fullmatch(sent_id):
+        return sent_id
+    # Not from the system's generator: that call releases the interpreter, and under load this
+    # thread would wait milliseconds to get it back. The id is not a secret.
+    return f"{random.getrandbits(128):032x}"
 
 
 def request_context(scope: Scope) -> "RequestContext":
@@ -82,23 +82,24 @@ class RequestContext:
     """The context of one request.
 
     Attributes:
-        started: monotonic seconds at which its head had been read.
-        client: address of the caller, None if it is not known.
-        status: of the answer; None until it starts.
+        request_id: id in the answer's headers and in the log.
+        started: monotonic seconds at which the request headers had been read.
+        client: address of the caller, None if unknown.
+        status: status of the answer, None until it starts.
         endpoint: path of the route that answers, None until it is known.
-        key_name, key_owner: of the API key, None without a key.
-        code: of the problem that answers it, None without a problem.
-        model: name of the model that it is for, None until it is known.
-        prefix: of the path, which links of the answer begin with; None if a proxy sends what is not
-        one.
-        stages: seconds of each, see `service.observe.metrics.stage_seconds`.
+        key_name: name of the API key, None without a key.
+        key_owner: owner of the API key, None without a key.
+        code: code of the problem that answers the request, None without a problem.
+        model: name of the requested model, None until it is known.
+        prefix: prefix of the path for links in the answer; None if a proxy sent an invalid one.
+        stages: seconds of each stage, see `service.observe.metrics.stage_seconds`.
     """
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float
     ) -> None:
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        self.request_id = request_id_from(given.decode("latin-1"))
+        sent_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        self.request_id = request_id_from(sent_id.decode("latin-1"))
         self.started = started
         self.status: int | None = None
         self.endpoint: str | None = None
@@ -109,41 +110,50 @@ class RequestContext:
         self.prefix: str | None = ""
         self.stages: dict[str, float] = {}
         self.client: str | None = (scope.get("client") or (None,))[0]
-        self._received = self._sent = 0
+        self._received_bytes = 0
+        self._sent_bytes = 0
         self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
 
     def measured(self) -> dict[str, float]:
-        """Return the bytes and the times of stages that a log line in JSON has."""
+        """Return the bytes and stage times for a log line in JSON."""
         times = {f"{stage}_ms": round(1000 * seconds, 1) for stage, seconds in self.stages.items()}
-        return {"bytes_in": self._received, "bytes_out": self._sent} | times
+        return {"bytes_in": self._received_bytes, "bytes_out": self._sent_bytes} | times
 
     async def receive(self) -> Message:
         """Return the next message of the request."""
         message = await self._receive()
-        self._received += len(message.get("body", b""))
+        self._received_bytes += len(message.get("body", b""))
         return message
 
     async def send(self, message: Message) -> None:
-        """Send a message of the answer, with the headers that every answer has."""
+        """Send a message of the answer, with the headers of every answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
             if self._lifecycle.stopping:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        self._sent += len(message.get("body", b""))
+        self._sent_bytes += len(message.get("body", b""))
         await self._send(message)
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that was answered, over HTTP or gRPC, with its status of HTTP and the seconds from
-    its head on.
+    """An answered request, over HTTP or gRPC.
 
-    The last four stand in JSON alone, as far as they are known: the caller's address, model,
-    problem code, and what was measured.
+    Attributes:
+        method: HTTP method, or POST for gRPC.
+        path: path of the request.
+        status: HTTP status.
+        seconds: time since the request headers arrived.
+        request_id: id of the request.
+        key_name: name of the API key, if any.
+        client: address of the caller; this and the following are logged only in JSON.
+        model: name of the model, if known.
+        code: problem code, if any.
+        measured: returns further measurements.
     """
 
     method: str
@@ -159,19 +169,19 @@ class Answered:
 
 
 class RequestLog:
-    """Logs requests. Belongs to one event loop.
+    """Logs requests; belongs to one event loop.
 
-    Under a flood most requests are refused, and a line costs as much as the refusal itself. So only
-    the first refusals of a second have their own lines. A line at its end counts the others, by
-    reason.
+    In a flood most requests are refused, and a log line costs as much as a refusal. Therefore only
+    the first refusals of a second have their own lines. A line at the end of the second counts the
+    others by reason.
     """
 
     def __init__(self) -> None:
-        self._own_lines = 0
-        self._more: Counter[str] = Counter()
+        self._lines_this_second = 0
+        self._unlogged: Counter[str] = Counter()
 
     def answered(self, level: int, request: Answered) -> None:
-        """Log a request that was answered."""
+        """Log an answered request."""
         if not logger.isEnabledFor(level):
             return
         fields: dict[str, Any] = {
@@ -185,39 +195,30 @@ class RequestLog:
         if request.key_name is not None:
             fields["key"] = request.key_name
             line += " %(key)s"
-        known = {"client": request.client, "model": request.model, "code": request.code}
-        logger.log(
-            level,
-            line,
-            # Paths come from outside: no line break may start a log line of their own.
-            {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")},
-            extra={
-                "fields": fields
-                | {name: value for name, value in known.items() if value is not None}
-                | dict(request.measured()),
-                "summary": "request",
-            },
-        )
+        optional = {"client": request.client, "model": request.model, "code": request.code}
+        known = {name: value for name, value in optional.items() if value is not None}
+        # Escape the path, because a line break in it could forge a log line.
+        escaped = {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")}
+        json_fields = fields | known | dict(request.measured())
+        logger.log(level, line, escaped, extra={"fields": json_fields, "summary": "request"})
 
     def has_own_line(self, reason: str) -> bool:
-        """Return whether a request that is refused now has its own line; if not, count its problem
-        code.
-        """
-        if not self._own_lines:
+        """Return whether the current refusal has its own line; otherwise count its reason."""
+        if not self._lines_this_second:
             asyncio.get_running_loop().call_later(1.0, self.end_second)
-        if self._own_lines < LINES_A_SECOND:
-            self._own_lines += 1
+        if self._lines_this_second < LINES_A_SECOND:
+            self._lines_this_second += 1
             return True
-        self._more[reason] += 1
+        self._unlogged[reason] += 1
         return False
 
     def end_second(self) -> None:
-        """Log how many more were refused since the last such line, if any were."""
-        self._own_lines = 0
-        if not self._more:
+        """Log the number of refusals without a line, if any, and start a new second."""
+        self._lines_this_second = 0
+        if not self._unlogged:
             return
-        refused = dict(self._more)
-        self._more.clear()
+        refused = dict(self._unlogged)
+        self._unlogged.clear()
         reasons = ", ".join(f"{count} {reason}" for reason, count in refused.items())
         logger.info(
             "refused %d more: %s",
@@ -231,10 +232,13 @@ class RequestContextMiddleware:
     """The outermost layer: gives each request its context, measures and logs it.
 
     Args:
-        endpoints: paths that may become label values; any other is `other`.
-        prefixes: takes the prefix of a proxy off the path, before any other layer reads it.
-        lifecycle: when the process is about to end, every answer closes its connection.
-        answer_room: the room for unsent answers, see `service.http.Application`.
+        app: the next layer.
+        metrics: where requests are counted.
+        endpoints: paths that become label values; all others share the value `other`.
+        lifecycle: state of the process; while it ends, every answer closes its connection.
+        answer_room: room for unsent answers, see `service.http.Application`.
+        prefixes: removes a proxy's prefix from the path, before any other layer reads it.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -250,7 +254,7 @@ class RequestContextMiddleware:
     ) -> None:
         self._app = app
         self._metrics = metrics
-        # A child of a metric is looked up under a lock; there are few of them.
+        # Cached, because prometheus_client looks up labels under a lock.
         self._requests = lru_cache(maxsize=512)(metrics.requests.labels)
         self._duration = lru_cache(maxsize=64)(metrics.request_duration.labels)
         self._key_requests = lru_cache(maxsize=512)(metrics.key_requests.labels)
@@ -275,50 +279,57 @@ class RequestContextMiddleware:
             self._metrics.inflight.inc()
         try:
             await self._app(scope, context.receive, context.send)
-        except Exception:  # `ProblemMiddleware` has answered it, unless the answer had begun before
+        except Exception:  # `ProblemMiddleware` has answered, or the answer had already begun
             logger.exception("request %s failed", context.request_id)
         finally:
             if counted:
                 self._metrics.inflight.dec()
-            seconds = self._clock() - context.started
-            status = context.status or problems.CLIENT_DISCONNECTED
             answered = Answered(
-                *(
-                    scope["method"],
-                    scope["path"],
-                    status,
-                    seconds,
-                    context.request_id,
-                    context.key_name,
-                ),
-                *(context.client, context.model, context.code, context.measured),
+                method=scope["method"],
+                path=scope["path"],
+                status=context.status or problems.CLIENT_DISCONNECTED,
+                seconds=self._clock() - context.started,
+                request_id=context.request_id,
+                key_name=context.key_name,
+                client=context.client,
+                model=context.model,
+                code=context.code,
+                measured=context.measured,
             )
             self.count(answered, context.endpoint)
 
     def count(self, answered: Answered, route: str | None) -> None:
-        """Count and log a request that the route of a path answered; see `RequestContext`."""
-        path, status = answered.path, answered.status
+        """Count and log an answered request; `route` is the path of the route, if known."""
+        path = answered.path
+        status = answered.status
         endpoint = path if path in self._endpoints else route or "other"
-        refusal = answered.code if status in (429, 503) else None  # there is no room for it now
+        is_refusal = answered.code is not None and status in (429, 503)
         self._requests(endpoint, str(status)).inc()
         self._duration(endpoint).observe(answered.seconds)
         if answered.key_name is not None:
             self._key_requests(answered.key_name, str(status)).inc()
         if status == problems.CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
-        if self._lifecycle.stopping and path not in PROBES:
-            self._lifecycle.answered += refusal is None
-            self._lifecycle.refused += refusal is not None
         if path in PROBES:
             self.log.answered(logging.DEBUG, answered)
-        elif refusal is None or self.log.has_own_line(refusal):
+            return
+        if self._lifecycle.stopping:
+            self._count_while_stopping(is_refusal)
+        if not is_refusal or self.log.has_own_line(answered.code or ""):
             self.log.answered(logging.INFO, answered)
+
+    def _count_while_stopping(self, is_refusal: bool) -> None:
+        if is_refusal:
+            self._lifecycle.refused += 1
+        else:
+            self._lifecycle.answered += 1
 
     def refuse(
         self, error: ServiceError, headers: Iterable[Header]
     ) -> tuple[int, list[Header], bytes]:
-        """Count and log a refusal of bytes that are no request, or of a connection; see
-        `service.http.Application`.
+        """Count and log a refused connection, or bytes that are not a request.
+
+        See `service.http.Application`. Returns the status, the headers and the body of the answer.
         """
         problem = problems.problem_of(error)
         request_id = request_id_from(dict(headers).get(b"x-request-id", b"").decode("latin-1"))
@@ -330,23 +341,19 @@ class RequestContextMiddleware:
                 "no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields}
             )
         content = problems.body(problem, request_id)
-        own = {
+        answer_headers = {
             "content-type": problems.MEDIA_TYPE,
             "content-length": str(len(content)),
             "x-request-id": request_id,
-        }
-        named = own | {name.lower(): value for name, value in problem.headers.items()}
-        return (
-            problem.status,
-            [(name.encode(), value.encode()) for name, value in named.items()],
-            content,
-        )
+        } | {name.lower(): value for name, value in problem.headers.items()}
+        encoded = [(name.encode(), value.encode()) for name, value in answer_headers.items()]
+        return problem.status, encoded, content
 
 
 class ProblemMiddleware:
-    """Answers what its layers raise with a problem document, and counts it.
+    """Answers errors of the inner layers with a problem document, and counts them.
 
-    A defect of ours is raised again after its answer, so that it is logged.
+    A defect of the service is raised again after its answer, so that it is logged.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, pace: RefusalPace) -> None:
@@ -359,23 +366,29 @@ class ProblemMiddleware:
         try:
             await self._app(scope, receive, send)
         except ClientDisconnected:
-            return  # nobody is left to read an answer
+            return
         except Exception as error:
             if scope["type"] != "http" or request_context(scope).status is not None:
                 raise
-            problem, context = problems.problem_of(error), request_context(scope)
-            context.code = problem.code
-            # A 503 to a probe is no refusal, but a 401 is.
+            problem = problems.problem_of(error)
+            # A 503 to a probe is a state, not a refusal.
             if scope["path"] not in PROBES or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
-                # Who tries again at once would take the processors from an engine that starts, or
-                # is full.
+                # Callers that retry at once would take the processors from a busy engine.
                 if isinstance(error, QueueFull | EngineUnavailable):
                     await asyncio.sleep(self._pace.delay(connection_of(scope)))
-            if scope["path"].startswith(problems.INFERENCE_PROTOCOL):
-                content, kind = json.dumps({"error": problem.detail}).encode(), "application/json"
-            else:
-                content, kind = problems.body(problem, context.request_id), problems.MEDIA_TYPE
-            await Response(content, problem.status, problem.headers, kind)(scope, receive, send)
+            answer = _answer_of(problem, scope)
+            await answer(scope, receive, send)
             if problem.code == problems.INTERNAL_ERROR:
                 raise
+
+
+def _answer_of(problem: problems.Problem, scope: Scope) -> Response:
+    """Return the answer to a request, and note the problem in its context."""
+    context = request_context(scope)
+    context.code = problem.code
+    if scope["path"].startswith(problems.INFERENCE_PROTOCOL):
+        content = json.dumps({"error": problem.detail}).encode()
+        return Response(content, problem.status, problem.headers, "application/json")
+    content = problems.body(problem, context.request_id)
+    return Response(content, problem.status, problem.headers, problems.MEDIA_TYPE)

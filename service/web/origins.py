@@ -1,6 +1,4 @@
-"""Which web pages may call the service from a browser: by the host that they call, and by their
-origin.
-"""
+"""Which web pages may call the service from a browser, by the called host and their origin."""
 
 import ipaddress
 import re
@@ -16,34 +14,32 @@ from service.server import TRUSTED_PROXY
 from service.settings import Settings
 from service.web.middleware import request_context
 
-_UNCHANGING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def split_origins(origins: Iterable[str]) -> tuple[list[str], str | None]:
-    """Return the origins to compare, and a pattern of those with `*.` before their host, None
-    without such an origin.
+    """Return the origins without wildcard, and a pattern for the others, or None without them.
 
-    The subdomains of an origin are names of letters, digits, hyphens and dots, and not the domain
-    itself.
+    `*.` before a host matches its subdomains, not the host itself.
     """
-    exact = [origin for origin in origins if "*." not in origin]
-    patterns = [
-        re.escape(origin).replace(r"\*\.", r"(?:[a-z0-9_-]+\.)+")
-        for origin in origins
-        if "*." in origin
-    ]
+    exact: list[str] = []
+    patterns: list[str] = []
+    for origin in origins:
+        if "*." in origin:
+            patterns.append(re.escape(origin).replace(r"\*\.", r"(?:[a-z0-9_-]+\.)+"))
+        else:
+            exact.append(origin)
     return exact, "|".join(patterns) or None
 
 
 class OriginMiddleware:
-    """Refuses what a web page does to a service that its reader can reach, and the page's author
-    cannot.
+    """Refuses requests by which a web page abuses its reader's access to the service.
 
-    `Host` must be an allowed name: a page whose own name was made to lead here (DNS rebinding)
-    calls by that name. Methods that change something are refused to pages of another origin:
-    browsers send simple requests without asking. A page of a sibling domain or of another port
-    (`same-site`) is another origin too.
+    `Host` must be an allowed name, because a page whose name was made to resolve to the service
+    (DNS rebinding) calls by that name. Pages of another origin may not call methods that change
+    something, because browsers send simple requests without a preflight. A sibling domain or
+    another port (`same-site`) is another origin too.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -63,12 +59,13 @@ class OriginMiddleware:
                 )
             host = headers.get("host", "")
             server = scope.get("server")
-            is_tcp = server is None or server[1] is not None  # no browser calls a Unix socket
+            is_tcp = server is None or server[1] is not None  # browsers do not call Unix sockets
             if is_tcp and not is_served_host(host, self._hosts):
                 raise UnknownHost(
-                    f"{host!r} is not a host of this service; the operator can add it to VIT_ALLOWED_HOSTS"
+                    f"{host!r} is not a host of this service; "
+                    "the operator can add it to VIT_ALLOWED_HOSTS"
                 )
-            if scope["method"] not in _UNCHANGING:
+            if scope["method"] not in _SAFE_METHODS:
                 self._check_origin(headers, scope)
         await self._app(scope, receive, send)
 
@@ -98,10 +95,11 @@ class OriginMiddleware:
 
 
 def _split_host(host: str) -> tuple[str, int | None] | None:
-    """Return the name and the port of a host in small letters, None if it is not one."""
+    """Return the lower-case name and the port of a host, None if it is invalid."""
     try:
         split = urlsplit(f"//{host}")
-        name, port = split.hostname, split.port
+        name = split.hostname
+        port = split.port
     except ValueError:
         return None
     if name is None or split.netloc != host or "@" in host:
@@ -110,11 +108,11 @@ def _split_host(host: str) -> tuple[str, int | None] | None:
 
 
 def is_served_host(host: str, served: Collection[str]) -> bool:
-    """Return whether a `Host` header has one of the served names; `*` is any name, `*.` before a
-    name any subdomain.
+    """Return whether a `Host` header has one of the served names.
 
-    An IP address is served always, because no other site can lead it here; so is a request without
-    `Host`, which no browser sends.
+    `*` matches any name, and `*.` before a name its subdomains. IP addresses are always served,
+    because other sites cannot make them resolve here. Requests without `Host` are served too,
+    because browsers always send it.
     """
     if not host or "*" in served:
         return True
@@ -131,7 +129,7 @@ def is_served_host(host: str, served: Collection[str]) -> bool:
 
 
 def _is_origin_of(origin: str, host: str) -> bool:
-    """Return whether a page of this origin calls its own host; a proxy may have left out the port."""
+    """Return whether the called host is the page's own; a proxy may have removed the port."""
     scheme, _, authority = origin.partition("://")
     page = _split_host(authority)
     called = _split_host(host)

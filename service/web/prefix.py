@@ -1,4 +1,4 @@
-"""The path prefix under which a proxy shows the service, whether the proxy cuts it off or not."""
+"""The path prefix under which a proxy shows the service, whether or not the proxy removes it."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -12,15 +12,14 @@ _HEADER: Final = b"x-forwarded-prefix"
 
 
 class Prefixes:
-    """Takes the prefix off the path of each request, so that everything behind knows one path of a
-    route.
+    """Removes the prefix from the path of each request, so that a route has only one path.
 
-    The prefix is that of `X-Forwarded-Prefix`, when a trusted proxy sends it, else `root_path`. A
-    path without it is that of a proxy that cuts it off, or of a caller on this machine.
+    The prefix comes from `X-Forwarded-Prefix` if a trusted proxy sends it, else it is `root_path`.
+    A path may lack the prefix, because the proxy removes it or the caller bypasses the proxy.
 
     Args:
-        root_path: the configured prefix; empty for none.
-        routes: paths of all routes; a prefix that begins as one of them is never taken off.
+        root_path: the configured prefix; may be empty.
+        routes: paths of all routes; a prefix with the first segment of one is never removed.
     """
 
     def __init__(self, root_path: str, routes: Iterable[str]) -> None:
@@ -28,31 +27,30 @@ class Prefixes:
         self._first_segments = frozenset(_first_segment(path) for path in routes)
 
     def take_off(self, scope: Scope) -> str | None:
-        """Take the prefix off the path of a request, and return it: what its links begin with.
+        """Remove the prefix from a request's path, and return the prefix for links.
 
-        A path that is the prefix alone becomes empty. None is returned if a trusted proxy sends
-        what is not a prefix.
+        Only the prefix as path leaves an empty path. Return None if a trusted proxy sends an
+        invalid prefix.
         """
-        of_server = scope.get("root_path", "")
-        scope["root_path"] = ""  # else Starlette would look for it in the path
-        prefix: str | None = self._root_path or of_server
+        server_prefix = scope.get("root_path", "")
+        scope["root_path"] = ""  # otherwise Starlette would expect it in the path
+        prefix: str | None = self._root_path or server_prefix
         if scope.get(TRUSTED_PROXY):
             values = [
                 value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER
             ]
             if values:
                 prefix = _joined(values)
-        for each in (prefix, self._root_path, of_server):
-            if each and self._has(scope["path"], each):
-                scope["path"] = scope["path"][len(each) :]
+        for candidate in (prefix, self._root_path, server_prefix):
+            if candidate and self._has(scope["path"], candidate):
+                scope["path"] = scope["path"].removeprefix(candidate)
                 break
         return prefix
 
     def _has(self, path: str, prefix: str) -> bool:
-        return (
-            f"{path}/".startswith(f"{prefix}/")
-            and _first_segment(prefix) not in self._first_segments
-        )
+        if _first_segment(prefix) in self._first_segments:
+            return False
+        return f"{path}/".startswith(f"{prefix}/")
 
 
 def _first_segment(path: str) -> str:
@@ -60,7 +58,7 @@ def _first_segment(path: str) -> str:
 
 
 def _joined(values: Iterable[str]) -> str | None:
-    """Return the prefix of a chain of proxies, the outermost first, None if it is not one."""
+    """Return the prefix of a chain of proxies, the outermost first, None if it is invalid."""
     try:
         return "".join(
             parse_root_path(part.strip()) for value in values for part in value.split(",")

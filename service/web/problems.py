@@ -1,4 +1,4 @@
-"""The table from errors to HTTP, and the problem documents (RFC 9457) made from it."""
+"""The table that maps errors to HTTP, and their problem documents (RFC 9457)."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,20 +11,20 @@ from vitserve.documents import ProblemDocument
 MEDIA_TYPE = "application/problem+json"
 
 _MAX_DETAIL = 500
-"""Characters of a detail: it may repeat what the caller sent."""
+"""Longest detail in characters; a detail may quote the request."""
 
-_AN_ID = "the-id"
+_ID_PLACEHOLDER = "the-id"
 
 INFERENCE_PROTOCOL = "/v2"
-"""Paths that begin so answer errors as the Open Inference Protocol does."""
+"""Paths with this prefix answer errors in the form of the Open Inference Protocol."""
 
 INTERNAL_ERROR = "internal_error"
-"""Code of an error that the table does not have: a defect of ours."""
+"""Code of an error outside the table: a defect of the service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as it is answered, with the headers that belong to its status."""
+    """The answer to an error, with the headers of its status."""
 
     status: int
     code: str
@@ -32,7 +32,7 @@ class Problem:
     headers: dict[str, str]
 
     def document(self, request_id: str) -> ProblemDocument:
-        """Return the document of RFC 9457, with our `code` and `request_id`."""
+        """Return the document of RFC 9457, with the additions `code` and `request_id`."""
         return ProblemDocument(
             type="about:blank",
             title=HTTPStatus(self.status).phrase,
@@ -86,24 +86,23 @@ CODES = frozenset({code for _, code in TABLE.values()} | {INTERNAL_ERROR})
 """The code of every problem."""
 
 CLIENT_DISCONNECTED = 499
-"""Status counted (never sent) for a caller that went away; nginx's number for it."""
+"""Status that is counted, but not sent, for a disconnect; the same number as in nginx."""
 
 
 def problem_of(error: Exception) -> Problem:
     """Return the problem of an error, and drop the error's traceback and context.
 
-    An error that is not in the table is a defect of ours, and its message stays here.
+    An error outside the table is a defect of the service, so its message is not sent.
     """
     for kind in type(error).__mro__:
         if kind in TABLE:
-            # Its frames hold the picture, and the tasks in them hold the error: a circle until the
-            # next collection.
-            error.__traceback__ = error.__context__ = None
-            return Problem(
-                *TABLE[kind],
-                model_errors.printable(shortened(str(error), _MAX_DETAIL)),
-                _headers(error),
-            )
+            # The traceback's frames hold the picture, and tasks in them hold the error: a cycle
+            # that would keep the picture until the next garbage collection.
+            error.__traceback__ = None
+            error.__context__ = None
+            status, code = TABLE[kind]
+            detail = model_errors.printable(shortened(str(error), _MAX_DETAIL))
+            return Problem(status, code, detail, _headers(error))
     return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
 
 
@@ -121,7 +120,7 @@ def _headers(error: Exception) -> dict[str, str]:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return the text, or as much of its start and end as `limit` characters hold."""
+    """Return the text, or its start and end if it is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     half = (limit - 3) // 2
@@ -129,14 +128,13 @@ def shortened(text: str, limit: int) -> str:
 
 
 def body(problem: Problem, request_id: str) -> bytes:
-    """Return the problem document, encoded; the request's id needs no escapes."""
+    """Return the encoded problem document; a request id is never escaped in JSON."""
     before, after = _around_the_id(problem.status, problem.code, problem.detail)
     return before + request_id.encode() + after
 
 
-@lru_cache(maxsize=64)  # under overload the same document goes out again and again
+@lru_cache(maxsize=64)  # under overload the same document is sent many times
 def _around_the_id(status: int, code: str, detail: str) -> tuple[bytes, bytes]:
-    before, _, after = (
-        Problem(status, code, detail, {}).document(_AN_ID).model_dump_json().rpartition(_AN_ID)
-    )
+    document = Problem(status, code, detail, {}).document(_ID_PLACEHOLDER).model_dump_json()
+    before, _, after = document.rpartition(_ID_PLACEHOLDER)
     return before.encode(), after.encode()

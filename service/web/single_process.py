@@ -1,4 +1,4 @@
-"""Runs a service of one process: web worker and engine share it."""
+"""Run a service in one process, which the web worker and the engine share."""
 
 import asyncio
 import logging
@@ -20,12 +20,13 @@ from service.web.app import create_app, log_model
 logger = logging.getLogger("vitserve")
 
 EXAMPLE = "examples/dog.jpg"
-"""A picture of the repository, relative to its root."""
+"""A picture in the repository, relative to its root."""
 
 
 def run_single_process(settings: Settings, load: Loader) -> int:
-    """Run the service until a signal ends it, and return the exit code; `load` is called on the
-    engine's thread.
+    """Run the service until a signal ends it, and return the exit code.
+
+    `load` is called on the engine's thread.
     """
     process = SingleProcess(settings, load)
     trim_regularly()
@@ -34,7 +35,7 @@ def run_single_process(settings: Settings, load: Loader) -> int:
 
 
 class SingleProcess:
-    """The models, the application around them, and its server."""
+    """The models, the application and the server of the process."""
 
     def __init__(self, settings: Settings, load: Loader) -> None:
         self.lifecycle = Lifecycle()
@@ -65,42 +66,42 @@ class SingleProcess:
                 self._announce(generation.engine, generation.engine.info)
 
     def _announce(self, engine: ModelEngine, info: ModelInfo) -> None:
-        """Log what is served, and once where, as soon as the server listens."""
-        if not self.server.is_listening:  # a model that loads before the listener is up
+        """Log the loaded model, and the first time the address, as soon as the server listens."""
+        if not self.server.is_listening:
             asyncio.get_running_loop().call_later(0.05, self._announce, engine, info)
             return
         log_model(engine.status, info)
         if not self._is_announced and self._models.default.current.engine is engine:
             self._is_announced = True
             freeze_objects()
-            # A model without labels refuses the plain call.
-            bare = "/classify?labels=cat,dog" if info.zero_shot else "/embed"
-            log_address(self._settings, self.server.port, path="/classify" if info.labels else bare)
+            log_address(self._settings, self.server.port, _path_to_try(info))
+
+
+def _path_to_try(info: ModelInfo) -> str:
+    """Return a path that answers without further parameters."""
+    if info.labels:
+        return "/classify"
+    return "/classify?labels=cat,dog" if info.zero_shot else "/embed"
 
 
 def log_address(settings: Settings, port: int, path: str = "/classify") -> None:
-    """Log where the service answers and what to try, which is a request of this path."""
+    """Log the addresses of the service, and a request to try with this path."""
     hosts = tcp_hosts(settings.hosts)
     sockets = [host for host in settings.hosts if host not in hosts]
-    here, base, unix = "", "http://localhost", ""
     if hosts:
-        here = in_url("127.0.0.1" if hosts[0] in ANY else hosts[0])
-        base = f"http://{here}:{port}"
+        local_host = in_url("127.0.0.1" if hosts[0] in ANY else hosts[0])
+        base = f"http://{local_host}:{port}"
+        further = [f"http://{in_url(host)}:{port}" for host in hosts[1:] if host not in ANY]
+        addresses = [base, *further, *sockets]
+        unix = ""
     else:
+        base = "http://localhost"
+        addresses = sockets
         unix = f"--unix-socket {sockets[0].removeprefix(UNIX)} "
-    picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel brings no examples
-    # What is published of a container, or how others call this machine, is not known here.
-    others = f" here, port {port} for others" if not {*hosts}.isdisjoint(ANY) else ""
-    more = [
-        f"http://{in_url(host)}:{port}" for host in hosts[1:] if host not in ANY
-    ] + sockets * bool(hosts)
-    beside = "".join(f", {each}" for each in more)
-    logger.info(
-        "ready: %s%s%s (API: %s/docs). Try:",
-        base if hosts else ", ".join(sockets),
-        others,
-        beside,
-        base,
-    )
+    if not {*hosts}.isdisjoint(ANY):
+        # A container's published port, and this machine's name for others, are unknown here.
+        addresses[0] += f" here, port {port} for others"
+    logger.info("ready: %s (API: %s/docs). Try:", ", ".join(addresses), base)
+    picture = EXAMPLE if Path(EXAMPLE).exists() else "photo.jpg"  # a wheel lacks the examples
     key = '-H "Authorization: Bearer $VIT_API_KEY" ' if settings.api_keys else ""
     logger.info("  curl %s%s-F file=@%s '%s%s'", unix, key, picture, base, path)

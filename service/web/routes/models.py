@@ -1,7 +1,6 @@
-"""The models of the service: GET, PUT and DELETE /models. Changing them takes the admin key, and no
-other.
+"""GET, PUT and DELETE /models. PUT and DELETE require the admin key.
 
-Whoever has it decides what is served. What is named over HTTP lies below VIT_CHECKPOINT_FOLDER.
+Its owner decides which models are served, from files below VIT_CHECKPOINT_FOLDER.
 """
 
 import os
@@ -42,8 +41,8 @@ _SETTINGS: Final = {
 
 @router.get("/models", response_model=list[ListedModel])
 async def models(request: Request) -> Response:
-    """List all models by name; those that share a backbone name the same one."""
-    listed = b",".join(to_json(each) for each in service_of(request).models.describe())
+    """List all models by name. Models that share a backbone have the same `backbone`."""
+    listed = b",".join(to_json(model) for model in service_of(request).models.describe())
     return Response(b"[%b]" % listed, media_type="application/json")
 
 
@@ -55,19 +54,19 @@ async def models(request: Request) -> Response:
     | {201: {"model": ListedModel, "description": "A new name"}},
 )
 async def put_model(request: Request) -> Response:
-    """Load a model, or replace one, and answer when it serves. The body has the settings that a
-    `NAME.toml` may have.
+    """Load or replace a model, and answer when it serves.
 
-    Requests that were admitted are answered by the version that they began with. A load that fails
-    changes nothing.
+    The body has the settings of a `NAME.toml`. The previous version answers the requests that it
+    has admitted. A failed load changes nothing.
     """
-    service, name = service_of(request), request.path_params["name"]
+    service = service_of(request)
+    name = request.path_params["name"]
     require_admin(request, service.settings)
     body = await small_body(request)
-    what = allowed(decoded(body, dict[str, Any]), service.settings)
-    if "checkpoint" not in what:
-        raise InvalidParameter("checkpoint: expected the path of one")
-    status, is_new = await load(service, name, what | {"model_name": name})
+    checked = allowed(decoded(body, dict[str, Any]), service.settings)
+    if "checkpoint" not in checked:
+        raise InvalidParameter("checkpoint: missing; expected the path of a checkpoint")
+    status, is_new = await load(service, name, checked | {"model_name": name})
     return Response(to_json(status), 201 if is_new else 200, media_type="application/json")
 
 
@@ -79,7 +78,7 @@ async def put_model(request: Request) -> Response:
     responses=problems(401, 403, 404, 409),
 )
 async def delete_model(request: Request) -> Response:
-    """Remove a model; requests that were admitted are answered. The default model stays."""
+    """Remove a model after it has answered its admitted requests. The default model stays."""
     service = service_of(request)
     require_admin(request, service.settings)
     await service.models.delete(request.path_params["name"])
@@ -87,8 +86,11 @@ async def delete_model(request: Request) -> Response:
 
 
 def require_admin(request: Request, settings: Settings) -> None:
-    """Raise `Unauthorized` without a key that is known, `Forbidden` if it is not the admin key, or
-    nobody has one.
+    """Raise an error unless the request has the admin key.
+
+    Raises:
+        Unauthorized: the key is missing or unknown.
+        Forbidden: the key is another one, or the service does not have an admin key.
     """
     authorization = request.headers.get("authorization", "")
     needed = "the admin key is needed: Authorization: Bearer KEY"
@@ -103,16 +105,12 @@ def require_admin(request: Request, settings: Settings) -> None:
         raise Unauthorized("the admin key is wrong" if bearer_token(authorization) else needed)
 
 
-async def load(service: Service, name: str, what: What) -> tuple[ListedModel, bool]:
-    """Load a model, or replace the one of a name, and return its status, and whether the name is
-    new.
+async def load(service: Service, name: str, settings: What) -> tuple[ListedModel, bool]:
+    """Load or replace a model; return its status, and whether the name is new.
 
-    Raises:
-        InvalidParameter: it is no name for a model.
-        NameTaken: a head has it.
-        EngineUnavailable, Draining: the service is not ready.
-        UnknownModel: it was deleted meanwhile.
-        What `Models.put` raises.
+    Raises `InvalidParameter` if the name is invalid, `NameTaken` if a head has it,
+    `EngineUnavailable` or `Draining` if the service is not ready, `UnknownModel` if the model was
+    deleted during its load, and errors of `Models.put`.
     """
     models = service.models
     if name != models.name_of(models.default_name):
@@ -121,49 +119,47 @@ async def load(service: Service, name: str, what: What) -> tuple[ListedModel, bo
     if name in models.added:
         raise NameTaken(f"{name}: a taught head has this name: choose another one for the model")
     place = models.place(name)
-    is_new = await models.put(name, what)
+    is_new = await models.put(name, settings)
     if place not in models.served:
-        raise UnknownModel(f"{name!r}: the model was deleted meanwhile")
+        raise UnknownModel(f"{name!r}: the model was deleted during its load")
     return models.status_of(place), is_new
 
 
 async def small_body(request: Request) -> bytearray:
-    """Return the body, which is no picture; raises `RequestTimeout` and what `read_whole` raises."""
+    """Read a body other than a picture; raises `RequestTimeout` and errors of `read_whole`."""
     service = service_of(request)
     async with admit(request, service.model(), needs_slot=False) as admitted:
         return await admitted.body.read_whole(_MAX_BODY)
 
 
-def allowed(written: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return the settings of a model that a caller gives.
+def allowed(document: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return the settings of a model in a caller's document.
 
     Raises:
-        InvalidParameter: there is no such setting, or not such a value.
-        Forbidden: it names a file that does not lie below the folder for this, or there is no such
-        folder.
+        InvalidParameter: a setting is unknown, or has a wrong value.
+        Forbidden: a path is outside VIT_CHECKPOINT_FOLDER, or that is not set.
     """
-    given = model_settings(written)
+    checked = model_settings(document)
     for name in PATHS:
-        value = given.get(name)
+        value = checked.get(name)
         if value is not None:
-            given[name] = _below(name, value, settings)
-    return given
+            checked[name] = _below(name, value, settings)
+    return checked
 
 
 def _below(name: str, value: object, settings: Settings) -> object:
-    """Return the resolved path that a caller names, or the value where it names no file; raises as
-    `allowed`.
+    """Return the resolved path in a setting, or the value unless it is a path.
+
+    Raises as `allowed`.
     """
     if name == "checkpoint" and settings.checkpoint_folder is None:
-        raise Forbidden("no checkpoint may be named: VIT_CHECKPOINT_FOLDER is not set")
-    # Without a folder no file lies below it.
+        raise Forbidden("a checkpoint cannot be named: VIT_CHECKPOINT_FOLDER is not set")
+    # Every path is outside the null device.
     folder = Path(settings.checkpoint_folder or os.devnull)
     if name == "checkpoint" and isinstance(value, str):
-        value = str(folder / value)  # a hub id or `bundled` is a path, too
+        value = str(folder / value)  # a hub id or `bundled` is a path too
     try:
         path = located(name, value, folder)
     except Forbidden:
-        raise Forbidden(
-            f"{name} {value!r:.200}: it does not lie below VIT_CHECKPOINT_FOLDER"
-        ) from None
+        raise Forbidden(f"{name} {value!r:.200}: is outside VIT_CHECKPOINT_FOLDER") from None
     return value if path is None else str(Path(path).resolve())

@@ -1,4 +1,4 @@
-"""The routes of operators and their tools: /model, /labels, /healthz, /readyz, /metrics."""
+"""Routes for operators and their tools: /model, /labels, /healthz, /readyz, /metrics."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ from vitserve.documents import Labels, ModelDescription
 logger = logging.getLogger("vitserve")
 
 _PREPARE_SECONDS: Final = 60.0
-"""Seconds within which a model must begin with the map that prepares the others."""
+"""Deadline for the map that prepares the others to begin."""
 
 _preparing = Tasks()
 _prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
@@ -40,7 +40,7 @@ class DescribedQuery(ModelQuery, frozen=True):
     """The query of GET /model."""
 
     prepare_maps: Annotated[
-        bool, Field(description="begin with what takes seconds of the first map")
+        bool, Field(description="compile explanations now, which would delay the first map")
     ] = False
 
 
@@ -55,11 +55,12 @@ router = APIRouter(tags=["operations"], route_class=Endpoint)
 
 @router.get("/model", response_model=ModelDescription, responses=problems(404, 422, 503))
 async def model(request: Request, query: Annotated[DescribedQuery, Query()]) -> ModelDescription:
-    """Describe a model that is served."""
+    """Describe a served model."""
     current = await model_of(request, query.model)
     if query.prepare_maps:
         _prepare_maps(current.generation)
-    info, config = current.info, current.info.config
+    info = current.info
+    config = info.config
     facts = attributes(
         ModelDescription.model_fields, info, config, current.generation.engine.status
     )
@@ -81,7 +82,7 @@ async def model(request: Request, query: Annotated[DescribedQuery, Query()]) -> 
 
 
 def _prepare_maps(generation: Generation[Engine]) -> None:
-    """Begin with a map of an empty picture, once for each version of a model."""
+    """Compute the map of an empty picture in the background, once for each version of a model."""
     info = generation.engine.info
     if info is None or not generation.engine.ready or generation in _prepared:
         return
@@ -93,7 +94,7 @@ def _prepare_maps(generation: Generation[Engine]) -> None:
 
 
 async def _compute(generation: Generation[Engine], picture: InferenceRequest) -> None:
-    """Let a model compute a picture for nobody."""
+    """Compute a picture, and discard the answer."""
     try:
         with generation.request():
             await generation.engine.infer(picture, timeout=_PREPARE_SECONDS)
@@ -110,13 +111,13 @@ async def labels(request: Request, query: Annotated[ModelQuery, Query()]) -> Lab
 
 @router.get("/healthz", response_model=Status)
 async def healthz(request: Request) -> Status:
-    """Answer as long as the process lives."""
+    """Answer 200 while the process lives."""
     return Status(status="ok")
 
 
 @router.get("/readyz", response_model=Status, responses=problems(503))
 async def readyz(request: Request) -> Status:
-    """Answer 200 only when the model is loaded and warm, and the service is not about to stop."""
+    """Answer 200 while the model is loaded and warm, and the service is not stopping."""
     service_of(request).check_ready()
     return Status(status="ready")
 

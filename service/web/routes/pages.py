@@ -1,7 +1,7 @@
-"""GET / and GET /docs: pages with a strict policy, the files that they load from this host alone,
-and /openapi.json.
+"""GET / and GET /docs: pages with a strict policy, the files that they load, and /openapi.json.
 
-Browsers ask for a file again each time, and are answered with 304 while it is the same.
+Pages load files from this host only. Browsers revalidate each file on every visit, and get 304
+while it is unchanged.
 """
 
 import gzip
@@ -19,8 +19,8 @@ from service.web.middleware import request_context
 from service.web.routes.endpoint import PageEndpoint
 
 _POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _MEDIA_TYPES: Final = {
     ".html": "text/html",
@@ -44,10 +44,10 @@ _FILES: Final = {
     if path.suffix in _MEDIA_TYPES and path.name != "index.html"
 }
 
-_TAKES_GZIP: Final = r"gzip(?!\s*;\s*q=0(\.0*)?\s*(,|$))"
+_ACCEPTS_GZIP: Final = r"gzip(?!\s*;\s*q=0(\.0*)?\s*(,|$))"
 
 PUBLIC: Final = frozenset({"/openapi.json", *_FILES})
-"""Paths that are open even when keys are set: the page asks for the key."""
+"""Paths that never require an API key: the page asks for it."""
 
 router = APIRouter(include_in_schema=False, route_class=PageEndpoint)
 
@@ -61,28 +61,32 @@ async def openapi(request: Request) -> Response:
 
 
 async def file(request: Request) -> Response:
-    """Return a file of the page or of the documentation, which may be stored compressed."""
+    """Return a file of the page or of the documentation, compressed if it is stored so."""
     path = _FILES[request.scope["path"]]
-    media_type = _MEDIA_TYPES[(path.with_suffix("") if path.suffix == ".gz" else path).suffix]
-    is_packed = path.suffix == ".gz"
-    unpack = is_packed and not re.search(
-        _TAKES_GZIP, request.headers.get("accept-encoding", ""), re.IGNORECASE
-    )
-    content, tag = _content(path, unpack)
+    is_compressed = path.suffix == ".gz"
+    name = path.with_suffix("") if is_compressed else path
+    media_type = _MEDIA_TYPES[name.suffix]
+    accepted = request.headers.get("accept-encoding", "")
+    decompress = is_compressed and not re.search(_ACCEPTS_GZIP, accepted, re.IGNORECASE)
+    content, tag = _content(path, decompress)
     headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "ETag": tag}
     if media_type == "text/html":
         headers |= {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
-    if is_packed:
-        headers |= {"Vary": "Accept-Encoding"} | ({} if unpack else {"Content-Encoding": "gzip"})
+    if is_compressed:
+        headers["Vary"] = "Accept-Encoding"
+        if not decompress:
+            headers["Content-Encoding"] = "gzip"
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=media_type)
 
 
 @lru_cache
-def _content(path: Path, unpack: bool) -> tuple[bytes, str]:
-    """Return a file's content, or what is compressed in it, and its tag, a quoted hash of it."""
-    content = gzip.decompress(path.read_bytes()) if unpack else path.read_bytes()
+def _content(path: Path, decompress: bool) -> tuple[bytes, str]:
+    """Return a file's content, decompressed on demand, and its ETag, a quoted hash."""
+    content = path.read_bytes()
+    if decompress:
+        content = gzip.decompress(content)
     return content, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
 
 

@@ -17,10 +17,10 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 
-from model.errors import by_likeness
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, MalformedRequest
 from service.web.admitted import AdmittedRequest
+from service.web.json_bodies import require_known
 from service.web.picture import require_file
 from service.web.service import Model, model_of
 from service.web.upload import FormFields, UploadedFile
@@ -87,10 +87,7 @@ def validated(query_model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
                 f"{name:.50}: given as {values[name]!r:.50} and as {value!r:.50}: send one"
             )
     known = parameters_of(query_model)
-    for name in values:
-        if name not in known:
-            names = ", ".join(by_likeness(name, known))
-            raise InvalidParameter(f"{name:.50}: no such parameter; there are {names}")
+    require_known(values, known)
     try:
         return query_model.model_validate(values)
     except ValidationError as error:
@@ -102,7 +99,7 @@ def validated(query_model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
 def require_no_parameters(path: str, query_string: bytes) -> None:
     """Raise `InvalidParameter` if the address of a route without parameters has one."""
     for name, _ in _pairs(query_string):
-        raise InvalidParameter(f"{name:.50}: no such parameter; {path} has none")
+        raise InvalidParameter(f"unknown parameter {name[:50]!r}; {path} takes none")
 
 
 def _pairs(query_string: bytes) -> list[tuple[str, str]]:

@@ -249,7 +249,7 @@ async def test_a_service_whose_interpreter_does_not_start_says_so(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with pool() as decoders:
-        with pytest.raises(EngineUnavailable, match="no process"):
+        with pytest.raises(EngineUnavailable, match="cannot be started"):
             await decoders.decode(encode(noise(64, 48), "WEBP"))
 
 

@@ -565,7 +565,9 @@ async def test_without_a_folder_no_checkpoint_may_be_named() -> None:
     service, loaded = swapping()
     answer = await post(service, body=checkpoint("v2"))
     assert (answer.status, loaded) == (403, [])
-    assert answer.json == {"error": "no checkpoint may be named: VIT_CHECKPOINT_FOLDER is not set"}
+    assert answer.json == {
+        "error": "a checkpoint cannot be named: VIT_CHECKPOINT_FOLDER is not set"
+    }
 
 
 @on_a_loop
@@ -648,16 +650,16 @@ async def test_a_service_that_stops_loads_nothing() -> None:
             LOAD,
             {"parameter": {"checkpoint": "v2"}},
             400,
-            "unknown field 'parameter'; there are parameters",
+            "unknown field 'parameter'; available: parameters",
         ),
-        (UNLOAD, {"parameter": {}}, 400, "unknown field 'parameter'; there are parameters"),
+        (UNLOAD, {"parameter": {}}, 400, "unknown field 'parameter'; available: parameters"),
         (
             UNLOAD,
             {"parameters": {"unload": True}},
             422,
-            "unload: no such parameter; there are unload_dependents",
+            "unknown parameter 'unload'; available: unload_dependents",
         ),
-        ("/v2/repository/index", {"redy": True}, 400, "unknown field 'redy'; there are ready"),
+        ("/v2/repository/index", {"redy": True}, 400, "unknown field 'redy'; available: ready"),
     ],
 )
 async def test_a_document_with_an_unknown_field_is_refused(
