@@ -25,7 +25,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/http.md", abs_src_path=str(HTTP)))
     files.append(File.generated(config, "reference/client.md", content=CLIENT))
     waiting = [REPOSITORY / name for name in TOP]
-    waiting += [path for page in Path(config.docs_dir).glob("*.md") for path in _outside(page)]
+    waiting += [path for page in Path(config.docs_dir).rglob("*.md") for path in _outside(page)]
     seen: set[Path] = set()
     while waiting:
         path = waiting.pop()

@@ -1,6 +1,4 @@
-"""The table of docs/settings.md comes from the settings: `python -m tests.deploy.settings_page`
-writes it.
-"""
+"""Writes the table of docs/settings.md: `python -m tests.deploy.settings_page`."""
 
 from service.settings import ENV_PREFIX, described, settings_class
 from tests.conftest import REPOSITORY
@@ -9,7 +7,7 @@ PAGE = REPOSITORY / "docs/settings.md"
 
 
 def page() -> str:
-    """The page with the table as it is to be."""
+    """Return the page with the current table."""
     head, _, rest = PAGE.read_text().partition("| variable |")
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     for name in settings_class().model_fields:

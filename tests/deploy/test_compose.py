@@ -22,7 +22,7 @@ CPU = load_document(REPOSITORY / "docker-compose.cpu.yml")
 
 
 def default(value: str) -> str:
-    """What `${NAME:-default}` becomes when NAME is not set."""
+    """Return the value of `${NAME:-default}` without NAME."""
     return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", value)
 
 
@@ -35,7 +35,7 @@ def image_environment() -> dict[str, str]:
 
 
 def devices(*files: dict[str, Any]) -> list[dict[str, Any]]:
-    """The GPUs reserved: compose appends the lists of all files."""
+    """Return the reserved GPUs; Compose joins the lists of all files."""
     found: list[dict[str, Any]] = []
     for file in files:
         resources = file["services"]["vitserve"].get("deploy", {}).get("resources", {})
@@ -43,7 +43,7 @@ def devices(*files: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_setting_can_be_given_to_the_container():
+def test_compose_passes_every_setting():
     settings = {f"{ENV_PREFIX}{name.upper()}" for name in settings_class().model_fields}
     # Fixed inside, as the published port and the health check rely on them; outside they choose the
     # host's port.
@@ -57,7 +57,7 @@ def test_every_setting_can_be_given_to_the_container():
     assert default(BASE["services"]["vitserve"]["ports"][0]) == "127.0.0.1:8000:8000"
 
 
-def test_a_plain_up_reserves_the_gpu_and_the_cpu_file_does_not():
+def test_only_plain_compose_reserves_gpu():
     (gpu,) = devices(BASE, GPU)
 
     assert gpu["driver"] == "nvidia"
@@ -65,7 +65,7 @@ def test_a_plain_up_reserves_the_gpu_and_the_cpu_file_does_not():
     assert devices(BASE, CPU) == []
 
 
-def test_docker_waits_longer_than_the_service_drains():
+def test_docker_waits_longer_than_the_drain():
     seconds = re.fullmatch(r"(\d+)s", default(BASE["services"]["vitserve"]["stop_grace_period"]))
 
     assert seconds
@@ -79,7 +79,7 @@ def test_systemd_gives_a_drain_its_time():
     assert int(seconds) > Settings.model_fields["drain_timeout"].default
 
 
-def test_systemd_bounds_what_the_service_may_do():
+def test_systemd_bounds_the_service():
     text = (REPOSITORY / "deploy/systemd/vitserve.service").read_text()
     unit = dict(
         line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#")
@@ -94,7 +94,7 @@ def test_systemd_bounds_what_the_service_may_do():
 
 
 def documented_memory() -> list[tuple[str, int]]:
-    """The rows of the table of docs/reliability.md: what, and the bytes at most by default."""
+    """Return the uses of memory in docs/reliability.md, with their default bounds in bytes."""
     text = (
         (REPOSITORY / "docs/reliability.md")
         .read_text()
@@ -112,13 +112,13 @@ def documented_memory() -> list[tuple[str, int]]:
 
 
 def bytes_of(text: str) -> int:
-    """What `7g`, `128m`, `7Gi` or `1.5 GiB` is."""
+    """Return the bytes of `7g`, `128m`, `7Gi` or `1.5 GiB`."""
     found = re.fullmatch(r"([\d.]+) ?(?:([kmg])(?:i?b?)?)?", text.strip(), re.IGNORECASE)
     assert found, text
     return round(float(found[1]) * (1 << 10 * " kmg".index((found[2] or " ").lower())))
 
 
-def test_the_documented_memory_adds_up_and_the_limits_of_containers_have_room_for_it():
+def test_container_limits_hold_documented_memory():
     *rows, (name, total) = documented_memory()
     assert name == "sum"
     assert sum(size for _, size in rows) == pytest.approx(total, abs=0.05 * 2**30)
@@ -130,7 +130,7 @@ def test_the_documented_memory_adds_up_and_the_limits_of_containers_have_room_fo
     assert bytes_of(default(GPU["services"]["vitserve"]["mem_limit"])) >= total
 
 
-def test_what_the_container_may_fill_is_bounded():
+def test_container_bounds_pids_and_tmp():
     service = BASE["services"]["vitserve"]
     assert int(default(str(service["pids_limit"]))) >= 256
     [temporary] = service["tmpfs"]
@@ -157,7 +157,7 @@ def test_caches_are_in_the_volume():
     assert default(passed["VIT_CACHE_DIR"]) == environment["VIT_CACHE_DIR"]
 
 
-def test_prometheus_scrapes_the_service_where_it_listens():
+def test_prometheus_scrapes_the_service_port():
     config = load_document(REPOSITORY / "deploy/prometheus/prometheus.yml")
     (job,) = config["scrape_configs"]
     (static,) = job["static_configs"]
@@ -168,7 +168,7 @@ def test_prometheus_scrapes_the_service_where_it_listens():
     assert job.get("metrics_path", "/metrics") == "/metrics"
 
 
-def test_prometheus_finds_the_rules_in_the_container_and_beside_its_file_in_a_wheel() -> None:
+def test_prometheus_finds_its_rules() -> None:
     (pattern,) = load_document(REPOSITORY / "deploy/prometheus/prometheus.yml")["rule_files"]
     assert {*RULES.parent.glob(pattern)} == {*RULES.iterdir()}
     assert (
@@ -187,7 +187,7 @@ def has_compose() -> bool:
 
 
 def docker_compose(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run `docker compose` in the repository, without the caller's settings, .env file and other
+    """Run `docker compose` in the repository, without the user's settings, .env file and other
     compose files.
     """
     if not has_compose():
@@ -216,9 +216,7 @@ def docker_compose(*arguments: str, **settings: str) -> subprocess.CompletedProc
     ],
     ids=["plain up", "base", "base and cpu"],
 )
-def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a_plain_up(
-    files, reserved, device
-):
+def test_compose_accepts_its_files(files, reserved, device):
     named = [argument for file in files for argument in ("-f", file)]
 
     done = docker_compose(*named, "--profile", "*", "config", "--format", "json")
@@ -231,7 +229,7 @@ def test_compose_accepts_its_files_without_a_warning_and_reserves_every_gpu_on_a
     assert config["services"]["vitserve"]["environment"]["VIT_DEVICE"] == device
 
 
-def test_compose_takes_an_image_by_default_and_builds_the_named_variant_by_an_override():
+def test_compose_builds_only_with_override():
     taken = json.loads(
         docker_compose("config", "--format", "json", VITSERVE_IMAGE="registry.example.org/v").stdout
     )
@@ -265,7 +263,7 @@ ALERTS: list[dict[str, Any]] = [rule for group in ALERT_FILE["groups"] for rule 
     ],
     ids=["configuration and rules", "tests"],
 )
-def test_promtool_accepts_the_configuration_the_rules_and_their_tests(arguments: list[str]) -> None:
+def test_promtool_accepts_configuration(arguments: list[str]) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (it comes with Prometheus)")
@@ -273,7 +271,7 @@ def test_promtool_accepts_the_configuration_the_rules_and_their_tests(arguments:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_alert_is_seen_to_fire_and_not_to_fire() -> None:
+def test_every_alert_has_both_cases() -> None:
     (document,) = load_documents(TESTS)
     cases = [case for test in document["tests"] for case in test.get("alert_rule_test", ())]
     for alert in ALERTS:
@@ -284,7 +282,7 @@ def test_every_alert_is_seen_to_fire_and_not_to_fire() -> None:
         assert False in expected, alert["alert"]
 
 
-def test_the_docs_say_what_to_do_for_each_alert_and_for_no_other() -> None:
+def test_docs_explain_each_alert() -> None:
     section = (
         (REPOSITORY / "docs/metrics.md").read_text().split("\n## Alerts\n")[1].split("\n## ")[0]
     )

@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY
 from tests.strict_yaml import load_document, load_documents
 
 
-def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():
+def test_workflow_runs_ci_on_oldest_python():
     job = load_document(REPOSITORY / ".github/workflows/ci.yml")["jobs"]["checks"]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
@@ -25,7 +25,7 @@ def test_the_workflow_runs_ci_with_the_cpu_build_on_the_oldest_python():
     )
 
 
-def test_pre_commit_runs_the_tools_of_make_check():
+def test_pre_commit_runs_tools_of_make_check():
     (repository,) = load_document(REPOSITORY / ".pre-commit-config.yaml")["repos"]
     recipe = (
         (REPOSITORY / "Makefile")
@@ -41,7 +41,7 @@ def test_pre_commit_runs_the_tools_of_make_check():
     assert [hook[:2] for hook in hooks] == [tool[:2] for tool in tools]
 
 
-def test_a_release_is_of_the_version_that_its_tag_names_and_every_action_is_pinned():
+def test_release_has_version_of_its_tag():
     workflow = load_document(REPOSITORY / ".github/workflows/release.yml")
     uses = re.findall(
         r"uses: (\S+)",

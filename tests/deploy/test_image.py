@@ -27,7 +27,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 STAGES = re.findall(r"^FROM (\S+)(?: AS ([\w-]+))?$", DOCKERFILE, re.M)
 
 
-def test_no_image_that_is_named_is_whatever_is_latest() -> None:
+def test_images_do_not_use_latest() -> None:
     compose = REPOSITORY / "docker-compose.yml"
     manifests = (REPOSITORY / "deploy/kubernetes").rglob("*.yaml")
     for file in (compose, REPOSITORY / "docker-compose.cpu.yml", *manifests):
@@ -39,7 +39,7 @@ def test_no_image_that_is_named_is_whatever_is_latest() -> None:
     assert all(version.count(".") == 2 for version in pinned.values())
 
 
-def test_what_is_copied_reaches_the_builder() -> None:
+def test_dockerignore_keeps_copied_files() -> None:
     kept = [
         line[1:]
         for line in (REPOSITORY / ".dockerignore").read_text().splitlines()
@@ -51,14 +51,14 @@ def test_what_is_copied_reaches_the_builder() -> None:
             assert any(Path(source).match(pattern) for pattern in kept), source
 
 
-def test_each_variant_has_a_stage_and_the_extras_exist() -> None:
+def test_each_variant_has_a_stage() -> None:
     stages = {name.removeprefix("system-") for _, name in STAGES if name.startswith("system-")}
     assert stages == {"cpu", "cuda", "cuda12"}
     (extras,) = re.findall(r'^ARG EXTRAS="(.*)"$', DOCKERFILE, re.M)
     assert {*extras.split(), "openvino"} <= PROJECT["optional-dependencies"].keys()
 
 
-def test_slim_removes_what_is_unused_and_nothing_else(tmp_path: Path) -> None:
+def test_slim_removes_only_unused_files(tmp_path: Path) -> None:
     unused = [
         "torch/test/t.py",
         "torch/bin/test_api",
@@ -82,7 +82,7 @@ def test_slim_removes_what_is_unused_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("strip") is None, reason="strip (binutils) is not installed")
-def test_slim_strips_a_library_that_can_still_be_loaded(tmp_path: Path) -> None:
+def test_stripped_library_still_loads(tmp_path: Path) -> None:
     import httptools.parser.parser as compiled
 
     library = tmp_path / "uvloop" / Path(compiled.__file__).name
@@ -112,7 +112,7 @@ def check(port: int, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_service_that_is_not_ready_is_unhealthy_and_the_reason_is_told():
+def test_unready_service_is_unhealthy():
     with service(503, b'{"code":"draining"}') as port:
         done = check(port)
 
@@ -122,7 +122,7 @@ def test_a_service_that_is_not_ready_is_unhealthy_and_the_reason_is_told():
     assert "Traceback" not in done.stderr
 
 
-def test_nothing_that_listens_is_unhealthy():
+def test_closed_port_is_unhealthy():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     done = check(port)
@@ -132,6 +132,6 @@ def test_nothing_that_listens_is_unhealthy():
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
-def test_a_ready_service_is_healthy_and_a_proxy_in_the_environment_is_not_asked(name):
+def test_health_check_bypasses_proxies(name):
     with service(200, b"") as port:
         assert check(port, **{name: "http://127.0.0.1:1", "no_proxy": ""}).returncode == 0

@@ -30,14 +30,14 @@ TOGETHER = sorted({*COMPONENTS} - {*CHECKPOINTS, "hpa"})
 the pods.
 """
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferenceService"}
-"""Kinds that Kubernetes itself does not know."""
+"""Kinds that are not part of Kubernetes."""
 PAGE = (REPOSITORY / "docs/scaling.md").read_text()
 (INFERENCE_SERVICE, KSERVE_POLICY) = load_documents(KUBERNETES / "kserve/inferenceservice.yaml")
 
 
 @lru_cache
 def kubectl() -> str:
-    """The program, whose kustomize knows components and labels: that of Debian 12 is from before."""
+    """Return a kubectl whose kustomize supports components; Debian 12 has an older one."""
     found = shutil.which("kubectl")
     if found is None:
         pytest.skip("kubectl is not installed")
@@ -52,7 +52,7 @@ def kubectl() -> str:
 
 @lru_cache
 def kustomize(folder: Path) -> list[dict[str, Any]]:
-    """The manifests that `kubectl apply -k` would send."""
+    """Return the manifests that `kubectl apply -k` would send."""
     done = subprocess.run(
         [kubectl(), "kustomize", folder], capture_output=True, text=True, check=False
     )
@@ -61,14 +61,14 @@ def kustomize(folder: Path) -> list[dict[str, Any]]:
 
 
 def build(overlay: str) -> list[dict[str, Any]]:
-    """The manifests of an overlay."""
+    """Return the manifests of an overlay."""
     return kustomize(KUBERNETES / "overlays" / overlay)
 
 
 def built_with(
     folder: Path, overlay: str, components: list[str], **more: Any
 ) -> list[dict[str, Any]]:
-    """The manifests of an overlay of one's own: one of ours, with components."""
+    """Return the manifests of a new overlay: one of ours, with components."""
     named = [f"../../components/{name}" for name in components]
     return built(
         folder,
@@ -77,7 +77,7 @@ def built_with(
 
 
 def built(folder: Path, kustomization: dict[str, Any]) -> list[dict[str, Any]]:
-    """The manifests of an overlay of one's own, made in a copy of ours."""
+    """Return the manifests of a new overlay in a copy of ours."""
     shutil.copytree(KUBERNETES, folder, dirs_exist_ok=True)
     own = folder / "overlays" / "own"
     own.mkdir()
@@ -110,9 +110,7 @@ def settings_of(manifests: list[dict[str, Any]]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("overlay", "version"), [*product(OVERLAYS, ["1.29", "1.33", "1.37"])])
-def test_kubernetes_own_schemas_accept_every_manifest(
-    overlay: str, version: str, tmp_path: Path
-) -> None:
+def test_kubernetes_schemas_accept_manifests(overlay: str, version: str, tmp_path: Path) -> None:
     validator = pytest.importorskip("kubernetes_validate")
     known = [item for item in built_with(tmp_path, overlay, TOGETHER) if item["kind"] not in CUSTOM]
     assert len(known) >= 6
@@ -121,7 +119,7 @@ def test_kubernetes_own_schemas_accept_every_manifest(
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_settings_exist_and_have_values_that_are_allowed(overlay: str) -> None:
+def test_settings_of_manifests_are_valid(overlay: str) -> None:
     given = settings_of(build(overlay))
     # Beside settings there are variables of libraries, such as OMP_NUM_THREADS.
     ours = {name: value for name, value in given.items() if name.startswith(ENV_PREFIX)}
@@ -143,7 +141,7 @@ def test_a_pod_has_time_to_drain(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_probes_ask_what_they_are_for_and_give_a_model_time_to_load(overlay: str) -> None:
+def test_probes_give_models_time_to_load(overlay: str) -> None:
     ours = container(build(overlay))
     assert [
         ours[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")
@@ -185,7 +183,7 @@ def test_compiled_kernels_outlive_a_pod(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("component", SCALERS)
-def test_a_scaler_alone_says_how_many_pods_there_are(component: str, tmp_path: Path) -> None:
+def test_only_the_scaler_sets_replicas(component: str, tmp_path: Path) -> None:
     alone = one(build("cpu"), "Deployment")
     assert alone["spec"]["replicas"] == 2
     manifests = built_with(tmp_path, "cpu", [component])
@@ -198,9 +196,7 @@ def test_a_scaler_alone_says_how_many_pods_there_are(component: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("overlay", "component"), [*product(["cpu", "gpu"], CHECKPOINTS)])
-def test_a_checkpoint_of_ones_own_is_where_the_documented_setting_says(
-    overlay: str, component: str, tmp_path: Path
-) -> None:
+def test_checkpoint_is_at_documented_path(overlay: str, component: str, tmp_path: Path) -> None:
     [path] = re.findall(rf"^\| `{component}` \|.*\| `(.*)` \|$", PAGE, re.M)
     setting = {"name": "vitserve", "behavior": "merge", "literals": [f"VIT_CHECKPOINT={path}"]}
     image = {"name": "vitserve-checkpoint", "newName": "example.org/my-vit", "newTag": "1"}
@@ -233,9 +229,7 @@ def test_a_checkpoint_of_ones_own_is_where_the_documented_setting_says(
 
 
 @pytest.mark.parametrize("component", ["checkpoint-init", "checkpoint-image"])
-def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(
-    component: str, tmp_path: Path
-) -> None:
+def test_documented_overlay_builds(component: str, tmp_path: Path) -> None:
     overlay, patch = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
     text = overlay.replace("checkpoint-init", component) + (
         patch if component == "checkpoint-image" else ""
@@ -250,7 +244,7 @@ def test_the_documented_overlay_is_built_and_brings_the_image_that_it_names(
     assert container(manifests)["image"] == "registry.example.org/vitserve:0.1.0"
 
 
-def test_pods_may_reach_what_their_components_are_for(tmp_path: Path) -> None:
+def test_components_open_their_network(tmp_path: Path) -> None:
     def ports(components: list[str]) -> set[int]:
         manifests = built_with(tmp_path / "-".join(["with", *components]), "cpu", components)
         policies = [item["spec"] for item in manifests if item["kind"] == "NetworkPolicy"]
@@ -268,7 +262,7 @@ def test_pods_may_reach_what_their_components_are_for(tmp_path: Path) -> None:
     assert urlsplit(settings["OTEL_EXPORTER_OTLP_ENDPOINT"]).port == 4318
 
 
-def test_kserve_pods_have_the_network_policy_of_the_others() -> None:
+def test_kserve_pods_have_a_network_policy() -> None:
     ours = one(build("cpu"), "NetworkPolicy")
     [port] = INFERENCE_SERVICE["spec"]["predictor"]["containers"][0]["ports"]
     [of_any] = ours["spec"]["ingress"]
@@ -285,7 +279,7 @@ def test_kserve_pods_have_the_network_policy_of_the_others() -> None:
     pytest.importorskip("kubernetes_validate").validate(KSERVE_POLICY, "1.33", strict=True)
 
 
-def test_the_operators_rules_are_those_of_prometheus(tmp_path: Path) -> None:
+def test_operator_has_the_prometheus_rules(tmp_path: Path) -> None:
     rule = one(built_with(tmp_path, "cpu", ["monitoring"]), "PrometheusRule")
     files = sorted((REPOSITORY / "deploy/prometheus/rules").glob("*.yml"))
     assert rule["spec"]["groups"] == [
@@ -293,14 +287,14 @@ def test_the_operators_rules_are_those_of_prometheus(tmp_path: Path) -> None:
     ], "make rules"
 
 
-def test_the_gpu_overlay_asks_for_a_gpu_and_the_cpu_overlay_for_none() -> None:
+def test_only_gpu_overlay_requests_a_gpu() -> None:
     limits = {overlay: container(build(overlay))["resources"]["limits"] for overlay in OVERLAYS}
     assert limits["gpu"]["nvidia.com/gpu"] == "1"
     assert "nvidia.com/gpu" not in limits["cpu"]
     assert settings_of(build("gpu"))["VIT_DEVICE"] == "cuda"
 
 
-def test_the_redis_overlay_keeps_pictures_in_a_redis_that_its_pods_may_reach() -> None:
+def test_redis_overlay_allows_access_to_redis() -> None:
     manifests = build("redis")
     names = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
     address = urlsplit(settings_of(manifests)["VIT_RECENT_URL"])
@@ -329,7 +323,7 @@ def test_the_redis_overlay_keeps_pictures_in_a_redis_that_its_pods_may_reach() -
         ),
     ],
 )
-def test_compose_publishes_the_port_that_the_service_listens_on(
+def test_compose_publishes_the_service_port(
     variables: dict[str, str], ports: list[tuple[str, str, int]]
 ) -> None:
     done = docker_compose("-f", "docker-compose.yml", "config", "--format=json", **variables)
@@ -341,9 +335,7 @@ def test_compose_publishes_the_port_that_the_service_listens_on(
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_component_opens_the_port_in_pod_service_and_policy(
-    overlay: str, tmp_path: Path
-) -> None:
+def test_grpc_component_opens_its_port(overlay: str, tmp_path: Path) -> None:
     validator = pytest.importorskip("kubernetes_validate")
     manifests = built_with(tmp_path, overlay, ["grpc"])
     ports = {port["name"]: port["containerPort"] for port in container(manifests)["ports"]}

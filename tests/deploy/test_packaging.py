@@ -42,7 +42,7 @@ def test_extras_that_messages_name_exist():
 
 
 @pytest.mark.parametrize("name", ["test", "check"])
-def test_a_dependency_group_lists_what_the_extra_of_its_name_lists(name):
+def test_dependency_group_equals_its_extra(name):
     others = [line for line in EXTRAS[name] if not line.startswith("vitserve[")]
 
     assert PYPROJECT["dependency-groups"][name] == others
@@ -72,7 +72,7 @@ def test_version_is_only_in_pyproject():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = tmp_path_factory.mktemp("build")
-    # In a copy, as a build writes beside its sources; with the setuptools that is installed.
+    # In a copy, because a build writes next to its sources; with the installed setuptools.
     for name in ("model", "service", "vitserve", "deploy", "examples"):
         shutil.copytree(
             REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
@@ -106,7 +106,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(120)
-def test_the_wheels_are_of_no_version_of_python_and_hold_all_that_a_service_needs(wheel):
+def test_wheel_holds_files_of_the_service(wheel):
     assert wheel.name == f"vitserve-{PYPROJECT['project']['version']}-py3-none-any.whl"
     names = {re.sub(r"^[^/]*\.data/data/", "", name) for name in zipfile.ZipFile(wheel).namelist()}
     assert {
@@ -140,7 +140,10 @@ def test_the_client_installs_without_torch(wheel: Path, tmp_path: Path) -> None:
                 (packages / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file.locate(), packages / file)
 
-    program = "import sys, vitserve.client as c; c.Client('http://there').close(); print(c.__file__, 'numpy' in sys.modules)"
+    program = (
+        "import sys, vitserve.client as c; c.Client('http://there').close(); "
+        "print(c.__file__, 'numpy' in sys.modules)"
+    )
     imported = subprocess.run(
         [python, "-I", "-c", program], capture_output=True, text=True, check=True
     )
@@ -154,7 +157,7 @@ def test_the_client_installs_without_torch(wheel: Path, tmp_path: Path) -> None:
     )
 
 
-def test_each_package_that_is_asked_for_is_tested_in_one_version_unless_torch_brings_it():
+def test_required_packages_are_pinned_once():
     asked = {
         _canonical(line)
         for lines in (PYPROJECT["project"]["dependencies"], *EXTRAS.values())
@@ -166,7 +169,7 @@ def test_each_package_that_is_asked_for_is_tested_in_one_version_unless_torch_br
     assert len(PINNED) == len(set(PINNED))
 
 
-def test_what_torch_brings_is_not_pinned_as_the_index_of_its_builds_has_few_versions():
+def test_dependencies_of_torch_are_not_pinned():
     brought = _brought_by("torch")
 
     assert {"filelock", "mpmath", "markupsafe"} <= brought
@@ -174,7 +177,7 @@ def test_what_torch_brings_is_not_pinned_as_the_index_of_its_builds_has_few_vers
 
 
 def _closure(packages: Iterable[str]) -> set[str]:
-    """Return packages with all that they need here."""
+    """Return packages with all of their installed dependencies."""
     found: set[str] = set()
     waiting = list(packages)
     while waiting:
@@ -218,7 +221,7 @@ PINNED = [_canonical(line) for line in CONSTRAINTS]
 
 
 @pytest.mark.parametrize("of", ["release", "site"])
-def test_what_a_release_and_the_site_need_is_locked_with_hashes(of: str) -> None:
+def test_release_tools_are_locked_with_hashes(of: str) -> None:
     folder = REPOSITORY / "deploy" / of
     asked = re.findall(
         r"^([\w-]+)(?:\[.*\])?(==\S+)$", (folder / "requirements.in").read_text(), re.M
@@ -231,7 +234,7 @@ def test_what_a_release_and_the_site_need_is_locked_with_hashes(of: str) -> None
         )
 
 
-def test_what_an_image_needs_is_locked_with_hashes_in_the_versions_that_are_tested() -> None:
+def test_image_packages_are_locked_as_tested() -> None:
     lock = (REPOSITORY / "deploy/image/requirements.txt").read_text()
     locked = dict(re.findall(r"^([\w-]+)(==[^ ;]+)(?: ;.*)? \\\n +--hash=sha256:", lock, re.M))
     (extras,) = re.findall(r"^IMAGE_EXTRAS := (.*)$", (REPOSITORY / "Makefile").read_text(), re.M)
@@ -286,7 +289,7 @@ def install(folder: Path, *arguments: str, **environment: str) -> tuple[str, lis
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize("given_in", ["arguments", "environment"])
-def test_torch_alone_comes_from_the_index_that_is_named(tmp_path, given_in):
+def test_only_torch_comes_from_named_index(tmp_path, given_in):
     if given_in == "arguments":
         output, calls = install(tmp_path, f"TORCH_INDEX_URL={CPU_INDEX}")
     else:
@@ -305,7 +308,7 @@ def test_torch_alone_comes_from_the_index_that_is_named(tmp_path, given_in):
     ("docker", "lines"),
     [(None, ["docker is missing"]), ("exit 1", ["docker has no compose", "docker-compose-plugin"])],
 )
-def test_an_image_without_docker_or_compose_is_a_remedy(tmp_path, docker, lines):
+def test_make_image_names_missing_tools(tmp_path, docker, lines):
     for name in ("make", "sh", "env"):
         (tmp_path / name).symlink_to(shutil.which(name))
     if docker is not None:
