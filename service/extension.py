@@ -18,14 +18,13 @@ from model import extension as model_extension
 from model.extension import extensions as installed
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from starlette.routing import BaseRoute
     from starlette.types import ASGIApp
 
     from service.engine.local import Loader
     from service.observe.metrics import Metrics
     from service.settings import Settings
     from service.web.image_stores import ImageStore
+    from service.web.routes.endpoint import Application, Endpoint
 
 
 class Command(NamedTuple):
@@ -48,11 +47,11 @@ class Routes(NamedTuple):
     """Routes of an extension.
 
     Attributes:
-        routes: added behind those of the core.
+        routes: endpoints of a `service.web.routes.endpoint.Router`, behind those of the core.
         public: paths that need no API key.
     """
 
-    routes: Sequence[BaseRoute]
+    routes: Sequence[Endpoint]
     public: frozenset[str] = frozenset()
 
 
@@ -88,9 +87,9 @@ class Extension(model_extension.Extension):
     check: Callable[[Settings], None] | None = None
     prepared: Callable[[Settings], AbstractContextManager[Settings]] | None = None
     serve: Callable[[Settings, Loader], int] | None = None
-    routes: Callable[[FastAPI], Routes] | None = None
-    around: Callable[[ASGIApp, FastAPI], ASGIApp] | None = None
-    beside: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None
+    routes: Callable[[Application], Routes] | None = None
+    around: Callable[[ASGIApp, Application], ASGIApp] | None = None
+    beside: Callable[[Application], AbstractAsyncContextManager[None]] | None = None
     stores: Mapping[str, Callable[[Settings, Metrics, Callable[[], float]], ImageStore]] = field(
         default_factory=dict
     )

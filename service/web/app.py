@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -31,8 +30,7 @@ from service.web.origins import OriginMiddleware, split_origins
 from service.web.prefix import Prefixes
 from service.web.routes import attention, classify, classify_batch, embed, operations, pages
 from service.web.routes import models as models_routes
-from service.web.routes.endpoint import Application, Endpoint
-from service.web.routes.not_found import no_such_path
+from service.web.routes.endpoint import Application
 from service.web.service import Service
 from vitserve import __version__
 
@@ -105,21 +103,13 @@ def create_app(
         clock=clock,
     )
     _watch(metrics, service)
-    app = Application(
-        title="vitserve",
-        version=__version__,
-        description="Image classification with a Vision Transformer.",
-        lifespan=_lifespan,
-        redirect_slashes=False,
-        openapi_url=None,  # `service.web.routes.pages` has it
-    )
+    app = Application(_lifespan)
     app.state.service = service
     app.state.guard = KeyGuard(settings.api_keys, settings.key_max_requests, metrics)
     app.state.on_models_changed = [partial(_publish_models, service)]
     core = Routes([route for router in _ROUTERS for route in router.routes], _PUBLIC)
     added = [extension.routes(app) for extension in extensions() if extension.routes is not None]
     app.set_routes([route for part in (core, *added) for route in part.routes])
-    app.router.default = no_such_path
     public = frozenset[str]().union(*(part.public for part in (core, *added)))
     app.state.public = public | {"/metrics"} if settings.metrics_public else public
     app.state.keys_required = bool(settings.api_keys)
@@ -172,7 +162,7 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     for extension in extensions():
         if extension.around is not None:
             layers = extension.around(layers, app)
-    endpoints = {route.path for route in app.router.routes if isinstance(route, Endpoint)}
+    endpoints = {endpoint.path for endpoint in app.routes}
     prefixes = Prefixes(settings.root_path, endpoints)
     return RequestContextMiddleware(
         layers,
@@ -197,7 +187,7 @@ def _publish_models(service: Service) -> None:
 
 
 @asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def _lifespan(app: Application) -> AsyncIterator[None]:
     """Start the models and the extensions; at the end, close the objects that requests need."""
     state = app.state
     service: Service = state.service
@@ -214,7 +204,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state.outermost.log.end_second()
 
 
-def _models_changed(app: FastAPI) -> None:
+def _models_changed(app: Application) -> None:
     for listener in app.state.on_models_changed:
         listener()
 

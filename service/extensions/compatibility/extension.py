@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from service.extension import Extension, Routes
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from service.web.routes.endpoint import Application
 
 
-def _routes(_: FastAPI) -> Routes:
+def _routes(_: Application) -> Routes:
     from service.extensions.compatibility.routes import PUBLIC, router
 
     return Routes(router.routes, PUBLIC)

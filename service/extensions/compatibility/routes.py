@@ -7,7 +7,6 @@ https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.h
 from contextlib import suppress
 from typing import Annotated, Final, Literal
 
-from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,13 +18,13 @@ from service.web.admitted import admit
 from service.web.picture import infer_file
 from service.web.routes.classify import classify
 from service.web.routes.classify_query import ClassifyQuery
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import NAME, ONE_PICTURE, problems
 from service.web.routes.query import Absent, FormQuery
 from service.web.service import Service, model_of, service_of
 from vitserve.documents import FIELD, Classification, significant
 
-router = APIRouter(tags=["other servers"], route_class=Endpoint)
+router = Router("other servers")
 
 PUBLIC: Final = frozenset({"/ping"})
 """Paths without a key: SageMaker and load balancers do not send one."""
@@ -57,7 +56,7 @@ class Health(BaseModel):
     status: Literal["Healthy"]
 
 
-@router.get("/ping", response_model=Health, responses=problems(503))
+@router.get("/ping", answer=Health, responses=problems(503))
 async def ping(request: Request) -> Health:
     """Answer 200 when the model is ready, as /readyz."""
     service_of(request).check_ready()
@@ -66,18 +65,18 @@ async def ping(request: Request) -> Health:
 
 @router.post(
     "/invocations",
-    response_model=Classification,
-    response_model_exclude_none=True,
-    openapi_extra=ONE_PICTURE,
+    answer=Classification,
+    omit_none=True,
+    extra=ONE_PICTURE,
     responses=_REFUSALS,
 )
-async def invocations(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
+async def invocations(request: Request, query: ClassifyQuery) -> Response:
     """Classify one picture, as POST /classify."""
     return await classify(request, query)
 
 
-@router.post(_PATH, response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
-async def predictions(request: Request, query: Annotated[PredictionQuery, Query()]) -> Response:
+@router.post(_PATH, answer=dict[str, float], extra=_PREDICTION, responses=_REFUSALS)
+async def predictions(request: Request, query: PredictionQuery) -> Response:
     """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best
     stays.
 
@@ -99,10 +98,8 @@ async def predictions(request: Request, query: Annotated[PredictionQuery, Query(
     return JSONResponse(_by_label(outputs, form.requested.labels or model.info.labels))
 
 
-@router.put(_PATH, response_model=dict[str, float], openapi_extra=_PREDICTION, responses=_REFUSALS)
-async def predictions_by_put(
-    request: Request, query: Annotated[PredictionQuery, Query()]
-) -> Response:
+@router.put(_PATH, answer=dict[str, float], extra=_PREDICTION, responses=_REFUSALS)
+async def predictions_by_put(request: Request, query: PredictionQuery) -> Response:
     """Answer as POST does: TorchServe's examples send the picture by `curl -T`, which is a PUT."""
     return await predictions(request, query)
 

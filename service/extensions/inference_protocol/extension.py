@@ -10,9 +10,8 @@ from service.extension import Extension, Routes
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from fastapi import FastAPI
-
     from service.settings import Settings
+    from service.web.routes.endpoint import Application
 
 
 def _prepared(settings: Settings) -> AbstractContextManager[Settings]:
@@ -21,14 +20,14 @@ def _prepared(settings: Settings) -> AbstractContextManager[Settings]:
     return grpc_port_kept(settings)
 
 
-def _routes(_: FastAPI) -> Routes:
+def _routes(_: Application) -> Routes:
     from service.extensions.inference_protocol.routes import PUBLIC, router
 
     return Routes(router.routes, PUBLIC)
 
 
 @asynccontextmanager
-async def _beside(app: FastAPI) -> AsyncIterator[None]:
+async def _beside(app: Application) -> AsyncIterator[None]:
     from service.extensions.inference_protocol.settings import InferenceProtocolSettings
     from service.settings import settings_of
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,13 +26,13 @@ from service.extensions.inference_protocol.tensors import decode_request, encode
 from service.web.admitted import admit
 from service.web.json_bodies import decoded, require_known
 from service.web.routes.answers import json_response
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Router
 from service.web.routes.models import allowed, load, require_admin, small_body
 from service.web.service import model_of, service_of
 from vitserve import __version__
 
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
-router = APIRouter(prefix="/v2", include_in_schema=False, route_class=Endpoint)
+router = Router(prefix="/v2", is_described=False)
 
 PUBLIC: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 """Paths that are open even when keys are set."""

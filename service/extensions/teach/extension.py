@@ -10,12 +10,11 @@ from service.extension import Command, Extension, Routes
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from fastapi import FastAPI
-
     from service.settings import Settings
+    from service.web.routes.endpoint import Application
 
 
-def _routes(app: FastAPI) -> Routes:
+def _routes(app: Application) -> Routes:
     from pathlib import Path
 
     from service.extensions.teach.examples import Examples
@@ -37,7 +36,7 @@ def _routes(app: FastAPI) -> Routes:
 
 
 @asynccontextmanager
-async def _beside(app: FastAPI) -> AsyncIterator[None]:
+async def _beside(app: Application) -> AsyncIterator[None]:
     """Look for changed heads in the background."""
     from service.background import keep_running
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Annotated, Any, Final, TypeVar, cast
 
 import numpy as np
-from fastapi import APIRouter, Query
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
@@ -41,7 +40,7 @@ from service.web.middleware import request_context
 from service.web.picture import infer_file, infer_pixels, require_file
 from service.web.routes.answers import to_json
 from service.web.routes.embed import embedding_of
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, NAME, SEVERAL_PICTURES, problems
 from service.web.routes.query import Absent, FormQuery
 from service.web.service import model_of, service_of
@@ -58,7 +57,7 @@ from vitserve.head_documents import (
 
 T = TypeVar("T")
 
-router = APIRouter(tags=["teaching"], route_class=Endpoint)
+router = Router("teaching")
 
 _NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
 _PICTURES: Final = {
@@ -121,8 +120,8 @@ class PageQuery(BaseModel, frozen=True):
 
 @router.get(
     "/heads",
-    response_model=HeadList,
-    response_model_exclude_none=True,
+    answer=HeadList,
+    omit_none=True,
     responses=problems(422, 503, 504),
 )
 async def list_heads(request: Request) -> HeadList:
@@ -136,12 +135,12 @@ async def list_heads(request: Request) -> HeadList:
 
 @router.post(
     "/heads/{name}/examples",
-    status_code=201,
-    response_model=AddedExamples,
-    openapi_extra=_PICTURES,
+    status=201,
+    answer=AddedExamples,
+    extra=_PICTURES,
     responses=problems(400, 403, 404, 408, 409, 413, 415, 422, 500, 503, 504),
 )
-async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]) -> AddedExamples:
+async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
     """Add one or several pictures to what a head learns from, under one label; the first one begins
     the head.
 
@@ -181,12 +180,12 @@ async def add_examples(request: Request, query: Annotated[ExampleQuery, Query()]
 
 @router.get(
     "/heads/{name}/examples",
-    response_model=ExampleList,
-    response_model_exclude_none=True,
-    openapi_extra={"parameters": [NAME]},
+    answer=ExampleList,
+    omit_none=True,
+    extra={"parameters": [NAME]},
     responses=problems(404, 422, 503, 504),
 )
-async def list_examples(request: Request, query: Annotated[PageQuery, Query()]) -> Response:
+async def list_examples(request: Request, query: PageQuery) -> Response:
     """List the examples of a head, without their features, in pages of 1,000: the pictures are not
     kept.
     """
@@ -202,9 +201,9 @@ async def list_examples(request: Request, query: Annotated[PageQuery, Query()]) 
 
 @router.get(
     "/heads/{name}/examples/{number:int}",
-    response_model=ExampleDocument,
-    response_model_exclude_none=True,
-    openapi_extra={"parameters": [NAME, _NUMBER]},
+    answer=ExampleDocument,
+    omit_none=True,
+    extra={"parameters": [NAME, _NUMBER]},
     responses=problems(404, 422, 503, 504),
 )
 async def describe_example(request: Request) -> ExampleDocument:
@@ -218,11 +217,11 @@ async def describe_example(request: Request) -> ExampleDocument:
 
 @router.put(
     "/heads/{name}/examples/{number:int}",
-    response_model=ExampleCounts,
-    openapi_extra={"parameters": [NAME, _NUMBER]},
+    answer=ExampleCounts,
+    extra={"parameters": [NAME, _NUMBER]},
     responses=problems(403, 404, 409, 422, 503, 504),
 )
-async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()]) -> ExampleCounts:
+async def relabel_example(request: Request, query: LabelQuery) -> ExampleCounts:
     """Put an example of a head under another label, in one step; the head is fitted again."""
     examples, label = _examples(request), checked_label(query.label)
     async with _admitted(request) as admitted:
@@ -236,8 +235,8 @@ async def relabel_example(request: Request, query: Annotated[LabelQuery, Query()
 
 @router.delete(
     "/heads/{name}/examples/{number:int}",
-    response_model=ExampleCounts,
-    openapi_extra={"parameters": [NAME, _NUMBER]},
+    answer=ExampleCounts,
+    extra={"parameters": [NAME, _NUMBER]},
     responses=problems(403, 404, 422, 503, 504),
 )
 async def delete_example(request: Request) -> ExampleCounts:
@@ -256,9 +255,9 @@ async def delete_example(request: Request) -> ExampleCounts:
 
 @router.get(
     "/heads/{name}",
-    response_model=HeadDescription,
-    response_model_exclude_none=True,
-    openapi_extra={"parameters": [NAME]},
+    answer=HeadDescription,
+    omit_none=True,
+    extra={"parameters": [NAME]},
     responses=problems(404, 422, 503, 504),
 )
 async def describe_head(request: Request) -> HeadDescription:
@@ -300,9 +299,8 @@ def _described(examples: Examples, name: str) -> tuple[HeadRow, dict[str, Any]]:
 
 @router.delete(
     "/heads/{name}",
-    status_code=204,
-    response_class=Response,
-    openapi_extra={"parameters": [NAME]},
+    status=204,
+    extra={"parameters": [NAME]},
     responses=problems(403, 404, 422, 503, 504),
 )
 async def delete_head(request: Request) -> Response:
@@ -317,8 +315,7 @@ async def delete_head(request: Request) -> Response:
 
 @router.get(
     "/heads/{name}/export",
-    response_class=Response,
-    openapi_extra={"parameters": [NAME]},
+    extra={"parameters": [NAME]},
     responses={200: _FILE, **problems(404, 422, 503, 504)},
 )
 async def export_head(request: Request) -> Response:

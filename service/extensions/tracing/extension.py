@@ -12,10 +12,10 @@ from service.extension import Extension
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from fastapi import FastAPI
     from starlette.types import ASGIApp
 
     from service.settings import Settings
+    from service.web.routes.endpoint import Application
 
 _EXPORTERS = {
     "OTEL_TRACES_EXPORTER": "otlp",
@@ -51,7 +51,7 @@ def _check(_: Settings) -> None:
     exports_spans()
 
 
-def _around(inner: ASGIApp, app: FastAPI) -> ASGIApp:
+def _around(inner: ASGIApp, app: Application) -> ASGIApp:
     if not exports_spans():
         return inner
     from service.extensions.tracing.spans import Tracing  # needs the extra `otel`
@@ -62,7 +62,7 @@ def _around(inner: ASGIApp, app: FastAPI) -> ASGIApp:
 
 
 @asynccontextmanager
-async def _beside(app: FastAPI) -> AsyncIterator[None]:
+async def _beside(app: Application) -> AsyncIterator[None]:
     yield
     tracing = getattr(app.state, "tracing", None)
     if tracing is not None:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated, Final, Literal, NamedTuple
 
 import numpy as np
-from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,20 +32,20 @@ from service.web.routes.answers import (
     npy_response,
     region_document,
 )
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, ONE_PICTURE, problems
 from service.web.routes.query import Absent, FormQuery, ModelName
 from service.web.service import model_of, service_of
 from vitserve.documents import MAPS, AttentionDocument
 
-router = APIRouter(tags=["attention"], route_class=Endpoint)
+router = Router("attention")
 
 _DRAWING: Final = {"overlay", "view", "alpha", "colormap", "size", "smooth", "caption"}
 """Parameters of a drawing."""
 
 _HEAD = r"^(mean|max|[0-9]{1,4})$"
 
-_ANSWERS: dict[int | str, dict[str, object]] = {
+_ANSWERS: dict[int, dict[str, object]] = {
     200: {
         "model": AttentionDocument | list[AttentionDocument],
         "content": {
@@ -187,12 +186,8 @@ class _Explained(NamedTuple):
     photo: ModelInput | None = None
 
 
-@router.get(
-    "/attention", response_class=Response, responses=_ANSWERS | problems(404, 422, 503, 504)
-)
-async def attention_of_kept_picture(
-    request: Request, query: Annotated[StoredPictureQuery, Query()]
-) -> Response:
+@router.get("/attention", responses=_ANSWERS | problems(404, 422, 503, 504))
+async def attention_of_kept_picture(request: Request, query: StoredPictureQuery) -> Response:
     """Draw the map of a picture that was classified before and is still stored."""
     service = service_of(request)
     model = await model_of(request, query.model)
@@ -211,11 +206,10 @@ async def attention_of_kept_picture(
 
 @router.post(
     "/attention",
-    response_class=Response,
-    openapi_extra=ONE_PICTURE,
+    extra=ONE_PICTURE,
     responses=_ANSWERS | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
-async def attention(request: Request, query: Annotated[AttentionQuery, Query()]) -> Response:
+async def attention(request: Request, query: AttentionQuery) -> Response:
     """Draw the map of the picture in the body."""
     model = await model_of(request, query.model)
     form = FormQuery(request, query, model, AttentionQuery.requested)

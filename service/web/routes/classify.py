@@ -1,9 +1,6 @@
 """POST /classify: the classes of one picture, by one model."""
 
-from typing import Annotated
-
 import msgspec
-from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,24 +9,24 @@ from service.web.admitted import AdmittedRequest, admit
 from service.web.picture import infer_file
 from service.web.routes.answers import Classified, classification_fields, timings
 from service.web.routes.classify_query import ClassifyQuery
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import ONE_PICTURE, problems
 from service.web.routes.query import FormQuery
 from service.web.routes.several_models import answer_by_several, classify_by_several
 from service.web.service import model_of
 from vitserve.documents import Classification, Classifications
 
-router = APIRouter(tags=["classify"], route_class=Endpoint)
+router = Router("classify")
 
 
 @router.post(
     "/classify",
-    response_model=Classification | Classifications,
-    response_model_exclude_none=True,
-    openapi_extra=ONE_PICTURE,
+    answer=Classification | Classifications,
+    omit_none=True,
+    extra=ONE_PICTURE,
     responses=problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
-async def classify(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
+async def classify(request: Request, query: ClassifyQuery) -> Response:
     """Classify one picture: a multipart field `file`, or the raw body; by one model, or by several."""
     if query.names_several:
         return await classify_by_several(request, query)

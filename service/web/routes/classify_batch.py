@@ -1,9 +1,7 @@
 """POST /classify/batch: the classes of several pictures, by one model."""
 
 from functools import partial
-from typing import Annotated
 
-from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,23 +10,23 @@ from service.web.admitted import admit
 from service.web.routes.answers import answer_each
 from service.web.routes.classify import classify_file
 from service.web.routes.classify_query import ClassifyQuery
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import SEVERAL_PICTURES, problems
 from service.web.routes.query import FormQuery
 from service.web.service import model_of
 from vitserve.documents import BatchClassification
 
-router = APIRouter(tags=["classify"], route_class=Endpoint)
+router = Router("classify")
 
 
 @router.post(
     "/classify/batch",
-    response_model=BatchClassification,
-    response_model_exclude_none=True,
-    openapi_extra=SEVERAL_PICTURES,
+    answer=BatchClassification,
+    omit_none=True,
+    extra=SEVERAL_PICTURES,
     responses=problems(400, 404, 408, 413, 415, 422, 503),
 )
-async def classify_batch(request: Request, query: Annotated[ClassifyQuery, Query()]) -> Response:
+async def classify_batch(request: Request, query: ClassifyQuery) -> Response:
     """Classify several pictures (multipart fields `file`); each gets its own answer or its own
     error.
     """

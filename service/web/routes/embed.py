@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import APIRouter, Query
 from numpy.typing import NDArray
 from pydantic import Field
 from starlette.requests import Request
@@ -22,14 +21,14 @@ from service.web.admitted import AdmittedRequest, admit
 from service.web.gather import of_each
 from service.web.picture import embed_texts, infer_file, require_file
 from service.web.routes.answers import answer_each, npy_response, to_json
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
 from service.web.routes.query import FormQuery, ModelQuery
 from service.web.service import Model, model_of
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
 
-router = APIRouter(tags=["embed"], route_class=Endpoint)
+router = Router("embed")
 
 
 class EmbedQuery(ModelQuery, frozen=True):
@@ -67,19 +66,18 @@ class EmbedOneQuery(EmbedQuery, frozen=True):
     ] = ()
 
 
-def _answers(model: Any) -> dict[int | str, dict[str, Any]]:
+def _answers(model: Any) -> dict[int, dict[str, Any]]:
     npy = {"application/x-npy": {"schema": BINARY}}
     return {200: {"model": model, "content": npy, "description": "In the asked-for format"}}
 
 
 @router.post(
     "/embed",
-    response_class=Response,
-    openapi_extra={"requestBody": ONE_PICTURE["requestBody"] | {"required": False}},
+    extra={"requestBody": ONE_PICTURE["requestBody"] | {"required": False}},
     responses=_answers(Embedding | TextEmbeddings)
     | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
-async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> Response:
+async def embed(request: Request, query: EmbedOneQuery) -> Response:
     """Return the embedding of one picture: a multipart field `file`, or the raw body; or those of
     texts.
     """
@@ -101,11 +99,10 @@ async def embed(request: Request, query: Annotated[EmbedOneQuery, Query()]) -> R
 
 @router.post(
     "/embed/batch",
-    response_class=Response,
-    openapi_extra=SEVERAL_PICTURES,
+    extra=SEVERAL_PICTURES,
     responses=_answers(BatchEmbedding) | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
-async def embed_batch(request: Request, query: Annotated[EmbedQuery, Query()]) -> Response:
+async def embed_batch(request: Request, query: EmbedQuery) -> Response:
     """Return the embeddings of several pictures (multipart fields `file`).
 
     Each gets its own answer or its own error; with `npy`, the first that fails is the error of the

@@ -1,175 +1,241 @@
-"""An application and its routes that FastAPI describes and that run without FastAPI's layers.
+"""Endpoints: the functions that answer requests, by method and path.
 
-Between a route and its function FastAPI enters exit stacks, resolves dependencies and translates
-errors, which would cost a request as much of the event loop's time as all of our code. Here the
-query is validated by the pydantic model that OpenAPI shows, the function is called, and errors rise
-to `service.web.middleware.ProblemMiddleware`.
+    router = Router("classify")
+
+    @router.post("/classify", answer=Classification, extra=ONE_PICTURE)
+    async def classify(request: Request, query: ClassifyQuery) -> Response: ...
+
+    application = Application(lifespan)
+    application.set_routes(router.routes)
+
+A framework's layers between a route and its function would cost a request as much of the event
+loop's time as all of our code; see docs/decisions/endpoints.md. Here a function is called with a
+query that the pydantic model validates, which OpenAPI shows too. Errors rise to
+`service.web.middleware.ProblemMiddleware`.
 """
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, get_type_hints
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, get_type_hints
 
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.datastructures import State
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Match
-from starlette.types import Receive, Scope, Send
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Router as LifespanRouter
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
-from service.errors import MethodNotAllowed
+from service.errors import MethodNotAllowed, NotFound
 from service.web.middleware import PROBES, request_context
-from service.web.routes.openapi import problems
+from service.web.routes.not_found import nearest_path
+from service.web.routes.openapi import Json, Operation, openapi_document
 from service.web.routes.query import parse_query, require_no_parameters
 
-_SCHEME = "api_key"
+Function = Callable[..., Coroutine[Any, Any, Response | BaseModel]]
+"""A coroutine function of the request, or of the request and its query.
+
+It returns a response, or a document that is answered as JSON. The annotation of `query` is a frozen
+pydantic model.
+"""
+
+F = TypeVar("F", bound=Function)
 
 
-class Application(FastAPI):
-    """FastAPI without its layers: `ProblemMiddleware` answers errors, and no route leaves a context
-    open.
+class Endpoint:
+    """One method of one path, served by a function.
 
-    Attributes:
-        endpoints: by method and path those whose path has no parameters, which are found without
-        matching all paths.
-    """
-
-    endpoints: "Mapping[tuple[str, str], Endpoint]" = MappingProxyType({})
-
-    def set_routes(self, routes: Sequence[BaseRoute]) -> None:
-        """Set all routes; the first that takes a method and a path answers."""
-        self.router.routes = list(routes)
-        self.endpoints = {
-            (method, route.path): route
-            for route in reversed(routes)
-            if isinstance(route, Endpoint) and not route.param_convertors
-            for method in route.allowed_methods
-        }
-
-    def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document, which names the operations that take a key."""
-        if self.openapi_schema is None:
-            document = super().openapi()
-            _describe_keys(document, self.state.public, required=self.state.keys_required)
-            _describe_form_fields(document)
-        return super().openapi()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the endpoint of the path answer, or the router."""
-        scope["app"] = self
-        endpoint = self.endpoints.get((scope.get("method", ""), scope.get("path", "")))
-        await (self.router if endpoint is None else endpoint.handle)(scope, receive, send)
-
-
-class Endpoint(APIRoute):
-    """One method of one path, served by `function(request)` or `function(request, query)`.
-
-    The function is a coroutine. Its `query` is annotated `Annotated[Model, fastapi.Query()]`, with
-    a frozen pydantic model. It returns a response, or a pydantic model that is answered as JSON
-    with the status of the route. Its name is the operation's id in OpenAPI, and names the method of
-    generated clients.
-
-    Unknown parameters are refused, but for probes and the files of pages, where machines and
-    browsers add some.
+    Args:
+        is_loose: take any parameters, without effect. Probes and pages do, because machines and
+            browsers add some.
+        is_described: describe the endpoint in the OpenAPI document.
+        description: of the answers, see `Operation`.
 
     Attributes:
-        is_loose: whether the route takes any parameters; they have no effect.
+        path: with the convertors of its parameters, as Starlette writes them.
+        methods: GET includes HEAD, whose answer the server sends without its body.
     """
 
-    is_loose = False
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        options["operation_id"] = endpoint.__name__
-        super().__init__(path, endpoint, **options)
-        # Starlette's ends with `$`, which matches before a line break at the end of the path, too.
-        self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
-        self._query_model: type[BaseModel] | None = get_type_hints(endpoint).get("query")
-        self.is_loose = self.is_loose or path in PROBES
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        function: Function,
+        *,
+        is_loose: bool = False,
+        is_described: bool = True,
+        omit_none: bool = False,
+        **description: Any,
+    ) -> None:
+        self.path = path
+        self.methods = frozenset({method, "HEAD"} if method == "GET" else {method})
+        self.is_described = is_described
+        self._regex, self.path_format, self._convertors = compile_path(path)
+        self._function = function
+        self._omit_none = omit_none
+        self._is_loose = is_loose or path in PROBES
+        query_model = get_type_hints(function).get("query")
+        self.operation = Operation(method, self.path_format, function, query_model, **description)
 
     @property
-    def allowed_methods(self) -> set[str]:
-        """Return the methods of the route; GET implies HEAD, whose answer the server sends without
-        its body.
-        """
-        methods = set(self.methods or ())
-        return methods | {"HEAD"} if "GET" in methods else methods
+    def has_path_parameters(self) -> bool:
+        """Return whether the path has parameters."""
+        return bool(self._convertors)
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Match HEAD as GET."""
-        if scope["type"] == "http" and scope["method"] == "HEAD" and "GET" in (self.methods or ()):
-            return super().matches({**scope, "method": "GET"})
-        return super().matches(scope)
+    def match(self, path: str) -> dict[str, Any] | None:
+        """Return the parameters of a path, or None if this is not its endpoint."""
+        match = self._regex.fullmatch(path)
+        if match is None:
+            return None
+        return {
+            name: self._convertors[name].convert(value) for name, value in match.groupdict().items()
+        }
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request to this path; raises `MethodNotAllowed`, and what `parse_query` and the
-        function raise.
-        """
-        if scope["method"] not in self.allowed_methods:
-            routes = (
-                route for route in scope["app"].routes if route.path_regex.match(scope["path"])
-            )
-            allowed = sorted({method for route in routes for method in route.allowed_methods})
-            wrong = f"{scope['method']} {scope['path']}: no such method on this path; there are {', '.join(allowed)}"
-            raise MethodNotAllowed(wrong, allowed)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request to this path; raises as `parse_query` and the function."""
         request_context(scope).endpoint = self.path_format
         request = Request(scope, receive)
-        if self._query_model is None:
-            if scope["query_string"] and not self.is_loose:
-                require_no_parameters(scope["path"], scope["query_string"])
-            answer = await self.endpoint(request)
+        query_model = self.operation.query_model
+        query_string = scope["query_string"]
+        if query_model is not None:
+            answer = await self._function(request, parse_query(query_model, query_string))
         else:
-            answer = await self.endpoint(
-                request, parse_query(self._query_model, scope["query_string"])
-            )
+            if query_string and not self._is_loose:
+                require_no_parameters(scope["path"], query_string)
+            answer = await self._function(request)
         if isinstance(answer, BaseModel):
-            content = answer.model_dump_json(
-                exclude_none=self.response_model_exclude_none, by_alias=True
-            )
-            answer = Response(content, self.status_code or 200, media_type="application/json")
+            content = answer.model_dump_json(exclude_none=self._omit_none, by_alias=True)
+            answer = Response(content, self.operation.status, media_type="application/json")
         await answer(scope, receive, send)
 
 
-class PageEndpoint(Endpoint):
-    """The route of a page or of one of its files, which browsers ask for with parameters of their
-    own.
+class Router:
+    """A list of endpoints, which decorators add.
+
+    Args:
+        tag: the group of the endpoints in the OpenAPI document.
+        prefix: of all paths.
+        options: of all endpoints, see `Endpoint`.
     """
 
-    is_loose = True
+    def __init__(self, tag: str = "", *, prefix: str = "", **options: Any) -> None:
+        self.routes: list[Endpoint] = []
+        self._prefix = prefix
+        self._options = {"tag": tag, **options}
+
+    def get(self, path: str, **options: Any) -> Callable[[F], F]:
+        """Add a function for GET; see `Endpoint` for the options."""
+        return self._add("GET", path, options)
+
+    def post(self, path: str, **options: Any) -> Callable[[F], F]:
+        """Add a function for POST; see `Endpoint` for the options."""
+        return self._add("POST", path, options)
+
+    def put(self, path: str, **options: Any) -> Callable[[F], F]:
+        """Add a function for PUT; see `Endpoint` for the options."""
+        return self._add("PUT", path, options)
+
+    def delete(self, path: str, **options: Any) -> Callable[[F], F]:
+        """Add a function for DELETE; see `Endpoint` for the options."""
+        return self._add("DELETE", path, options)
+
+    def _add(self, method: str, path: str, options: Mapping[str, Any]) -> Callable[[F], F]:
+        def add(function: F) -> F:
+            endpoint = Endpoint(
+                method, self._prefix + path, function, **{**self._options, **options}
+            )
+            self.routes.append(endpoint)
+            return function
+
+        return add
 
 
-def _describe_form_fields(document: dict[str, Any]) -> None:
-    """Add to an OpenAPI document, in place, that parameters of a query may be fields of its form."""
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            form = operation.get("requestBody", {}).get("content", {}).get("multipart/form-data")
-            parameters = [each for each in operation.get("parameters", ()) if each["in"] == "query"]
-            if form is not None and parameters:
-                fields = {each["name"]: each["schema"] for each in parameters}
-                schema = form["schema"]
-                form["schema"] = {**schema, "properties": {**schema["properties"], **fields}}
+class Application:
+    """The ASGI application, which finds the endpoint of each request.
 
+    Args:
+        lifespan: a context around the running application, see Starlette.
 
-def _describe_keys(document: dict[str, Any], public: Collection[str], *, required: bool) -> None:
-    """Add to an OpenAPI document, in place, which operations take a key, and the 401 that they may
-    answer.
-
-    Paths in `public` take none. A key is `required` where keys are set, else documented as
-    optional.
+    Attributes:
+        lifespan: that context.
+        routes: all endpoints.
+        state: shared objects, as `request.app.state`.
     """
-    document["components"]["securitySchemes"] = {
-        _SCHEME: {
-            "type": "http",
-            "scheme": "bearer",
-            "description": "`Authorization: Bearer KEY`, with a key of `VIT_API_KEYS`",
+
+    def __init__(self, lifespan: Lifespan["Application"]) -> None:
+        self.routes: Sequence[Endpoint] = ()
+        self.state = State()
+        self.lifespan = lifespan
+        self._lifespan = LifespanRouter(lifespan=lifespan)
+        self._fixed: Mapping[tuple[str, str], Endpoint] = {}
+        self._document: Json | None = None
+
+    def set_routes(self, routes: Sequence[Endpoint]) -> None:
+        """Set all endpoints; the first that takes a method and a path answers."""
+        self.routes = routes
+        # Paths without parameters, which need not be matched one by one.
+        self._fixed = {
+            (method, endpoint.path): endpoint
+            for endpoint in reversed(routes)
+            if not endpoint.has_path_parameters
+            for method in endpoint.methods
         }
-    }
-    refusal = {str(status): answer for status, answer in problems(401).items()}
-    security: list[dict[str, list[str]]] = [{_SCHEME: []}]
-    for path, operations in document["paths"].items():
-        if path in public:
-            continue
-        for operation in operations.values():
-            operation["security"] = security if required else [{}, *security]
-            operation["responses"] = dict(sorted((operation["responses"] | refusal).items()))
+
+    def openapi(self, version: str) -> Json:
+        """Return the OpenAPI document."""
+        if self._document is None:
+            self._document = openapi_document(
+                [endpoint.operation for endpoint in self.routes if endpoint.is_described],
+                version=version,
+                public=self.state.public,
+                keys_required=self.state.keys_required,
+            )
+        return self._document
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; raises `NotFound`, `MethodNotAllowed`, and what the endpoint raises."""
+        scope["app"] = self
+        if scope["type"] != "http":
+            await self._lifespan(scope, receive, send)
+            return
+        answer = self._fixed.get((scope["method"], scope["path"])) or self._find(scope)
+        await answer(scope, receive, send)
+
+    def _find(self, scope: Scope) -> ASGIApp:
+        path = scope["path"]
+        method = scope["method"]
+        allowed: set[str] = set()
+        for endpoint in self.routes:
+            parameters = endpoint.match(path)
+            if parameters is None:
+                continue
+            if method in endpoint.methods:
+                scope["path_params"] = parameters
+                return endpoint
+            allowed |= endpoint.methods
+        if allowed:
+            names = sorted(allowed)
+            raise MethodNotAllowed(
+                f"{method} {path}: no such method on this path; there are {', '.join(names)}", names
+            )
+        if path == "" and method in ("GET", "HEAD"):
+            return _redirect_to_page(scope)
+        raise self._not_found(method, path)
+
+    def _not_found(self, method: str, path: str) -> NotFound:
+        """Return the error of an unknown path, with the route that was probably meant."""
+        methods: dict[str, set[str]] = {}
+        for endpoint in self.routes:
+            if "." not in endpoint.path:
+                methods.setdefault(endpoint.path_format, set()).update(endpoint.methods)
+        meant = nearest_path(path, methods)
+        if not meant:
+            return NotFound(f"{path}: no such path; GET /docs lists all")
+        if method not in methods[meant]:
+            method = min(methods[meant])
+        return NotFound(f"{path}: no such path; did you mean {method} {meant}?")
+
+
+def _redirect_to_page(scope: Scope) -> Response:
+    """Redirect the bare prefix of a proxy to the page, whose relative links need a final slash."""
+    query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
+    return RedirectResponse(f"{request_context(scope).prefix}/{query}", 308)

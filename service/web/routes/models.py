@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,12 +21,12 @@ from service.web.admitted import admit
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.json_bodies import decoded
 from service.web.routes.answers import to_json
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import NAME, problems
 from service.web.service import Service, service_of
 from vitserve.documents import ListedModel
 
-router = APIRouter(tags=["models"], route_class=Endpoint)
+router = Router("models")
 
 _MAX_BODY: Final = 64 << 10
 _SETTINGS: Final = {
@@ -39,7 +38,7 @@ _SETTINGS: Final = {
 }
 
 
-@router.get("/models", response_model=list[ListedModel])
+@router.get("/models", answer=list[ListedModel])
 async def models(request: Request) -> Response:
     """List all models by name. Models that share a backbone have the same `backbone`."""
     listed = b",".join(to_json(model) for model in service_of(request).models.describe())
@@ -48,8 +47,8 @@ async def models(request: Request) -> Response:
 
 @router.put(
     "/models/{name:path}",
-    response_model=ListedModel,
-    openapi_extra=_SETTINGS,
+    answer=ListedModel,
+    extra=_SETTINGS,
     responses=problems(400, 401, 403, 408, 409, 413, 422, 503)
     | {201: {"model": ListedModel, "description": "A new name"}},
 )
@@ -72,9 +71,8 @@ async def put_model(request: Request) -> Response:
 
 @router.delete(
     "/models/{name:path}",
-    status_code=204,
-    response_class=Response,
-    openapi_extra={"parameters": [NAME]},
+    status=204,
+    extra={"parameters": [NAME]},
     responses=problems(401, 403, 404, 409),
 )
 async def delete_model(request: Request) -> Response:

@@ -7,10 +7,9 @@ from typing import Annotated, Final, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from model.config import LibraryConfig, ViTConfig
 from model.outputs import MapRequest, RequestedOutputs
@@ -21,7 +20,7 @@ from service.engine.messages import InferenceRequest, attributes
 from service.errors import ServiceError
 from service.models.generation import Generation
 from service.observe.metrics import CONTENT_TYPE
-from service.web.routes.endpoint import Endpoint
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import problems
 from service.web.routes.query import ModelQuery
 from service.web.service import model_of, service_of
@@ -31,6 +30,8 @@ logger = logging.getLogger("vitserve")
 
 _PREPARE_SECONDS: Final = 60.0
 """Deadline for the map that prepares the others to begin."""
+
+_TEXT: Final = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 _preparing = Tasks()
 _prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
@@ -50,11 +51,11 @@ class Status(BaseModel):
     status: Literal["ok", "ready"]
 
 
-router = APIRouter(tags=["operations"], route_class=Endpoint)
+router = Router("operations")
 
 
-@router.get("/model", response_model=ModelDescription, responses=problems(404, 422, 503))
-async def model(request: Request, query: Annotated[DescribedQuery, Query()]) -> ModelDescription:
+@router.get("/model", answer=ModelDescription, responses=problems(404, 422, 503))
+async def model(request: Request, query: DescribedQuery) -> ModelDescription:
     """Describe a served model."""
     current = await model_of(request, query.model)
     if query.prepare_maps:
@@ -102,27 +103,27 @@ async def _compute(generation: Generation[Engine], picture: InferenceRequest) ->
         logger.info("the first map will take longer: %s", error)
 
 
-@router.get("/labels", response_model=Labels, responses=problems(404, 422, 503))
-async def labels(request: Request, query: Annotated[ModelQuery, Query()]) -> Labels:
+@router.get("/labels", answer=Labels, responses=problems(404, 422, 503))
+async def labels(request: Request, query: ModelQuery) -> Labels:
     """Return the classes in index order."""
     info = (await model_of(request, query.model)).info
     return Labels(model=info.name, labels=list(info.labels))
 
 
-@router.get("/healthz", response_model=Status)
+@router.get("/healthz", answer=Status)
 async def healthz(request: Request) -> Status:
     """Answer 200 while the process lives."""
     return Status(status="ok")
 
 
-@router.get("/readyz", response_model=Status, responses=problems(503))
+@router.get("/readyz", answer=Status, responses=problems(503))
 async def readyz(request: Request) -> Status:
     """Answer 200 while the model is loaded and warm, and the service is not stopping."""
     service_of(request).check_ready()
     return Status(status="ready")
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", responses=_TEXT)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
     content = await service_of(request).metrics.gather()

@@ -11,12 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from service.web.middleware import request_context
-from service.web.routes.endpoint import PageEndpoint
+from service.web.routes.endpoint import Router
+from vitserve import __version__
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -49,7 +49,7 @@ _ACCEPTS_GZIP: Final = r"gzip(?!\s*;\s*q=0(\.0*)?\s*(,|$))"
 PUBLIC: Final = frozenset({"/openapi.json", *_FILES})
 """Paths that never require an API key: the page asks for it."""
 
-router = APIRouter(include_in_schema=False, route_class=PageEndpoint)
+router = Router(is_described=False, is_loose=True)
 
 
 @router.get("/openapi.json")
@@ -57,7 +57,7 @@ async def openapi(request: Request) -> Response:
     """Describe the service for machines."""
     prefix = request_context(request.scope).prefix
     servers = {"servers": [{"url": prefix}]} if prefix else {}
-    return JSONResponse(request.app.openapi() | servers)
+    return JSONResponse(request.app.openapi(__version__) | servers)
 
 
 async def file(request: Request) -> Response:
@@ -91,4 +91,4 @@ def _content(path: Path, decompress: bool) -> tuple[bytes, str]:
 
 
 for _url in _FILES:
-    router.add_api_route(_url, file, methods=["GET"])
+    router.get(_url)(file)

@@ -22,7 +22,7 @@ from tests.launcher import until
 from tests.model.images.pictures import encode, noise
 
 REPOSITORY = Path(__file__).parents[3]
-MOST = 34
+MOST = 38
 
 
 class Recorder:

@@ -80,7 +80,7 @@ async def calling(engine: Any = None, **settings: Any) -> AsyncIterator[Caller]:
         address = f"127.0.0.1:{port}"
         async with AsyncExitStack() as lifespan, grpc.aio.insecure_channel(address) as channel:
             layer = inside(service)
-            await lifespan.enter_async_context(layer.router.lifespan_context(layer))
+            await lifespan.enter_async_context(layer.lifespan(layer))
             yield Caller(service, port, channel, lifespan.aclose)
 
 
