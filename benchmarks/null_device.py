@@ -50,7 +50,7 @@ from service.engine.messages import BatchReport, InferenceRequest, ModelInfo
 from service.extensions.cluster.engine_process import EngineServer
 from service.extensions.cluster.remote_model import EngineClient, RemoteModels
 from service.lifecycle import NEW_OBJECTS, bound_heaps
-from service.models.registry import LocalModels
+from service.models.local_models import LocalModels
 from service.settings import Settings, load_settings
 from service.web.image_stores import MemoryImageStore
 

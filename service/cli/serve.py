@@ -15,7 +15,7 @@ from service.engine.loading import load_predictor
 from service.errors import SettingsError
 from service.extension import check, extensions
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
-from service.models.registry import configured_models, notes_on_folder
+from service.models.configured import configured_models, notes_on_folder
 from service.observe import logs
 from service.settings import Settings, settings_class, variable_warnings
 

@@ -15,8 +15,8 @@ launches nothing later. A batch that computes longer than `batch_seconds` fails 
 its thread never comes back.
 
 A model is loaded on a thread of its own engine. Where the loader gives a runner that another engine
-has already, that engine answers for the model, too. The last model that leaves closes it. Which one
-is unloaded for others is decided in `service.models.registry`.
+has already, that engine answers for the model, too. The last model that leaves closes it.
+`service.models.residency` decides which one is unloaded for others.
 """
 
 import asyncio

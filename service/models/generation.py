@@ -1,15 +1,15 @@
-"""One name that is served, and its model's versions: a generation is one version, with an engine of
-its own.
+"""One name that is served, and its model's versions: a generation is one version with an engine.
 
-A request belongs to one generation from its head to its answer, and with it to its labels, input
-size and preprocessing. The next generation is loaded beside the one that serves:
+A request belongs to one generation from its headers to its answer, and so to its labels, input size
+and preprocessing. The next generation is loaded beside the current one:
 
-    load(checkpoint) --> prepare: read, check, warm up --> take over --> requests of the old one end
-    --> it is closed
-                           fails: CheckpointRefused, and the old one goes on
+    load(checkpoint) -> prepare: read, check, warm up -> take over -> the old one's last request ends
+                        fails: CheckpointRefused         -> the old one is closed
+                        and the old one stays
 
-`LocalModel` has its engines in this process. With several processes it runs in each engine's
-process, and `service.extensions.cluster.remote_model` is what web workers have in its place.
+`service.models.states` draws the states of a generation. `LocalModel` has its engines in this
+process. With several processes it runs in each engine's process, and web workers have
+`service.extensions.cluster.remote_model` in its place.
 """
 
 import asyncio
@@ -18,44 +18,91 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from service.background import Tasks
 from service.engine.base import Engine
 from service.engine.local import ModelEngine, What
-from service.engine.messages import ModelInfo
+from service.engine.messages import EngineStatus, ModelInfo
+from service.models.states import ModelState, State, require_transition
 
 logger = logging.getLogger("vitserve")
 
-ModelState = Literal["ready", "loading", "unloaded", "failed"]
-
 E_co = TypeVar("E_co", bound=Engine, covariant=True)
+
+
+class Version(NamedTuple):
+    """A version of a model.
+
+    Attributes:
+        number: counts up with each version that is loaded.
+        what: the loaded checkpoint, see `Models.put`; None for the configured one.
+        gone: whether the model was deleted.
+    """
+
+    number: int = 1
+    what: What = None
+    gone: bool = False
 
 
 class Generation(Generic[E_co]):
     """One version of a model, and the requests that it answers.
 
     Attributes:
-        engine: that computes it.
+        engine: computes the version.
         number: counts up with each version that is loaded.
-        checkpoint: what was loaded; None: the configured checkpoint.
-        requests: those that have not ended.
-        on_work: called when the first of them begins, and when the last one has ended.
-        held: how many of them only keep it for another process, which may have no work for it.
+        checkpoint: the loaded checkpoint; None for the configured one.
+        requests: number of requests that have not ended.
+        held: number of requests that only keep the version for another process, which may have no
+            work for it.
+        on_work: called when the first request begins, and when the last one has ended.
     """
 
     def __init__(self, engine: E_co, number: int = 1, checkpoint: What = None) -> None:
         self.engine = engine
         self.number = number
         self.checkpoint = checkpoint
-        self.requests = self.held = 0
+        self.requests = 0
+        self.held = 0
         self.on_work: Callable[[], None] = lambda: None
         self._idle = asyncio.Event()
         self._idle.set()
+        # The engine knows only that it is loading, ready or failed.
+        self._beyond_engine: State | None = None
+        self._noted: State = "loading"
+
+    @property
+    def state(self) -> State:
+        """Return the current state, see `service.models.states`."""
+        if self._beyond_engine in ("leaving", "gone"):
+            return self._beyond_engine
+        if self.engine.ready:
+            return "ready"
+        if self._beyond_engine is not None:
+            return self._beyond_engine
+        return "failed" if self.engine.status.state == "failed" else "loading"
+
+    def move(self, state: State) -> None:
+        """Change to a state that the engine does not know, or from `unloaded` to `loading`."""
+        before = self.state
+        if state == before:
+            return
+        require_transition(before, state)
+        self._beyond_engine = None if state == "loading" else state
+        self._noted = state
+
+    def note_engine(self) -> tuple[State, State]:
+        """Note a change of the engine, and return the states before and after it."""
+        before = self._noted
+        after = self.state
+        if after != before:
+            require_transition(before, after)
+            self._noted = after
+        return before, after
 
     @contextmanager
     def request(self, *, held: bool = False) -> Iterator[None]:
-        """Keep the generation until the context ends, whatever takes over meanwhile."""
+        """Keep the generation until the context ends, even if another one takes over."""
         self.begin()
         self.held += held
         try:
@@ -72,14 +119,14 @@ class Generation(Generic[E_co]):
             self.on_work()
 
     def end(self) -> None:
-        """Let a request go."""
+        """Release the generation from a request."""
         self.requests -= 1
         if not self.requests:
             self._idle.set()
             self.on_work()
 
     async def idle(self) -> None:
-        """Return when no request is left."""
+        """Wait until no request is left."""
         while self.requests:
             await self._idle.wait()
 
@@ -88,14 +135,13 @@ class ServedModel:
     """A name that is served.
 
     Attributes:
-        current: the generation that requests belong to which begin now.
-        unloaded: whether its memory was given back until somebody asks for it.
-        is_leaving: whether another version is being loaded in its place, for which it waits who
-        asks now.
+        current: the generation that new requests belong to.
+        is_being_replaced: whether another version is being loaded in place of an unloaded one, and
+            new requests wait for that version.
     """
 
     current: Generation[Engine]
-    unloaded = is_leaving = False
+    is_being_replaced = False
     _info: ModelInfo | None = None
 
     def __init__(self) -> None:
@@ -103,36 +149,37 @@ class ServedModel:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Return the description of what serves, or served last."""
+        """Return the description of the current version, or of the last one that was loaded."""
         self._info = self.current.engine.info or self._info
         return self._info
 
     @property
     def state(self) -> ModelState:
-        """Return whether it serves, or what it does instead."""
-        engine = self.current.engine
-        if engine.ready:
-            return "ready"
-        if self.unloaded and not self.is_leaving:
-            return "unloaded"
-        return "failed" if engine.status.state == "failed" else "loading"
+        """Return the state in which the name is listed."""
+        match self.current.state:
+            case "leaving" | "gone":  # the service stops
+                return "ready" if self.current.engine.ready else "loading"
+            case "unloaded" if self.is_being_replaced:
+                return "loading"
+            case state:
+                return state
 
 
 class LocalModel(ServedModel):
     """A model whose engines run in this process.
 
     Args:
-        make: returns an engine, not started yet, for a checkpoint (None: the configured
-        checkpoint).
-        checkpoint, number: of the first generation.
+        make: returns an engine, not started yet, for a checkpoint (None: the configured one).
+        checkpoint: checkpoint of the first generation.
+        number: number of the first generation.
         on_retired: called when an old generation is closed and forgotten.
 
     Attributes:
-        is_default: whether the process serves nothing where it cannot be loaded.
+        is_default: whether the process has nothing to serve if this model cannot be loaded.
         broke: whether it failed after it had served.
         loaded: monotonic seconds of its last load, 0 before the first.
-        on_change: called on the event loop when the state of the current generation changes, or
-        another one is current.
+        on_change: called on the event loop when another generation is current, or the current one's
+            state changes.
     """
 
     current: Generation[ModelEngine]
@@ -146,10 +193,12 @@ class LocalModel(ServedModel):
         on_retired: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self._make, self._on_retired = make, on_retired
+        self._make = make
+        self._on_retired = on_retired
         self._open: set[Generation[ModelEngine]] = set()
         self.current = self.generation(checkpoint, number)
-        self.is_default, self.broke = True, False
+        self.is_default = True
+        self.broke = False
         self.loaded = 0.0
         self._last_used: float | None = None
         self.on_change: Callable[[], None] = lambda: None
@@ -161,37 +210,36 @@ class LocalModel(ServedModel):
         return self.current.engine.last_used or self._last_used
 
     def generation(self, checkpoint: What, number: int) -> Generation[ModelEngine]:
-        """Return a version that is not loaded."""
-        made = Generation(self._make(checkpoint), number, checkpoint)
-        self._open.add(made)
-        return made
+        """Return a new version, which `load` loads."""
+        generation = Generation(self._make(checkpoint), number, checkpoint)
+        self._open.add(generation)
+        return generation
 
     async def load(self, generation: Generation[ModelEngine]) -> str:
-        """Load a version, and return why it does not serve, or an empty text."""
+        """Load a version; return an empty text, or the reason if it failed."""
         ended = asyncio.Event()
         generation.engine.start(partial(self._changed, generation, ended))
         await ended.wait()
         return generation.engine.status.reason
 
     async def bring(self) -> str:
-        """Load the current version, as it is not loaded; see `load`."""
-        self.unloaded = False
-        if self.current.engine.status.state == "failed":
+        """Load the current version, which is unloaded or failed; return as `load`."""
+        if self.current.state == "failed":
             await self.forget(self._renew())
+        self.current.move("loading")
         return await self.load(self.current)
 
     def take_over(self, following: Generation[ModelEngine]) -> None:
-        """Let a version that is loaded answer new requests; the one before is closed when its last
-        request ended.
-        """
-        previous, self.current, self.unloaded = self.current, following, False
-        self.is_leaving = False
+        """Make a loaded version the current one; close the version before after its last request."""
+        previous = self.current
+        self.current = following
+        self.is_being_replaced = False
         self._retiring = self._tasks.begin(self._retire(previous))
 
     async def unload(self) -> None:
-        """Give its memory back, and return when its last request has ended; `bring` loads it again."""
+        """Give back its memory, and wait until its last request has ended; `bring` loads it again."""
         previous = self._renew()
-        self.unloaded = True
+        self.current.move("unloaded")
         self.on_change()
         self._retiring = self._tasks.begin(self._retire(previous))
         await self.retired()
@@ -202,45 +250,55 @@ class LocalModel(ServedModel):
         return self._retiring is not None and not self._retiring.done()
 
     async def retired(self) -> None:
-        """Return when the last requests of the old generation have ended, and it is closed."""
+        """Wait until the old generation's last requests have ended, and it is closed."""
         if self._retiring is not None:
             await asyncio.wait([self._retiring])
 
     async def leave(self) -> None:
-        """Close it when its last request has ended, those of older generations too."""
+        """Close all generations once their last requests have ended."""
         older = (generation.idle() for generation in self._open)
         await asyncio.gather(self._retire(self.current), self.retired(), *older)
         await self.close()
 
     async def close(self) -> None:
-        """Close all generations."""
+        """Close all generations, though they may have requests left."""
         self._tasks.cancel()
-        await asyncio.gather(*(generation.engine.close() for generation in self._open))
+        await asyncio.gather(*map(self.forget, tuple(self._open)))
 
     async def forget(self, generation: Generation[ModelEngine]) -> None:
-        """Close a version that is not to answer any more."""
+        """Close a version."""
+        generation.move("leaving")
         await generation.engine.close()
+        generation.move("gone")
         self._open.discard(generation)
 
     def _renew(self) -> Generation[ModelEngine]:
-        """Let a generation that is not loaded take the place of the current one, which is returned."""
-        previous, self._last_used = self.current, self.last_used
+        """Put a new generation of the same version in the current one's place, which is returned."""
+        previous = self.current
+        self._last_used = self.last_used
         self._info = self.info
         self.current = self.generation(previous.checkpoint, previous.number)
         return previous
 
     def _changed(self, generation: Generation[ModelEngine], ended: asyncio.Event) -> None:
-        status, self.loaded = generation.engine.status, time.monotonic()
+        before, after = generation.note_engine()
+        self.loaded = time.monotonic()
         if generation is self.current:
-            self.broke = status.state == "failed" and ended.is_set()
-            if self.broke or (status.state == "failed" and self.is_default):
-                where = "" if status.device in ("auto", "cpu") else f" on {status.device}"
-                what = f"engine {status.device}" if ended.is_set() else f"cannot start{where}"
-                logger.critical("%s: %s", what, status.reason)
+            self.broke = after == "failed" and before != "loading"
+            if after == "failed":
+                self._log_failure(generation.engine.status)
             self.on_change()
         ended.set()
 
+    def _log_failure(self, status: EngineStatus) -> None:
+        if self.broke:
+            logger.critical("engine %s: %s", status.device, status.reason)
+        elif self.is_default:
+            where = "" if status.device in ("auto", "cpu") else f" on {status.device}"
+            logger.critical("cannot start%s: %s", where, status.reason)
+
     async def _retire(self, generation: Generation[ModelEngine]) -> None:
+        generation.move("leaving")
         await generation.idle()
         await self.forget(generation)
         self._on_retired()

@@ -29,7 +29,7 @@ from service.errors import (
     ServiceError,
     UploadTooLarge,
 )
-from service.models.registry import UNNAMED, load_caller
+from service.models.residency import UNNAMED, load_caller
 from service.settings import Settings
 from service.web.admitted import AdmittedRequest
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_text

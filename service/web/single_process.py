@@ -10,8 +10,9 @@ from service.addresses import ANY, UNIX, in_url, tcp_hosts
 from service.engine.local import Backbones, Loader, ModelEngine
 from service.engine.messages import ModelInfo
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
+from service.models.configured import configured_models
 from service.models.generation import Generation
-from service.models.registry import LocalModels, configured_models
+from service.models.local_models import LocalModels
 from service.observe.metrics import Metrics
 from service.server import Server
 from service.settings import Settings

@@ -151,8 +151,7 @@ def test_a_checkpoint_that_cannot_be_served_changes_nothing(
         until(lambda: len(Processes(server).all) == 3)
     until(
         lambda: (
-            server.log.count("the next checkpoint is refused, and the old one goes on")
-            == len(names)
+            server.log.count("the next checkpoint is refused, and the old one stays") == len(names)
         )
     )
     assert "CRITICAL" not in server.log

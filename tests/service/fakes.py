@@ -25,8 +25,9 @@ from service.engine.messages import BatchReport, InferenceRequest, InferenceResu
 from service.errors import EngineUnavailable, Forbidden
 from service.extensions.cluster.engine_process import EngineServer
 from service.extensions.cluster.remote_model import EngineClient, RemoteModels
-from service.models.generation import LocalModel
-from service.models.registry import LocalModels, Models, Version
+from service.models.generation import LocalModel, Version
+from service.models.local_models import LocalModels
+from service.models.registry import Models
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.model.images.pictures import encode

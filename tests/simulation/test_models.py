@@ -32,7 +32,8 @@ from service.errors import (
     QueueFull,
 )
 from service.models.generation import Generation
-from service.models.registry import LocalModels
+from service.models.local_models import LocalModels
+from service.models.states import TRANSITIONS, State
 from service.settings import load_settings
 from tests.service.fakes import PATIENCE, model_info
 
@@ -103,6 +104,14 @@ class Runner:
         return [Outputs(scores, np.array([1000 * self.version + number])) for number in numbers]
 
 
+def reachable(state: State) -> set[State]:
+    """Return the states that the table leads to from a state, itself included."""
+    states = {state}
+    while more := set().union(*(TRANSITIONS[each] for each in states)) - states:
+        states |= more
+    return states
+
+
 @dataclass(eq=False)
 class Request:
     """A request from its head to its end: it belongs to one generation, and asks for one image."""
@@ -132,6 +141,9 @@ class ModelMachine(RuleBasedStateMachine):
         self.load_gate = threading.Event()
         self.broken = False
         self.reports: list[BatchReport] = []
+        self.states: dict[Generation[Any], State] = {}
+        self.errors: list[object] = []
+        self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
 
     def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, PATIENCE))
@@ -182,6 +194,7 @@ class ModelMachine(RuleBasedStateMachine):
         quiet, before = 0, object()
         while quiet < 3:
             await asyncio.sleep(0.0005)
+            self.look_at_states()
             engines = [(len(runner.launched), runner.waiting) for runner in self.runners.values()]
             waiting = [generation.engine.status for generation in self.model._open]
             now = (
@@ -196,6 +209,12 @@ class ModelMachine(RuleBasedStateMachine):
                 runner.waiting for runner in self.runners.values()
             )
             quiet, before = (quiet + 1 if is_quiet else 0), now
+
+    def look_at_states(self) -> None:
+        for generation in {*self.states, *self.model._open}:
+            before = self.states.get(generation, "loading")
+            assert generation.state in reachable(before), "no drawn way leads here"
+            self.states[generation] = generation.state
 
     # What callers do
 
@@ -323,6 +342,13 @@ class ModelMachine(RuleBasedStateMachine):
                 assert isinstance(error, QueueFull | DeadlineExceeded), error
 
     @invariant()
+    def versions_live_as_drawn(self) -> None:
+        """No transition outside the table was seen, or asserted against in a callback."""
+        if hasattr(self, "model"):
+            self.look_at_states()
+        assert not self.errors
+
+    @invariant()
     def bounds_hold(self) -> None:
         for runner in self.runners.values():
             for numbers, at in runner.launched:
@@ -359,6 +385,9 @@ class ModelMachine(RuleBasedStateMachine):
         for runner in self.runners.values():
             runner.turns.release(100)
         self.wait(self.models.close())
+        self.look_at_states()
+        assert set(self.states.values()) == {"gone"}
+        assert not self.errors
         self.loop.close()
 
 

@@ -13,7 +13,9 @@ import pytest
 from service.engine.local import Backbones
 from service.engine.messages import ModelInfo
 from service.errors import ModelsFull
-from service.models.registry import RESIDENCY_SECONDS, LocalModels, configured_models, load_caller
+from service.models.configured import configured_models
+from service.models.local_models import LocalModels
+from service.models.residency import RESIDENCY_SECONDS, load_caller
 from service.settings import Settings, load_settings
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, until
 

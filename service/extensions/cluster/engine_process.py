@@ -36,8 +36,10 @@ from service.extensions.cluster import frames
 from service.extensions.cluster.processes import SERVING, Report
 from service.extensions.cluster.supervisor import TRY_AGAIN, Child
 from service.lifecycle import release_memory, trim_regularly
-from service.models.generation import Generation
-from service.models.registry import LocalModels, Version, configured_models, load_caller
+from service.models.configured import configured_models
+from service.models.generation import Generation, Version
+from service.models.local_models import LocalModels
+from service.models.residency import load_caller
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.image_stores import MemoryImageStore

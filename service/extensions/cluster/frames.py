@@ -120,7 +120,7 @@ class Change(_Frame, frozen=True, tag=3):
 
     Attributes:
         what: of `load`, as `Models.put` has it; the reason of `discard`.
-        caller: of `wake`, see `service.models.registry.load_caller`.
+        caller: of `wake`, see `service.models.residency.load_caller`.
     """
 
     act: Literal["load", "take_over", "discard", "wake", "unload", "delete", "reload"]

@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from service.lifecycle import exit_now, stop_signals
-from service.models.registry import Version
+from service.models.generation import Version
 
 logger = logging.getLogger("vitserve")
 

@@ -24,8 +24,10 @@ from service.engine.local import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
 from service.extensions.cluster import frames
-from service.models.generation import Generation, ModelState, ServedModel
-from service.models.registry import UNDER_WAY, Models, load_caller
+from service.models.generation import Generation, ServedModel
+from service.models.registry import SWAP_UNDER_WAY, Models
+from service.models.residency import load_caller
+from service.models.states import ModelState
 from service.web.image_stores import StoreUsage
 from vitserve.documents import ListedModel
 
@@ -482,7 +484,7 @@ class RemoteModels(Models):
         """Let all engines load a model, or none; see `Models.put`. A caller who leaves does not end
         it.
         """
-        key = self.place(name)
+        key = self.key(name, is_new=True)
         is_new = key not in self.served
         await asyncio.shield(
             self._tasks.begin(
@@ -513,7 +515,7 @@ class RemoteModels(Models):
 
     async def _lead(self, model: RemoteModel, what: What) -> None:
         if self._leading.locked():
-            raise SwapUnderWay(UNDER_WAY)
+            raise SwapUnderWay(SWAP_UNDER_WAY)
         async with self._leading:
             await model.replace(what)
 

@@ -22,7 +22,7 @@ from service.extensions.cluster.processes import RUNNING, SERVING, OperatingSyst
 from service.extensions.cluster.supervisor import Child, Supervisor
 from service.extensions.cluster.worker import RELOAD, run_web, worker_settings
 from service.lifecycle import Terminal
-from service.models.registry import Version
+from service.models.generation import Version
 from service.observe import logs
 from service.observe.metrics import Metrics
 from service.settings import Settings

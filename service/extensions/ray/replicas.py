@@ -22,8 +22,9 @@ from service.engine.local import BATCH_SECONDS, Backbones, Loader, ModelEngine, 
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.extension import check
 from service.lifecycle import freeze_objects, trim_regularly
+from service.models.configured import configured_models
 from service.models.generation import Generation
-from service.models.registry import LocalModels, configured_models
+from service.models.local_models import LocalModels
 from service.observe import logs
 from service.observe.metrics import Metrics, render_replicas
 from service.setting_values import MEMORY

@@ -116,11 +116,11 @@ async def load(service: Service, name: str, settings: What) -> tuple[ListedModel
     service.check_ready()
     if name in models.added:
         raise NameTaken(f"{name}: a taught head has this name: choose another one for the model")
-    place = models.place(name)
+    key = models.key(name, is_new=True)
     is_new = await models.put(name, settings)
-    if place not in models.served:
+    if key not in models.served:
         raise UnknownModel(f"{name!r}: the model was deleted during its load")
-    return models.status_of(place), is_new
+    return models.status_of(key), is_new
 
 
 async def small_body(request: Request) -> bytearray:

@@ -26,7 +26,8 @@ from service.extensions.cluster.remote_model import (
     RemoteModel,
     RemoteModels,
 )
-from service.models.registry import LocalModels, Version
+from service.models.generation import Version
+from service.models.local_models import LocalModels
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.service.fakes import (

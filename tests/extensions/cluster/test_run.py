@@ -22,7 +22,7 @@ from service.extensions.cluster.processes import SERVING, Report
 from service.extensions.cluster.run import Cluster
 from service.extensions.cluster.supervisor import TRY_AGAIN, Child
 from service.extensions.cluster.worker import share, worker_settings
-from service.models.registry import Version
+from service.models.generation import Version
 from service.observe.metrics import Metrics
 from service.settings import load_settings
 from tests.extensions.cluster.scripts import run
@@ -158,7 +158,7 @@ def test_a_folder_for_sockets_must_be_there_and_have_a_short_name(
 
 PROLOGUE = """
 import os, signal
-from service.models.registry import Version
+from service.models.generation import Version
 from service.extensions.cluster.processes import Link, OperatingSystem, Report
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup

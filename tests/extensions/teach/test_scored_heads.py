@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from model.features import Known
 from model.heads import Head
-from service.models.registry import AddedHead
+from service.models.added_heads import AddedHead
 from tests.service.fakes import model_info, on_a_loop
 from tests.service.web.apps import App, app, service_in
 

@@ -15,8 +15,8 @@ from service.engine.loading import checkpoint_from
 from service.errors import SettingsError
 from service.model_settings import PATHS
 from service.models import folder as folder_module
+from service.models.configured import configured_models, notes_on_folder
 from service.models.folder import WEIGHTS, in_time, read_folder
-from service.models.registry import configured_models, notes_on_folder
 from service.settings import load_settings
 
 
@@ -149,7 +149,7 @@ def test_a_default_that_is_not_there_and_a_folder_without_models_end_the_start(
         with pytest.raises(SettingsError, match=r"VIT_MODEL_NAME='d'|VIT_MODELS=.*No such file"):
             configured_models(load_settings(settings))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SettingsError, match="there is no model in this folder"):
+    with pytest.raises(SettingsError, match="this folder has no models"):
         configured_models(load_settings({"models": str(tmp_path / "empty")}))
 
 

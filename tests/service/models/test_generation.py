@@ -18,7 +18,7 @@ from service.engine.local import LocalEngine, What
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, SwapUnderWay
 from service.models.generation import Generation, LocalModel
-from service.models.registry import LocalModels
+from service.models.local_models import LocalModels
 from service.settings import load_settings
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
 
@@ -164,7 +164,7 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(
         assert swap._open == {swap.current}
         assert (await ask(swap.current, 1)).batch_size == 1
         assert models.predictors["configured"].launched == [[1]]
-        refusal = "the next checkpoint is refused, and the old one goes on: bad: no such file"
+        refusal = "the next checkpoint is refused, and the old one stays: bad: no such file"
         assert [record[1:] for record in caplog.record_tuples] == [(logging.ERROR, refusal)]
         assert (models.changes, models.all.results) == (
             ["configured"],
@@ -182,7 +182,7 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(
 async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_one_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.models.registry.LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("service.models.local_models.LOAD_SECONDS", 0.05)
     async with running() as (swap, models):
         models.gate.clear()
         with pytest.raises(CheckpointRefused, match=r"^it was not loaded and warm within 0.05 s"):

@@ -27,7 +27,8 @@ from service.errors import (
     SwapUnderWay,
     UnknownModel,
 )
-from service.models.registry import LocalModels, configured_models
+from service.models.configured import configured_models
+from service.models.local_models import LocalModels
 from service.settings import Settings, load_settings
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
 
@@ -171,7 +172,7 @@ async def test_a_broken_model_is_named_once_and_the_others_serve(
         assert models.failure == ""
         with pytest.raises(ModelFailed, match="b: b: it cannot be read"):
             await models.available("b")
-        with pytest.raises(UnknownModel, match="'d': no such model; there is a, b, c"):
+        with pytest.raises(UnknownModel, match="unknown model 'd'; available: a, b, c"):
             models.find("d")
         assert models.results == {"loaded": 2, "failed": 1}
 
@@ -314,14 +315,14 @@ async def test_a_model_whose_request_still_arrives_is_not_unloaded_for_others(
 async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts_until_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.models.registry._LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr("service.models.residency.LEAVE_SECONDS", 0.0)
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
         with models.find("b").current.request(held=True):
             with pytest.raises(ModelsFull):
                 await models.available("c")
             assert states(models) == {"a": "ready", "b": "unloaded", "c": "unloaded"}
             await until(
-                lambda: sum(models._loaded().values()) <= 200
+                lambda: sum(models._memory.loaded().values()) <= 200
             )  # c, which did not fit, is gone
             assert await models.put("a", {"checkpoint": "a.1"}) is False
             again = asyncio.create_task(ask(models, "b"))
@@ -435,7 +436,7 @@ async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Pat
         loads = len(disk.loads)
         models.reload()
         await until(lambda: models._reloading is not None and models._reloading.done())
-        await until(lambda: all(task.done() for task in models._under_way.values()))
+        await until(lambda: all(task.done() for task in models._loads.values()))
         assert states(models) == dict.fromkeys(("a", "b", "d", "e", "new"), "ready")
         assert sorted(disk.loads[loads:]) == ["a", "b", "d", "e"]
         loads = len(disk.loads)
@@ -452,7 +453,7 @@ async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gon
         with models.find("b").current.request():
             await models.prepare("b", {"checkpoint": "x"})
             assert models._prepared is not None
-            engine = models._prepared[2].engine
+            engine = models._prepared.following.engine
             await models.delete("b")
             await models.fit(models.take_over())
         assert states(models) == {"a": "ready"}

@@ -12,7 +12,7 @@ from typing import Any
 from service.engine.loading import load_predictor
 from service.engine.local import Backbones
 from service.lifecycle import Lifecycle
-from service.models.registry import LocalModels
+from service.models.local_models import LocalModels
 from service.observe.metrics import Metrics
 from service.server import Server
 from service.settings import Settings, load_settings

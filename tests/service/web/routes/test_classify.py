@@ -16,7 +16,7 @@ from model.heads import Head
 from model.images.preprocess import ModelInput, Region
 from model.outputs import AttentionMap, MapRequest
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
-from service.models.registry import AddedHead
+from service.models.added_heads import AddedHead
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from service.web.routes.answers import map_fields, region_document
@@ -361,7 +361,9 @@ def test_a_set_of_many_labels_is_a_number_alone_and_the_client_reads_it() -> Non
 async def test_a_model_that_loads_slowly_leaves_half_of_the_time_to_others(unloaded: bool) -> None:
     served, models = several(request_timeout=60)
     served.asgi._clock = lambda: time.monotonic() - 31  # as long ago the request began
-    models.engines["few"].state, models.served["few"].unloaded = "loading", unloaded
+    models.engines["few"].state = "loading"
+    if unloaded:
+        models.give_back("few")
     models.engines["few"].gate.clear()
     found = (await served.classify(query="model=few,cats")).json["models"]
     assert (found["few"]["error"]["code"], "predictions" in found["cats"]) == (

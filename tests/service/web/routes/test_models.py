@@ -9,8 +9,8 @@ import pytest
 
 from service.engine.local import What
 from service.errors import EngineUnavailable, ModelsFull
+from service.models.added_heads import AddedHead
 from service.models.generation import Generation, LocalModel
-from service.models.registry import AddedHead
 from service.settings import load_settings
 from tests.service.fakes import FixedModels, model_info, on_a_loop, png, until
 from tests.service.web.apps import App, app, form, service_in, settle
@@ -33,6 +33,11 @@ class Named(FixedModels):
 
     def _engine(self, name: str, _: What) -> Any:
         return self.engines[name]
+
+    def give_back(self, name: str) -> None:
+        """Leave a model unloaded, until its engine is ready."""
+        self.engines[name].state = "loading"
+        self.served[name].current.move("unloaded")
 
     async def available(self, name: str | None) -> None:
         if self.engines[str(name)].reason == "full":
@@ -142,7 +147,7 @@ async def test_an_unknown_name_is_404_with_the_names() -> None:
     for path in ("/classify", "/embed", "/attention", "/classify/batch"):
         answer = await service.request("POST", path, query="model=nope", **form(png(1)))
         assert (answer.status, answer.code) == (404, "unknown_model")
-        assert "there is bare, cats, few" in answer.json["detail"]
+        assert "available: bare, cats, few" in answer.json["detail"]
     for path in ("/labels", "/model"):
         assert (await service.get(path, "model=nope")).code == "unknown_model"
     assert (await classify(service, "model=cats,nope")).code == "unknown_model", (
@@ -255,8 +260,9 @@ async def test_a_request_for_a_model_that_is_not_loaded_waits_and_few_do() -> No
 async def test_an_unloaded_model_is_described_without_loading_it(path: str) -> None:
     service, models = several()
     answers = []
-    for state in ("ready", "loading"):
-        models.engines["few"].state, models.served["few"].unloaded = state, state != "ready"
+    for is_unloaded in (False, True):
+        if is_unloaded:
+            models.give_back("few")
         answers.append((await service.get(*path.split("?"))).json)
     assert answers[0] | {"compiled": "unloaded"} == answers[1] | {"compiled": "unloaded"}
     assert models.engines["few"].state == "loading"
@@ -284,7 +290,7 @@ async def test_what_is_refused_loads_no_model(
 ) -> None:
     service, models = several()
     engine = models.engines["few"]
-    engine.state, models.served["few"].unloaded = "loading", True
+    models.give_back("few")
     form_or_body = form(body) if path.endswith("batch") else {"body": body}
     refused = await service.request("POST", path, query=query, **form_or_body)
     assert (refused.status, engine.state) == (status, "loading")
@@ -301,7 +307,7 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version
 ) -> None:
     service, models = several()
     engine, model = models.engines["few"], models.served["few"]
-    engine.state, model.unloaded = "loading", True
+    models.give_back("few")
     engine.gate.clear()
     asked = service.communicator("POST", "/classify", query="model=few", body=png(1))
     task = asked.start()
@@ -347,9 +353,10 @@ async def test_the_list_names_state_backbone_classes_and_the_default() -> None:
         "taught": False,
     }  # fmt: skip
     assert (few["state"], few["reason"], few["default"]) == ("failed", "no such file", False)
-    models.engines["few"].state, models.served["few"].unloaded = "loading", True
+    models.give_back("few")
     assert "its memory was given back" in str((await service.get("/v2/models/few/ready")).json)
-    models.engines["few"].state, models.served["few"].unloaded = "failed", False
+    models.served["few"].current.move("loading")
+    models.engines["few"].state = "failed"
     index = (await service.request("POST", "/v2/repository/index")).json
     assert [(each["name"], each["state"]) for each in index] == [
         ("bare", "READY"), ("cats", "READY"), ("few", "UNAVAILABLE")
@@ -475,7 +482,7 @@ async def test_a_batch_for_a_model_that_is_not_loaded_holds_one_place_while_it_w
     service, models = several(queue_size=8, request_timeout=60)
     engine, limiter = models.engines["few"], service_in(service).limiter
     await classify(service, "model=few")  # which knows it then
-    engine.state, models.served["few"].unloaded = "loading", True
+    models.give_back("few")
     engine.gate.clear()
     asked = service.communicator(
         "POST", "/classify/batch", query="model=few", **form(*[png(1)] * 6)
@@ -483,7 +490,6 @@ async def test_a_batch_for_a_model_that_is_not_loaded_holds_one_place_while_it_w
     task = asked.start()
     await until(lambda: limiter._waiting == limiter.in_use == 1)  # the last picture is decoded then
     engine.gate.set()
-    models.served["few"].unloaded = False
     await task
     assert limiter.in_use == 0
 

@@ -1,0 +1,55 @@
+"""A head beside the models: it scores the features of one of them, and is answered like a model."""
+
+from dataclasses import dataclass, field, replace
+
+from model.heads import Head
+from model.label_texts import with_labels
+from service.engine.messages import ModelInfo
+
+
+@dataclass(slots=True)
+class AddedHead:
+    """A head beside the models.
+
+    Attributes:
+        head: the head itself; None before it is fitted.
+        key: key in `Models.served` of the model whose features it scores; None if no model has the
+            head's backbone.
+        reason: why the head does not answer; empty if it does, and while it is being fitted.
+    """
+
+    name: str
+    head: Head | None
+    key: str | None
+    reason: str
+    _described: tuple[ModelInfo, ModelInfo] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    def info(self, model: ModelInfo) -> ModelInfo:
+        """Return the description of the head as a model, from that of the model with its backbone.
+
+        The result is kept until the model has another description.
+        """
+        if self._described is None or self._described[0] is not model:
+            self._described = model, self._describe(model)
+        return self._described[1]
+
+    def _describe(self, model: ModelInfo) -> ModelInfo:
+        head = self.head
+        assert head is not None, "only a fitted head answers"
+        return replace(
+            model,
+            name=self.name,
+            labels=head.labels,
+            config=with_labels(model.config, head.labels),
+            temperature=head.temperature,
+            taught=True,
+            form=head.form,
+            multi_label=False,
+            zero_shot=None,
+            coverage=None,
+            calibrated_on=None,
+            has_thresholds=False,
+            features=head.features,
+        )

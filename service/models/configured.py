@@ -1,0 +1,95 @@
+"""The models that the settings name: the entries of the folder of models, or the one checkpoint."""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from service.errors import InvalidParameter, SettingsError
+from service.model_settings import PATHS, ModelSettings
+from service.models.folder import Entry, in_time, read_folder, unread_names
+from service.settings import Settings
+
+logger = logging.getLogger("vitserve")
+
+
+def configured_models(
+    settings: Settings,
+    before: Mapping[str, Entry] = MappingProxyType({}),
+    *,
+    log: int = logging.ERROR,
+) -> dict[str, Entry]:
+    """Return the entries of the folder of models by name, or one entry without a name.
+
+    Args:
+        settings: the service's settings.
+        before: entries of the last look; a broken entry stays as it was there.
+        log: level at which broken entries are logged.
+
+    Raises:
+        SettingsError: the folder has no models, or not the default model; or, if the settings are
+            strict, an entry is broken.
+    """
+    if settings.models is None:
+        return {"": Entry({}, {})}
+    if settings.checkpoint != ModelSettings.model_fields["checkpoint"].default:
+        raise SettingsError(
+            f"VIT_CHECKPOINT={settings.checkpoint!r}: VIT_MODELS={settings.models!r} already names "
+            "the models: set one of them"
+        )
+    entries, problems = _read(settings, settings.models)
+    for name, problem in problems.items():
+        logger.log(log, "no model: %s", problem)
+        if name in before:
+            entries[name] = before[name]
+    where = f"VIT_MODELS={settings.models!r}"
+    if problems and settings.strict:
+        raise SettingsError(f"{where}: {next(iter(problems.values()))}")
+    if not entries:
+        raise SettingsError(f"{where}: this folder has no models")
+    if settings.model_name not in (None, *entries):
+        names = ", ".join(entries)
+        raise SettingsError(
+            f"VIT_MODEL_NAME={settings.model_name!r}: unknown model; "
+            f"available in VIT_MODELS: {names:.1000}"
+        )
+    return entries
+
+
+def _read(settings: Settings, models: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the entries of the folder of models, and the problems of its broken ones."""
+    folder = Path(models).expanduser()
+    others = () if settings.checkpoint_folder is None else (Path(settings.checkpoint_folder),)
+    try:
+        return in_time(partial(read_folder, folder, others), "the folder")
+    except NotADirectoryError:
+        remedy = "expected a folder of models; --checkpoint (VIT_CHECKPOINT) serves one file"
+        raise SettingsError(f"VIT_MODELS={models!r}: {remedy}") from None
+    except OSError as error:
+        raise SettingsError(f"VIT_MODELS={models!r}: {error.strerror or error}") from None
+    except InvalidParameter as error:
+        raise SettingsError(f"VIT_MODELS={models!r}: {error}") from None
+
+
+def notes_on_folder(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
+    """Return a line for each setting or file of the folder of models that has no effect."""
+    if settings.models is None:
+        return []
+    lines = []
+    folder = Path(settings.models).expanduser()
+    names = in_time(partial(unread_names, folder, entries), "the folder")
+    if names:
+        lines.append(f"VIT_MODELS={settings.models!r}: not read: {', '.join(names):.1000}")
+    for setting in PATHS:
+        if setting == "checkpoint" or getattr(settings, setting) is None:
+            continue
+        with_own = [
+            name for name, entry in entries.items() if entry.settings.get(setting) is not None
+        ]
+        if with_own:
+            lines.append(
+                f"VIT_{setting.upper()} is not read for {', '.join(with_own):.1000}: "
+                f"they have {setting} of their own"
+            )
+    return lines

@@ -1,0 +1,64 @@
+"""The states of a model's version: the table, and that a version keeps to it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from service.models.generation import Generation
+from service.models.states import TRANSITIONS, State
+from tests.service.fakes import on_a_loop
+
+
+def generation(*, ready: bool = False, state: str = "loading") -> Generation[Any]:
+    engine: Any = SimpleNamespace(ready=ready, status=SimpleNamespace(state=state))
+    return Generation(engine)
+
+
+def test_every_state_leads_to_gone() -> None:
+    for state in TRANSITIONS:
+        seen: set[State] = {state}
+        for _ in TRANSITIONS:
+            seen |= {after for before in seen for after in TRANSITIONS[before]}
+        assert "gone" in seen
+
+
+def test_a_gone_version_does_not_return() -> None:
+    assert TRANSITIONS["gone"] == frozenset()
+
+
+@on_a_loop
+async def test_a_version_follows_its_engine() -> None:
+    version = generation()
+    version.engine.ready = True
+    assert version.note_engine() == ("loading", "ready")
+    version.engine.ready = False
+    version.engine.status.state = "failed"
+    assert version.note_engine() == ("ready", "failed")
+
+
+@on_a_loop
+async def test_an_unloaded_version_is_loaded_again() -> None:
+    version = generation()
+    states = [version.state]
+    for state in ("unloaded", "loading"):
+        version.move(state)
+        states.append(version.state)
+    assert states == ["loading", "unloaded", "loading"]
+
+
+@on_a_loop
+async def test_a_leaving_version_ignores_its_engine() -> None:
+    version = generation(ready=True)
+    version.move("leaving")
+    version.engine.ready = False
+    version.engine.status.state = "failed"
+    assert version.note_engine() == ("leaving", "leaving")
+
+
+@on_a_loop
+@pytest.mark.parametrize("state", ["unloaded", "gone"])
+async def test_a_version_cannot_skip_leaving(state: State) -> None:
+    version = generation(ready=True)
+    with pytest.raises(AssertionError, match=f"from ready to {state}"):
+        version.move(state)
