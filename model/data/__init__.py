@@ -1,3 +1,1 @@
-"""Labelled pictures that are shared by training and evaluation: CIFAR-10, folders of pictures,
-splits.
-"""
+"""Labelled pictures in folders, their splits and their decoding, for training and evaluation."""

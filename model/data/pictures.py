@@ -1,5 +1,6 @@
-"""Labelled pictures: as files that are not yet open, and decoded into arrays by the code that
-decodes uploads.
+"""Labelled pictures, as unopened files and as decoded arrays.
+
+Decoding uses the same code as uploads.
 """
 
 import logging
@@ -23,10 +24,10 @@ from model.images.preprocess import preprocess
 
 logger = logging.getLogger(__name__)
 
-# Bytes up to which an array of decoded pictures is kept in memory.
+# Largest array of decoded pictures in memory, in bytes; larger arrays go to a file.
 MEMORY: Final = 4 << 30
 
-# Number of bad files that a message names; the rest is counted.
+# Most bad files that a message names.
 _LISTED_FILES: Final = 20
 
 
@@ -36,9 +37,8 @@ class PictureFiles:
 
     Attributes:
         labels: int64 [N].
-        read: takes a picture's number, 0...N-1; returns its file's bytes, or raises OSError.
-        Thread-safe.
-        name: takes a picture's number; returns what a message calls it.
+        read: maps a picture's number, 0...N-1, to its file's bytes, or raises OSError. Thread-safe.
+        name: maps a picture's number to its name in messages.
     """
 
     labels: NDArray[np.int64]
@@ -81,7 +81,12 @@ class PictureFiles:
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images: uint8 [N, C, H, W], RGB, perhaps mapped from a file; and labels, int64 [N]."""
+    """Labelled images.
+
+    Attributes:
+        pixels: uint8 [N, C, H, W], RGB; may be mapped from a file.
+        labels: int64 [N].
+    """
 
     pixels: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -91,16 +96,22 @@ class Images:
 
 
 def allocate(shape: tuple[int, ...], folder: Path) -> NDArray[np.uint8]:
-    """Return an uninitialised array, above `MEMORY` in a file without a name in `folder`.
+    """Return an uninitialised array; an array larger than `MEMORY` is in a nameless file.
+
+    Args:
+        shape: of the array of bytes.
+        folder: folder of the file.
 
     Raises:
-        DatasetError: no room on the disk.
+        DatasetError: the disk is too full.
     """
     size = math.prod(shape)
     if size <= MEMORY:
         return np.empty(shape, np.uint8)
     if size > shutil.disk_usage(folder).free:
-        raise DatasetError(f"{folder}: no room for {size / 2**30:.1f} GiB of decoded pictures")
+        raise DatasetError(
+            f"{folder}: no room for {size / 2**30:.1f} GiB of decoded pictures; free disk space"
+        )
     with tempfile.TemporaryFile(dir=folder) as file:
         return np.memmap(file, np.uint8, "w+", shape=shape)
 
@@ -108,15 +119,15 @@ def allocate(shape: tuple[int, ...], folder: Path) -> NDArray[np.uint8]:
 def decode(
     files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave_out: bool = False
 ) -> Images:
-    """Decode pictures, on all cores, as a model with this preprocessing sees them.
+    """Decode pictures on all cores, as a model with this preprocessing sees them.
 
     Args:
-        folder: where their pixels go if they take too much memory; see `allocate`.
-        leave_out: warn of files that are no pictures, and leave them out.
+        folder: for pixels that do not fit in memory; see `allocate`.
+        leave_out: skip files that do not decode, with a warning.
 
     Raises:
-        DatasetError: files that are no pictures, the first of which it names with what is wrong; or
-        no room.
+        DatasetError: files do not decode, with the names and errors of the first; or the disk is
+            too full.
     """
     pixels = allocate((len(files), len(config.mean), *config.size), folder)
 
@@ -137,14 +148,11 @@ def decode(
         ):
             pass
     finally:
-        pool.shutdown(cancel_futures=True)  # an interruption does not wait for a million files
+        pool.shutdown(cancel_futures=True)  # do not wait for a million files after an interruption
     problems = [future.result() for future in futures]
-    bad = sorted(problem for problem in problems if problem is not None)
-    if not bad:
+    if not any(problems):
         return Images(pixels, files.labels)
-    more = [f"  and {len(bad) - _LISTED_FILES} more"] if len(bad) > _LISTED_FILES else []
-    heading = f"{len(bad)} file{'s' * (len(bad) > 1)} in class folders cannot be read as pictures:"
-    message = "\n".join([heading, *bad[:_LISTED_FILES], *more])
+    message = _message(sorted(filter(None, problems)))
     if not leave_out:
         raise DatasetError(message)
     logger.warning("left out: %s", message)
@@ -152,21 +160,36 @@ def decode(
     return Images(pixels[good], files.labels[good])
 
 
+def _message(problems: list[str]) -> str:
+    """Return a message that names the first files with their problems."""
+    plural = "s" if len(problems) > 1 else ""
+    lines = [f"{len(problems)} file{plural} in class folders cannot be read as pictures:"]
+    lines += problems[:_LISTED_FILES]
+    if len(problems) > _LISTED_FILES:
+        lines.append(f"  and {len(problems) - _LISTED_FILES} more")
+    return "\n".join(lines)
+
+
 def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel of uint8 [N, C, H, W], scaled to 0...1, to
-    four decimals.
+    """Return the mean and the standard deviation of each channel, for values from 0 to 1.
+
+    Args:
+        pixels: uint8 [N, C, H, W].
+
+    Returns:
+        Means and deviations, rounded to four decimals.
     """
-    # From the histogram of the 256 values: exact, and without a float copy of every pixel.
+    # A histogram of the 256 values is exact and needs no float copy of every pixel.
     counts = [
         sum(np.bincount(image[channel].ravel(), minlength=256) for image in pixels)
         for channel in range(3)
     ]
     values = np.arange(256) / 255
-    means = [float(np.average(values, weights=row)) for row in counts]
-    deviations = [
-        float(np.average((values - mean) ** 2, weights=row)) ** 0.5
-        for row, mean in zip(counts, means, strict=True)
-    ]
-    return tuple(round(mean, 4) for mean in means), tuple(
-        round(deviation, 4) for deviation in deviations
-    )
+    means: list[float] = []
+    deviations: list[float] = []
+    for row in counts:
+        mean = float(np.average(values, weights=row))
+        variance = float(np.average((values - mean) ** 2, weights=row))
+        means.append(round(mean, 4))
+        deviations.append(round(variance**0.5, 4))
+    return tuple(means), tuple(deviations)

@@ -1,10 +1,10 @@
-"""The record of a run's pictures, `split.json`: which were trained on, by their bytes.
+"""The record of a run's pictures, `split.json`: the training pictures and others, by their bytes.
 
     {"train": {NAME: DIGEST}, "validation": {…}, "test": {…}, "before": {…}}
 
-`before` are pictures that the checkpoint was trained on from which the run started. A picture is
-known again under any name and in any folder, as long as its file is the same; a copy that was
-encoded anew is another picture.
+`before` are the training pictures of the checkpoint that the run started from. A picture is
+recognised under any name and in any folder if its file is the same. A copy that was encoded again
+is another picture.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from model.data.folders import TEST, TRAIN, VALIDATION
 from model.data.pictures import PictureFiles
+from model.data.split_names import TEST, TRAIN, VALIDATION
 from model.errors import DatasetError
 
 SPLIT_FILE: Final = "split.json"
@@ -32,8 +32,9 @@ _DIGEST_BYTES: Final = 16
 
 @dataclass(frozen=True)
 class SplitRecord:
-    """The pictures of a run, by set: names with digests of their files; an unreadable file has an
-    empty one.
+    """The pictures of a run by set: names with digests of their files.
+
+    The digest of an unreadable file is empty.
     """
 
     sets: Mapping[str, Mapping[str, str]]
@@ -46,18 +47,19 @@ class SplitRecord:
             sets: files by `train`, `validation` or `test`.
             start: record of the checkpoint that the run starts from.
         """
-        found = {name: _named_digests(files) for name, files in sets.items()}
+        digests = {name: _named_digests(files) for name, files in sets.items()}
         if start is not None:
-            found[_BEFORE] = {**start.sets.get(_BEFORE, {}), **start.sets.get(TRAIN, {})}
-        return cls(found)
+            digests[_BEFORE] = {**start.sets.get(_BEFORE, {}), **start.sets.get(TRAIN, {})}
+        return cls(digests)
 
     @classmethod
     def read(cls, checkpoint: str | None) -> Self | None:
-        """Read the record in the folder of a checkpoint; None if there is none, or one of a version
-        without digests.
+        """Read the record in the folder of a checkpoint.
+
+        Return None if the folder lacks a record or has only an older record without digests.
 
         Raises:
-            DatasetError: it is damaged.
+            DatasetError: the record is damaged.
         """
         if checkpoint is None or checkpoint == "bundled":
             return None
@@ -68,15 +70,15 @@ class SplitRecord:
             return None
         except (OSError, ValueError) as error:
             raise DatasetError(
-                f"{path}: cannot be read: {error}; remove it to go on without"
+                f"{path}: cannot be read: {error}; remove it to continue without it"
             ) from error
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse the text of a record; None if it is of a version without digests.
+        """Parse the text of a record; return None for an older version without digests.
 
         Raises:
-            ValueError: it is not a record.
+            ValueError: the text is not a record.
         """
         sets = json.loads(text)
         if not isinstance(sets, dict):
@@ -88,12 +90,13 @@ class SplitRecord:
         return cls(sets)
 
     def text(self) -> str:
-        """Return the record as the text of its file."""
+        """Return the text of the record's file."""
         return json.dumps(self.sets, indent=0)
 
     def has_same_split(self, text: str) -> bool:
-        """Return whether the text of another record has the same pictures in each set; an older one
-        has names alone.
+        """Return whether the text of another record has the same pictures in each set.
+
+        An older record has only names to compare.
         """
         try:
             other = json.loads(text)
@@ -103,30 +106,31 @@ class SplitRecord:
         for name in (TRAIN, VALIDATION, TEST):
             mine = self.sets.get(name, {})
             others = other.get(name, {})
-            if others != (mine if with_digests else list(mine)) and (mine or others):
+            if not mine and not others:
+                continue
+            if others != (mine if with_digests else list(mine)):
                 return False
         return True
 
     @property
     def holds_out(self) -> bool:
-        """Whether the run left validation pictures that it did not fit."""
+        """Whether the run has validation pictures, which it did not train on."""
         return bool(self.sets.get(VALIDATION))
 
     def trained_on(self, digests: Iterable[str]) -> NDArray[np.bool_]:
-        """Return for each digest whether its picture was trained on, by the run or before it: bool
-        [N].
-        """
+        """Return whether the run or its start was trained on each digest's picture: bool [N]."""
         return self._members(digests, (TRAIN, _BEFORE))
 
     def held_out(self, digests: Iterable[str]) -> NDArray[np.bool_]:
-        """Return for each digest whether its picture validated or tested the run, and was not
-        trained on: bool [N].
+        """Return whether the run validated or tested on each digest's picture: bool [N].
+
+        Pictures that were also trained on do not count.
         """
         every = list(digests)
         return self._members(every, (VALIDATION, TEST)) & ~self.trained_on(every)
 
     def trained_before(self, name: str) -> int:
-        """Return how many pictures of a set the run's start was trained on."""
+        """Return the number of a set's pictures that the run's start was trained on."""
         return int(self._members(self.sets.get(name, {}).values(), (_BEFORE,)).sum())
 
     def _members(self, digests: Iterable[str], names: Iterable[str]) -> NDArray[np.bool_]:
@@ -135,22 +139,24 @@ class SplitRecord:
 
 
 def digests_of(files: PictureFiles) -> list[str]:
-    """Return the digest of each file's bytes, on all cores; of an unreadable file an empty text."""
+    """Return the digest of each file's bytes, on all cores; empty for an unreadable file."""
 
     def digest(number: int) -> str:
         try:
             return hashlib.blake2b(files.read(number), digest_size=_DIGEST_BYTES).hexdigest()
-        except OSError:  # named where it is decoded
+        except OSError:  # decoding the file reports the error
             return ""
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(digest, range(len(files)))
-        return list(tqdm(found, total=len(files), desc="compare", unit="img", disable=None))
+        digests = pool.map(digest, range(len(files)))
+        return list(tqdm(digests, total=len(files), desc="compare", unit="img", disable=None))
 
 
 def copy_record(checkpoint: str, out: Path) -> None:
-    """Copy the record of a checkpoint's folder, if it has one, beside a copy of its weights; raises
-    `OSError`.
+    """Copy the record of a checkpoint's folder, if there is one, into the folder `out`.
+
+    Raises:
+        OSError: the record cannot be copied.
     """
     path = Path(checkpoint).expanduser() / SPLIT_FILE
     if checkpoint != "bundled" and path.is_file():

@@ -1,1 +1,1 @@
-"""The Vision Transformer as an `nn.Module`, and its layers."""
+"""The Vision Transformer as an `nn.Module`, with its layers."""

@@ -1,7 +1,6 @@
-"""Networks that are timm's own modules: made by the name of a registered architecture, never by
-code of a checkpoint.
+"""Networks of timm, made by name of a registered architecture, never by code of a checkpoint.
 
-timm is an optional package, and is imported when the first of its networks is made.
+timm is an optional package. It is imported when the first of its networks is made.
 https://github.com/huggingface/pytorch-image-models
 """
 
@@ -20,13 +19,13 @@ from model.errors import CheckpointError, first_line
 from model.layer_config import Size
 from model.network.vit import HEADS, VisionTransformer, ViTOutput, meta_model
 
-# What installs the library.
+# Command that installs the library.
 INSTALL: Final = "pip install 'vitserve[timm]'"
 
-# Numbers in all buffers of a network, such as masks and tables of positions, which no file holds.
+# Most numbers in all buffers of a network, such as masks and position tables, which no file holds.
 _MAX_BUFFERS: Final = 1 << 28
 
-# What networks raise where an argument or a size does not fit.
+# Exceptions of networks for an argument or a size that does not fit.
 _ERRORS: Final = (
     ArithmeticError,
     AssertionError,
@@ -44,15 +43,14 @@ def is_installed() -> bool:
 
 
 def knows(name: str) -> bool:
-    """Return whether timm is installed and has an architecture of this name, which is never looked
-    up on a hub.
-    """
+    """Return whether timm is installed and has this architecture; never ask a hub."""
     return is_installed() and name.isidentifier() and bool(_timm().is_model(name))
 
 
 def published(name: str) -> dict[str, Any]:
-    """Return what timm says of an architecture's first released weights: sizes, names of layers,
-    statistics.
+    """Return timm's description of an architecture's first released weights.
+
+    It has sizes, names of layers and statistics.
     """
     config = _timm().get_pretrained_cfg(name)
     fields: dict[str, Any] = {} if config is None else config.to_dict()
@@ -68,16 +66,16 @@ def library_config(
     *,
     fixed_size: bool | None = None,
 ) -> LibraryConfig:
-    """Return the configuration of an architecture; nothing of its size is allocated.
+    """Return the configuration of an architecture, without allocating its weights.
 
     Args:
-        name: of timm's, which `knows` it.
-        arguments: it is made with these.
-        fixed_size: whether the input size is an argument, too; None: as timm says of it.
+        name: an architecture that `knows` accepts.
+        arguments: arguments for making the network.
+        fixed_size: whether the input size is an argument too; None takes timm's description.
 
     Raises:
-        pydantic.ValidationError: an argument that is not allowed.
-        CheckpointError: timm does not make this network, or it does not take pictures of this size.
+        pydantic.ValidationError: an argument is not allowed.
+        CheckpointError: timm cannot make this network, or it does not take pictures of this size.
     """
     if fixed_size is None:
         fixed_size = bool(published(name).get("fixed_input_size"))
@@ -86,8 +84,10 @@ def library_config(
         "architecture": name,
         "arguments": dict(arguments),
         "fixed_size": fixed_size,
+        "num_classes": classes,
+        "in_channels": channels,
+        "image_size": size,
     }
-    fields |= {"num_classes": classes, "in_channels": channels, "image_size": size}
     config = LibraryConfig.model_validate(fields | {"width": 1})
     with torch.device("meta"), torch.no_grad():
         network = LibraryNetwork(config)
@@ -104,11 +104,12 @@ def library_config(
 
 
 class LibraryNetwork(nn.Module):
-    """A classifier of timm's, which answers as `VisionTransformer` does: no attention rows, one
-    embedding.
+    """A classifier of timm with the interface of `VisionTransformer`.
+
+    Its output lacks attention rows and has only one embedding.
 
     Raises:
-        CheckpointError: timm does not make this network.
+        CheckpointError: timm cannot make this network.
     """
 
     def __init__(self, config: LibraryConfig) -> None:
@@ -119,19 +120,17 @@ class LibraryNetwork(nn.Module):
             "num_classes": config.num_classes,
             "fixed_input_size": config.fixed_size,
         }
-        with _timms_errors(
-            f"{config.architecture}: timm does not make it"
-        ):  # none of its sources of weights is used
+        with _timms_errors(f"{config.architecture}: timm does not make it"):
+            # Only the architecture is used, never timm's sources of weights.
             self.module: nn.Module = _timm().create_model(
                 config.architecture, pretrained=False, pretrained_cfg=described, **config.arguments
             )
 
     def forward(self, pixels: Tensor, *_: object) -> ViTOutput:
-        """Return logits and what the head reads, of normalised pixels [B, C, H, W] in the model's
-        dtype.
+        """Return the logits and the head's input for normalised pixels [B, C, H, W].
 
-        What else is asked of a Vision Transformer's pass has no effect: `parse_embedding` and
-        `parse_maps` refuse it.
+        The pixels are in the model's dtype. Other arguments of `VisionTransformer.forward` are
+        ignored, because `parse_embedding` and `parse_maps` refuse them.
         """
         module: Any = self.module
         features = module.forward_features(pixels)
@@ -155,63 +154,60 @@ def meta_network(config: NetworkConfig) -> Classifier:
 
 
 def largest_layer(config: NetworkConfig) -> int:
-    """Return the most numbers that a layer gives for one image.
+    """Return the largest number of values that one layer outputs for one image.
 
     Raises:
-        CheckpointError: a library does not make this network, or it does not take pictures of its
-        size.
+        CheckpointError: timm cannot make this network, or it does not take pictures of its size.
     """
-    return (
-        config.largest_layer
-        if isinstance(config, ViTConfig)
-        else _measured_layer(config.model_dump_json())
-    )
+    if isinstance(config, ViTConfig):
+        return config.largest_layer
+    return _measured_layer(config.model_dump_json())
 
 
 @functools.lru_cache(maxsize=8)
 def _measured_layer(described: str) -> int:
-    """Return `largest_layer` of a library's configuration in JSON, as a pass measures it that
-    allocates nothing.
+    """Return `largest_layer`, measured by a pass without storage.
+
+    Args:
+        described: library configuration in JSON.
     """
     config = LibraryConfig.model_validate_json(described)
-    network, largest = meta_network(config).eval(), [0]
+    network = meta_network(config).eval()
+    sizes = [0]
 
     def record(_: nn.Module, __: object, output: object) -> None:
         if isinstance(output, Tensor):
-            largest.append(output.numel())
+            sizes.append(output.numel())
 
     for module in network.modules():
         module.register_forward_hook(record)
     with torch.no_grad(), _timms_errors(f"{config.kind}: does not take its own image size"):
         network(torch.empty(1, config.in_channels, *config.image_size, device="meta"))
-    return max(largest)
+    return max(sizes)
 
 
 def linear_head(config: NetworkConfig) -> str | None:
-    """Return the name of the linear layer, with a bias, that makes logits of the embedding `head`;
-    None without one.
+    """Return the name of the linear layer with a bias that maps the embedding `head` to logits.
+
+    Return None if the network does not have such a layer.
     """
     if isinstance(config, ViTConfig):
         return None if config.distillation_head else "head"
     module: Any = meta_network(config).module
     last = module.get_classifier()
-    names: list[str] = [
-        name for name, layer in module.named_modules() if layer is last and type(layer) is nn.Linear
-    ]
-    return (
-        names[0] if names and last.bias is not None and last.in_features == config.width else None
-    )
+    if type(last) is not nn.Linear or last.bias is None or last.in_features != config.width:
+        return None
+    return next((name for name, layer in module.named_modules() if layer is last), None)
 
 
 def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
     """Return the tensors of an architecture that a checkpoint holds, without storage.
 
-    Heads are among them where there are classes. Integers are not: a library's network makes its
-    indices itself.
+    They include heads if there are classes. They do not include integers, because a library's
+    network makes its indices itself.
 
     Raises:
-        CheckpointError: a library does not make this network, or its buffers or layers are too
-        large.
+        CheckpointError: a library cannot make this network, or its buffers or layers are too large.
     """
     network = meta_network(config)
     if isinstance(network, VisionTransformer):
@@ -223,7 +219,7 @@ def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
         }
     if sum(buffer.numel() for buffer in network.buffers()) > _MAX_BUFFERS:
         raise CheckpointError(
-            f"{config.kind}: its buffers hold more than the {_MAX_BUFFERS:,} numbers that are allowed"
+            f"{config.kind}: too many numbers in its buffers; at most {_MAX_BUFFERS:,} are allowed"
         )
     if (largest := largest_layer(config)) > LARGEST_LAYER:
         raise CheckpointError(
@@ -235,8 +231,7 @@ def meta_tensors(config: NetworkConfig) -> dict[str, Tensor]:
 def renamed_by_library(config: LibraryConfig, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the floating-point tensors of a file under the names of the library's network.
 
-    Where the names are others, timm's own function maps those of the code that an architecture
-    comes from.
+    timm's own function maps names of an architecture's original code.
     """
     tensors = _floats(stored)
     convert = getattr(
@@ -262,18 +257,19 @@ def _timm() -> Any:
     try:
         import timm  # noqa: PLC0415  an optional package, which takes seconds
     except (ImportError, OSError, RuntimeError) as error:
-        raise CheckpointError(
-            f"timm cannot be imported, as its torchvision is of another build than torch {torch.__version__}: "
-            "pip install --force-reinstall --no-deps torchvision, with torch's --index-url"
-            if "torchvision" in str(error)
-            else f"timm cannot be imported: {first_line(error)}"
-        ) from error
+        reason = first_line(error)
+        if "torchvision" in str(error):
+            reason = (
+                f"torchvision does not match torch {torch.__version__}; pip install "
+                "--force-reinstall --no-deps torchvision, with torch's --index-url"
+            )
+        raise CheckpointError(f"timm cannot be imported: {reason}") from error
     return timm
 
 
 @contextmanager
 def _timms_errors(what: str) -> Iterator[None]:
-    """Turn what timm raises, of sizes that do not fit for example, into a CheckpointError."""
+    """Turn timm's exceptions, for example for sizes that do not fit, into a CheckpointError."""
     try:
         yield
     except _ERRORS as error:

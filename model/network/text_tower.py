@@ -1,5 +1,6 @@
-"""The text towers of CLIP and SigLIP: tokens in, features out (transformers' modeling_clip.py,
-modeling_siglip.py).
+"""The text towers of CLIP and SigLIP: tokens in, features out.
+
+See transformers' modeling_clip.py and modeling_siglip.py.
 """
 
 from functools import partial
@@ -31,15 +32,15 @@ class TextConfig(Frozen):
     activation: Activation
     norm_eps: Annotated[float, Field(gt=0, lt=1)]
     feature_width: Annotated[int, Field(ge=1, le=16384)]
-    # A token attends to those before it, and the text's end has the feature (CLIP); else the last
-    # token (SigLIP).
+    # CLIP: a token attends only to earlier tokens, and the feature is at the text's end. SigLIP:
+    # the feature is at the last token.
     causal: bool
-    # The token that ends a text, where the first of them is read; None: the token of the highest
+    # The token at a text's end; only its first occurrence counts. None: the token with the highest
     # number.
     end: int | None = None
 
     def block_config(self) -> ViTConfig:
-        """Return the architecture of the blocks, as that of an image's tower with one patch."""
+        """Return the architecture of the blocks: an image tower with one patch."""
         sizes = self.model_dump(
             include={"width", "depth", "heads", "mlp_width", "activation", "norm_eps"}
         )
@@ -49,7 +50,7 @@ class TextConfig(Frozen):
 
 
 class TextTower(nn.Module):
-    """A Transformer over the tokens of texts, with pre-norm blocks as an image's."""
+    """A Transformer over the tokens of texts, with the pre-norm blocks of an image tower."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -65,8 +66,8 @@ class TextTower(nn.Module):
         """Map tokens int64 [B, N] to features [B, feature_width].
 
         Args:
-            seen: bool [B, N], which tokens others attend to; None is all. A causal tower, whose
-                padding is behind the text's end, needs none.
+            seen: bool [B, N], the tokens that others attend to; None: all. A causal tower needs no
+                mask, because its padding follows the text's end.
         """
         batch, count = tokens.shape
         mask = None if seen is None or self.config.causal else seen[:, None, None]
@@ -78,10 +79,10 @@ class TextTower(nn.Module):
             block.attn.attend = attend
             x = block(x)[0]
         if not self.config.causal:
-            place = torch.full((batch,), count - 1)
+            position = torch.full((batch,), count - 1)
+        elif self.config.end is None:
+            position = tokens.argmax(dim=1)
         else:
-            place = (
-                tokens if self.config.end is None else (tokens == self.config.end).int()
-            ).argmax(dim=1)
-        features: Tensor = self.head(self.norm(x)[torch.arange(batch), place])
+            position = (tokens == self.config.end).int().argmax(dim=1)
+        features: Tensor = self.head(self.norm(x)[torch.arange(batch), position])
         return features

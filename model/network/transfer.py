@@ -1,8 +1,8 @@
-"""Transfer features: what a classifier of other labels reads of a network.
+"""Transfer features: the input of classifiers with other labels.
 
-The last block of a network that was trained with labels keeps little but what tells its own classes
-apart. Earlier blocks and the patches still have the rest, so classifiers of other labels read these
-too, as in the linear evaluation of DINOv2 (Oquab et al. 2023, https://arxiv.org/abs/2304.07193,
+The last block of a network trained with labels keeps mainly the differences between its own
+classes. Earlier blocks and the patches keep more, so classifiers with other labels read these too.
+The linear evaluation of DINOv2 does the same (Oquab et al. 2023, https://arxiv.org/abs/2304.07193,
 appendix B.3).
 """
 
@@ -52,20 +52,22 @@ def transfer_features(
     norm: Callable[[Tensor], Tensor],
     pooled_norm: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the transfer features of images, [B, `embedding_width(config, "transfer")`], in the
-    dtype of the outputs.
+    """Return the transfer features of images, in the dtype of the outputs.
 
     They are the CLS token after each of the last `TRANSFER_BLOCKS` blocks, the earliest first, and
-    then the mean of the last block's patch tokens: [B, 4 D]. A network without a CLS token gives
-    the mean of the patch tokens after each of these blocks: [B, 3 D]. Every part is taken after the
+    then the mean of the last block's patch tokens: [B, 4 D]. Without a CLS token, they are the
+    means of the patch tokens after each of these blocks: [B, 3 D]. Every part is taken after the
     final norm.
 
     Args:
-        outputs: of these blocks, the earliest first, [B, N, D]; of all but the last, the CLS token
-        is enough.
+        outputs: of these blocks, the earliest first, [B, N, D]; all but the last may be only the
+            CLS token.
         config: the architecture.
         norm: the final norm of tokens, [B, N, D].
         pooled_norm: the final norm of pooled tokens, [B, D]. One of the two norms is the identity.
+
+    Returns:
+        [B, `embedding_width(config, "transfer")`].
     """
     if not config.class_token:
         means = [norm(output)[:, config.prefix_tokens :].mean(dim=1) for output in outputs]

@@ -1,8 +1,8 @@
 """The Vision Transformer: pixels in, logits and the CLS row of attention out.
 
 Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929. Parameter names and shapes are timm's
-(`timm/models/vision_transformer.py`), so that its checkpoints load key for key; what families add
-to the paper's model is chosen by `ViTConfig` and built from `model.network.layers`.
+(`timm/models/vision_transformer.py`), so that its checkpoints load key for key. `ViTConfig` selects
+the additions of other families, which `model.network.layers` implements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from model.outputs import TRANSFER_BLOCKS, Pooling, embedding_width
 
 
 class KeptPass(NamedTuple):
-    """What is kept of a forward pass.
+    """The intermediate results of a forward pass that explanations need.
 
     Attributes:
         blocks: of the last blocks, in the network's order.
@@ -39,12 +39,12 @@ class ViTOutput(NamedTuple):
 
     Attributes:
         logits: [B, num_classes], in the model's dtype.
-        attention: [B, len(layers), heads, N] float32, or None without layers. Each row
-            is a softmax over all N tokens, prefix tokens first.
-        kept: what an explanation needs of the pass, or None when nothing was to be kept.
-        embeddings: [B, `embedding_width`], in the model's dtype. That of the CLS token is missing
-            where there is none, the mean of the patches where the last block did not compute them,
-            and `transfer` unless it is asked for.
+        attention: [B, len(layers), heads, N] float32, or None without layers. Each row is a softmax
+            over all N tokens, prefix tokens first.
+        kept: intermediate results for an explanation, or None if the caller did not ask for them.
+        embeddings: [B, `embedding_width`], in the model's dtype. `cls` is missing without a CLS
+            token, `mean` if the last block skipped the patches, and `transfer` unless the caller
+            asks for it.
     """
 
     logits: Tensor
@@ -69,9 +69,9 @@ def pool_tokens(x: Tensor, config: ViTConfig) -> Tensor:
 
 
 class AttentionPool(nn.Module):
-    """A learned query attends to the tokens, then an MLP (Zhai et al.
+    """A learned query attends to the tokens, then an MLP (Zhai et al. 2022).
 
-    2022; big_vision's MAP head).
+    This is the MAP head of big_vision.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -92,7 +92,7 @@ class AttentionPool(nn.Module):
     def forward(self, x: Tensor, return_attention: bool = False) -> tuple[Tensor, Tensor | None]:
         """Map [B, N, D] to ([B, D], [B, heads, N] float32 or None).
 
-        Tokens that the pooling does not look at have attention 0.
+        Tokens that the pooling skips have attention 0.
         """
         q, k, v = self.project(x)
         row = F.pad(self.weights(q, k).squeeze(2), (self.skipped, 0)) if return_attention else None
@@ -100,8 +100,10 @@ class AttentionPool(nn.Module):
         return pooled + self.mlp(self.norm(pooled)), row
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query [B, heads, 1, head_dim], and keys and values of what it looks at, of [B,
-        N, D].
+        """Return the query, and the keys and values of the tokens [B, N, D] that it looks at.
+
+        Returns:
+            q [B, heads, 1, head_dim]; k and v [B, heads, seen, head_dim].
         """
         by_head = (self.heads, self.head_dim)
         q = self.q(self.latent).unflatten(2, by_head).transpose(1, 2).expand(x.shape[0], -1, -1, -1)
@@ -130,8 +132,8 @@ class VisionTransformer(nn.Module):
         config: the architecture.
 
     Attributes:
-        patch_dropout: share of the patches that training leaves out, drawn anew for each image and
-            pass; may be changed between passes.
+        patch_dropout: share of the patches to drop in training, drawn anew for each image and pass;
+            may change between passes.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -167,37 +169,29 @@ class VisionTransformer(nn.Module):
         self.head_dist = nn.Linear(width, config.logits) if config.distillation_head else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Initialise for training from scratch: truncated normal (std 0.02) as timm and the JAX
-        code do.
-        """
+        """Initialise for training from scratch: truncated normal, std 0.02, as timm and JAX do."""
         for name, parameter in self.named_parameters():
             if name == "pos_embed" and self.config.position_embedding == "sincos2d":
                 with torch.no_grad():
                     parameter.copy_(self.fixed_position_embedding())
             elif name.endswith("gamma"):
-                nn.init.constant_(parameter, 1e-5)  # of a layer scale
+                nn.init.constant_(parameter, 1e-5)  # a layer scale
             elif parameter.ndim == 1:
-                # Norm weights start at one, every bias at zero.
-                nn.init.constant_(
-                    parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0
-                )
+                is_norm_weight = "norm" in name and name.endswith("weight")
+                nn.init.constant_(parameter, 1.0 if is_norm_weight else 0.0)
             elif name in ("head.weight", "head_dist.weight"):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
 
     def fixed_position_embedding(self) -> Tensor:
-        """Return the sincos2d embedding of this configuration: [1, position_tokens, D] float32 on
-        the CPU.
-        """
+        """Return the sincos2d embedding: [1, position_tokens, D] float32 on the CPU."""
         config = self.config
         prefix = config.prefix_tokens if config.position_prefix else 0
         return sincos2d_position_embedding(config.grid, config.width, prefix_tokens=prefix)
 
     def embed(self, pixels: Tensor) -> Tensor:
-        """Map normalised pixels [B, C, H, W] to tokens [B, N, D], prefix tokens first, with
-        positions added.
-        """
+        """Map normalised pixels [B, C, H, W] to tokens [B, N, D], prefix tokens first."""
         x: Tensor = self.patch_embed(pixels)
         if self.pos_embed is not None and not self.config.position_prefix:
             x = x + self.pos_embed
@@ -226,16 +220,17 @@ class VisionTransformer(nn.Module):
         Args:
             pixels: [B, C, H, W], normalised, in the model's dtype; H, W = `config.image_size`.
             attention_layers: layers (0 is the first) whose attention row to return, in this order.
-            keep: of how many of the last blocks to keep what an explanation needs; see `KeptPass`.
-            all_tokens: whether the last block computes the tokens, too, that the head does not
-                read. Without them 10/12 of its arithmetic are saved where that is the CLS token
-                alone.
-            transfer: whether to return the embedding `transfer`, which takes all tokens.
+            keep: number of last blocks whose intermediate results to keep; see `KeptPass`.
+            all_tokens: whether the last block also computes the tokens that the head does not read.
+                Without them, a head that reads only the CLS token saves 10/12 of the block's
+                arithmetic.
+            transfer: whether to return the embedding `transfer`, which needs all tokens.
 
         Returns:
-            See `ViTOutput`. With attention pooling the last layer's row is the pooling query's.
+            See `ViTOutput`. With attention pooling, the last layer's row is the pooling query's.
         """
-        last, of_query = self.config.depth - 1, self.config.attention_source == "pool_query"
+        last = self.config.depth - 1
+        of_query = self.config.attention_source == "pool_query"
         reads_blocks = transfer or self.config.pool == "transfer"
         x = self.embed(pixels)
         if self.training and self.patch_dropout:
@@ -243,18 +238,17 @@ class VisionTransformer(nn.Module):
         rows: dict[int, Tensor] = {}
         kept: list[Kept] = []
         outputs: list[Tensor] = []
-        # The head reads the CLS token; a distilled model's second head reads the token beside it.
-        spared = self.config.pool == "cls" and not (all_tokens or transfer)
-        read = 1 + self.config.distillation_token if spared else None
+        # The head reads the CLS token; a distilled model's second head reads the next token.
+        skips_patches = self.config.pool == "cls" and not (all_tokens or transfer)
+        read = 1 + self.config.distillation_token if skips_patches else None
         for index, block in enumerate(self.blocks):
             with_row = index in attention_layers and not (index == last and of_query)
-            x, row, of_block = block(
-                x, with_row, read if index == last else None, index > last - keep
-            )
+            queries = read if index == last else None
+            x, row, kept_block = block(x, with_row, queries, index > last - keep)
             if row is not None:
                 rows[index] = row
-            if of_block is not None:
-                kept.append(of_block)
+            if kept_block is not None:
+                kept.append(kept_block)
             if reads_blocks and index > last - TRANSFER_BLOCKS:
                 outputs.append(x)
         normed = self.norm(x)
@@ -267,28 +261,28 @@ class VisionTransformer(nn.Module):
             if row is not None:
                 rows[last] = row
         attention = (
-            torch.stack([rows[i] for i in attention_layers], dim=1) if attention_layers else None
+            torch.stack([rows[i] for i in attention_layers], 1) if attention_layers else None
         )
-        embeddings = self._embeddings(normed, pooled, with_patches=not spared)
+        embeddings = self._embeddings(normed, pooled, with_patches=not skips_patches)
         if transfer:
             embeddings["transfer"] = from_blocks
-        return ViTOutput(
-            self._classify(normed, pooled),
-            attention,
-            KeptPass(kept, x) if keep else None,
-            embeddings,
-        )
+        logits = self._classify(normed, pooled)
+        return ViTOutput(logits, attention, KeptPass(kept, x) if keep else None, embeddings)
 
     def read(self, x: Tensor) -> Tensor:
-        """Map the last block's output, [B, N, D] or only the tokens that the head reads, to logits
-        [B, num_classes].
+        """Map the last block's output to logits [B, num_classes].
+
+        Args:
+            x: [B, N, D], or only the tokens that the head reads.
         """
         x = self.norm(x)
         return self._classify(x, self._pool(x, False)[0])
 
     def _pool(self, x: Tensor, return_attention: bool) -> tuple[Tensor, Tensor | None]:
-        """Map [B, N, D] to (what the head reads [B, `embedding_width`], the pooling query's [B,
-        heads, N] or None).
+        """Map [B, N, D] to the head's input and the pooling query's row.
+
+        Returns:
+            [B, `embedding_width`]; [B, heads, N] or None.
         """
         if self.attn_pool is None:
             return self.projected(pool_tokens(x, self.config)), None
@@ -296,22 +290,21 @@ class VisionTransformer(nn.Module):
         return self.projected(pooled), row
 
     def projected(self, pooled: Tensor) -> Tensor:
-        """Map what was pooled, [B, D] or [B, 2 D], to what the head reads, [B, `embedding_width`]."""
+        """Map the pooled vector, [B, D] or [B, 2 D], to the head's input [B, `embedding_width`]."""
         projected: Tensor = self.projection(self.fc_norm(pooled))
         return projected
 
     def classify(self, embedding: Tensor) -> Tensor:
-        """Map what the head reads, [B, `embedding_width`], to its logits [B, num_classes]."""
+        """Map the head's input, [B, `embedding_width`], to its logits [B, num_classes]."""
         if self.config.normalized_head:
-            # Scores are exponentials of a hundred cosines: bfloat16 would round these to steps of
-            # an eighth.
+            # Logits are up to 100 times a cosine, and bfloat16 would round them to eighths.
             bias = self.head.bias.float()
             return F.linear(F.normalize(embedding.float(), dim=-1), self.head.weight.float(), bias)
         logits: Tensor = self.head(embedding)
         return logits
 
     def _classify(self, x: Tensor, pooled: Tensor) -> Tensor:
-        """Map the normed tokens and what was pooled of them to logits [B, num_classes]."""
+        """Map normed tokens and their pooled vector to logits [B, num_classes]."""
         logits = self.classify(pooled)
         if self.head_dist is not None:
             logits = (logits + self.head_dist(x[:, 1])) / 2
@@ -320,12 +313,11 @@ class VisionTransformer(nn.Module):
     def _embeddings(
         self, x: Tensor, pooled: Tensor, *, with_patches: bool
     ) -> dict[Pooling, Tensor]:
-        """Return `ViTOutput.embeddings` of the normed tokens, of which the patches may be missing."""
+        """Return `ViTOutput.embeddings` from normed tokens, which may lack the patches."""
         config = self.config
-        # Two heads read two tokens: their mean, as in timm.
-        embeddings: dict[Pooling, Tensor] = {
-            "head": (pooled + x[:, 1]) / 2 if config.distillation_head else pooled
-        }
+        if config.distillation_head:  # two heads read two tokens; their mean, as in timm
+            pooled = (pooled + x[:, 1]) / 2
+        embeddings: dict[Pooling, Tensor] = {"head": pooled}
         if config.class_token:
             embeddings["cls"] = self.fc_norm(x[:, 0])
         if with_patches:
@@ -343,14 +335,15 @@ def _token(count: int, width: int) -> nn.Parameter:
 
 
 def meta_model(config: ViTConfig) -> VisionTransformer:
-    """Return the model without storage: the names and shapes of its tensors."""
+    """Return the model without storage: only the names and shapes of its tensors."""
     with torch.device("meta"):
         return VisionTransformer(config)
 
 
 def placeholder_heads(config: ViTConfig) -> dict[str, Tensor]:
-    """Return tensors for the heads of a model that has no classes, by name: every runtime computes
-    a logit.
+    """Return tensors for the heads of a model without classes, by name.
+
+    Every runtime needs at least one logit.
     """
     shapes = {} if config.num_classes else meta_model(config).state_dict()
     return {

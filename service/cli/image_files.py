@@ -9,8 +9,8 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from model.config import PreprocessConfig
-from model.data.folders import PICTURE_SUFFIXES
 from model.data.junk import is_junk
+from model.data.listing import PICTURE_SUFFIXES
 from model.errors import ImageError, InputError
 from model.images.preprocess import ModelInput, model_input
 from service.settings import Settings

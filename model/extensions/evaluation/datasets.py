@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from model.data.folders import TEST, TRAIN, VALIDATION, PictureFolder, find_pictures
+from model.data.folders import PictureFolder, find_pictures
 from model.data.pictures import PictureFiles
+from model.data.split_names import TEST, TRAIN, VALIDATION
 from model.errors import DatasetError
 from model.extensions.evaluation import cifar10
 from model.layer_config import Size

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
-from model.data.folders import TEST, TRAIN
 from model.data.pictures import Images, PictureFiles, decode
+from model.data.split_names import TEST, TRAIN
 from model.data.split_record import SPLIT_FILE, SplitRecord
 from model.errors import CheckpointError, DatasetError, TrainingError
 from model.extensions.evaluation.datasets import Dataset, open_dataset

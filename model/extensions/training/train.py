@@ -20,8 +20,8 @@ from torch import Tensor
 from model.calibration import calibration_of
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
-from model.data.folders import TRAIN
 from model.data.pictures import Images, channel_statistics, decode
+from model.data.split_names import TRAIN
 from model.data.split_record import SplitRecord
 from model.errors import TrainingError
 from model.extensions.evaluation.cifar10 import is_cifar10

@@ -1,1 +1,1 @@
-"""The building blocks of Vision Transformers, a file for each concern."""
+"""The building blocks of Vision Transformers, one file per concern."""

@@ -1,8 +1,7 @@
-"""Multi-head self-attention, the row of it that a map is made of, and the kernels that compute
-either.
+"""Multi-head self-attention, its row for maps, and the kernels that compute both.
 
 `Attention.attend` computes softmax(QK^T / sqrt(d)) V. Such a kernel takes q, k and v, [B, heads, N,
-head_dim], q perhaps with fewer tokens than k and v, and returns q's shape.
+head_dim], and returns q's shape; q may have fewer tokens than k and v.
 """
 
 from collections.abc import Callable
@@ -16,18 +15,18 @@ from model.config import ViTConfig
 from model.network.layers.position import relative_position_index, relative_table_size
 from model.network.layers.rotary import Rotary
 
-# Bound on the bytes of scores that are alive at once in `chunked_attention`: a core's share of the
+# Limit in bytes of the scores that are alive at once in `chunked_attention`: a core's share of the
 # cache.
 SCORES_BYTES: Final = 8 << 20
 
 
 def norm_or_none(width: int, eps: float, *, present: bool) -> nn.Module:
-    """Return a LayerNorm, or what leaves its input as it is."""
+    """Return a LayerNorm if `present`, else the identity."""
     return nn.LayerNorm(width, eps=eps) if present else nn.Identity()
 
 
-class Heads(NamedTuple):
-    """What the heads attended with.
+class AttentionInputs(NamedTuple):
+    """The inputs of the attention heads.
 
     Attributes:
         q: after its norm and rotation, [B, heads, Q, head_dim].
@@ -44,7 +43,7 @@ class Attention(nn.Module):
     """Multi-head self-attention with one fused QKV projection.
 
     Attributes:
-        attend: the kernel; another may be put here.
+        attend: the kernel; may be replaced.
     """
 
     relative_position_index: Tensor
@@ -59,9 +58,8 @@ class Attention(nn.Module):
         self.prefix_tokens = config.prefix_tokens
         self.grid = config.grid
         self.qkv = nn.Linear(config.width, 3 * config.inner_width, bias=config.qkv_bias)
-        self.q_norm, self.k_norm = (
-            norm_or_none(self.head_dim, config.norm_eps, present=config.qk_norm) for _ in range(2)
-        )
+        self.q_norm = norm_or_none(self.head_dim, config.norm_eps, present=config.qk_norm)
+        self.k_norm = norm_or_none(self.head_dim, config.norm_eps, present=config.qk_norm)
         self.rotary = None if config.rotary is None else Rotary(config)
         self.norm = norm_or_none(config.inner_width, config.norm_eps, present=config.attention_norm)
         self.proj = nn.Linear(config.inner_width, config.width, bias=config.projection_bias)
@@ -80,25 +78,26 @@ class Attention(nn.Module):
         return_attention: bool = False,
         queries: int | None = None,
         keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Heads]:
-        """Return the attended tokens, the attention row that a map is made of or None, and the
-        heads' inputs.
+    ) -> tuple[Tensor, Tensor | None, AttentionInputs]:
+        """Return the attended tokens, the attention row for a map, and the inputs of the heads.
 
         Args:
             x: [B, N, D].
-            return_attention: whether to return the attention row, too.
-            queries: how many of the first tokens are queries; None means all. Keys and values are
-            always all.
-            keep: whether something multiplies with keys and values again: each head's then lie
-                together in memory, as products would copy them each time otherwise.
+            return_attention: whether to return the attention row.
+            queries: number of first tokens that are queries; None: all. All tokens have keys and
+                values.
+            keep: whether later steps multiply by keys and values again. Each attention head's are
+                then made contiguous, because products would otherwise copy them each time.
 
         Returns:
-            [B, queries or N, D]; [B, heads, N] float32 or None; and what the heads attended with.
+            [B, queries or N, D]; [B, heads, N] float32 or None; and the inputs of the attention
+            heads.
         """
         batch = x.shape[0]
         q, k, v = self.project(x) if queries is None else self._project_queries(x, queries)
         if keep:
-            k, v = (part.clone(memory_format=torch.contiguous_format) for part in (k, v))
+            k = k.clone(memory_format=torch.contiguous_format)
+            v = v.clone(memory_format=torch.contiguous_format)
         bias = self.bias()
         row = self._attention_row(q, k, bias) if return_attention else None
         if bias is None:
@@ -106,23 +105,26 @@ class Attention(nn.Module):
         else:
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :, :queries])
         x = self.proj(self.norm(x.transpose(1, 2).reshape(batch, -1, self.inner_width)))
-        return x, row, Heads(q, k, v)
+        return x, row, AttentionInputs(q, k, v)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of [B, N, D] as the heads attend with them, each [B, heads, N,
-        head_dim].
+        """Return the inputs q, k and v of the attention heads, each [B, heads, N, head_dim].
+
+        Args:
+            x: [B, N, D].
         """
         fused = self.qkv(x)
         qkv = fused.reshape(*fused.shape[:2], 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
-        return *self._placed(q, k), v
+        return self._with_positions(q, self.q_norm), self._with_positions(k, self.k_norm), v
 
-    def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = self.q_norm(q), self.k_norm(k)
-        return (q, k) if self.rotary is None else (self.rotary(q), self.rotary(k))
+    def _with_positions(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Return queries or keys, [B, heads, Q, head_dim], after their norm and rotation."""
+        normed: Tensor = norm(x)
+        return normed if self.rotary is None else self.rotary(normed)
 
     def _project_queries(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q of the first tokens alone, [B, heads, queries, head_dim], and k and v of all."""
+        """Return q of the first tokens, [B, heads, queries, head_dim], and k and v of all."""
         batch, tokens, _ = x.shape
         q = self._project_rows(x[:, :queries], slice(self.inner_width))
         kv = self._project_rows(x, slice(self.inner_width, None))
@@ -130,7 +132,7 @@ class Attention(nn.Module):
         k, v = (
             kv.reshape(batch, tokens, 2, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         )
-        return *self._placed(q, k), v
+        return self._with_positions(q, self.q_norm), self._with_positions(k, self.k_norm), v
 
     def _project_rows(self, x: Tensor, rows: slice) -> Tensor:
         """Map [B, N, D] to these rows of the fused projection's output, [B, N, rows]."""
@@ -138,35 +140,32 @@ class Attention(nn.Module):
         return F.linear(x, self.qkv.weight[rows], bias)
 
     def bias(self) -> Tensor | None:
-        """Return the bias on the scores, [1, heads, N, N], or None."""
+        """Return the bias of the scores, [1, heads, N, N], or None."""
         if self.relative_position_bias_table is None or self.fixed_bias is not None:
             return self.fixed_bias
-        return (
-            self.relative_position_bias_table[self.relative_position_index]
-            .permute(2, 0, 1)
-            .unsqueeze(0)
-        )
+        by_pair = self.relative_position_bias_table[self.relative_position_index]
+        return by_pair.permute(2, 0, 1).unsqueeze(0)
 
     @torch.no_grad()
     def fix_bias(self) -> None:
-        """Compute the bias once, for a model on its device whose weights change no more.
+        """Compute the bias once, for a model whose weights are final and on their device.
 
-        Gathering it from its table at each pass costs as much as a small product, and an index
-        cannot be captured in a CUDA graph from another device.
+        Gathering it from its table in each pass costs as much as a small product. Also, a CUDA
+        graph cannot capture an index from another device.
         """
         bias = self.bias()
         if bias is not None:
-            # Fused kernels read rows at multiples of 16 elements, and would pad a copy of the bias
-            # at each call.
+            # Fused kernels read rows at multiples of 16 elements. Without the padding, they would
+            # copy the bias at each call.
             padded = F.pad(bias, (0, -bias.shape[-1] % 16))
             self.fixed_bias = padded[..., : bias.shape[-1]]
 
     def _attention_row(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the attention row that a map is made of: [B, heads, N] float32.
+        """Return the attention row for a map: [B, heads, N] float32.
 
-        Softmax rows are independent, so the CLS row needs q_cls alone and never the N x N matrix. A
-        model that reads no CLS token has no single query; its row is the mean over the patch
-        queries.
+        Softmax rows are independent, so the CLS row needs only q_cls and never the N x N matrix. A
+        model without a CLS token in its readout has no single query. Its row is the mean over the
+        patch queries.
         """
         scale = self.head_dim**-0.5
         if self.cls_query:
@@ -180,11 +179,11 @@ class Attention(nn.Module):
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention step by step, for as many images at a time as keep the scores in cache.
+    """Compute attention step by step, for as many images at once as keep the scores in cache.
 
-    In bfloat16 on a CPU with native support it takes 0.6 to 0.9 of the time of the fused kernel,
-    which computes in float32 there, as long as an image's scores are within `SCORES_BYTES`; beyond,
-    and in float32, the fused kernel is faster and is what runs.
+    On a CPU with native bfloat16, it takes 0.6 to 0.9 of the time of the fused kernel, which
+    computes in float32 there. This holds if one image's scores fit in `SCORES_BYTES`. For larger
+    scores and for float32, this function calls the fused kernel, which is then faster.
     """
     batch, heads, queries, _ = q.shape
     image_bytes = heads * queries * k.shape[2] * q.element_size()
@@ -200,8 +199,8 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention step by step.
 
-    On a CPU in bfloat16, forward and backward, it is two (577 tokens) to five times (33) faster
-    than the fused kernel; in float32 the fused kernel is faster.
+    On a CPU in bfloat16, forward and backward, it is two (577 tokens) to five times (33 tokens)
+    faster than the fused kernel. In float32, the fused kernel is faster.
     """
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     attended: Tensor = scores.softmax(dim=-1) @ v
@@ -211,13 +210,13 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def mean_row(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Return the mean over queries of softmax(QK^T), [B, heads, N] float32.
 
-    As many queries are taken at a time as keep the scores of eight images in cache. The number does
-    not depend on the batch: compiled code serves any.
+    It takes as many queries at a time as keep the scores of eight images in cache. That number does
+    not depend on the batch, so compiled code works for any batch.
 
     Args:
         q: scaled, [B, heads, Q, head_dim].
         k: [B, heads, N, head_dim].
-        bias: on the scores, [1, heads, Q, N], or None.
+        bias: of the scores, [1, heads, Q, N], or None.
     """
     _, heads, queries, _ = q.shape
     step = max(1, SCORES_BYTES // (8 * 4 * heads * k.shape[2]))

@@ -14,9 +14,7 @@ from model.network.layers.attention import Attention, norm_or_none
 ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: (
-        x * torch.sigmoid(1.702 * x)
-    ),  # the approximation that OpenAI's CLIP was trained with
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # the approximation of OpenAI's CLIP
     "relu": F.relu,
     "silu": F.silu,
     "tanh": torch.tanh,
@@ -24,10 +22,10 @@ ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
 
 
 class Mlp(nn.Module):
-    """Two linear layers with the activation between them.
+    """Two linear layers with an activation between them.
 
     Attributes:
-        parts: what the first layer gives, in multiples of `mlp_width`.
+        parts: output width of the first layer, in multiples of `mlp_width`.
     """
 
     parts = 1
@@ -44,18 +42,19 @@ class Mlp(nn.Module):
         return self.finish(self.fc1(x))
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Map what the first layer gave, [..., parts * mlp_width], to the output [..., D]."""
+        """Map the first layer's output, [..., parts * mlp_width], to [..., D]."""
         y: Tensor = self.fc2(self.norm(self.activated(hidden)))
         return y
 
     def activated(self, hidden: Tensor) -> Tensor:
-        """Map what the first layer gave to [..., mlp_width]."""
+        """Map the first layer's output to [..., mlp_width]."""
         return self.activation(hidden)
 
 
 class SwiGLU(Mlp):
-    """Computes act(gate) * value, both from one projection, gate first (Shazeer 2020, timm's
-    `SwiGLUPacked`).
+    """An MLP with act(gate) * value, both from one projection, gate first.
+
+    Shazeer 2020; timm's `SwiGLUPacked`.
     """
 
     parts = 2
@@ -67,7 +66,7 @@ class SwiGLU(Mlp):
 
 
 class LayerScale(nn.Module):
-    """A learned factor a channel (Touvron et al. 2021, CaiT)."""
+    """A learned factor per channel (Touvron et al. 2021, CaiT)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -79,12 +78,13 @@ class LayerScale(nn.Module):
 
 
 class Kept(NamedTuple):
-    """What an explanation needs of a block's pass: `Heads`, and what its tokens were on the way.
+    """The intermediate results of a block's pass that explanations need.
 
     Attributes:
         x: the block's input, [B, N, D].
-        attended: tokens after they attended, [B, queries or N, D].
-        hidden: what the MLP's first layer made of them, where few tokens are queries.
+        attended: tokens after the attention, [B, queries or N, D].
+        hidden: output of the MLP's first layer, if only few tokens are queries.
+        q, k, v: see `AttentionInputs`.
     """
 
     x: Tensor
@@ -98,7 +98,7 @@ class Kept(NamedTuple):
 class Block(nn.Module):
     """Encoder block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    In post-norm it is norm(x + attention(x)) and so on, in residual post-norm x +
+    In post-norm, it is norm(x + attention(x)) and so on; in residual post-norm, x +
     norm(attention(x)).
     """
 
@@ -110,7 +110,8 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ls1: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = (SwiGLU if config.mlp == "swiglu" else Mlp)(config, bias=config.projection_bias)
+        mlp = SwiGLU if config.mlp == "swiglu" else Mlp
+        self.mlp = mlp(config, bias=config.projection_bias)
         self.ls2: nn.Module = LayerScale(config.width) if config.layer_scale else nn.Identity()
 
     def forward(
@@ -120,37 +121,42 @@ class Block(nn.Module):
         queries: int | None = None,
         keep: bool = False,
     ) -> tuple[Tensor, Tensor | None, Kept | None]:
-        """Map [B, N, D] to ([B, queries or N, D], [B, heads, N] float32 or None, what is kept of it
-        or None).
+        """Return the block's output, the attention row, and the intermediate results to keep.
 
         See `Attention.forward`.
+
+        Returns:
+            [B, queries or N, D]; [B, heads, N] float32 or None; `Kept` or None.
         """
-        y, row, heads = self.attn(self.attention_input(x), return_attention, queries, keep)
+        y, row, inputs = self.attn(self.attention_input(x), return_attention, queries, keep)
         attended = self.attended(x, y)
-        hidden = (
-            self.mlp.fc1(self.norm2(attended))
-            if keep and queries is not None and self.norm_first
-            else None
-        )
-        kept = Kept(x, attended, hidden, *heads) if keep else None
+        hidden = None
+        if keep and queries is not None and self.norm_first:
+            hidden = self.mlp.fc1(self.norm2(attended))
+        kept = Kept(x, attended, hidden, *inputs) if keep else None
         return self.finish(attended, hidden), row, kept
 
     def attention_input(self, x: Tensor) -> Tensor:
-        """Return what the attention reads of the block's input, [B, N, D]."""
+        """Return the attention's input [B, N, D], from the block's."""
         y: Tensor = self.norm1(x) if self.norm_first else x
         return y
 
     def attended(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the tokens after the attention, [B, Q, D], of the block's input and the
-        attention's output.
+        """Return the tokens after the attention, [B, Q, D].
+
+        Args:
+            x: the block's input, [B, N, D].
+            y: the attention's output, [B, Q, D].
         """
         x = x[:, : y.shape[1]] + self.ls1(self.norm1(y) if self.norm_branch else y)
         z: Tensor = x if self.norm_first or self.norm_branch else self.norm1(x)
         return z
 
     def finish(self, attended: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return the block's output, [B, Q, D]; `hidden` is what the MLP's first layer gave, if
-        that is known.
+        """Return the block's output, [B, Q, D].
+
+        Args:
+            hidden: output of the MLP's first layer, if it is known.
         """
         if hidden is None:
             y = self.mlp(self.norm2(attended) if self.norm_first else attended)

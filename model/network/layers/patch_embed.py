@@ -1,6 +1,4 @@
-"""Patch embeddings, which turn pixels into tokens, and PatchDropout, which trains on a random part
-of these.
-"""
+"""Patch embeddings, which turn pixels into tokens, and PatchDropout for training."""
 
 from typing import cast
 
@@ -16,10 +14,9 @@ from model.network.layers.resnet import ResNetV2
 
 
 class PatchEmbed(nn.Module):
-    """Non-overlapping patches, each through the same linear map: a convolution with stride =
-    kernel.
+    """Non-overlapping patches, each through the same linear map.
 
-    With a stem the patches are those of its last feature map.
+    This is a convolution with stride = kernel. A stem's last feature map replaces the pixels.
 
     Attributes:
         as_product: compute the convolution as one matrix product over flattened patches.
@@ -27,18 +24,18 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        channels, patch = config.in_channels, config.patch_size
+        channels = config.in_channels
+        patch = config.patch_size
         self.as_product = False
         self.backbone: nn.Module | None = None
         if config.stem is not None:
             self.backbone = ResNetV2(config.stem, config.in_channels)
-            channels, patch = config.stem.channels, config.patch_size // config.stem.stride
+            channels = config.stem.channels
+            patch //= config.stem.stride
         if config.conv_stem is not None:
             self.backbone = ConvStem(config.conv_stem, config.in_channels)
-            channels, patch = (
-                config.conv_stem.widths[-1],
-                config.patch_size // config.conv_stem.stride,
-            )
+            channels = config.conv_stem.widths[-1]
+            patch //= config.conv_stem.stride
         self.proj = nn.Conv2d(
             channels, config.width, kernel_size=patch, stride=patch, bias=config.patch_bias
         )
@@ -49,15 +46,14 @@ class PatchEmbed(nn.Module):
             pixels = self.backbone(pixels)
         if self.as_product:
             weight = self.proj.weight
-            return F.linear(
-                _flat_patches(pixels, weight.shape[-1]), weight.flatten(1), self.proj.bias
-            )
+            patches = _flat_patches(pixels, weight.shape[-1])
+            return F.linear(patches, weight.flatten(1), self.proj.bias)
         x: Tensor = self.proj(pixels)
         return x.flatten(2).transpose(1, 2)
 
 
 class ConvStem(nn.ModuleList):
-    """Convolutions with an activation after each; see `ConvolutionalStem`."""
+    """Convolutions, each followed by an activation; see `ConvolutionalStem`."""
 
     def __init__(self, config: ConvolutionalStem, in_channels: int) -> None:
         inputs = (in_channels, *config.widths)
@@ -75,8 +71,8 @@ class ConvStem(nn.ModuleList):
         for convolution, pool in zip(self, self.pools, strict=True):
             assert isinstance(convolution, nn.Conv2d)
             if pool > 1:
-                # Biases come last: OpenVINO 2026.4 would move an activation that follows a maximum
-                # to before it, as if all were monotonic.
+                # Add biases last: OpenVINO 2026.4 would move an activation before the maximum,
+                # which is wrong for activations that are not monotonic.
                 x = F.conv2d(x, convolution.weight, None, convolution.stride, convolution.padding)
                 x = F.max_pool2d(x, pool) + cast(Tensor, convolution.bias)[:, None, None]
             else:
@@ -86,8 +82,9 @@ class ConvStem(nn.ModuleList):
 
 
 class LinearPatchEmbed(nn.Module):
-    """A patch embedding as one matrix product over flattened patches (channels, then rows, then
-    columns).
+    """A patch embedding as one matrix product over flattened patches.
+
+    A patch is flattened by channels, then rows, then columns.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -105,9 +102,7 @@ class LinearPatchEmbed(nn.Module):
 
 
 def _flat_patches(pixels: Tensor, patch: int) -> Tensor:
-    """Map [B, C, H, W] to [B, gh*gw, C*patch*patch]; rows and columns that fill no patch are left
-    out.
-    """
+    """Map [B, C, H, W] to [B, gh*gw, C*patch*patch], without partial patches at the edges."""
     batch, channels, height, width = pixels.shape
     rows, columns = height // patch, width // patch
     pixels = pixels[:, :, : rows * patch, : columns * patch]
@@ -116,13 +111,12 @@ def _flat_patches(pixels: Tensor, patch: int) -> Tensor:
 
 
 def drop_patches(x: Tensor, rate: float, prefix_tokens: int) -> Tensor:
-    """Keep all prefix tokens and a random choice of the patches, drawn for each image, in their
-    order.
+    """Keep all prefix tokens and, per image, a random choice of the patches in their order.
 
     Liu et al. 2022, https://arxiv.org/abs/2208.07220; timm's `timm/layers/patch_dropout.py`.
 
     Args:
-        x: [B, prefix_tokens + P, D], positions already added.
+        x: [B, prefix_tokens + P, D], with positions.
         rate: share of the patches to drop, 0 <= rate < 1; at least one is kept.
 
     Returns:
@@ -133,8 +127,7 @@ def drop_patches(x: Tensor, rate: float, prefix_tokens: int) -> Tensor:
     keep = max(1, round(patches * (1 - rate)))
     if keep == patches:
         return x
-    chosen = (
-        torch.rand((batch, patches), device=x.device).argsort(dim=1)[:, :keep].sort(dim=1).values
-    )
-    kept = x[:, prefix_tokens:].gather(1, chosen[:, :, None].expand(-1, -1, width))
+    shuffled = torch.rand((batch, patches), device=x.device).argsort(dim=1)
+    indices = shuffled[:, :keep].sort(dim=1).values
+    kept = x[:, prefix_tokens:].gather(1, indices[:, :, None].expand(-1, -1, width))
     return torch.cat((x[:, :prefix_tokens], kept), dim=1)

@@ -1,8 +1,8 @@
-"""The ResNetV2 of the hybrid ViT: weight-standardised convolutions, group norm, post-activation
-bottlenecks.
+"""The ResNetV2 of the hybrid ViT: weight-standardised convolutions and group norm.
 
-Kolesnikov et al. 2019 (BiT, https://arxiv.org/abs/1912.11370); parameter names are timm's
-(`timm/models/resnetv2.py`, `preact=False`).
+Its bottlenecks have the activation after the sum. Kolesnikov et al. 2019 (BiT,
+https://arxiv.org/abs/1912.11370); parameter names are timm's (`timm/models/resnetv2.py`,
+`preact=False`).
 """
 
 import math
@@ -17,8 +17,9 @@ _GROUPS = 32
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad [B, C, H, W] as TensorFlow's SAME: the output is ceil(size / stride), the odd pixel goes
-    below and right.
+    """Pad [B, C, H, W] like TensorFlow's SAME, so that the output is ceil(size / stride).
+
+    An odd pixel goes below and to the right.
     """
     height, width = x.shape[-2:]
     rows = max((math.ceil(height / stride) - 1) * stride + kernel - height, 0)
@@ -29,13 +30,10 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
 
 
 class StandardizedConv2d(nn.Conv2d):
-    """A convolution whose filters are brought to mean 0 and variance 1 before use (Qiao et al.
-
-    2019).
-    """
+    """A convolution whose filters are scaled to mean 0 and variance 1 (Qiao et al. 2019)."""
 
     def __init__(self, channels: int, out_channels: int, kernel: int, *, stride: int = 1) -> None:
-        # With stride 1 torch's own padding is the same as TensorFlow's.
+        # With stride 1, torch's own padding equals TensorFlow's.
         padding = 0 if stride > 1 else (kernel - 1) // 2
         super().__init__(channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
 
@@ -90,18 +88,18 @@ class Bottleneck(nn.Module):
 
 
 class ResNetV2(nn.Sequential):
-    """Maps pixels [B, C, H, W] to a feature map [B, config.channels, H / config.stride, W /
-    config.stride].
+    """Maps pixels [B, C, H, W] to a feature map.
+
+    The map is [B, config.channels, H / config.stride, W / config.stride].
     """
 
     def __init__(self, config: ResNetStem, in_channels: int) -> None:
         channels = [64, *(256 * 2**i for i in range(len(config.layers)))]
         stages = []
         for i, depth in enumerate(config.layers):
-            blocks = [Bottleneck(channels[i], channels[i + 1], 1 if i == 0 else 2, first=True)]
-            blocks += [
-                Bottleneck(channels[i + 1], channels[i + 1], 1, first=False)
-                for _ in range(1, depth)
-            ]
+            width = channels[i + 1]
+            stride = 1 if i == 0 else 2
+            blocks = [Bottleneck(channels[i], width, stride, first=True)]
+            blocks += [Bottleneck(width, width, 1, first=False) for _ in range(1, depth)]
             stages.append(nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks))))
         super().__init__(OrderedDict(stem=Root(in_channels), stages=nn.Sequential(*stages)))

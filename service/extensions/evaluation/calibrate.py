@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from model.data.folders import TEST, VALIDATION
+from model.data.split_names import TEST, VALIDATION
 from model.data.split_record import SplitRecord, copy_record, digests_of
 from model.errors import InputError
 from model.extensions.evaluation.calibration import Calibrated, calibrate, require_pictures

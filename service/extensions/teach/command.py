@@ -5,7 +5,9 @@ running server.
 import argparse
 from pathlib import Path
 
-from model.data.folders import TRAIN, find_pictures, visible_folders
+from model.data.folders import find_pictures
+from model.data.listing import visible_folders
+from model.data.split_names import TRAIN
 from model.errors import InputError
 from model.label_texts import checked_label
 from service.cli.answers import add_server_flags, answers_from

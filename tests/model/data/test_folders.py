@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from model.data.folders import find_pictures, role_of
+from model.data.folders import find_pictures
+from model.data.split_names import role_of
 from model.errors import DatasetError
 from tests.model.data.picture_folders import write_class, write_folder
 
@@ -76,7 +77,7 @@ def test_junk_is_skipped_and_other_files_are_named(root: Path) -> None:
     (root / "stray.jpg").write_text("x")
     os.mkfifo(root / "blue" / "pipe.png")
     assert find_pictures(root).notes == (
-        f"{root}: left out: 2 beside the class folders (README.md, stray.jpg); 1 not regular files (blue/pipe.png)",
+        f"{root}: left out: 2 outside the class folders (README.md, stray.jpg); 1 not regular files (blue/pipe.png)",
     )
 
 
@@ -186,7 +187,7 @@ def test_what_lies_beside_splits_is_named(tmp_path: Path) -> None:
     found = find_pictures(root)
     assert found.folders == {"train": "seg_train", "test": "seg_test"}
     assert found.notes == (
-        f"{root}: left out: 3 beside the class folders (annotations, seg_pred, seg_test/labels.csv)",
+        f"{root}: left out: 3 outside the class folders (annotations, seg_pred, seg_test/labels.csv)",
     )
 
 
@@ -257,7 +258,7 @@ def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> N
     write_class(root / "red" / "dark", "red", 1)
     (root / "dark").symlink_to(root / "red" / "dark")
     with pytest.raises(
-        DatasetError, match=r"dark: lies in \S+/red, so its pictures have two classes"
+        DatasetError, match=r"dark: is inside \S+/red, so its pictures have two classes"
     ):
         find_pictures(root)
 
@@ -274,7 +275,10 @@ def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> N
             lambda root: [(root / name).rename(root.parent / name) for name in ("blue", "green")],
             "one class",
         ),
-        (lambda root: write_class(root / "Red", "red", 1), "'Red' and 'red' differ by case alone"),
+        (
+            lambda root: write_class(root / "Red", "red", 1),
+            "'Red' and 'red' differ only by upper and lower case",
+        ),
         (shutil.rmtree, "data: cannot be read: No such file"),
         (
             lambda root: (
@@ -325,7 +329,7 @@ def test_splits_must_have_the_same_classes(tmp_path: Path) -> None:
     (root / "val" / "red").rmdir()
     with pytest.raises(
         DatasetError,
-        match="val: its classes are not those of train/: 'red' only in train/; give all",
+        match="val: its classes differ from those of train/: 'red' only in train/; give all",
     ):
         find_pictures(root)
     write_class(root / "val" / "Red", "red", 1)

@@ -1,0 +1,123 @@
+"""Refuse folders of pictures whose classes or splits are unclear."""
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+from model.data.listing import MAX_LISTED, Listing, list_folder, listed
+from model.data.split_names import TRAIN, is_unlabelled, role_of
+from model.data.splits import Split
+from model.errors import DatasetError
+
+
+def refuse_flat_splits(listing: Listing) -> None:
+    """Raise `DatasetError` if all folders have names of splits, but no class folders."""
+    roles = [role_of(folder.name) for folder in listing.folders]
+    names = [folder.name for folder in listing.folders]
+    if len(set(roles)) > 1 and all(role_of(name) or is_unlabelled(name) for name in names):
+        raise DatasetError(
+            f"{listing.path}: {listed(f'{name}/' for name in names)} are named like splits, but "
+            "have no class folders: put the pictures of each class into a folder of its name, as "
+            f"{names[0]}/cat/"
+        )
+
+
+def check_roles(root: Path, splits: Sequence[Split], pick: str) -> None:
+    """Raise `DatasetError` unless each split has a role of its own."""
+    unclear = [f"{split.name}/" for split in splits if split.role is None]
+    commands = " or ".join(f"{pick} {root / split.name}" for split in splits[:MAX_LISTED])
+    if unclear:
+        names = listed(f"{split.name}/" for split in splits)
+        raise DatasetError(
+            f"{root}: {names} look like splits: they have class folders and no pictures of their "
+            f"own; {listed(unclear)}: not clear for what: rename to train, val or test, or name "
+            f"the one to read: {commands} (if these are the classes, move their pictures up into "
+            "them)"
+        )
+    for one, other in combinations(splits, 2):
+        if one.role == other.role:
+            raise DatasetError(
+                f"{root}: {one.name}/ and {other.name}/ are both named like the {one.role} split; "
+                f"keep one, or name the one to read: {commands}"
+            )
+
+
+def check_classes(root: Path, split: Split, picture_count: int, least: int, pick: str) -> None:
+    """Raise `DatasetError` unless there are enough classes with distinct, printable names.
+
+    Args:
+        root: folder of the split.
+        picture_count: pictures outside the class folders.
+        least: number of classes that are required.
+        pick: option that names the folder to read, for messages.
+    """
+    if not split.folders:
+        pictures = "no pictures"
+        if picture_count:
+            pictures = f"{picture_count} pictures, but no class folders"
+        raise DatasetError(f"{root}: {pictures}: expected one folder of them for each class")
+    if len(split.folders) < least:
+        [only] = split.folders
+        hint = ""
+        if list_folder(only).holds_folders_only:
+            hint = f"; if its folders are the classes: {pick} {only}"
+        raise DatasetError(
+            f"{root}: one class ({only.name!r}): at least two classes are required{hint}"
+        )
+    _check_labels(root, split.labels)
+
+
+def _check_labels(root: Path, labels: Sequence[str]) -> None:
+    seen: dict[str, str] = {}
+    for label in labels:
+        if not label.isprintable():  # labels are printed in answers, tables and pictures
+            raise DatasetError(f"{root}: the name {label!a} has characters that cannot be printed")
+        other = seen.setdefault(label.casefold(), label)
+        if other != label:
+            raise DatasetError(
+                f"{root}: the classes {other!r} and {label!r} differ only by upper and lower case; "
+                "rename or merge them"
+            )
+    if len(seen) < len(labels):
+        raise DatasetError(
+            f"{root}: two folders have the same name in different Unicode forms; merge them"
+        )
+
+
+def check_same_classes(root: Path, splits: Sequence[Split]) -> None:
+    """Raise `DatasetError` unless all splits have the classes of the training split."""
+    first = next((split for split in splits if split.role == TRAIN), splits[0])
+    for split in splits:
+        missing = [repr(label) for label in first.labels if label not in split.labels]
+        additional = [repr(label) for label in split.labels if label not in first.labels]
+        differences = [(first.name, missing), (split.name, additional)]
+        parts = [f"{listed(labels)} only in {name}/" for name, labels in differences if labels]
+        if parts:
+            raise DatasetError(
+                f"{root / split.name}: its classes differ from those of {first.name}/: "
+                f"{', '.join(parts)}; give all splits the same class folders"
+            )
+
+
+def check_links(root: Path, splits: Sequence[Split]) -> None:
+    """Raise `DatasetError` if links put one folder into two classes, or a folder into itself."""
+    real_root = root.resolve()
+    folders_by_target: dict[Path, Path] = {}
+    for split in splits:
+        for folder in split.folders:
+            target = folder.resolve()
+            if real_root.is_relative_to(target):
+                raise DatasetError(f"{folder}: links to a folder around itself; remove the link")
+            if target in folders_by_target:
+                raise DatasetError(
+                    f"{folder}: is the same folder as {folders_by_target[target]}; remove one of "
+                    "the links"
+                )
+            folders_by_target[target] = folder
+    for target, folder in folders_by_target.items():
+        for parent in target.parents:
+            if parent in folders_by_target:
+                raise DatasetError(
+                    f"{folder}: is inside {folders_by_target[parent]}, so its pictures have two "
+                    "classes; remove the link"
+                )

@@ -1,0 +1,135 @@
+"""Find the splits of a folder by its structure, above the classes or below each class."""
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from model.data.listing import Listing, Remarks, list_folder
+from model.data.split_names import is_unlabelled, role_of
+from model.errors import DatasetError
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split of a folder.
+
+    Attributes:
+        name: its folder below the root; `.` for a folder without splits.
+        role: train, validation or test; None if the name does not say.
+        folders: its class folders.
+    """
+
+    name: str
+    role: str | None
+    folders: tuple[Path, ...]
+    labels: tuple[str, ...]
+
+    @classmethod
+    def of_folders(cls, name: str, role: str | None, folders: Sequence[Path]) -> "Split":
+        """Return a split whose classes are the names of its folders."""
+        return cls(name, role, tuple(folders), tuple(label_of(folder.name) for folder in folders))
+
+
+def label_of(name: str) -> str:
+    """Return the label of a class folder: its name in Unicode's composed form."""
+    return unicodedata.normalize("NFC", name)
+
+
+def find_splits(
+    listing: Listing, remarks: Remarks, pick: str, *, wrapped: bool = False
+) -> list[Split] | None:
+    """Return the splits of a folder, or of the only folder in it; None without splits.
+
+    Args:
+        listing: entries of the folder.
+        remarks: gets the ignored files and folders.
+        pick: option that names the folder to read, for messages.
+        wrapped: whether the folder is the only folder in the folder around it.
+
+    Raises:
+        DatasetError: the folder has splits, but also folders that do not fit them.
+    """
+    children = [list_folder(folder) for folder in listing.folders]
+    splits = None
+    if len(children) == 1 and not wrapped:
+        only = children[0]
+        if only.holds_splits or role_of(only.path.name) is None:
+            splits = find_splits(only, remarks, pick, wrapped=True)
+    if splits is None:
+        unnamed = [child for child in children if role_of(child.path.name) is None]
+        if any(child.holds_splits for child in unnamed):
+            splits = _splits_below_classes(children, remarks)
+    if splits is None:
+        splits = _splits_above_classes([child.unwrapped() for child in children], remarks, pick)
+    if splits is not None:
+        remarks.ignored += listing.files
+    return splits
+
+
+def _splits_above_classes(
+    children: Sequence[Listing], remarks: Remarks, pick: str
+) -> list[Split] | None:
+    """Return the splits if each has a folder with all classes (`train/cat`), else None."""
+    candidates = [child for child in children if child.holds_folders_only]
+    if not any(role_of(child.path.name) for child in candidates) and not _share_classes(candidates):
+        return None
+    for child in children:
+        name = child.path.name
+        if child.picture_count and role_of(name) is None and not is_unlabelled(name):
+            split = candidates[0].path
+            raise DatasetError(
+                f"{child.path}: has pictures of its own, but {split.name}/ beside it has folders "
+                f"like a split; if they are the classes: {pick} {split}; else put the pictures "
+                f"into {split.name}/ itself"
+            )
+        if child not in candidates:
+            remarks.ignored.append(child.path)
+    splits = []
+    for child in candidates:
+        remarks.ignored += child.files
+        name = str(child.path.relative_to(remarks.root))
+        splits.append(Split.of_folders(name, role_of(child.path.name), child.folders))
+    return splits
+
+
+def _share_classes(children: Sequence[Listing]) -> bool:
+    """Return whether two folders share the names of at least two folders."""
+    names = [{folder.name.casefold() for folder in child.folders} for child in children]
+    return any(len(one & other) > 1 for one, other in combinations(names, 2))
+
+
+def _splits_below_classes(classes: Sequence[Listing], remarks: Remarks) -> list[Split] | None:
+    """Return the splits if each class has a folder for each (`cat/train`), else None.
+
+    Raises:
+        DatasetError: a class has other folders, pictures of its own, or two folders for one split.
+    """
+    split_classes = [listing for listing in classes if listing.holds_splits]
+    inner_folders = [folder for listing in split_classes for folder in listing.folders]
+    if any(list_folder(folder).holds_folders_only for folder in inner_folders):
+        return None
+    example = split_classes[0]
+    by_role: dict[str, list[tuple[str, Path]]] = {}
+    for listing in classes:
+        roles = [role_of(folder.name) for folder in listing.folders]
+        is_split = bool(roles) and None not in roles and len(set(roles)) == len(roles)
+        if listing.picture_count or not is_split:
+            expected = " and ".join(f"{folder.name}/" for folder in example.folders)
+            raise DatasetError(
+                f"{listing.path}: is not split like {example.path.name}/, which has {expected}: "
+                "give every class the same"
+            )
+        for role, folder in zip(roles, listing.folders, strict=True):
+            by_role.setdefault(str(role), []).append((listing.path.name, folder))
+        remarks.ignored += listing.files
+    parent = example.path.parent.relative_to(remarks.root)
+    return [_split_below(parent, role, members) for role, members in by_role.items()]
+
+
+def _split_below(parent: Path, role: str, members: Sequence[tuple[str, Path]]) -> Split:
+    """Return the split of these folders, each with the name of its class."""
+    folders = tuple(folder for _, folder in members)
+    labels = tuple(label_of(name) for name, _ in members)
+    return Split(str(parent / "*" / folders[0].name), role, folders, labels)
