@@ -83,7 +83,7 @@ def resolve(dotted_name: str, extension: Extension) -> Any:
     """Import the object that an extension gives as `module:name`.
 
     Raises:
-        ExtensionError: there is no such object, or its module cannot be imported.
+        ExtensionError: the object does not exist, or its module cannot be imported.
     """
     entry_point = EntryPoint(extension.name, dotted_name, GROUP)
     return _load(entry_point, f"the extension {extension.name!r}")

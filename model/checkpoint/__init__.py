@@ -19,7 +19,7 @@ from model.checkpoint.hub import Repository
 from model.checkpoint.labels import LABEL_PRESETS, read_labels
 from model.checkpoint.options import PREPROCESS_PRESETS, CheckpointOptions, read_preprocess
 from model.checkpoint.sources import BUNDLED, open_source
-from model.checkpoint.stated_head import activated, labelled
+from model.checkpoint.stated_head import activated, require_use_of_labels
 from model.checkpoint.unread_files import refuse_unread, unread_files
 from model.checkpoint.unrecognised import unrecognised
 from model.extension import extensions, resolve
@@ -69,7 +69,7 @@ def load_checkpoint(source: str, **fields: Any) -> Checkpoint:
         result = _read(files, options)
     checkpoint = _completed(result, files, options)
     if options.image_size is None:
-        return checkpoint.of_one_size()
+        return checkpoint.require_one_size()
     return checkpoint.resized(options.image_size)
 
 
@@ -102,8 +102,9 @@ def _read_core_format(files: Files, options: CheckpointOptions) -> Checkpoint | 
 
 
 def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Return the checkpoint with the operator's activation, its notes, and a hash of its content."""
-    checkpoint = activated(labelled(checkpoint, options.labels), options.activation)
+    """Add the operator's activation, notes about the files, and a hash of the content."""
+    require_use_of_labels(checkpoint, options.labels)
+    checkpoint = activated(checkpoint, options.activation)
     notes = checkpoint.notes + files.notes + unread_files(files)
     if files.overlay is not None:
         notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)

@@ -1,8 +1,6 @@
-"""The checkpoint in memory, whatever format it came from: to a model, strictly, and to another
-input size.
+"""The checkpoint in memory, in whatever format it was stored.
 
-A model is made of its backbone, which others may have as well, and its head, a value of a few
-kilobytes.
+Its model consists of a backbone, which other checkpoints may share, and a head of a few kilobytes.
 """
 
 import hashlib
@@ -15,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint.local_files import validating
+from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
 from model.checkpoint.tensors import checked, digest_of
-from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig, cropped_from
+from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.description import Description
 from model.errors import CheckpointError
 from model.heads import Head
 from model.layer_config import Size
-from model.network.layers.position import resize_position_embedding, resize_relative_table
 from model.network.library import LibraryNetwork, library_config, linear_head, meta_tensors
 from model.network.vit import VisionTransformer, meta_model, placeholder_heads
 
-# Characters of a label and of a name: every answer repeats them.
+# Characters of a label and of a name, which every answer repeats.
 MAX_TEXT: Final = 1000
-# Steers a terminal, ends a line, turns the text after it around, or is half a character.
+# Characters that steer a terminal, end a line, turn the text after them, or are half a character.
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -36,11 +34,10 @@ class Checkpoint(Description):
     """A model's description with its weights.
 
     Attributes:
-        tensors: float32 on the CPU, keyed as the network names its parameters; see `meta_tensors`.
-            Here, and not in a file, the head's are told from the backbone's, by the network's
-            names.
-        antialias: whether position embeddings are low-passed before they shrink, as the source
-        library does.
+        tensors: float32 on the CPU, under the network's own names for its parameters; see
+            `meta_tensors`. These names tell the head's tensors from the backbone's.
+        antialias: whether position embeddings are low-passed before they shrink; the source
+            library decides.
     """
 
     tensors: Mapping[str, Tensor]
@@ -52,96 +49,85 @@ class Checkpoint(Description):
 
         Raises:
             CheckpointError: labels or channels disagree with the architecture, or a label or the
-                name is longer than `MAX_TEXT`, has characters of `_CONTROL`, or cannot be written
+                name is longer than `MAX_TEXT`, has characters of `_CONTROL`, or cannot be encoded
                 as UTF-8.
         """
-        config, preprocess, labels = self.config, self.preprocess, enumerate(self.labels)
-        texts = {"name": self.name, **{f"label {index}": label for index, label in labels}}
-        long = next((what for what, text in texts.items() if len(text) > MAX_TEXT), None)
-        unprintable = next((what for what, text in texts.items() if _CONTROL.search(text)), None)
-        problems = {
-            f"{len(self.labels)} labels for {config.num_classes} classes": len(self.labels)
-            != config.num_classes,
-            f"{long} has {len(texts.get(long or '', ''))} characters, at most {MAX_TEXT} are allowed": long
-            is not None,
-            f"{unprintable}, {texts.get(unprintable or '', '')!a:.100}, has control characters or cannot be written as "
-            "UTF-8": unprintable is not None,
-            f"mean and std have {len(preprocess.mean)} channels, the model takes {config.in_channels}": (
-                len(preprocess.mean) != config.in_channels
-            ),
-            f"takes {config.in_channels} channels; pictures have 1 or 3": config.in_channels
-            not in (1, 3),
-        }
-        for problem, is_there in problems.items():
-            if is_there:
-                raise CheckpointError(f"{self.source}: {problem}")
+        if len(self.labels) != self.config.num_classes:
+            raise CheckpointError(
+                f"{self.source}: {len(self.labels)} labels for {self.config.num_classes} classes"
+            )
+        texts = {f"label {index}": label for index, label in enumerate(self.labels)}
+        for what, text in ({"name": self.name} | texts).items():
+            if len(text) > MAX_TEXT:
+                raise CheckpointError(
+                    f"{self.source}: {what} has {len(text)} characters, at most {MAX_TEXT} are "
+                    "allowed"
+                )
+            if _CONTROL.search(text):
+                raise CheckpointError(
+                    f"{self.source}: {what}, {text!a:.100}, has control characters or cannot be "
+                    "written as UTF-8"
+                )
+        channels = self.config.in_channels
+        if len(self.preprocess.mean) != channels:
+            raise CheckpointError(
+                f"{self.source}: mean and std have {len(self.preprocess.mean)} channels, the model "
+                f"takes {channels}"
+            )
+        if channels not in (1, 3):
+            raise CheckpointError(f"{self.source}: takes {channels} channels; pictures have 1 or 3")
 
     def resized(self, size: Size) -> "Checkpoint":
-        """Return the same model for an input of (rows, columns) pixels: position embeddings and
-        preprocessing follow.
+        """Return the same model for an input of (rows, columns) pixels.
 
-        Only the one that is of another size changes.
+        Position embeddings and preprocessing change if they are of another size.
 
         Raises:
-            CheckpointError: `size` is no multiple of the patch size, too large, or the model's
+            CheckpointError: `size` is not a multiple of the patch size, too large, or the model's
                 positions cannot be resized.
         """
-        old = self.config
-        preprocess = (
-            self.preprocess
-            if size == self.preprocess.size
-            else resized_preprocess(self.preprocess, size)
-        )
-        if size == old.image_size:
+        preprocess = resized_preprocess(self.preprocess, size)
+        if size == self.config.image_size:
             return replace(self, preprocess=preprocess)
-        if isinstance(old, LibraryConfig):
-            if old.fixed_size:
-                raise CheckpointError(
-                    f"{self.source}: image size {size[0]}x{size[1]}: timm's {old.architecture} is made for "
-                    f"{old.image_size[0]}x{old.image_size[1]}, and is not resized"
-                )
-            with validating(self.source):
-                other = library_config(
-                    old.architecture,
-                    old.arguments,
-                    old.num_classes,
-                    old.in_channels,
-                    size,
-                    fixed_size=False,
-                )
-            return replace(self, config=other, preprocess=preprocess)
+        if isinstance(self.config, LibraryConfig):
+            config = _resized_library_config(self.config, size, self.source)
+            return replace(self, config=config, preprocess=preprocess)
         old = self.vit
         if size[0] % old.patch_size or size[1] % old.patch_size:
             raise CheckpointError(
-                f"{self.source}: image size {size[0]}x{size[1]} is not a multiple of the patch size {old.patch_size}"
+                f"{self.source}: image size {_by(size)} is not a multiple of the patch size "
+                f"{old.patch_size}"
             )
         if old.relative_position_bias:
             raise CheckpointError(
                 f"{self.source}: relative position biases are not resized; keep {old.image_size}"
             )
-        config = resized_config(old, size, self.source)
-        tensors = resized_positions(self.tensors, old, config, antialias=self.antialias)
-        return replace(self, config=config, preprocess=preprocess, tensors=tensors)
+        new = resized_config(old, size, self.source)
+        tensors = resized_positions(self.tensors, old, new, antialias=self.antialias)
+        return replace(self, config=new, preprocess=preprocess, tensors=tensors)
 
-    def of_one_size(self) -> "Checkpoint":
-        """Return the checkpoint; raises `CheckpointError` if its pictures are not of the size that
-        the model takes.
+    def require_one_size(self) -> "Checkpoint":
+        """Return the checkpoint if its preprocessing gives pictures of the size the model takes.
+
+        Raises:
+            CheckpointError: the sizes differ.
         """
         given = _by(self.preprocess.size)
         taken = _by(self.config.image_size)
         if given != taken:
             raise CheckpointError(
-                f"{self.source}: the preprocessing gives {given} pixels, the model takes {taken}: --image-size {given} "
-                f"(VIT_IMAGE_SIZE) resizes the model's positions, --image-size {taken} resizes the pictures instead"
+                f"{self.source}: the preprocessing gives {given} pixels, the model takes {taken}: "
+                f"--image-size {given} (VIT_IMAGE_SIZE) resizes the model's positions, "
+                f"--image-size {taken} resizes the pictures instead"
             )
         return self
 
     @property
     def vit(self) -> ViTConfig:
-        """Return the configuration of a network that vitserve computes itself.
+        """Return the configuration of a network that vitserve itself computes.
 
         Raises:
-            CheckpointError: it is a library's.
+            CheckpointError: a library computes the network.
         """
         if not isinstance(self.config, ViTConfig):
             raise CheckpointError(
@@ -150,19 +136,18 @@ class Checkpoint(Description):
         return self.config
 
     def build(self) -> VisionTransformer:
-        """Return the Vision Transformer with exactly these weights, float32 on the CPU, in
-        evaluation mode.
+        """Return the Vision Transformer with exactly these weights, on the CPU, for evaluation.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not finite; or
-                the network is a library's.
+                a library computes the network.
         """
-        model = meta_model(self.vit)  # no memory and no random weights that could be left in place
+        model = meta_model(self.vit)  # no memory, and no random weights that could remain
         self._load(model)
         return model
 
     def network(self) -> VisionTransformer | LibraryNetwork:
-        """Return the network with exactly these weights, as `build` does, whosever it is."""
+        """Return the network with exactly these weights, as `build` does; ours or a library's."""
         if not isinstance(self.config, LibraryConfig):
             return self.build()
         network = LibraryNetwork(self.config)
@@ -174,108 +159,73 @@ class Checkpoint(Description):
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{self.source}: {name} holds values that are not finite")
-        heads = placeholder_heads(self.config) if isinstance(self.config, ViTConfig) else {}
-        # All names were checked; what is left of a library's are the integers that it makes itself.
+        if isinstance(self.config, ViTConfig):
+            tensors |= placeholder_heads(self.config)
+        # `native_tensors` has checked all names; a library itself makes its buffers of integers.
         module.load_state_dict(
-            {**tensors, **heads}, strict=isinstance(self.config, ViTConfig), assign=True
+            tensors, strict=not isinstance(self.config, LibraryConfig), assign=True
         )
         module.eval().requires_grad_(False)
 
 
 def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
-    """Return a name of the backbone, the same for equal ones, and the head with its weights, None
-    without one.
+    """Return a name of the backbone, and the head with its weights, or None without a head.
 
-    Equal are all tensors but the head's, the architecture with its input size, and the mean and
-    deviation of pixels, which the network's graph divides by. A head that is no linear layer on the
-    features of an image, as two heads of a distilled model, is a part of its backbone; so is a text
-    tower.
+    Equal backbones have equal names: all tensors but the head's, the architecture with its input
+    size, and the mean and deviation of pixels, which the network's graph divides by. Some heads
+    belong to the backbone: a head that is not one linear layer on the features of an image, such as
+    the two heads of a distilled model, and a text tower.
     """
-    tensors, config, layer = (
-        dict(checkpoint.tensors),
-        checkpoint.config,
-        linear_head(checkpoint.config),
-    )
-    weight, head = tensors.pop(f"{layer}.weight", None), None
+    tensors = dict(checkpoint.tensors)
+    config = checkpoint.config
+    layer = linear_head(config)
+    head = None
+    weight = tensors.pop(f"{layer}.weight", None)
     if weight is not None:
-        values = weight.float().numpy(), tensors.pop(f"{layer}.bias").float().numpy()
-        head = replace(checkpoint.head, weight=values[0].copy(), bias=values[1].copy())
+        bias = tensors.pop(f"{layer}.bias")
+        head = replace(
+            checkpoint.head,
+            weight=weight.float().numpy().copy(),
+            bias=bias.float().numpy().copy(),
+        )
     if layer is not None:
         config = config.model_copy(update={"num_classes": 0})
-    pixels, texts = (
-        (checkpoint.preprocess.mean, checkpoint.preprocess.std),
-        checkpoint.zero_shot and checkpoint.content,
-    )
-    parts = digest_of(tensors), config.model_dump_json(), pixels, texts
+    pixels = (checkpoint.preprocess.mean, checkpoint.preprocess.std)
+    texts = checkpoint.zero_shot and checkpoint.content
+    parts = (digest_of(tensors), config.model_dump_json(), pixels, texts)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16], head
 
 
 def native_tensors(
     tensors: Mapping[str, Tensor], config: NetworkConfig, where: str
 ) -> dict[str, Tensor]:
-    """Return tensors that bear the model's own names as float32, their names and shapes checked.
+    """Return tensors under the model's own names as float32, their names and shapes checked.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
-    return checked(
-        tensors, {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}, where
-    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}
+    return checked(tensors, shapes, where)
 
 
-def resized_config(config: ViTConfig, size: Size, source: str) -> ViTConfig:
-    """Return `config` for another input size, checked again as a whole; a remainder is dropped.
-
-    Raises:
-        CheckpointError: more tokens than are allowed, or smaller than a patch.
-    """
-    remainder = bool(size[0] % config.patch_size or size[1] % config.patch_size)
-    with validating(f"{source}: image size {size[0]}x{size[1]}"):
-        return ViTConfig.model_validate(
-            {**config.model_dump(), "image_size": size, "drop_remainder": remainder}
+def _resized_library_config(config: LibraryConfig, size: Size, source: str) -> LibraryConfig:
+    """Return the configuration of a library's network for another input size."""
+    if config.fixed_size:
+        raise CheckpointError(
+            f"{source}: image size {_by(size)}: timm's {config.architecture} is made for "
+            f"{_by(config.image_size)}, and is not resized"
         )
-
-
-def resized_positions(
-    tensors: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig, *, antialias: bool = True
-) -> dict[str, Tensor]:
-    """Return the tensors of a model of configuration `old` for `new`, whose grid alone differs.
-
-    `antialias` is `resize_position_embedding`'s.
-    """
-    resized = dict(tensors)
-    if old.position_embedding == "sincos2d":
-        resized["pos_embed"] = meta_model(new).fixed_position_embedding()
-    elif old.position_embedding == "learned":
-        resized["pos_embed"] = resize_position_embedding(
-            tensors["pos_embed"],
-            prefix_tokens=old.prefix_tokens if old.position_prefix else 0,
-            old_grid=old.grid,
-            new_grid=new.grid,
-            antialias=antialias,
+    with validating(source):
+        return library_config(
+            config.architecture,
+            config.arguments,
+            config.num_classes,
+            config.in_channels,
+            size,
+            fixed_size=False,
         )
-    for name in tensors:
-        if name.endswith(".relative_position_bias_table"):
-            resized[name] = resize_relative_table(tensors[name], old.grid, new.grid)
-    return resized
 
 
 def _by(size: Size) -> str:
     """Return (rows, columns) as VIT_IMAGE_SIZE takes them."""
     return f"{size[0]}x{size[1]}"
-
-
-def resized_preprocess(preprocess: PreprocessConfig, size: Size) -> PreprocessConfig:
-    """Return `preprocess` for another input size; the share of the picture that the crop keeps
-    stays as it was.
-
-    The share is `crop_pct` where that is stated: `resize_size` is rounded and tells it only nearly.
-    """
-    if preprocess.crop_pct is not None:
-        resize_size = cropped_from(size, preprocess.crop_pct)
-        return preprocess.model_copy(update={"size": size, "resize_size": resize_size})
-    kept = [
-        have / total for have, total in zip(preprocess.size, preprocess.resize_size, strict=True)
-    ]
-    sizes = tuple(max(n, int(n / share)) for n, share in zip(size, kept, strict=True))
-    return preprocess.model_copy(update={"size": size, "resize_size": sizes})

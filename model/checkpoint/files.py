@@ -40,7 +40,7 @@ class Files:
         folder: path of the folder.
         revision: commit of a hub repository; None for a folder on this machine.
         digest: hash of the tensors, once they have been read.
-        parent: folder that contains this one and gives the model its name.
+        parent: outer folder, which gives the model its name.
         overlay: an adapter's files, whose name and preprocessing come before these files' own.
         merge: function that merges the adapter into the tensors.
         notes: changes to the names of the tensors, once they have been read.
@@ -67,7 +67,7 @@ class Files:
 
     @property
     def name(self) -> str:
-        """The model's name: that of the adapter, the repository, or the folder.
+        """The model's name: the name of the adapter, the repository, or the folder.
 
         The names inside a config belong to the model that the training started from.
         """
@@ -84,7 +84,7 @@ class Files:
         return folder.name or str(folder)
 
     def path(self, name: str) -> Path | None:
-        """Return the resolved path of a file of the folder, or None if there is no such file.
+        """Return the resolved path of a file of the folder, or None if it does not exist.
 
         Raises:
             CheckpointError: the file may exist but cannot be read.
@@ -117,7 +117,7 @@ class Files:
         return value
 
     def subfolder(self, name: str) -> "Files":
-        """Return the files of a subfolder; raise `CheckpointError` if it leads out of the folder."""
+        """Return the files of a subfolder; raise `CheckpointError` if it is outside the folder."""
         if not all(re.fullmatch(r"\w[\w.-]*", part) for part in name.split("/")):
             raise CheckpointError(f"{self.place}: {name!r:.100} is not the name of a subfolder")
         inner = self._within(name)
@@ -139,7 +139,7 @@ class Files:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of `config.json`; empty if there is no such file."""
+        """The content of `config.json`; empty if the file does not exist."""
         if self._config is None:  # Python 3.11's `cached_property` shares one lock by all instances
             self._config = {} if self.path(CONFIG_FILE) is None else self.json(CONFIG_FILE)
         return self._config

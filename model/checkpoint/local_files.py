@@ -1,13 +1,13 @@
-"""Access to the files of this machine: regular ones alone, and parts of a folder inside that
-folder.
+"""Access to the files of this machine: only regular files, and a folder's files only inside it.
 
-What libraries raise on a bad file becomes a `CheckpointError`: one line that names file and cause.
+The errors of libraries on a bad file become a `CheckpointError`: one line that names the file and
+the cause.
 
-What the operator names, a folder or a single file, may be a symbolic link and is followed wherever
-it leads. A part of a folder is read only where it lies below that folder once all links are
-followed, as the files of a ConfigMap (`config.json -> ..data/config.json`) do. The cache of the
-Hugging Face Hub is the one exception: its folders `models--owner--name/snapshots/REVISION` hold
-links to `models--owner--name/blobs`.
+The folder or file that the operator names may be a symbolic link, which is followed wherever it
+leads. A file of a folder is read only if it is below that folder once all links are followed. The
+files of a ConfigMap (`config.json -> ..data/config.json`) are. The only exception is the cache of
+the Hugging Face Hub: its folders `models--owner--name/snapshots/REVISION` hold links to
+`models--owner--name/blobs`.
 """
 
 import codecs
@@ -26,10 +26,10 @@ from pydantic import ValidationError
 
 from model.errors import CheckpointError, first_problem
 
-# Of a JSON file or a file of labels: what is larger is another file.
+# Limit for a JSON file or a file of labels. A larger file is probably something else.
 _MAX_TEXT_BYTES: Final = 10 << 20
-# Byte order marks that editors write, and what decodes a text after them; UTF-32's begins as
-# UTF-16's.
+# Byte order marks that editors write, and the codecs that decode a text after them. UTF-32's mark
+# begins with UTF-16's.
 _MARKS: Final = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -38,8 +38,7 @@ _MARKS: Final = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 
-# Of a file or folder: its number, size and time of change in nanoseconds; None where there is
-# nothing.
+# Inode, size and time of change in nanoseconds of a file or folder; None if it does not exist.
 Signature = tuple[int, int, int] | None
 
 _recorded: ContextVar[dict[Path, Signature] | None] = ContextVar("recorded", default=None)
@@ -47,11 +46,9 @@ _recorded: ContextVar[dict[Path, Signature] | None] = ContextVar("recorded", def
 
 @contextmanager
 def recording() -> Iterator[dict[Path, Signature]]:
-    """Give all paths that are looked at in this context, absolute: of files, folders, and of
-    nothing.
+    """Record the absolute paths of all files and folders that are looked at in this context.
 
-    While each leads to the same content, or to nothing still, the same call reads the same
-    checkpoint.
+    While their signatures stay the same, the same call reads the same checkpoint.
     """
     paths: dict[Path, Signature] = {}
     token = _recorded.set(paths)
@@ -71,12 +68,11 @@ def signature(path: Path) -> Signature:
 
 
 def resolved_source(path: Path, where: str) -> Path | None:
-    """Return the folder or regular file that a path leads to, resolved, or None where it leads
-    nowhere.
+    """Return the resolved path of a folder or regular file, or None if it does not exist.
 
     Args:
-        path: as the operator named it.
-        where: what messages call it.
+        path: path as the operator wrote it.
+        where: name of the path in messages.
 
     Raises:
         CheckpointError: it is neither, or a folder on the way may not be read.
@@ -95,23 +91,21 @@ def resolved_source(path: Path, where: str) -> Path | None:
 
 
 def resolved_part(folder: Path, name: str, where: str) -> Path | None:
-    """Return the resolved path of a regular file of a folder, or None where there is no such file.
+    """Return the resolved path of a regular file of a folder, or None if it does not exist.
 
     Args:
-        folder: as the operator named it.
-        name: of the file.
-        where: what messages call the file.
+        folder: path of the folder as the operator wrote it.
+        name: name of the file.
+        where: name of the file in messages.
 
     Raises:
-        CheckpointError: it is no regular file, leads out of the folder, or this process may not
-        read it.
+        CheckpointError: it is not a regular file, leads out of the folder, or this process may not
+            read it.
     """
-    path, root = (Path(os.path.realpath(path)) for path in (folder / name, folder))
-    snapshots = next((above for above in root.parents if above.name == "snapshots"), root)
-    blobs = snapshots.parent / "blobs"
-    is_snapshot = snapshots != root and snapshots.parent.name.startswith("models--")
-    # Looked at first, so that nobody learns what exists outside.
-    if not path.is_relative_to(root) and not (is_snapshot and path.is_relative_to(blobs)):
+    path = Path(os.path.realpath(folder / name))
+    root = Path(os.path.realpath(folder))
+    # This check comes first, so that a link does not reveal which files exist outside.
+    if not path.is_relative_to(root) and not _is_cached_blob(path, root):
         raise CheckpointError(
             f"{where}: a symbolic link out of its folder: put the file itself there"
         )
@@ -121,9 +115,19 @@ def resolved_part(folder: Path, name: str, where: str) -> Path | None:
     return resolved
 
 
+def _is_cached_blob(path: Path, root: Path) -> bool:
+    """Return whether a path is a blob of the hub's cache, to which the snapshot `root` belongs."""
+    snapshots = next((folder for folder in root.parents if folder.name == "snapshots"), None)
+    if snapshots is None or not snapshots.parent.name.startswith("models--"):
+        return False
+    return path.is_relative_to(snapshots.parent / "blobs")
+
+
 def open_file(path: Path, where: str) -> BufferedReader:
-    """Return a regular file, open for reading; `CheckpointError` where there is none or it may not
-    be read.
+    """Open a regular file for reading.
+
+    Raises:
+        CheckpointError: the file does not exist, or may not be read.
     """
     resolved = resolved_source(path, where)
     if resolved is None:
@@ -133,9 +137,7 @@ def open_file(path: Path, where: str) -> BufferedReader:
 
 
 def read_text_file(path: Path, where: str) -> str:
-    """Return the text of a small file without its byte order mark; raises `CheckpointError` as
-    `decoded`.
-    """
+    """Return the text of a small file without its byte order mark; raise errors as `decoded`."""
     with open_file(path, where) as file, reading(where):
         data = file.read(_MAX_TEXT_BYTES + 1)
     if len(data) > _MAX_TEXT_BYTES:
@@ -144,10 +146,10 @@ def read_text_file(path: Path, where: str) -> str:
 
 
 def decoded(data: bytes, where: str) -> str:
-    """Return a text without its byte order mark: UTF-8, or UTF-16 or UTF-32 whose mark says so.
+    """Return a text without its byte order mark: UTF-8, or UTF-16 or UTF-32 with a mark.
 
     Raises:
-        CheckpointError: it is in another encoding; UTF-16 without a mark is named.
+        CheckpointError: the text has another encoding.
     """
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     if encoding == "utf-8" and b"\0" in data[:4]:
@@ -160,7 +162,7 @@ def decoded(data: bytes, where: str) -> str:
 
 
 def read_json(path: Path, where: str) -> Any:
-    """Return the JSON value in a small regular file; raises `CheckpointError` where there is none."""
+    """Return the JSON value in a small file; raise `CheckpointError` if it cannot be read."""
     text = read_text_file(path, where)
     with reading(where, "not JSON", ValueError, RecursionError):
         return json.loads(text)
@@ -168,31 +170,26 @@ def read_json(path: Path, where: str) -> Any:
 
 @contextmanager
 def reading(where: str, refusal: str = "", *malformed: type[Exception]) -> Iterator[None]:
-    """Turn errors that are raised while a file is read into a CheckpointError.
+    """Turn errors while a file is read into a CheckpointError.
 
     Args:
-        where: what messages call the file.
-        refusal: what messages say of malformed content, e.g. `not JSON`.
-        malformed: what the library raises on malformed content.
+        where: name of the file in messages.
+        refusal: message about malformed content, such as `not JSON`.
+        malformed: exceptions of the library for malformed content.
     """
     try:
         yield
     except OSError as error:
-        is_damaged = (
-            bool(malformed) and error.errno == errno.EINVAL
-        )  # a library looked before the file's begin
+        # A library looked before the beginning of the file.
+        is_damaged = bool(malformed) and error.errno == errno.EINVAL
         raise CheckpointError(
             f"{where}: {refusal if is_damaged else error.strerror or error}"
         ) from None
     except malformed as error:
-        # The words of a parser of text say where; those of Python and of libraries say nothing to
-        # an operator.
-        place = (
-            f": {error}"
-            if isinstance(error, json.JSONDecodeError | tomllib.TOMLDecodeError)
-            else ""
-        )
-        raise CheckpointError(f"{where}: {refusal}{place}") from None
+        # A text parser's message gives the line. Others would not help an operator.
+        has_line = isinstance(error, json.JSONDecodeError | tomllib.TOMLDecodeError)
+        detail = f": {error}" if has_line else ""
+        raise CheckpointError(f"{where}: {refusal}{detail}") from None
 
 
 @contextmanager
@@ -202,17 +199,16 @@ def validating(
     """Turn a pydantic ValidationError into a CheckpointError.
 
     Args:
-        where: what messages call the file.
-        prefix: stands before the field's name.
-        names: of fields in the file, where they are others.
+        where: name of the file in messages.
+        prefix: text before the field's name.
+        names: the file's names of fields, if they differ.
     """
     try:
         yield
     except ValidationError as error:
         field, colon, problem = first_problem(error).partition(":")
-        raise CheckpointError(
-            f"{where}: {prefix}{(names or {}).get(field, field)}{colon}{problem}"
-        ) from None
+        name = (names or {}).get(field, field)
+        raise CheckpointError(f"{where}: {prefix}{name}{colon}{problem}") from None
 
 
 def required(mapping: Mapping[str, Any], key: str, where: str) -> Any:

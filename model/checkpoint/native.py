@@ -1,8 +1,8 @@
-"""vitserve's own folder: `config.json` and `model.safetensors`, written by `vitserve train` and
-`convert`.
+"""vitserve's own folder: `config.json` and `model.safetensors`.
 
-`vitserve calibrate` writes `calibration.json` beside them. It names the weights and the
-preprocessing that it is for: a folder whose calibration is another model's is refused.
+`vitserve train` and `vitserve convert` write it. `vitserve calibrate` adds `calibration.json`,
+which names its weights and its preprocessing: a folder with the calibration of another model is
+refused.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, SerializeAsAny
 from safetensors.torch import save_file
-from torch import Tensor
 
 from model.calibration import CALIBRATION_FILE, Calibration
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
@@ -31,7 +30,7 @@ FORMAT = "vitserve"
 
 
 class NativeConfig(Frozen):
-    """`config.json` of a native folder. Nothing that changes an answer has a default."""
+    """`config.json` of a native folder. Fields that change an answer have no default."""
 
     format: Literal["vitserve"]
     version: Literal[1]
@@ -39,16 +38,15 @@ class NativeConfig(Frozen):
     architecture: SerializeAsAny[NetworkConfig]
     preprocess: PreprocessConfig
     labels: tuple[str, ...]
-    # `vitserve train` fits 0.05 to 20; far below, scores overflow.
+    # `vitserve train` fits 0.05 to 20. Far below, scores overflow.
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
-    # A softmax unless `vitserve train` found another to fit better; folders of older versions do
-    # not say.
+    # A softmax, unless `vitserve train` found that another form fits better. Folders of older
+    # versions lack the field.
     form: Form = SOFTMAX
     multi_label: bool
-    # What the files that it was converted from did not say; see `Checkpoint`.
+    # See `Description.assumed`.
     assumed: tuple[str, ...] = ()
-    # How the checkpoint came about (recipe, accuracy, versions), for people; the service never
-    # reads it.
+    # Recipe, accuracy and versions, for people. The service never reads it.
     training: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -87,25 +85,29 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
 def _calibrated(
     checkpoint: Checkpoint, preprocess: PreprocessConfig, files: Files, options: CheckpointOptions
 ) -> Checkpoint:
-    """Return a checkpoint with its folder's calibration, unless the operator changes what the model
-    sees.
+    """Return the checkpoint with its folder's calibration.
+
+    If the operator changes the preprocessing or the input size, the calibration is left out.
 
     Args:
-        preprocess: of the folder.
+        preprocess: the folder's own preprocessing.
 
     Raises:
-        CheckpointError: the calibration is not what was written for this model.
+        CheckpointError: the calibration was written for another model, or changed afterwards.
     """
     where = files.where(CALIBRATION_FILE)
     with validating(where):
         calibration = Calibration.model_validate(files.json(CALIBRATION_FILE))
     if calibration.digest != _digest(calibration, files):
         raise CheckpointError(
-            f"{where}: is not what vitserve calibrate wrote for these weights and this preprocessing: remove the "
-            "file, and calibrate again"
+            f"{where}: is not what vitserve calibrate wrote for these weights and this "
+            "preprocessing: remove the file, and calibrate again"
         )
     if checkpoint.preprocess != preprocess or options.image_size not in (None, preprocess.size):
-        note = f"{CALIBRATION_FILE} is not used: it is for the folder's own preprocessing and image size"
+        note = (
+            f"{CALIBRATION_FILE} is not used: it is for the folder's own preprocessing and image "
+            "size"
+        )
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     return replace(
         checkpoint,
@@ -116,29 +118,21 @@ def _calibrated(
 
 
 def _digest(calibration: Calibration, files: Files) -> str:
-    """Return the SHA-256 of a calibration and of what it is for: the weights, and how pictures
-    become pixels.
-    """
-    with (
-        open_file(files.required(WEIGHTS_FILE), files.where(WEIGHTS_FILE)) as file,
-        reading(files.place),
-    ):
+    """Return the SHA-256 of a calibration, the weights and the preprocessing that it is for."""
+    weights_path = files.required(WEIGHTS_FILE)
+    with open_file(weights_path, files.where(WEIGHTS_FILE)) as file, reading(files.place):
         weights = hashlib.file_digest(file, "sha256").hexdigest()
     model = [weights, files.config.get("architecture"), files.config.get("preprocess")]
-    # Calibrations of older versions have no form, and what is signed of them neither.
+    # Calibrations of older versions lack a form, so their digest does not cover one.
     unsigned = {"digest", "form"} if calibration.form == SOFTMAX else {"digest"}
-    text = json.dumps(
-        [calibration.model_dump(mode="json", exclude=unsigned), *model], sort_keys=True
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    document = [calibration.model_dump(mode="json", exclude=unsigned), *model]
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def write_calibration(folder: Path, calibration: Calibration) -> None:
-    """Write the calibration of the weights in a native folder, in the place of another; raises
-    `OSError`.
+    """Write the calibration of a native folder's weights; replace another. Raises `OSError`.
 
-    Whoever has read the folder keeps what it read; whoever reads it meanwhile sees the old file or
-    the new one.
+    A concurrent reader sees the old file or the new file.
     """
     files = Files(folder, str(folder))
     signed = calibration.model_copy(update={"digest": _digest(calibration, files)})
@@ -154,14 +148,14 @@ def write(
     dtype: torch.dtype = torch.float32,
     training: dict[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint as a native folder, made if absent; what is there already is replaced file
-    by file.
+    """Write a checkpoint as a native folder; replace existing files one by one.
 
-    A calibration goes with its weights, unless these are rounded.
+    The calibration is written too, unless the weights are rounded.
 
     Args:
-        folder, checkpoint: where to write what.
-        dtype: of the stored tensors; half precision halves the file.
+        folder: the folder to write; created if absent.
+        checkpoint: the checkpoint to write.
+        dtype: type of the stored tensors; half precision halves the file.
         training: free-form record for people.
     """
     native = NativeConfig(
@@ -178,18 +172,20 @@ def write(
         training=training or {},
     )
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {
-        n: t.detach().cpu().to(dtype).contiguous() for n, t in checkpoint.tensors.items()
+    tensors = {
+        name: tensor.detach().cpu().to(dtype).contiguous()
+        for name, tensor in checkpoint.tensors.items()
     }
     weights = folder / f"{WEIGHTS_FILE}.part"
     save_file(tensors, weights, metadata={"format": "pt"})
     config = folder / f"{CONFIG_FILE}.part"
     text = json.dumps(native.model_dump(mode="json"), indent=1, ensure_ascii=False)
     config.write_text(f"{text}\n", encoding="utf-8")
-    # safetensors makes files that only their owner reads; a service often runs as another user.
+    # safetensors makes files that only their owner can read; a service often runs as another user.
     weights.chmod(config.stat().st_mode)
-    (folder / CALIBRATION_FILE).unlink(missing_ok=True)  # of the weights that were here
-    # Renamed only when complete: a reader sees the old folder or the new one, never half a file.
+    # An existing calibration is for other weights.
+    (folder / CALIBRATION_FILE).unlink(missing_ok=True)
+    # The files are complete before they get their names, so a reader never sees half a file.
     weights.replace(folder / WEIGHTS_FILE)
     config.replace(folder / CONFIG_FILE)
     if checkpoint.calibration is not None and dtype == torch.float32:
@@ -197,9 +193,10 @@ def write(
 
 
 def describe_architecture(config: NetworkConfig) -> str:
-    """Return a short name for an architecture: `vit_w192_d9_h3_patch4_32x32`, or a library's own."""
+    """Return a short name of an architecture: `vit_w192_d9_h3_patch4_32x32`, or a library's own."""
     if isinstance(config, LibraryConfig):
         return config.architecture
     assert isinstance(config, ViTConfig)
     rows, columns = config.image_size
-    return f"vit_w{config.width}_d{config.depth}_h{config.heads}_patch{config.patch_size}_{rows}x{columns}"
+    sizes = f"w{config.width}_d{config.depth}_h{config.heads}_patch{config.patch_size}"
+    return f"vit_{sizes}_{rows}x{columns}"

@@ -1,9 +1,8 @@
-"""Heads that people put onto a backbone: a linear layer under one of many names, by itself or in a
-`Sequential`.
+"""Heads that people put onto a backbone: a linear layer under one of many names.
 
-torchvision's `model.heads = nn.Linear(768, 3)`, `classifier = nn.Sequential(nn.Dropout(),
-nn.Linear(768, 3))` and DINOv2's `linear_head` are read. A layer under another name that could be a
-head is named in the refusal.
+The layer may stand alone, as torchvision's `model.heads = nn.Linear(768, 3)` and DINOv2's
+`linear_head`, or in a sequence, as `classifier = nn.Sequential(nn.Dropout(), nn.Linear(768, 3))`.
+A layer under another name that could be a head is named in the refusal.
 """
 
 import re
@@ -15,81 +14,81 @@ from torch import Tensor
 from model.errors import CheckpointError
 
 _NAMES: Final = (
-    r"heads?|classifiers?|fc|cls|linear|linear_head|mlp_head|cls_head|class_head|classification_head|last_layer|"
-    r"linear_classifier|classifier_head|fc_head|output|out|output_layer|final_layer|logits"
+    r"heads?|classifiers?|fc|cls|linear|linear_head|mlp_head|cls_head|class_head|"
+    r"classification_head|last_layer|linear_classifier|classifier_head|fc_head|output|out|"
+    r"output_layer|final_layer|logits"
 )
 _HEAD: Final = re.compile(rf"(?P<part>{_NAMES})(?:\.\w+)*\.weight")
 # First parts of the names of a network's own tensors.
 _OF_NETWORK: Final = frozenset(
     {
+        "attn_pool",
         "blocks",
-        "patch_embed",
+        "cls_token",
+        "dist_token",
+        "fc_norm",
+        "head",
+        "head_dist",
         "norm",
         "norm_pre",
-        "fc_norm",
-        "cls_token",
+        "patch_embed",
         "pos_embed",
+        "pre_logits",
         "reg_token",
         "register_tokens",
-    }
-    | {
-        "dist_token",
-        "head_dist",
-        "attn_pool",
         "rel_pos_bias",
-        "shared",
         "rope",
+        "shared",
         "vision_model",
-        "pre_logits",
-        "head",
     }
 )
 
 
 def with_head(
-    tensors: Mapping[str, Tensor], where: str, folders_name: str = ""
+    tensors: Mapping[str, Tensor], where: str, library_name: str = ""
 ) -> dict[str, Tensor]:
-    """Return tensors with the only linear layer that can be the head under the head's name.
+    """Rename the only linear layer that can be the head to the model's name of the head.
 
     Args:
-        tensors: by the model's names, but for the head.
-        where: what messages call the file.
-        folders_name: of the head in a folder, where names are not mapped; empty for a plain state
-        dict.
+        tensors: tensors by the model's names, but for the head.
+        where: name of the file in messages.
+        library_name: the library's name of the head, for folders; empty for a plain state dict.
 
     Raises:
         CheckpointError: the head has several layers, or a layer under another name is likely to be
-        the head.
+            the head.
     """
     norm = tensors.get("blocks.0.norm1.weight")
-    if "head.weight" in tensors or norm is None or norm.ndim != 1:
+    if "head.weight" in tensors or norm is None or norm.ndim != 1 or not len(norm):
         return dict(tensors)
     width = len(norm)
-    heads = [name for name in _layers(tensors) if _HEAD.fullmatch(name)]
-    parts = {name.partition(".")[0] for name in heads}
-    if len(heads) > 1 and len(parts) == 1:
+    layers = _layers(tensors)
+    heads = [name for name in layers if _HEAD.fullmatch(name)]
+    if len(heads) > 1 and len({name.partition(".")[0] for name in heads}) == 1:
+        shown = " and ".join(_shown(tensors, name) for name in heads)
         raise CheckpointError(
-            f"{where}: the head has several layers, {' and '.join(_shown(tensors, name) for name in heads)}: a head of "
-            "one linear layer is read: fit one on this backbone with vitserve train --probe"
+            f"{where}: the head has several layers, {shown}: a head of one linear layer is read: "
+            "fit one on this backbone with vitserve train --probe"
         )
-    if len(heads) == 1 and _is_head(tensors[heads[0]], width):
+    if len(heads) == 1 and _reads_features(tensors[heads[0]], width):
         weight = heads[0]
-        renamed = {weight: "head.weight", weight.removesuffix("weight") + "bias": "head.bias"}
-        return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
-    likely = [name for name in _layers(tensors) if _is_head(tensors[name], width)]
+        new_names = {weight: "head.weight", f"{weight.removesuffix('weight')}bias": "head.bias"}
+        return {new_names.get(name, name): tensor for name, tensor in tensors.items()}
+    likely = [name for name in layers if _reads_features(tensors[name], width)]
     if likely:
-        raise CheckpointError(f"{where}: {_advice(tensors, likely, folders_name)}")
-    deep = next((name for name in heads if tensors[name].shape[1] % width == 0), None)
-    if deep is not None:
-        raise CheckpointError(
-            f"{where}: the head {_shown(tensors, deep)} reads {tensors[deep].shape[1] // width} x {width} features: "
-            "features of the last block are read, of CLS or of CLS and the mean of the patches"
-        )
+        raise CheckpointError(f"{where}: {_advice(tensors, likely, library_name)}")
+    for name in heads:
+        count, rest = divmod(tensors[name].shape[1], width)
+        if rest == 0:
+            raise CheckpointError(
+                f"{where}: the head {_shown(tensors, name)} reads {count} x {width} features: "
+                "features of the last block are read, of CLS or of CLS and the mean of the patches"
+            )
     return dict(tensors)
 
 
 def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the weights of linear layers that are no part of the network itself."""
+    """Return the names of the weights of linear layers that do not belong to the network itself."""
     return [
         name
         for name, tensor in tensors.items()
@@ -99,8 +98,8 @@ def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def _is_head(weight: Tensor, width: int) -> bool:
-    """Return whether a layer reads the CLS token, or CLS and the mean of the patches, as DINOv2's."""
+def _reads_features(weight: Tensor, width: int) -> bool:
+    """Return whether a layer reads the CLS token, or CLS and the mean of the patches (DINOv2)."""
     return weight.shape[0] > 0 and weight.shape[1] in (width, 2 * width)
 
 
@@ -108,20 +107,24 @@ def _shown(tensors: Mapping[str, Tensor], name: str) -> str:
     return f"{name!r:.100} {list(tensors[name].shape)}"
 
 
-def _advice(tensors: Mapping[str, Tensor], likely: list[str], folders_name: str) -> str:
-    """Return a refusal that names the layer, with what makes it the head: a key map, or another
-    name.
-    """
+def _advice(tensors: Mapping[str, Tensor], likely: list[str], library_name: str) -> str:
+    """Return a refusal that names the layer, and how to make it the head: a key map, or a name."""
     weight = likely[0]
-    others = (
-        f" (or {', '.join(_shown(tensors, name) for name in likely[1:3])})"
-        if len(likely) > 1
-        else ""
-    )
-    found = f"{_shown(tensors, weight)} is likely the head{others}"
-    if folders_name:
-        return f"{found}: if so, save the layer as {folders_name!r}, as the class that the config names has it"
+    others = ""
+    if len(likely) > 1:
+        others = f" (or {', '.join(_shown(tensors, name) for name in likely[1:3])})"
+    layer = f"{_shown(tensors, weight)} is likely the head{others}: if so"
+    if library_name:
+        return (
+            f"{layer}, save the layer as {library_name!r}, the name in the class that the config "
+            "names"
+        )
+    names = {weight: "head.weight"}
     bias = weight.removesuffix("weight") + "bias"
-    pairs = {weight: "head.weight"} | ({bias: "head.bias"} if bias in tensors else {})
-    lines = ", ".join(f'{{from = "{name}", to = "{new}"}}' for name, new in pairs.items())
-    return f"{found}: if so, write this line into keys.toml, and give --keys keys.toml (VIT_KEYS): tensor = [{lines}]"
+    if bias in tensors:
+        names[bias] = "head.bias"
+    lines = ", ".join(f'{{from = "{old}", to = "{new}"}}' for old, new in names.items())
+    return (
+        f"{layer}, write this line into keys.toml, and give --keys keys.toml (VIT_KEYS): "
+        f"tensor = [{lines}]"
+    )

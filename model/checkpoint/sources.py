@@ -20,7 +20,7 @@ def open_source(source: str) -> Files:
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`.
 
     Raises:
-        CheckpointError: there is no such source, or it is a taught head.
+        CheckpointError: the source does not exist, or is a taught head.
     """
     path = BUNDLED if source == "bundled" else Path(source).expanduser()
     resolved = resolved_source(path, source)

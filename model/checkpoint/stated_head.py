@@ -1,5 +1,6 @@
-"""What a config says of a head: its activation and its labels, read alike for transformers' and
-timm's folders.
+"""The head that a config describes: its activation and its labels.
+
+The fields are the same in the folders of transformers and of timm.
 """
 
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.labels import UNNAMED, indexed_labels
+from model.checkpoint.label_forms import UNNAMED, indexed_labels
 from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 from model.heads import SOFTMAX
@@ -22,7 +23,7 @@ _NAME_THEM: Final = "name the labels with --labels FILE (VIT_LABELS)"
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels of a head, and what was done to get them; see `Description`."""
+    """Labels of a head, with notes and assumptions about them; see `Description`."""
 
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -40,8 +41,8 @@ class StatedHead:
 
     Attributes:
         config: fields of the file.
-        where: what messages call the file.
-        multi_label: whether each class has a sigmoid of its own.
+        where: name of the file in messages.
+        multi_label: whether each class has its own sigmoid.
     """
 
     config: Mapping[str, Any]
@@ -49,11 +50,11 @@ class StatedHead:
     multi_label: bool
 
     def labels(self, classes: int, options: CheckpointOptions) -> Labels | None:
-        """Return the labels of the operator, else those of the config; None if neither has any.
+        """Return the operator's labels, else the config's; None if neither states labels.
 
         Args:
             classes: number of classes of the head's tensors.
-            options: of the operator, whose labels replace the config's, right or wrong.
+            options: options of the operator, whose labels replace the config's, right or wrong.
 
         Raises:
             CheckpointError: the config states other classes, or labels that contradict each other.
@@ -67,82 +68,75 @@ class StatedHead:
             )
         if self.config.get("label_names"):
             return self._noted(self._label_names(classes))
-        if self.config.get("id2label") is None:
+        id2label = self.config.get("id2label")
+        if id2label is None:
             return None
-        names = indexed_labels(self._object("id2label"), classes, f"{self.where}: id2label")
-        return self._compared(names)
-
-    def _object(self, key: str) -> dict[str, Any]:
-        value = self.config[key]
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where}: {key}: expected an object from index to label")
-        return value
+        if not isinstance(id2label, dict):
+            raise CheckpointError(f"{self.where}: id2label: expected an object from index to label")
+        return self._compared(indexed_labels(id2label, classes, f"{self.where}: id2label"))
 
     def _label_names(self, classes: int) -> tuple[str, ...]:
-        """Return timm's `label_names`, as `label_descriptions` describe them."""
+        """Return timm's `label_names`, described by its `label_descriptions`."""
         names: Any = self.config["label_names"]
         if isinstance(names, dict):
             names = indexed_labels(names, classes, f"{self.where}: label_names")
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"{self.where}: label_names: expected a list of texts")
-        described: Any = self.config.get("label_descriptions") or {}
-        if not isinstance(described, dict) or not all(
-            isinstance(text, str) for text in described.values()
-        ):
+        texts: Any = self.config.get("label_descriptions") or {}
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
             raise CheckpointError(
                 f"{self.where}: label_descriptions: expected an object from name to text"
             )
-        return tuple(str(described.get(name, name)) for name in names)
+        return tuple(str(texts.get(name, name)) for name in names)
 
     def _compared(self, names: tuple[str, ...]) -> Labels:
-        """Return the labels of `id2label`, which `label2id` has to agree with; defaults of either
-        are not compared.
+        """Return the labels of `id2label`; refuse a `label2id` that contradicts them.
+
+        Names that transformers makes up are not compared.
         """
-        indices = self.config.get("label2id")
-        if not isinstance(indices, dict) or all(map(UNNAMED.fullmatch, indices)):
+        label2id = self.config.get("label2id")
+        if not isinstance(label2id, dict) or all(map(UNNAMED.fullmatch, label2id)):
             return self._noted(names)
-        named = {str(index): label for label, index in indices.items()}
-        if all(map(UNNAMED.fullmatch, names)) and named.keys() == {
-            str(index) for index in range(len(names))
-        }:
-            inverse = tuple(named[str(index)] for index in range(len(names)))
+        inverse = {str(index): label for label, index in label2id.items()}
+        indices = [str(index) for index in range(len(names))]
+        if all(map(UNNAMED.fullmatch, names)) and inverse.keys() == set(indices):
             return Labels(
-                inverse,
+                tuple(inverse[index] for index in indices),
                 assumed=("labels: those of label2id, because id2label has none (VIT_LABELS)",),
             )
-        stated = {str(index): label for index, label in enumerate(names)}
-        odd = next(
-            (label for label, index in indices.items() if stated.get(str(index)) != label), None
-        )
-        if odd is not None:
-            found = stated.get(str(indices[odd]), "no class")
-            raise CheckpointError(
-                f"{self.where}: label2id has {odd!r:.100} at {indices[odd]!r:.100}, where id2label has {found!r:.100}: "
-                f"correct the wrong one, or {_NAME_THEM}"
-            )
-        missing = next((label for label in names if label not in indices), None)
-        if missing is not None:
-            raise CheckpointError(
-                f"{self.where}: label2id lacks {missing!r:.100} of id2label: correct the wrong one, or {_NAME_THEM}"
-            )
+        self._require_agreement(dict(zip(indices, names, strict=True)), label2id)
         return self._noted(names)
 
+    def _require_agreement(self, id2label: Mapping[str, str], label2id: Mapping[str, Any]) -> None:
+        for label, index in label2id.items():
+            other = id2label.get(str(index))
+            if other != label:
+                raise CheckpointError(
+                    f"{self.where}: label2id has {label!r:.100} at {index!r:.100}, where id2label "
+                    f"has {other or 'no class'!r:.100}: correct the wrong one, or {_NAME_THEM}"
+                )
+        for label in id2label.values():
+            if label not in label2id:
+                raise CheckpointError(
+                    f"{self.where}: label2id lacks {label!r:.100} of id2label: correct the wrong "
+                    f"one, or {_NAME_THEM}"
+                )
+
     def _noted(self, names: tuple[str, ...]) -> Labels:
-        if Labels(names).has_names:
-            return Labels(names)
-        return Labels(
-            names,
-            notes=(f"its classes have numbers only, {names[0]} to {names[-1]}: {_NAME_THEM}",),
-        )
+        labels = Labels(names)
+        if labels.has_names:
+            return labels
+        note = f"its classes have numbers only, {names[0]} to {names[-1]}: {_NAME_THEM}"
+        return replace(labels, notes=(note,))
 
 
 def stated_head(config: Mapping[str, Any], where: str, options: CheckpointOptions) -> StatedHead:
     """Return the head that a config describes.
 
     Args:
-        config: of transformers or timm, or of transformers' wrapper around timm's models.
-        where: what messages call the file.
-        options: of the operator, whose activation replaces the config's `problem_type`.
+        config: config of transformers or timm, or of transformers' wrapper around timm's models.
+        where: name of the file in messages.
+        options: options of the operator, whose activation replaces the config's `problem_type`.
 
     Raises:
         CheckpointError: the model is a regression.
@@ -152,22 +146,25 @@ def stated_head(config: Mapping[str, Any], where: str, options: CheckpointOption
         return StatedHead(config, where, options.activation == "sigmoid")
     if not isinstance(problem, str | None) or problem not in _MULTI_LABEL:
         raise CheckpointError(
-            f"{where}: problem_type {problem!r:.100} is not classification; if the model is a classifier, set "
-            "VIT_ACTIVATION to softmax or sigmoid"
+            f"{where}: problem_type {problem!r:.100} is not classification; if the model is a "
+            "classifier, set VIT_ACTIVATION to softmax or sigmoid"
         )
     return StatedHead(config, where, _MULTI_LABEL[problem])
 
 
 def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
-    """Return a checkpoint whose scores are those of the operator's activation, `softmax` or
-    `sigmoid`; None: its own.
+    """Return the checkpoint with the operator's activation, if there is one.
+
+    Args:
+        checkpoint: the checkpoint.
+        activation: `softmax` or `sigmoid`; None keeps the checkpoint's own.
 
     Raises:
-        CheckpointError: the activation would have no effect, or the scores were fitted to another.
+        CheckpointError: the activation would not matter, or the scores were fitted to the other.
     """
     if activation is None:
         return checkpoint
-    independent = activation == "sigmoid"
+    is_sigmoid = activation == "sigmoid"
     setting = f"{checkpoint.source}: VIT_ACTIVATION={activation}"
     if checkpoint.zero_shot is not None:
         raise CheckpointError(
@@ -178,7 +175,7 @@ def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
         raise CheckpointError(
             f"{setting}: the model has no head, so it has no effect; leave the setting out"
         )
-    if classes == 1 and not independent:
+    if classes == 1 and not is_sigmoid:
         raise CheckpointError(
             f"{setting}: a softmax of one class is always 1; one class needs sigmoid"
         )
@@ -187,20 +184,18 @@ def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
         or checkpoint.form != SOFTMAX
         or checkpoint.calibration is not None
     )
-    if is_fitted and checkpoint.head.independent != independent:
+    if is_fitted and checkpoint.head.independent != is_sigmoid:
         raise CheckpointError(
             f"{setting}: its scores were fitted with the other activation; leave the setting out"
         )
-    return replace(checkpoint, multi_label=independent)
+    return replace(checkpoint, multi_label=is_sigmoid)
 
 
-def labelled(checkpoint: Checkpoint, labels: str | None) -> Checkpoint:
-    """Return the checkpoint; raises `CheckpointError` if the operator names labels and there are no
-    classes.
-    """
+def require_use_of_labels(checkpoint: Checkpoint, labels: str | None) -> None:
+    """Raise `CheckpointError` if the operator names labels for a model without classes."""
     if labels in (None, "numbers") or checkpoint.config.num_classes:
-        return checkpoint
+        return
     raise CheckpointError(
-        f"{checkpoint.source}: VIT_LABELS: the model has no head and no text tower that is read, so labels have no "
-        "effect; leave the setting out"
+        f"{checkpoint.source}: VIT_LABELS: the model has no head and no text tower that is read, "
+        "so labels have no effect; leave the setting out"
     )

@@ -1,6 +1,4 @@
-"""From a file's names and layout of tensors to the model's: rules of renaming, joining, and checks
-against shapes.
-"""
+"""The way from a file's names and layout of tensors to the model's: renaming, joining, checking."""
 
 import hashlib
 import re
@@ -12,13 +10,13 @@ from torch import Tensor
 
 from model.errors import CheckpointError
 
-# Patterns of names and their replacements, applied in order; `model.network.vit` has the names that
-# they lead to.
+# Patterns of names and their replacements, applied in order. `model.network.vit` has the names that
+# result.
 Rules = Sequence[tuple[str, str]]
 
-# Parts of names: what the model has joined, and what files may have apart; queries, keys and
-# values, and the gates and values of a SwiGLU.
-_APART: Final = (
+# Parts of the names of tensors that the model joins and files may keep apart: queries, keys and
+# values; gates and values of a SwiGLU. The joined part comes first.
+_JOINED: Final = (
     (".attn.qkv.", ".attn.q.", ".attn.k.", ".attn.v."),
     ("attn_pool.kv.", "attn_pool.k.", "attn_pool.v."),
     (".mlp.fc1.", ".mlp.fc1_g.", ".mlp.fc1_x."),
@@ -26,17 +24,12 @@ _APART: Final = (
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of tensors: their names, types, shapes and numbers, in whatever order and file
-    they stand.
-    """
+    """Return a hash of tensors: names, types, shapes and numbers, independent of order and file."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.layout}\n".encode())
-        if (
-            tensor.layout == torch.strided
-            and tensor.device.type == "cpu"
-            and not tensor.is_quantized
-        ):
+        is_dense = tensor.layout == torch.strided and not tensor.is_quantized
+        if is_dense and tensor.device.type == "cpu":
             digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -61,8 +54,9 @@ def renamed(tensors: Mapping[str, Tensor], rules: Rules, where: str) -> dict[str
 
 
 def join(tensors: dict[str, Tensor], names: Sequence[str], joined: str) -> None:
-    """Join tensors of equal shape along their first axis, in place, if all are there and the joined
-    one is not.
+    """Join tensors of equal shape along their first axis, in place.
+
+    Nothing happens if one of them is missing or the joined tensor exists already.
     """
     parts = [tensors[name] for name in names if name in tensors]
     is_whole = len(parts) == len(names) and joined not in tensors
@@ -73,18 +67,18 @@ def join(tensors: dict[str, Tensor], names: Sequence[str], joined: str) -> None:
 
 
 def join_parts(tensors: dict[str, Tensor], *, key_bias: bool = True) -> None:
-    """Join, in place, what is `_APART`.
+    """Join, in place, the tensors whose parts `_JOINED` lists.
 
     Args:
-        tensors: by the names that rules lead to.
-        key_bias: whether keys have a bias of their own; else it counts as zero.
+        tensors: tensors by the names that rules lead to.
+        key_bias: whether keys have a bias of their own; if not, it is zero.
     """
-    for joined, *apart in _APART:
+    for joined, *apart in _JOINED:
         for name in [name for name in tensors if apart[0] in name]:
             parts = [name.replace(apart[0], part) for part in apart]
             if not key_bias and name.endswith(".attn.q.bias"):
                 if parts[1] in tensors:
-                    continue  # what is not expected stays, and is refused
+                    continue  # an unexpected bias keeps its name, and is refused
                 tensors[parts[1]] = torch.zeros_like(tensors[name])
             join(tensors, parts, name.replace(apart[0], joined))
 
@@ -97,9 +91,9 @@ def taken(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: 
     """
     if name not in tensors:
         raise CheckpointError(f"{where}: missing key {name!r}")
-    found = tuple(tensors[name].shape)
-    if found != shape:
-        raise CheckpointError(f"{where}: {name} has shape {list(found)}, expected {list(shape)}")
+    stored = tuple(tensors[name].shape)
+    if stored != shape:
+        raise CheckpointError(f"{where}: {name} has shape {list(stored)}, expected {list(shape)}")
     tensor = tensors.pop(name)
     if not tensor.is_floating_point() or tensor.layout != torch.strided:
         raise CheckpointError(
@@ -114,7 +108,7 @@ def shape_of(
     """Return the shape of a tensor.
 
     Raises:
-        CheckpointError: missing, empty, or it has none of these numbers of dimensions.
+        CheckpointError: missing, empty, or of another number of dimensions.
     """
     if name not in tensors:
         raise CheckpointError(f"{where}: missing key {name!r}")
@@ -122,7 +116,8 @@ def shape_of(
     if len(shape) not in dimensions or 0 in shape:
         wanted = " or ".join(map(str, dimensions))
         raise CheckpointError(
-            f"{where}: {name} has shape {list(shape)}, expected {wanted} dimensions that are not empty"
+            f"{where}: {name} has shape {list(shape)}, expected {wanted} dimensions that are not "
+            "empty"
         )
     return shape
 
@@ -132,17 +127,17 @@ def checked(
 ) -> dict[str, Tensor]:
     """Return tensors as float32 once their names and shapes are exactly these.
 
-    No arithmetic happens before a shape has been checked, so that nothing larger than the network
-    is allocated.
+    Each shape is checked before any arithmetic, so memory stays bounded by the network's size.
 
     Raises:
         CheckpointError: one is missing, unexpected, of another shape or not floating point; it
-        names the first of each.
+            names the first.
     """
-    for kind, names in (
-        ("missing", shapes.keys() - tensors.keys()),
-        ("unexpected", tensors.keys() - shapes.keys()),
-    ):
+    differences = {
+        "missing": shapes.keys() - tensors.keys(),
+        "unexpected": tensors.keys() - shapes.keys(),
+    }
+    for kind, names in differences.items():
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise CheckpointError(f"{where}: {kind} key {min(names)!r}{more}")

@@ -5,23 +5,19 @@ Source of names and defaults: timm/models/_hub.py and timm/data/transforms_facto
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from model.checkpoint.checkpoint import (
-    Checkpoint,
-    native_tensors,
-    resized_config,
-    resized_positions,
-)
+from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.labels import imagenet_labels
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.own_heads import with_head
+from model.checkpoint.resizing import resized_config, resized_positions
 from model.checkpoint.stated_head import Labels, stated_head
 from model.checkpoint.timm_architectures import architectures, runs_in_library
 from model.checkpoint.timm_arguments import parse_arguments
@@ -36,16 +32,27 @@ _RESIZE: Final = {"center": "shortest_edge", "squash": "squash"}
 # Architectures whose released weights are towers of CLIP and its kind.
 _CLIP_TOWER: Final = re.compile("_clip_|_pe_core_")
 _PROJECTION: Final = (
-    "its head is the projection of a tower of CLIP, for its bias of zeros: it gives the embedding, and there are no "
-    "classes (VIT_LABELS)"
+    "its head is the projection of a tower of CLIP, because its bias is zero: it gives the "
+    "embedding, and there are no classes (VIT_LABELS)"
 )
 _WRAPPER: Final = "timm_wrapper"  # the `model_type` of transformers' wrapper around timm's models
-# Arguments that change training or checks, never an answer.
-_UNUSED_ARGS: Final = frozenset(
-    {"weight_init", "fix_init", "strict_img_size", "head_init_scale"}
-    | {f"{part}drop_rate" for part in ("", "pos_", "patch_", "proj_", "attn_")}
-    | {"drop_path_rate"}
-    | {f"rope_{kind}_coords" for kind in ("shift", "jitter", "rescale")}
+# Arguments that change training or checks, but never an answer.
+_UNUSED_ARGUMENTS: Final = frozenset(
+    {
+        "attn_drop_rate",
+        "drop_path_rate",
+        "drop_rate",
+        "fix_init",
+        "head_init_scale",
+        "patch_drop_rate",
+        "pos_drop_rate",
+        "proj_drop_rate",
+        "rope_jitter_coords",
+        "rope_rescale_coords",
+        "rope_shift_coords",
+        "strict_img_size",
+        "weight_init",
+    }
 )
 Count = Annotated[int, Field(ge=1)]
 
@@ -65,22 +72,24 @@ class Pretrained(BaseModel):
     fixed_input_size: bool | None = None
 
     def preprocess(self) -> PreprocessConfig:
-        """Return the preprocessing, as timm's evaluation transforms compute it; raises
-        pydantic.ValidationError.
-        """
-        _, rows, columns = self.input_size
+        """Return timm's preprocessing for evaluation; raises pydantic.ValidationError."""
         fields = {
-            "size": (rows, columns),
-            "resize": _RESIZE[self.crop_mode or "center"],  # as timm takes it
+            "size": self.input_size[1:],
+            "resize": _RESIZE[self.crop_mode or "center"],  # timm's own default
         }
         stated = self.model_dump(include={"crop_pct", "interpolation", "mean", "std"})
         return PreprocessConfig.model_validate(fields | stated)
 
 
+class _Network(NamedTuple):
+    """A network and its tensors."""
+
+    config: NetworkConfig
+    tensors: Mapping[str, Tensor]
+
+
 def recognises(files: Files) -> bool:
-    """Return whether a folder's `config.json` is timm's, or that of transformers' wrapper around
-    its models.
-    """
+    """Return whether a `config.json` is timm's, or of transformers' wrapper around timm."""
     config = files.config
     is_timms = "pretrained_cfg" in config or config.get("model_type") == _WRAPPER
     return is_timms and isinstance(config.get("architecture"), str)
@@ -88,39 +97,35 @@ def recognises(files: Files) -> bool:
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as timm's `save_for_hf` and `push_to_hf_hub` write it."""
-    where, config = files.where(CONFIG_FILE), files.config
+    where = files.where(CONFIG_FILE)
+    config = files.config
     name = config["architecture"]
-    stated = required(config, "pretrained_cfg", where)
-    if isinstance(stated, dict) and stated.get("crop_mode") == "border" and not options.preprocess:
-        raise CheckpointError(
-            f"{where}: pretrained_cfg.crop_mode 'border' pads pictures, which this version does not compute: set "
-            "VIT_PREPROCESS to another preprocessing"
-        )
-    with validating(where, "pretrained_cfg."):
-        own = {"crop_mode": None} if options.preprocess else {}  # the operator's takes its place
-        pretrained = Pretrained.model_validate(
-            {**stated, **own} if isinstance(stated, dict) else stated
-        )
-        carried = None if options.preprocess else pretrained.preprocess()
-    if config.get("model_type") == _WRAPPER and not options.preprocess:
-        _refuse_processor(files)
-    head = stated_head(_described(config, stated), where, options)
-    make = _library if runs_in_library(name, where) else _own
-    network, tensors = make(files, config, pretrained)
-    labels = head.labels(network.num_classes, options)
-    if _is_projection(name, network, tensors) and (labels is None or not labels.has_names):
-        network, tensors = _projecting(network, tensors)
+    described = required(config, "pretrained_cfg", where)
+    pretrained = _pretrained(described, options, where)
+    carried = None
+    if not options.preprocess:
+        with validating(where, "pretrained_cfg."):
+            carried = pretrained.preprocess()
+        if config.get("model_type") == _WRAPPER:
+            _refuse_processor(files)
+    head = stated_head(_head_fields(config, described), where, options)
+    make = _library_network if runs_in_library(name, where) else _vit
+    network = make(files, config, pretrained)
+    labels = head.labels(network.config.num_classes, options)
+    if _is_projection(name, network) and (labels is None or not labels.has_names):
+        network = _projecting(network)
         labels = Labels(assumed=(_PROJECTION,))
-    labels = labels or _assumed_labels(where, pretrained, network.num_classes, options)
+    if labels is None:
+        labels = _assumed_labels(where, pretrained, network.config.num_classes, options)
     return Checkpoint(
         name=files.name,
         source=files.source,
         format=FORMAT,
         architecture=name,
-        config=network,
+        config=network.config,
         preprocess=options.preprocess_or(carried, where),
         labels=labels.names,
-        tensors=tensors,
+        tensors=network.tensors,
         multi_label=head.multi_label,
         revision=files.revision,
         notes=labels.notes,
@@ -128,56 +133,69 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     )
 
 
+def _pretrained(described: Any, options: CheckpointOptions, where: str) -> Pretrained:
+    """Return the `pretrained_cfg`, without its crop if the operator's preprocessing replaces it."""
+    is_object = isinstance(described, dict)
+    if is_object and options.preprocess:
+        described = {**described, "crop_mode": None}
+    if is_object and described.get("crop_mode") == "border":
+        raise CheckpointError(
+            f"{where}: pretrained_cfg.crop_mode 'border' pads pictures, which this version does "
+            "not compute: set VIT_PREPROCESS to another preprocessing"
+        )
+    with validating(where, "pretrained_cfg."):
+        return Pretrained.model_validate(described)
+
+
 def _refuse_processor(files: Files) -> None:
-    """Refuse a processor that transformers would read instead of the `pretrained_cfg` of its
-    wrapper.
-    """
+    """Refuse a processor that transformers would read instead of its wrapper's `pretrained_cfg`."""
     if files.path(PREPROCESSOR_FILE) is None:
         return
     processor = files.json(PREPROCESSOR_FILE)
     kind = processor.get("image_processor_type", processor.get("feature_extractor_type"))
     if kind not in (None, "TimmWrapperImageProcessor"):
         raise CheckpointError(
-            f"{files.where(PREPROCESSOR_FILE)}: {kind!r:.100} stands against the pretrained_cfg of {CONFIG_FILE}: set "
-            "VIT_PREPROCESS to the preprocessing of the training, or remove the wrong one of both"
+            f"{files.where(PREPROCESSOR_FILE)}: {kind!r:.100} contradicts the pretrained_cfg of "
+            f"{CONFIG_FILE}: set VIT_PREPROCESS to the preprocessing of the training, or remove "
+            "the wrong one of both"
         )
 
 
-def _own(
-    files: Files, config: Mapping[str, Any], pretrained: Pretrained
-) -> tuple[NetworkConfig, Mapping[str, Tensor]]:
-    """Return the network that is vitserve's own, and its tensors."""
-    where, (in_chans, *size) = files.where(CONFIG_FILE), pretrained.input_size
-    arguments = architectures()[config["architecture"]] | {
-        "img_size": tuple(size),
-        "in_chans": in_chans,
+def _vit(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> _Network:
+    """Return a network that vitserve itself computes."""
+    where = files.where(CONFIG_FILE)
+    channels, rows, columns = pretrained.input_size
+    arguments = {
+        **architectures()[config["architecture"]],
+        "img_size": (rows, columns),
+        "in_chans": channels,
+        **_arguments(where, config, ("num_classes", "global_pool")),
     }
-    arguments |= _given(where, config, ("num_classes", "global_pool"))
     with validating(where):
-        made = parse_arguments(arguments)
-        vit = made.vit_config()
-    taken = pretrained.input_size[1:]
+        parsed = parse_arguments(arguments)
+        vit = parsed.vit_config()
     stored = files.without(_stored(files), "mask_token")
     if vit.num_classes:
         stored = with_head(stored, files.place, "head")
-    tensors = native_tensors(native_names(stored, made, vit, files.place), vit, files.place)
-    if not made.dynamic_img_size or vit.relative_position_bias:
-        return vit, tensors
-    # What timm's `dynamic_img_size` does at each forward pass is done once.
-    network = resized_config(vit, taken, files.source)
-    return network, tensors if taken == vit.image_size else resized_positions(tensors, vit, network)
+    tensors = native_tensors(native_names(stored, parsed, vit, files.place), vit, files.place)
+    if not parsed.dynamic_img_size or vit.relative_position_bias:
+        return _Network(vit, tensors)
+    # timm's `dynamic_img_size` resizes positions at each forward pass; once is enough.
+    resized = resized_config(vit, (rows, columns), files.source)
+    if resized.image_size != vit.image_size:
+        tensors = resized_positions(tensors, vit, resized)
+    return _Network(resized, tensors)
 
 
-def _library(
-    files: Files, config: Mapping[str, Any], pretrained: Pretrained
-) -> tuple[NetworkConfig, Mapping[str, Tensor]]:
-    """Return the network that timm's own code runs, and its tensors."""
-    where, (channels, *size) = files.where(CONFIG_FILE), pretrained.input_size
-    pooled = ("num_classes", "global_pool") if config.get("global_pool") else ("num_classes",)
-    arguments = {
-        key: value for key, value in _given(where, config, pooled).items() if value is not None
-    }
-    name, classes = config["architecture"], arguments.pop("num_classes")
+def _library_network(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> _Network:
+    """Return a network that timm's own code computes."""
+    where = files.where(CONFIG_FILE)
+    channels, rows, columns = pretrained.input_size
+    demanded = ("num_classes", "global_pool") if config.get("global_pool") else ("num_classes",)
+    stated = _arguments(where, config, demanded)
+    arguments = {key: value for key, value in stated.items() if value is not None}
+    name = config["architecture"]
+    classes = arguments.pop("num_classes")
     if classes == 0:
         raise CheckpointError(
             f"{where}: num_classes is 0: timm's {name} is read with a classification head only"
@@ -186,82 +204,81 @@ def _library(
         raise CheckpointError(
             f"{where}: model_args.in_chans is not the {channels} of pretrained_cfg.input_size"
         )
-    fixed = pretrained.fixed_input_size
     with validating(where):
         network = library.library_config(
-            name, arguments, classes, channels, (size[0], size[1]), fixed_size=fixed
+            name,
+            arguments,
+            classes,
+            channels,
+            (rows, columns),
+            fixed_size=pretrained.fixed_input_size,
         )
-    return network, native_tensors(
-        library.renamed_by_library(network, _stored(files)), network, files.place
-    )
+    tensors = library.renamed_by_library(network, _stored(files))
+    return _Network(network, native_tensors(tensors, network, files.place))
 
 
 def _stored(files: Files) -> dict[str, Tensor]:
     return {name.removeprefix("timm_model."): tensor for name, tensor in files.tensors().items()}
 
 
-def _given(where: str, config: Mapping[str, Any], demanded: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arguments of a config's architecture; those that are demanded stand beside
-    `model_args`.
+def _arguments(where: str, config: Mapping[str, Any], demanded: tuple[str, ...]) -> dict[str, Any]:
+    """Return the arguments of a config's architecture.
+
+    Args:
+        where: name of the file in messages.
+        config: content of the file.
+        demanded: arguments that are fields of the config itself, next to `model_args`.
     """
-    given = config.get("model_args") or {}
-    if not isinstance(given, dict):
+    stated = config.get("model_args") or {}
+    if not isinstance(stated, dict):
         raise CheckpointError(f"{where}: model_args: expected an object")
-    arguments = {key: value for key, value in given.items() if key not in _UNUSED_ARGS}
-    # transformers' wrapper says in `model_args` alone how its model pools.
+    arguments = {key: value for key, value in stated.items() if key not in _UNUSED_ARGUMENTS}
+    # transformers' wrapper states the pooling only in `model_args`.
     is_wrapped = config.get("model_type") == _WRAPPER
     for key in demanded[:1] if is_wrapped else demanded:
         value = required(config, key, where)
-        if key in given and given[key] != value:  # NaN, which JSON may hold, is not itself
-            raise CheckpointError(f"{where}: {key} is {value!r}, but {given[key]!r} in model_args")
+        if key in stated and stated[key] != value:  # true for NaN too, which JSON may hold
+            raise CheckpointError(f"{where}: {key} is {value!r}, but {stated[key]!r} in model_args")
         arguments[key] = value
     return arguments
 
 
-def _described(config: Mapping[str, Any], pretrained: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config that describe its head, which may stand within `pretrained_cfg`
-    instead.
-    """
+def _head_fields(config: Mapping[str, Any], pretrained: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that describe the head, from the config or else its `pretrained_cfg`."""
     keys = ("problem_type", "label_names", "label_descriptions")
-    within = {key: pretrained[key] for key in keys if pretrained.get(key)}
-    return within | {key: value for key, value in config.items() if value}
+    inner = {key: pretrained[key] for key in keys if pretrained.get(key)}
+    return inner | {key: value for key, value in config.items() if value}
 
 
-def _is_projection(
-    architecture: str, network: NetworkConfig, tensors: Mapping[str, Tensor]
-) -> bool:
-    """Return whether the head is the projection of a tower of CLIP, which timm stores as a head
-    with a bias of zeros.
+def _is_projection(architecture: str, network: _Network) -> bool:
+    """Return whether the head is the projection of a tower of CLIP.
 
-    A classifier that was trained has another bias.
+    timm stores the projection as a head with a bias of zeros. A trained classifier has another
+    bias.
     """
-    bias = tensors.get("head.bias")
-    is_own = isinstance(network, ViTConfig) and not network.distillation_head
-    return (
-        is_own
-        and _CLIP_TOWER.search(architecture) is not None
-        and bias is not None
-        and not bias.any()
-    )
+    is_vit = isinstance(network.config, ViTConfig) and not network.config.distillation_head
+    if not is_vit or _CLIP_TOWER.search(architecture) is None:
+        return False
+    bias = network.tensors.get("head.bias")
+    return bias is not None and not bias.any()
 
 
-def _projecting(
-    network: NetworkConfig, tensors: Mapping[str, Tensor]
-) -> tuple[NetworkConfig, Mapping[str, Tensor]]:
-    """Return the network without classes, which gives what its head gave as its embedding."""
-    projected = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
-    projected["projection.weight"] = tensors["head.weight"]
-    fields = {"num_classes": 0, "projection_width": network.num_classes}
-    return network.model_copy(update=fields), projected
+def _projecting(network: _Network) -> _Network:
+    """Return the network without classes, whose embedding is the output of its former head."""
+    tensors = {
+        name: tensor for name, tensor in network.tensors.items() if not name.startswith("head.")
+    }
+    tensors["projection.weight"] = network.tensors["head.weight"]
+    fields = {"num_classes": 0, "projection_width": network.config.num_classes}
+    return _Network(network.config.model_copy(update=fields), tensors)
 
 
 def _assumed_labels(
     where: str, pretrained: Pretrained, classes: int, options: CheckpointOptions
 ) -> Labels:
-    """Return the labels that the tag tells: timm's own ImageNet-1k checkpoints carry none."""
+    """Return the labels that the tag implies: timm's own ImageNet-1k checkpoints carry none."""
     tag = pretrained.tag or ""
     if classes == 1000 and tag.endswith("in1k"):
-        return Labels(
-            imagenet_labels(), assumed=(f"labels: imagenet-1k, for its tag {tag!r} (VIT_LABELS)",)
-        )
+        assumed = f"labels: imagenet-1k, because of its tag {tag!r} (VIT_LABELS)"
+        return Labels(imagenet_labels(), assumed=(assumed,))
     return Labels(options.labels_or(None, classes, f"{where}: label_names is missing"))

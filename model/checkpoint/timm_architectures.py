@@ -18,37 +18,32 @@ from model.network import library
 
 @cache
 def architectures() -> Mapping[str, dict[str, Any]]:
-    """Return the arguments that each of timm's entry points passes to its model class, by
-    architecture.
-    """
-    table: dict[str, dict[str, Any]] = json.loads(
-        (Path(__file__).parent / "timm_architectures.json").read_bytes()
-    )
+    """Return the arguments that each of timm's entry points passes to its model class, by name."""
+    file = Path(__file__).parent / "timm_architectures.json"
+    table: dict[str, dict[str, Any]] = json.loads(file.read_bytes())
     return table
 
 
 def runs_in_library(name: str, where: str) -> bool:
-    """Return whether timm's own code runs an architecture, which is none of those that vitserve's
-    network reads.
+    """Return whether timm's own code, and not vitserve's network, computes an architecture.
+
+    Args:
+        name: timm's name of the architecture.
+        where: name of the file or setting in messages.
 
     Raises:
-        CheckpointError: no architecture of this name, or timm is not installed.
+        CheckpointError: the name is unknown, or timm is not installed.
     """
     if name in architectures():
         return False
     if library.knows(name):
         return True
     near = difflib.get_close_matches(name[:100], architectures(), n=3, cutoff=0.6)
+    similar = f"; near it are {', '.join(near)}" if near else ", such as vit_base_patch16_224"
+    others = f"; timm's own code runs others: {library.INSTALL}"
+    if library.is_installed():
+        others = ", and none of timm's others"
     raise CheckpointError(
-        f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that this version "
-        + (
-            f"reads; near it are {', '.join(near)}"
-            if near
-            else "reads, such as vit_base_patch16_224"
-        )
-        + (
-            ", and none of timm's others"
-            if library.is_installed()
-            else f"; timm's own code runs others: {library.INSTALL}"
-        )
+        f"{where}: {name!r:.100} is none of the {len(architectures())} architectures of timm that "
+        f"this version reads{similar}{others}"
     )

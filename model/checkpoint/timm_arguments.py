@@ -15,7 +15,7 @@ from model.checkpoint.tensors import join_parts, renamed
 from model.config import Pool, ViTConfig
 from model.layer_config import Activation, Frozen, ResNetStem, RotaryPositions, Size
 
-# `cls_mean` is not timm's: DINOv2's classifiers read CLS and the mean of the patches.
+# timm has no `cls_mean`: DINOv2's classifiers read CLS and the mean of the patches.
 TimmPool = Literal["token", "avg", "max", "avgmax", "map", "cls_mean"]
 POOL: Final[dict[TimmPool, Pool]] = {
     "token": "cls",
@@ -35,7 +35,7 @@ class CommonArguments(Frozen):
 
     Attributes:
         dynamic_img_size: whether the model resizes its own positions to the input.
-        norm_eps: not timm's own name: what its entry points pass as a Python object.
+        norm_eps: not timm's own name: its entry points pass a Python object.
     """
 
     img_size: Pair
@@ -60,8 +60,9 @@ class CommonArguments(Frozen):
         return self.patch_size
 
     def common_fields(self) -> dict[str, Any]:
-        """Return the fields of `ViTConfig` that both classes' arguments decide alike."""
-        patch, (rows, columns) = self.patch_edge, self.img_size
+        """Return the fields of `ViTConfig` that follow from these arguments."""
+        patch = self.patch_edge
+        rows, columns = self.img_size
         return {
             "image_size": self.img_size,
             "patch_size": patch,
@@ -80,15 +81,14 @@ class CommonArguments(Frozen):
 
 
 class TimmArguments(CommonArguments):
-    """Arguments of timm's `VisionTransformer`, with that class's own defaults.
+    """Arguments of timm's `VisionTransformer`, with its defaults.
 
     Attributes:
-        mlp_layer: not timm's own names: what its entry points pass as Python objects; `distilled`,
-        `stem_layers` too.
-        rel_pos: each block has relative position biases, from a table or an MLP, its own or one of
-        all blocks.
-        norm_order: what networks of other code have; `patch_bias`, `patch_norms` and `attn_dim`,
-        too.
+        mlp_layer: not timm's own name, like `distilled` and `stem_layers`: its entry points pass
+            Python objects.
+        rel_pos: whether each block has relative position biases, from a table or an MLP, its own
+            or shared by all blocks.
+        norm_order: for networks of other code, like `patch_bias`, `patch_norms` and `attn_dim`.
     """
 
     qk_norm: bool = False
@@ -114,7 +114,7 @@ class TimmArguments(CommonArguments):
 
     @property
     def stem(self) -> ResNetStem | None:
-        """The ResNet before the Transformer, or None where patches are cut from the image itself."""
+        """The ResNet before the Transformer; None if patches are cut from the image itself."""
         return None if self.stem_layers is None else ResNetStem(layers=self.stem_layers)
 
     @property
@@ -127,7 +127,7 @@ class TimmArguments(CommonArguments):
 
         Raises:
             pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's
-            limits.
+                limits.
         """
         pool = POOL[self.global_pool]
         fc_norm = pool in ("mean", "max", "mean_max") if self.fc_norm is None else self.fc_norm
@@ -161,17 +161,16 @@ class TimmArguments(CommonArguments):
 
 
 class EvaArguments(CommonArguments):
-    """Arguments of timm's `Eva` (EVA, EVA-02, DINOv3, RoPE-ViT, Perception Encoder), with that
-    class's own defaults.
+    """Arguments of timm's `Eva` (EVA, EVA-02, DINOv3, RoPE-ViT, PE), with its defaults.
 
-    Its rotations are laid out in several ways. Here there is one, rows before columns and the
-    halves of a head together: the features of queries and keys are put into that order while a file
-    is read, which changes no score.
+    Its rotations have several layouts. This project has one: rows before columns, and the halves of
+    an attention head together. `renamed` puts the features of queries and keys into this order,
+    which does not change a score.
 
     Attributes:
         family: not timm's own name.
-        attn_type: `eva` has no bias on keys.
-        use_post_norm: a norm stands on each branch's way out, and no factors after it.
+        attn_type: keys have a bias only in `rope`.
+        use_post_norm: whether each branch ends with a norm, without a factor after it.
     """
 
     family: Literal["eva"]
@@ -199,7 +198,7 @@ class EvaArguments(CommonArguments):
     attn_pool_mlp_ratio: Annotated[float, Field(gt=0, le=64, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
-    def _is_read(self) -> Self:
+    def _check(self) -> Self:
         if not self.qkv_fused and self.attn_type == "rope":
             raise ValueError("qkv_fused=False with attn_type='rope' is not read by this version")
         if self.rope_type == "dinov3" and self.rope_grid_offset:
@@ -227,12 +226,13 @@ class EvaArguments(CommonArguments):
 
         Raises:
             pydantic.ValidationError: arguments that timm would refuse too, or beyond this project's
-            limits.
+                limits.
         """
         hidden = int(self.embed_dim * self.mlp_ratio)
         if self.swiglu_mlp and self.swiglu_align_to:
             hidden += -hidden % self.swiglu_align_to
         is_pooling = self.global_pool == "map"
+        pool_mlp_ratio = self.attn_pool_mlp_ratio or self.mlp_ratio
         temperature = self.rope_temperature
         rotary: dict[str, RotaryPositions] = {
             "mixed": RotaryPositions(learned=True),
@@ -259,67 +259,53 @@ class EvaArguments(CommonArguments):
             layer_scale=self.init_values is not None and not self.use_post_norm,
             pool_prefix=is_pooling,
             pool_heads=self.attn_pool_num_heads if is_pooling else None,
-            pool_mlp_width=int(self.embed_dim * (self.attn_pool_mlp_ratio or self.mlp_ratio))
-            if is_pooling
-            else None,
+            pool_mlp_width=int(self.embed_dim * pool_mlp_ratio) if is_pooling else None,
             final_norm=self._norm_after or self._norm_before,
             norm_after_pool=self._norm_after,
         )
 
     def renamed(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Return tensors under the names and in the layout of timm's other classes, and frequencies
-        a block.
+        """Return tensors under the names and in the layout of timm's other classes.
 
-        Tensors that are missing or of another shape than their names say are left as they are, for
-        the checks after.
+        Each block gets its own frequencies. Later checks find tensors that are missing or of
+        another shape; they are not changed here.
         """
-        # What is not learned is computed, as by timm.
+        # Rotations that are not learned are computed, as timm does.
         kept = {
-            name: t
-            for name, t in tensors.items()
+            name: tensor
+            for name, tensor in tensors.items()
             if name == "rope.freqs" or not name.startswith("rope.")
         }
         result = renamed(kept, ((r"\.attn\.([qkv])_proj\.", r".attn.\1."),), where)
         join_parts(result, key_bias=self.attn_type == "rope" or not self.qkv_bias)
-        for name in (
-            [name for name in result if ".attn.qkv." in name] if self.use_rot_pos_emb else ()
-        ):
-            if result[name].shape[:1] == (3 * self.embed_dim,):
-                result[name] = self._in_order(result[name])
+        for name, tensor in list(result.items()) if self.use_rot_pos_emb else ():
+            if ".attn.qkv." in name and tensor.shape[:1] == (3 * self.embed_dim,):
+                result[name] = self._in_order(tensor)
         frequencies = result.get("rope.freqs")
-        shape = 2, self.depth, self.num_heads, self.embed_dim // self.num_heads // 2
-        if (
-            self.rope_type == "mixed"
-            and frequencies is not None
-            and tuple(frequencies.shape) == shape
-        ):
+        if frequencies is None or self.rope_type != "mixed":
+            return result
+        shape = (2, self.depth, self.num_heads, self.embed_dim // self.num_heads // 2)
+        if tuple(frequencies.shape) == shape:
             del result["rope.freqs"]
             axes = frequencies.flip(0) if self.rope_grid_indexing == "xy" else frequencies
-            result |= {
-                f"blocks.{i}.attn.rotary.frequencies": part for i, part in enumerate(axes.unbind(1))
-            }
+            for block, part in enumerate(axes.unbind(1)):
+                result[f"blocks.{block}.attn.rotary.frequencies"] = part
         return result
 
     def _in_order(self, tensor: Tensor) -> Tensor:
-        """Return a fused projection, or its bias, with the features of queries and keys in this
-        project's order.
-        """
+        """Return a fused projection or its bias, queries and keys in this project's order."""
         size = self.embed_dim // self.num_heads
         pairs = torch.arange(size // 2)
         if self.rope_grid_indexing == "xy" and self.rope_type != "mixed":
             pairs = pairs.roll(size // 4)
-        first, second = (
-            (pairs, pairs + size // 2) if self.rope_rotate_half else (2 * pairs, 2 * pairs + 1)
-        )
+        order = torch.cat((2 * pairs, 2 * pairs + 1))
+        if self.rope_rotate_half:
+            order = torch.cat((pairs, pairs + size // 2))
         parts = tensor.reshape(3, self.num_heads, size, -1)
-        return torch.cat(
-            (parts[:2].index_select(2, torch.cat((first, second))), parts[2:])
-        ).reshape(tensor.shape)
+        return torch.cat((parts[:2].index_select(2, order), parts[2:])).reshape(tensor.shape)
 
 
 def parse_arguments(arguments: Mapping[str, Any]) -> TimmArguments | EvaArguments:
-    """Return the arguments as those of the class that the architecture is of; raises
-    pydantic.ValidationError.
-    """
+    """Return the arguments of the architecture's class; raises pydantic.ValidationError."""
     kind = EvaArguments if arguments.get("family") == "eva" else TimmArguments
     return kind.model_validate(arguments)

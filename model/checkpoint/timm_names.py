@@ -16,10 +16,8 @@ _RULES: Final[Rules] = (
     (r"^(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),  # DINOv2's own code
     (r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
     (r"\.rel_pos\.relative_", ".relative_"),
-    (
-        r"^patch_embed\.backbone\.(conv|norm)\.",
-        r"patch_embed.backbone.stem.\1.",
-    ),  # a root without stages is all of it
+    # A ResNet stem without stages consists of its root.
+    (r"^patch_embed\.backbone\.(conv|norm)\.", r"patch_embed.backbone.stem.\1."),
 )
 _MLP: Final = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
@@ -30,10 +28,9 @@ def native_names(
     config: ViTConfig,
     where: str,
 ) -> dict[str, Tensor]:
-    """Return tensors without the few names and layouts in which timm's models differ from this
-    project's one model.
+    """Return tensors under the model's own names, which differ from timm's in a few places.
 
-    What is not of the expected shape stays under its name, which is then refused.
+    A tensor of an unexpected shape keeps its name, and is refused later.
     """
     kept = {
         name: tensor
@@ -41,62 +38,63 @@ def native_names(
         if not name.endswith("relative_position_index")
     }
     result = renamed(kept, _RULES, where)
-    for name in [name for name in result if name.endswith(".attn.q_bias")]:  # keys have none then
+    for name in [name for name in result if name.endswith(".attn.q_bias")]:
+        # Only queries and values have a bias.
         parts = [name.replace("q_bias", f"{part}_bias") for part in "qkv"]
         result[parts[1]] = torch.zeros_like(result[name])
         join(result, parts, name.replace("q_bias", "qkv.bias"))
     if isinstance(arguments, EvaArguments):
         return arguments.renamed(result, where)
     join_parts(result)
-    blocks = [
-        f"blocks.{index}.attn"
-        for index in range(config.depth if config.relative_position_bias else 0)
-    ]
-    for source, targets in (
-        ("shared_rel_pos", blocks),
-        *((f"{block}.rel_pos", [block]) for block in blocks),
-    ):
-        layers = {
-            name: result[name]
-            for name in (f"{source}.mlp.{part}" for part in _MLP)
-            if name in result
-        }
-        table = (
-            _table_of_mlp(list(layers.values()), config)
-            if targets and len(layers) == len(_MLP)
-            else None
-        )
-        if table is not None:
-            result = {name: t for name, t in result.items() if name not in layers}
-            result |= {f"{target}.relative_position_bias_table": table for target in targets}
+    if config.relative_position_bias:
+        return _with_position_tables(result, config)
+    return result
+
+
+def _with_position_tables(tensors: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Replace each MLP of relative positions by the table that it makes."""
+    blocks = [f"blocks.{index}.attn" for index in range(config.depth)]
+    targets = {"shared_rel_pos": blocks, **{f"{block}.rel_pos": [block] for block in blocks}}
+    result = dict(tensors)
+    for source, attentions in targets.items():
+        names = [f"{source}.mlp.{part}" for part in _MLP]
+        if not all(name in result for name in names):
+            continue
+        table = _table_of_mlp([result[name] for name in names], config)
+        if table is None:
+            continue
+        for name in names:
+            del result[name]
+        result |= {f"{attention}.relative_position_bias_table": table for attention in attentions}
     return result
 
 
 def _table_of_mlp(layers: list[Tensor], config: ViTConfig) -> Tensor | None:
-    """Return the table that an MLP makes of logarithmic offsets (Liu et al. 2022, Swin V2), as
-    timm's kind "cr".
+    """Return the table that an MLP makes of logarithmic offsets, timm's kind "cr".
 
-    [offsets, heads] float32; the CLS token's entries, where there is one, are zero. None if a shape
-    is another, or a tensor is not dense floating point.
+    Liu et al. 2022, Swin V2. The table is [offsets, heads] float32, with zeros for the CLS token.
+
+    Args:
+        layers: tensors of the MLP, in the order of `_MLP`.
+        config: architecture of the network.
+
+    Returns:
+        None if a tensor has another shape, or is not dense floating point.
     """
     width = layers[1].numel()
-    if [tuple(t.shape) for t in layers] != [
-        (width, 2),
-        (width,),
-        (config.heads, width),
-        (config.heads,),
-    ]:
+    heads = config.heads
+    if [tuple(layer.shape) for layer in layers] != [(width, 2), (width,), (heads, width), (heads,)]:
         return None
-    if not all(t.is_floating_point() and t.layout == torch.strided for t in layers):
+    if not all(layer.is_floating_point() and layer.layout == torch.strided for layer in layers):
         return None
     rows, columns = (
-        torch.arange(1 - n, n, device=layers[0].device, dtype=torch.float32) for n in config.grid
+        torch.arange(1 - edge, edge, device=layers[0].device, dtype=torch.float32)
+        for edge in config.grid
     )
     offsets = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).reshape(-1, 2)
     logarithmic = torch.sign(offsets) * torch.log(1.0 + offsets.abs())
-    first, first_bias, second, second_bias = (t.float() for t in layers)
+    first, first_bias, second, second_bias = (layer.float() for layer in layers)
     table = F.linear(F.relu(F.linear(logarithmic, first, first_bias)), second, second_bias)
-    table = table + sum(
-        0 * t.sum() for t in layers
-    )  # what is not finite does not vanish in the ReLU
+    # Without this, the ReLU would hide values that are not finite.
+    table = table + sum(0 * layer.sum() for layer in layers)
     return F.pad(table, (0, 0, 0, 3 * config.class_token))

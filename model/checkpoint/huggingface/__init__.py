@@ -1,13 +1,12 @@
-"""Hugging Face's layout: `config.json`, weights, an image processor's JSON, as `save_pretrained`
-writes them.
-"""
+"""Folders of transformers: `config.json`, weights and an image processor's JSON."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
-from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP, Family
+from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP
+from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import (
     PREPROCESSOR_FILE,
     PROCESSOR_FILE,
@@ -35,18 +34,17 @@ _BACKBONES: Final = {
 
 def recognises(files: Files) -> bool:
     """Return whether a folder's `config.json` is transformers'."""
-    return (
-        not files.config.keys().isdisjoint(("architectures", "model_type"))
-        and "format" not in files.config
-    )
+    is_theirs = not files.config.keys().isdisjoint(("architectures", "model_type"))
+    return is_theirs and "format" not in files.config
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as `save_pretrained` writes it."""
-    where, config = files.where(CONFIG_FILE), files.config
+    where = files.where(CONFIG_FILE)
+    config = files.config
     family, is_backbone = family_of(config, where)
     stated = stated_head(config, where, options)
-    # Everything that needs no weights is checked before they are fetched.
+    # Weights are fetched only after all checks that do not need them.
     vit = family.vit_config(config, 1, where)
     carried = None if options.preprocess else carried_preprocess(files, family)
     missing = (
@@ -54,25 +52,26 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         "processor.save_pretrained(FOLDER), or"
     )
     preprocess = options.preprocess_or(carried and carried.preprocess, files.place, missing)
-    tensors, texts = files.tensors(), None
+    tensors = files.tensors()
+    texts = None
     if family in (CLIP, SIGLIP):
         tensors, texts = read_texts(tensors, files, options, vit.projection_width or vit.width)
-    stored = files.without(tensors, family.unused)
-    stored = renamed(stored, family.rules, files.place)
+    tensors = renamed(files.without(tensors, family.unused), family.rules, files.place)
     if texts is None and not is_backbone:
-        stored = with_head(stored, files.place, "classifier")
-    is_headless = is_backbone or bool(texts and not texts.labels)
-    head = () if is_headless or "head.weight" not in stored else stored["head.weight"].shape
-    classes = head[0] if head else 0
-    if not classes and not is_headless:
-        raise CheckpointError(
-            f"{files.place}: missing key 'head.weight', its classifier, or it has no classes"
-        )
-    # A class without a head gives the CLS token alone.
+        tensors = with_head(tensors, files.place, "classifier")
+    classes = 0
+    if not is_backbone and (texts is None or texts.labels):
+        head = tensors.get("head.weight")
+        classes = head.shape[0] if head is not None and head.ndim else 0
+        if not classes:
+            raise CheckpointError(
+                f"{files.place}: missing key 'head.weight', its classifier, or it has no classes"
+            )
+    # A class without a head gives only the CLS token.
     pool = "cls" if is_backbone and vit.pool == "cls_mean" else vit.pool
     vit = vit.model_copy(update={"num_classes": classes, "pool": pool})
     labels = Labels(texts.labels) if texts else _labels(stated, classes, options)
-    vit, native = family.native(stored, vit, options.image_size or preprocess.size, files.place)
+    vit, native = family.native(tensors, vit, options.image_size or preprocess.size, files.place)
     return Checkpoint(
         name=files.name,
         source=files.source,
@@ -87,25 +86,24 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         embed_texts=texts and texts.tower,
         revision=files.revision,
         antialias=family.antialias,
-        notes=labels.notes + _code(config),
+        notes=labels.notes + _code_notes(config),
         assumed=(carried.assumed if carried else ()) + labels.assumed,
     )
 
 
-def _code(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note if the config names code of its own, which transformers does not run unasked
-    either.
-    """
+def _code_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note if the config names code of its own, which is never run."""
     if not config.get("auto_map"):
         return ()
-    return (
-        f"auto_map: the folder's own code is not run; the model is read as {config['architectures'][0]}",
-    )
+    name = config["architectures"][0]
+    return (f"auto_map: the folder's own code is not run; the model is read as {name}",)
 
 
-def family_of(config: dict[str, Any], where: str) -> tuple[Family, bool]:
-    """Return the family of a class, and whether the class is the family's without a head:
-    `ViTModel`.
+def family_of(config: Mapping[str, Any], where: str) -> tuple[Family, bool]:
+    """Return the family of a config's class, and whether the class lacks a head (`ViTModel`).
+
+    Raises:
+        CheckpointError: the class is not read, or the model type is another class's.
     """
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
@@ -115,17 +113,16 @@ def family_of(config: dict[str, Any], where: str) -> tuple[Family, bool]:
     name = classes[0]
     family = (_BACKBONES | _BY_CLASS).get(name)
     if family is None:
-        kinds = ", ".join(
-            dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known)
-        )
+        kinds = dict.fromkeys(known.partition("For")[0] for known in _BY_CLASS if "For" in known)
         raise CheckpointError(
             f"{where}: {name!r:.100} is not a Vision Transformer that is read; "
-            f"this version reads the ForImageClassification of {kinds}; CLIPModel and SiglipModel; "
-            f"and, for embeddings, {', '.join(reversed(_BACKBONES))}"
+            f"this version reads the ForImageClassification of {', '.join(kinds)}; CLIPModel and "
+            f"SiglipModel; and, for embeddings, {', '.join(reversed(_BACKBONES))}"
         )
-    if config.get("model_type") != family.model_type:
+    model_type = config.get("model_type")
+    if model_type != family.model_type:
         raise CheckpointError(
-            f"{where}: model_type {config.get('model_type')!r:.100}: expected {family.model_type!r}"
+            f"{where}: model_type {model_type!r:.100}: expected {family.model_type!r}"
         )
     return family, name not in _BY_CLASS
 

@@ -1,9 +1,8 @@
-"""An image processor's JSON, as transformers' PIL image processors read it
-(image_processing_backends.py).
+"""An image processor's JSON, as transformers' PIL image processors read it.
 
-What a file leaves open is the attribute of the class that it names; only where no file names a
-class is it that of the model's own family. Sizes, filter and statistics that come from a class are
-listed as assumed.
+Source: image_processing_backends.py. If the file leaves a field out, its value is the attribute of
+the class that the file names, or else of the class of the model's family. Sizes, filter and
+statistics that come from a class are listed as assumed.
 """
 
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -11,18 +10,17 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from model.checkpoint.files import Files
-from model.checkpoint.huggingface.families import Family
+from model.checkpoint.huggingface.family import Family
 from model.checkpoint.local_files import validating
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 
 PREPROCESSOR_FILE: Final = "preprocessor_config.json"
-# Of a processor with several parts; transformers 5 writes its image processor nowhere else.
+# A processor with several parts. transformers 5 writes its image processor only here.
 PROCESSOR_FILE: Final = "processor_config.json"
 
 # PIL.Image.Resampling, by the numbers that the files hold.
 _RESAMPLING: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-
 
 _HALF: Final = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _OPENAI: Final = {
@@ -37,9 +35,9 @@ class _Defaults(NamedTuple):
     """Attributes of a class for fields that the file leaves out (models/*/image_processing_*.py).
 
     Attributes:
-        center_crop: whether a centre is cut out.
-        square: whether a `size` that is one number means a square, or the shorter edge
-        (`default_to_square`).
+        center_crop: whether the centre is cropped.
+        square: whether a `size` of one number means a square instead of the shorter edge
+            (`default_to_square`).
         numbers: sizes, filter and statistics.
     """
 
@@ -64,7 +62,7 @@ _PROCESSORS: Final = {
     ),
     "Siglip": _Defaults(False, False, _HALF | {"size": _SQUARE, "resample": 3}),
 }
-# Files of transformers 4 name classes that transformers 5 no longer has: FeatureExtractor and Fast.
+# Files of transformers 4 name classes that transformers 5 does not have: FeatureExtractor and Fast.
 _SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 _CLASSES: Final = {
     name + suffix: attributes for name, attributes in _PROCESSORS.items() for suffix in _SUFFIXES
@@ -88,9 +86,7 @@ class _Sides(BaseModel):
 
 
 class _Processor(BaseModel):
-    """The fields of an image processor's JSON that change pixels; steps that are not read must be
-    off.
-    """
+    """The fields of an image processor's JSON that change pixels; unsupported steps must be off."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -110,41 +106,36 @@ class _Processor(BaseModel):
 
 
 class Carried(NamedTuple):
-    """The preprocessing of a folder, and what of it no file states; see `Description.assumed`."""
+    """The preprocessing of a folder, and notes on fields that no file states."""
 
     preprocess: PreprocessConfig
     assumed: tuple[str, ...]
 
 
 def carried_preprocess(files: Files, family: Family) -> Carried | None:
-    """Return the preprocessing that a folder carries, or None where no file describes one.
+    """Return the preprocessing that a folder carries, or None if no file describes one.
 
-    An image processor within `processor_config.json` is preferred to `preprocessor_config.json`, as
-    transformers prefers it (image_processing_base.py).
+    An image processor within `processor_config.json` wins over `preprocessor_config.json`, as in
+    transformers (image_processing_base.py).
 
     Raises:
-        CheckpointError: a processor, a step or a number that is not read here.
+        CheckpointError: a processor, a step or a number that is not supported.
     """
-    if files.overlay is not None and (
-        files.overlay.path(PROCESSOR_FILE) or files.overlay.path(PREPROCESSOR_FILE)
-    ):
-        files = files.overlay
+    overlay = files.overlay
+    if overlay and (overlay.path(PROCESSOR_FILE) or overlay.path(PREPROCESSOR_FILE)):
+        files = overlay
     if files.path(PROCESSOR_FILE) is not None:
         nested = files.json(PROCESSOR_FILE).get("image_processor")
         if isinstance(nested, dict):
-            carried = _read(
-                nested, family, files, f"{files.where(PROCESSOR_FILE)}: image_processor"
-            )
-            return _compared(carried, family, files)
+            where = f"{files.where(PROCESSOR_FILE)}: image_processor"
+            return _compared(_read(nested, family, files, where), family, files)
     if files.path(PREPROCESSOR_FILE) is None:
         return None
     return _read(files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE))
 
 
 def _compared(carried: Carried, family: Family, files: Files) -> Carried:
-    """Return the preprocessing of `processor_config.json`, and say so if `preprocessor_config.json`
-    has another.
-    """
+    """Return the preprocessing, with a note if `preprocessor_config.json` has another."""
     if files.path(PREPROCESSOR_FILE) is None:
         return carried
     try:
@@ -155,17 +146,15 @@ def _compared(carried: Carried, family: Family, files: Files) -> Carried:
         other = None
     if other is not None and other.preprocess == carried.preprocess:
         return carried
-    line = (
-        f"preprocessing: that of {PROCESSOR_FILE}, as transformers takes it; {PREPROCESSOR_FILE} has another "
-        "(VIT_PREPROCESS)"
+    note = (
+        f"preprocessing: that of {PROCESSOR_FILE}, as transformers takes it; {PREPROCESSOR_FILE} "
+        "has another (VIT_PREPROCESS)"
     )
-    return Carried(carried.preprocess, (*carried.assumed, line))
+    return Carried(carried.preprocess, (*carried.assumed, note))
 
 
 def _read(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
-    """Return what an image processor's JSON describes; the refusal names the setting that takes its
-    place.
-    """
+    """Read an image processor's JSON; the refusal names the setting that replaces it."""
     try:
         return read_preprocessor(json, family, files, where)
     except CheckpointError as error:
@@ -173,15 +162,18 @@ def _read(json: dict[str, Any], family: Family, files: Files, where: str) -> Car
 
 
 def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
-    """Return the preprocessing that an image processor's JSON describes; `where` is what messages
-    call it.
+    """Return the preprocessing that an image processor's JSON describes.
+
+    Args:
+        json: content of the JSON.
+        family: class of the model.
+        files: files of the checkpoint.
+        where: name of the JSON in messages.
 
     Raises:
-        CheckpointError: a processor, a step or a number that is not read here.
+        CheckpointError: a processor, a step or a number that is not supported.
     """
-    named = [json.get(key) for key in ("image_processor_type", "feature_extractor_type")]
-    named += [files.config.get("image_processor_type"), family.image_processor]
-    kind = next(name for name in named if name is not None)
+    kind = _class_name(json, family, files)
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise CheckpointError(
             f"{where}: image_processor_type {kind!r:.100} is not read by this version"
@@ -189,14 +181,10 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
     defaults = _CLASSES[kind]
     with validating(where):
         processor = _Processor.model_validate(defaults.numbers | json)
-    is_square = (
-        defaults.square if processor.default_to_square is None else processor.default_to_square
-    )
+    is_square = _stated(processor.default_to_square, defaults.square)
+    has_crop = _stated(processor.do_center_crop, defaults.center_crop)
     resize, resize_size = _sized(processor.size, is_square, f"{where}: size")
     size = resize_size
-    has_crop = (
-        defaults.center_crop if processor.do_center_crop is None else processor.do_center_crop
-    )
     if has_crop:
         crop, size = _sized(processor.crop_size, True, f"{where}: crop_size")
         if crop == "shortest_edge":
@@ -217,18 +205,40 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
         "mean": (0.0, 0.0, 0.0) if is_raw else _of_channels(processor.image_mean, files),
         "std": (1.0, 1.0, 1.0) if is_raw else _of_channels(processor.image_std, files),
     }
-    used = {"size", "resample"} | ({"crop_size"} if has_crop else set())
-    used |= set() if is_raw else {"image_mean", "image_std"}
-    names = ", ".join(name for name in defaults.numbers if name in used - json.keys())
-    assumed = (
-        f"preprocessing: {names} of {kind}, because {where} does not state it (VIT_PREPROCESS)",
-    )
+    used = {"size", "resample"}
+    if has_crop:
+        used.add("crop_size")
+    if not is_raw:
+        used |= {"image_mean", "image_std"}
     with validating(where, "image_"):
-        return Carried(PreprocessConfig.model_validate(fields), assumed if names else ())
+        preprocess = PreprocessConfig.model_validate(fields)
+    names = [name for name in defaults.numbers if name in used - json.keys()]
+    if not names:
+        return Carried(preprocess, ())
+    assumed = (
+        f"preprocessing: {', '.join(names)} of {kind}, because {where} does not state it "
+        "(VIT_PREPROCESS)"
+    )
+    return Carried(preprocess, (assumed,))
+
+
+def _class_name(json: dict[str, Any], family: Family, files: Files) -> Any:
+    """Return the class that the JSON or the config names, else the family's."""
+    stated = (
+        json.get("image_processor_type"),
+        json.get("feature_extractor_type"),
+        files.config.get("image_processor_type"),
+    )
+    return next((name for name in stated if name is not None), family.image_processor)
+
+
+def _stated(value: bool | None, default: bool) -> bool:
+    """Return a flag of the file, or the class's default if the file leaves it out."""
+    return default if value is None else value
 
 
 def _of_channels(value: Statistic | None, files: Files) -> list[float] | None:
-    """Return a statistic of each channel, where one number is that of all."""
+    """Return a statistic for each channel; a single number is for all channels."""
     if not isinstance(value, float):
         return value
     channels = files.config.get("num_channels", 3)
@@ -236,7 +246,7 @@ def _of_channels(value: Statistic | None, files: Files) -> list[float] | None:
 
 
 def _sized(value: int | list[int] | _Sides | None, square: bool, where: str) -> Resized:
-    """Return how a picture is resized, and to what (rows, columns)."""
+    """Return how a picture is resized, and its new (rows, columns)."""
     if isinstance(value, int):
         return ("squash" if square else "shortest_edge"), (value, value)
     if isinstance(value, list):

@@ -1,10 +1,9 @@
-"""CLIPModel and SiglipModel whole, SigLIP 2 of one resolution among them: labels are texts, and
-make the head.
+"""Whole checkpoints of CLIPModel and SiglipModel, whose labels are texts that make the head.
 
-The image's tower pools the CLS token and projects it (CLIP), or pools by attention (SigLIP).
-Features of the labels, times the scale, are the head's rows, so that the model is served as any
-other. The tokenizer is the library's: of its files only data are taken, so that nothing in a
-checkpoint names code to run.
+SigLIP 2 of one resolution is among them. The image tower pools the CLS token and projects it
+(CLIP), or pools by attention (SigLIP). Features of the labels, times the scale, are the rows of the
+head, so that the model is served like any other. The tokenizer is the library's. It gets only data
+from the checkpoint's files, so that nothing in them names code to run.
 """
 
 import json
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.checkpoint.files import CONFIG_FILE, Files
-from model.checkpoint.huggingface.families import CLIP, activation, tower_config
+from model.checkpoint.huggingface.families import CLIP
+from model.checkpoint.huggingface.fields import activation, tower_config
 from model.checkpoint.labels import read_labels
 from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions
@@ -52,8 +52,8 @@ _CLIP_DEFAULTS: Final = {
     "layer_norm_eps": 1e-5,
     "eos_token_id": 49407,
 }
-# Of CLIPTextConfig and SiglipTextConfig: nested configs name only what differs from the defaults of
-# their class.
+# Defaults of SiglipTextConfig; those above are CLIPTextConfig's. Nested configs state only fields
+# that differ from them.
 _SIGLIP_DEFAULTS: Final = _CLIP_DEFAULTS | {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -77,12 +77,12 @@ _NAMES: Final = {
 
 
 class Texts(NamedTuple):
-    """What a whole checkpoint has beside the image's tower.
+    """The parts of a whole checkpoint except for the image tower.
 
     Attributes:
-        labels: that the head was made of; none where requests bring them.
-        zero_shot: how labels and images are compared.
-        tower: features of texts.
+        labels: labels that the head was made of; empty if requests bring labels.
+        zero_shot: comparison of labels and images.
+        tower: function from texts to features.
     """
 
     labels: tuple[str, ...]
@@ -97,15 +97,15 @@ def read_texts(
 
     Args:
         stored: all tensors.
-        files: of the checkpoint, for its tokenizer.
-        options: the operator's.
-        width: of an image's embedding, which features of texts share.
+        files: files of the checkpoint, which include its tokenizer.
+        options: options of the operator.
+        width: width of an image's embedding, which features of texts share.
 
     Returns:
-        The tensors of the image's tower, with a head if there are labels; and what the rest is.
+        The tensors of the image tower, with a head if there are labels; and the other parts.
 
     Raises:
-        CheckpointError: as `TextEmbedder`, or the labels or scales are not what they should be.
+        CheckpointError: as `TextEmbedder`, or the labels or scales are wrong.
     """
     labels = _labels(options.labels)
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith(_PREFIXES)}
@@ -124,24 +124,26 @@ def read_texts(
 
 
 class TextEmbedder:
-    """Features of texts, as the library's `get_text_features` with the pipeline's arguments for the
-    tokenizer.
+    """Features of texts, equal to the library's `get_text_features`.
+
+    The tokenizer gets the arguments of the library's pipeline.
 
     Args:
-        files: of the checkpoint, for its config and tokenizer.
-        tensors: those of the text tower, under the hub's names.
-        width: of an image's embedding, which features share.
+        files: files of the checkpoint, which include its config and tokenizer.
+        tensors: tensors of the text tower, under the hub's names.
+        width: width of an image's embedding, which features share.
 
     Attributes:
-        config: of the tower.
+        config: architecture of the tower.
 
     Raises:
         CheckpointError: transformers is not installed, or a tensor or the tokenizer is missing or
-        wrong.
+            wrong.
     """
 
     def __init__(self, files: Files, tensors: Mapping[str, Tensor], width: int) -> None:
-        config, where = files.config, files.place
+        config = files.config
+        where = files.place
         self.config = _tower_config(config, width, files.where(CONFIG_FILE))
         with torch.device("meta"):
             self._tower = TextTower(self.config)
@@ -163,7 +165,8 @@ class TextEmbedder:
         tokens = 1 + max(self._tokenizer.get_vocab().values(), default=0)
         if tokens > self.config.vocabulary:
             raise CheckpointError(
-                f"{where}: the tokenizer has {tokens} tokens, the text tower {self.config.vocabulary}"
+                f"{where}: the tokenizer has {tokens} tokens, the text tower "
+                f"{self.config.vocabulary}"
             )
         try:
             self(["a"])
@@ -175,18 +178,21 @@ class TextEmbedder:
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the features of texts, float32 [N, D], not normalised; what is too long is cut."""
-        # What transformers' pipeline pads a text of SigLIP to, as in training.
-        length = self.config.positions if self.config.causal else min(64, self.config.positions)
-        padding = True if self.config.causal else "max_length"
+        """Return the features of texts, float32 [N, D], not normalised; truncate long texts."""
+        length = self.config.positions
+        padding: bool | str = True
+        if not self.config.causal:
+            # transformers' pipeline pads a text of SigLIP to this length, as in training.
+            length = min(64, length)
+            padding = "max_length"
         parts = []
         for start in range(0, len(texts), _BATCH):
             batch = list(texts[start : start + _BATCH])
             inputs = self._tokenizer(
                 batch, padding=padding, truncation=True, max_length=length, return_tensors="pt"
             )
-            seen = inputs.get("attention_mask")
-            parts.append(self._tower(inputs["input_ids"], None if seen is None else seen.bool()))
+            mask = inputs.get("attention_mask")
+            parts.append(self._tower(inputs["input_ids"], None if mask is None else mask.bool()))
         features: NDArray[np.float32] = torch.cat(parts).numpy()
         return features
 
@@ -197,8 +203,7 @@ def _tower_config(config: Mapping[str, Any], width: int, where: str) -> TextConf
     stated = (_CLIP_DEFAULTS if causal else _SIGLIP_DEFAULTS) | tower_config(config, "text", where)
     fields = {ours: stated[theirs] for ours, theirs in _NAMES.items()}
     fields["activation"] = activation(fields["activation"], f"{where}: text_config")
-    # `eos_token_id` of CLIP's first files, whose texts end with the highest number (transformers
-    # #24773).
+    # CLIP's first files state 2, but their texts end with the highest number (transformers #24773).
     if not causal or fields["end"] == 2:
         fields["end"] = None
     with validating(where, "text_config: ", _NAMES):
@@ -215,20 +220,17 @@ def _scalar(tensors: dict[str, Tensor], name: str, where: str) -> float:
 
 
 def _labels(labels: str | None) -> tuple[str, ...]:
-    """Return the labels of VIT_LABELS; without it, or with numbers, which say nothing, a request
-    brings its labels.
-    """
+    """Return the labels of VIT_LABELS; empty without names, so that requests bring labels."""
     if labels is None or labels == "numbers":
         return ()
     return read_labels(labels, None)
 
 
 def _tokenizer(files: Files, model_type: str) -> Any:
-    """Return the tokenizer of a checkpoint, which is made of a copy of its files that names no
-    code.
-    """
+    """Return the tokenizer of a checkpoint, made of a copy of its files that does not name code."""
     try:
-        from transformers import AutoTokenizer  # noqa: PLC0415  an optional extra that takes seconds to import
+        # An optional extra that takes seconds to import.
+        from transformers import AutoTokenizer  # noqa: PLC0415
     except ImportError:
         raise CheckpointError(
             f"{files.place}: a text tower needs transformers: {_INSTALL}"
@@ -248,7 +250,7 @@ def _tokenizer(files: Files, model_type: str) -> Any:
         for name, path in paths.items():
             (Path(folder) / name).symlink_to(path)
         (Path(folder) / _TOKENIZER_CONFIG).write_text(json.dumps(config))
-        # Else the library warns of its own defaults, which no tokenizer reads.
+        # Without this file, the library warns about its own defaults, which no tokenizer reads.
         (Path(folder) / CONFIG_FILE).write_text(
             json.dumps(
                 {
@@ -261,8 +263,7 @@ def _tokenizer(files: Files, model_type: str) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        # What the library raises on a broken file is of any type, plain exceptions of its Rust part
-        # among them.
+        # The library may raise any exception for a broken file, such as one of its Rust part.
         except Exception as error:  # noqa: BLE001
             raise CheckpointError(
                 f"{where}: no tokenizer that transformers reads: {first_line(error)}"

@@ -18,7 +18,7 @@ from model.errors import CheckpointError
 _TRAINING: Final = re.compile(
     r"optim|sched|scaler|^amp$|callback|loops|hyper_?param|rng", re.IGNORECASE
 )
-# Names of tensors in state dicts that have no part in classification.
+# Names of tensors in state dicts that classification does not use.
 _UNUSED: Final = re.compile(
     r"(.*\.)?((step|decay|loss\w*|criterion\w*|\w*metrics?)(\..*)?|"
     r"n_averaged|initted|num_updates|mask_token)"
@@ -82,7 +82,7 @@ def network_in(content: Any, copy: str | None, where: str) -> Network:
 
 
 def _weights(items: Mapping[str, Any], content: Any, where: str) -> Tensors:
-    """Return the tensors that are weights; raise `CheckpointError` if there are none."""
+    """Return the tensors that are weights; raise `CheckpointError` without any."""
     tensors = {
         name: item
         for name, item in items.items()
@@ -144,7 +144,7 @@ def without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def _flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the items of nested mappings with their keys; None instead of what belongs to training."""
+    """Yield the items of nested mappings by their joined keys; None for parts of training."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         name = f"{prefix}{key}"
         if not isinstance(inner, Mapping):

@@ -78,7 +78,7 @@ class InferredNetwork:
 
     @property
     def has_own_sizes(self) -> bool:
-        """Whether its sizes are those of the tensors."""
+        """Whether the tensors tell its sizes."""
         return self.name in ("", OWN)
 
     @property
@@ -92,7 +92,7 @@ class InferredNetwork:
         return len({name.split(".")[1] for name in self.tensors if name.startswith("blocks.")})
 
     def take_torchvision_model(self) -> str:
-        """Return torchvision's name of the model, and state its attention heads; empty if unknown."""
+        """Return torchvision's name of the model, or an empty text; state its attention heads."""
         if self.layout.name != "torchvision":
             return ""
         width, _, patch, *_ = self._shape("patch_embed.proj.weight", 4)
@@ -142,7 +142,7 @@ class InferredNetwork:
         ]
 
     def _absent_parts(self) -> list[str]:
-        """Return the parts without tensors; refuse a tensor of a part that is stated to be absent."""
+        """Return the parts without tensors; refuse a tensor of a part that is stated absent."""
         absent = []
         for part, names in _PARTS.items():
             name = next((name for name in names if name in self.tensors), None)

@@ -98,7 +98,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
 
 
 def _network_arrays(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the arrays of the network without a prefix, those of each block by its number."""
+    """Return the arrays of the network without a prefix, a stacked array as one array per block."""
     prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embedding/kernel" in stored), "")
     arrays = {
         name.removeprefix(prefix): array

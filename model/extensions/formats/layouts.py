@@ -1,8 +1,7 @@
-"""Layouts of state dicts that are read without a config: whose names they are, and what that code
-does with them.
+"""Layouts of state dicts that are read without a config: the names of a library, and its habits.
 
-Each is exact: a name that its rules do not know stays, and is refused. Names of one's own are
-mapped by `VIT_KEYS`.
+A name that the rules do not know keeps its form, and is refused later. A key map (`VIT_KEYS`) gives
+new names to a network of somebody's own.
 """
 
 import re
@@ -12,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from model.checkpoint.files import OPEN_CLIP_CONFIG
-from model.checkpoint.huggingface.families import ENCODER
+from model.checkpoint.huggingface.names import ENCODER
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.tensors import Rules, join_parts, renamed, taken
 from model.errors import CheckpointError
@@ -22,10 +21,11 @@ class Layout(NamedTuple):
     """The names of one library's Vision Transformers.
 
     Attributes:
-        name: of the library.
-        marker: pattern of a name that this layout alone has.
-        rules: to the model's names.
-        habits: arguments of `VIT_ARCHITECTURE` that this code has unless it is told otherwise.
+        name: name of the library.
+        marker: pattern of a name that only this layout has.
+        rules: from the library's names to the model's.
+        habits: arguments of `VIT_ARCHITECTURE` that this library's code has unless others are
+            stated.
     """
 
     name: str
@@ -34,102 +34,88 @@ class Layout(NamedTuple):
     habits: Mapping[str, Any]
 
 
-_OF_VIT_PYTORCH: Final = {
-    **{"act_layer": "gelu", "norm_eps": 1e-5, "norm_order": "pre", "patch_order": "channels_last"},
-    **{"pool_include_prefix": True, "fc_norm": False, "qkv_bias": False, "qkv_order": "3hd"},
-}
-
-LAYOUTS: Final = (
-    Layout(
-        "vit-pytorch",
-        r"to_patch_embedding\.2\.weight",
-        (
-            (r"^pos_embedding$", "pos_embed"),
-            (r"^transformer\.layers\.(\d+)\.0\.norm\.", r"blocks.\1.norm1."),
-            (r"^transformer\.layers\.(\d+)\.0\.to_qkv\.", r"blocks.\1.attn.qkv."),
-            (r"^transformer\.layers\.(\d+)\.0\.to_out\.(?:0\.)?", r"blocks.\1.attn.proj."),
-            (r"^transformer\.layers\.(\d+)\.1\.norm\.", r"blocks.\1.norm2."),
-            (r"^transformer\.layers\.(\d+)\.1\.net\.0\.", r"blocks.\1.norm2."),
-            (r"^transformer\.layers\.(\d+)\.1\.net\.1\.", r"blocks.\1.mlp.fc1."),
-            (r"^transformer\.layers\.(\d+)\.1\.net\.[34]\.", r"blocks.\1.mlp.fc2."),
-            (r"^transformer\.norm\.", "norm."),
-            (r"^(?:mlp|linear)_head\.0\.", "fc_norm."),
-            (r"^(?:mlp|linear)_head\.(?:1\.)?", "head."),
-            (r"^to_patch_embedding\.1\.", "patch_embed.norm_in."),
-            (r"^to_patch_embedding\.2\.", "patch_embed.proj."),
-            (r"^to_patch_embedding\.3\.", "patch_embed.norm_out."),
-        ),
-        _OF_VIT_PYTORCH,
+_VIT_PYTORCH: Final = Layout(
+    "vit-pytorch",
+    r"to_patch_embedding\.2\.weight",
+    (
+        (r"^pos_embedding$", "pos_embed"),
+        (r"^transformer\.layers\.(\d+)\.0\.norm\.", r"blocks.\1.norm1."),
+        (r"^transformer\.layers\.(\d+)\.0\.to_qkv\.", r"blocks.\1.attn.qkv."),
+        (r"^transformer\.layers\.(\d+)\.0\.to_out\.(?:0\.)?", r"blocks.\1.attn.proj."),
+        (r"^transformer\.layers\.(\d+)\.1\.norm\.", r"blocks.\1.norm2."),
+        (r"^transformer\.layers\.(\d+)\.1\.net\.0\.", r"blocks.\1.norm2."),
+        (r"^transformer\.layers\.(\d+)\.1\.net\.1\.", r"blocks.\1.mlp.fc1."),
+        (r"^transformer\.layers\.(\d+)\.1\.net\.[34]\.", r"blocks.\1.mlp.fc2."),
+        (r"^transformer\.norm\.", "norm."),
+        (r"^(?:mlp|linear)_head\.0\.", "fc_norm."),
+        (r"^(?:mlp|linear)_head\.(?:1\.)?", "head."),
+        (r"^to_patch_embedding\.1\.", "patch_embed.norm_in."),
+        (r"^to_patch_embedding\.2\.", "patch_embed.proj."),
+        (r"^to_patch_embedding\.3\.", "patch_embed.norm_out."),
     ),
-    Layout(
-        "transformers",
-        r"((vit|deit)\.)?(encoder\.layer|layers)\.0\.layernorm_before\.weight",
-        ENCODER,
-        {
-            "norm_order": "pre",
-            "act_layer": "gelu",
-            "norm_eps": 1e-12,
-            "global_pool": "token",
-            "qkv_order": "3hd",
-        },
-    ),
-    Layout(
-        "torchvision",
-        r"encoder\.layers\.encoder_layer_0\.ln_1\.weight",
-        (
-            (r"^class_token$", "cls_token"),
-            (r"^encoder\.pos_embedding$", "pos_embed"),
-            (r"^conv_proj\.", "patch_embed.proj."),
-            (r"^encoder\.layers\.encoder_layer_(\d+)\.ln_([12])\.", r"blocks.\1.norm\2."),
-            (
-                r"^encoder\.layers\.encoder_layer_(\d+)\.self_attention\.in_proj_",
-                r"blocks.\1.attn.qkv.",
-            ),
-            (
-                r"^encoder\.layers\.encoder_layer_(\d+)\.self_attention\.out_proj\.",
-                r"blocks.\1.attn.proj.",
-            ),
-            (
-                r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:0|linear_1)\.",
-                r"blocks.\1.mlp.fc1.",
-            ),
-            (
-                r"^encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:3|linear_2)\.",
-                r"blocks.\1.mlp.fc2.",
-            ),
-            (r"^encoder\.ln\.", "norm."),
-        ),
-        {
-            "norm_order": "pre",
-            "act_layer": "gelu",
-            "norm_eps": 1e-6,
-            "global_pool": "token",
-            "qkv_order": "3hd",
-        },
-    ),
-    Layout(
-        "torch.nn.TransformerEncoder",
-        r"(.+\.)?layers\.0\.self_attn\.in_proj_weight",
-        (
-            (r"^(?:.+\.)?layers\.(\d+)\.self_attn\.in_proj_", r"blocks.\1.attn.qkv."),
-            (r"^(?:.+\.)?layers\.(\d+)\.self_attn\.out_proj\.", r"blocks.\1.attn.proj."),
-            (r"^(?:.+\.)?layers\.(\d+)\.linear([12])\.", r"blocks.\1.mlp.fc\2."),
-            (r"^(?:.+\.)?layers\.(\d+)\.norm([12])\.", r"blocks.\1.norm\2."),
-            (r"^\w*(?:encoder|transformer)\.norm\.", "norm."),
-            (r"^(?:cls|class)_token$|^cls$", "cls_token"),
-            (r"^pos(?:itional)?_embed(?:ding)?s?$", "pos_embed"),
-            (r"^(?:patch_embed(?:ding)?|conv_proj)\.(?:proj\.)?", "patch_embed.proj."),
-        ),
-        {"norm_eps": 1e-5, "qkv_order": "3hd"},
-    ),
-    Layout(
-        "timm",
-        r"blocks\.0\.attn\.(qkv|q_proj|q)\.weight",
-        (),
-        {"qkv_order": "3hd"},
-    ),
+    {
+        "act_layer": "gelu",
+        "norm_eps": 1e-5,
+        "norm_order": "pre",
+        "patch_order": "channels_last",
+        "pool_include_prefix": True,
+        "fc_norm": False,
+        "qkv_bias": False,
+        "qkv_order": "3hd",
+    },
 )
-
+_TRANSFORMERS: Final = Layout(
+    "transformers",
+    r"((vit|deit)\.)?(encoder\.layer|layers)\.0\.layernorm_before\.weight",
+    ENCODER,
+    {
+        "norm_order": "pre",
+        "act_layer": "gelu",
+        "norm_eps": 1e-12,
+        "global_pool": "token",
+        "qkv_order": "3hd",
+    },
+)
+_LAYER: Final = r"^encoder\.layers\.encoder_layer_(\d+)"
+_TORCHVISION: Final = Layout(
+    "torchvision",
+    r"encoder\.layers\.encoder_layer_0\.ln_1\.weight",
+    (
+        (r"^class_token$", "cls_token"),
+        (r"^encoder\.pos_embedding$", "pos_embed"),
+        (r"^conv_proj\.", "patch_embed.proj."),
+        (rf"{_LAYER}\.ln_([12])\.", r"blocks.\1.norm\2."),
+        (rf"{_LAYER}\.self_attention\.in_proj_", r"blocks.\1.attn.qkv."),
+        (rf"{_LAYER}\.self_attention\.out_proj\.", r"blocks.\1.attn.proj."),
+        (rf"{_LAYER}\.mlp\.(?:0|linear_1)\.", r"blocks.\1.mlp.fc1."),
+        (rf"{_LAYER}\.mlp\.(?:3|linear_2)\.", r"blocks.\1.mlp.fc2."),
+        (r"^encoder\.ln\.", "norm."),
+    ),
+    {
+        "norm_order": "pre",
+        "act_layer": "gelu",
+        "norm_eps": 1e-6,
+        "global_pool": "token",
+        "qkv_order": "3hd",
+    },
+)
+_TORCH: Final = Layout(
+    "torch.nn.TransformerEncoder",
+    r"(.+\.)?layers\.0\.self_attn\.in_proj_weight",
+    (
+        (r"^(?:.+\.)?layers\.(\d+)\.self_attn\.in_proj_", r"blocks.\1.attn.qkv."),
+        (r"^(?:.+\.)?layers\.(\d+)\.self_attn\.out_proj\.", r"blocks.\1.attn.proj."),
+        (r"^(?:.+\.)?layers\.(\d+)\.linear([12])\.", r"blocks.\1.mlp.fc\2."),
+        (r"^(?:.+\.)?layers\.(\d+)\.norm([12])\.", r"blocks.\1.norm\2."),
+        (r"^\w*(?:encoder|transformer)\.norm\.", "norm."),
+        (r"^(?:cls|class)_token$|^cls$", "cls_token"),
+        (r"^pos(?:itional)?_embed(?:ding)?s?$", "pos_embed"),
+        (r"^(?:patch_embed(?:ding)?|conv_proj)\.(?:proj\.)?", "patch_embed.proj."),
+    ),
+    {"norm_eps": 1e-5, "qkv_order": "3hd"},
+)
+_TIMM: Final = Layout("timm", r"blocks\.0\.attn\.(qkv|q_proj|q)\.weight", (), {"qkv_order": "3hd"})
+LAYOUTS: Final = (_VIT_PYTORCH, _TRANSFORMERS, _TORCHVISION, _TORCH, _TIMM)
 
 _OF_OPEN_CLIP: Final = (
     "visual.conv1.weight",
@@ -139,34 +125,18 @@ _OF_OPEN_CLIP: Final = (
 
 
 def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[str, Tensor]]:
-    """Return the layout that a state dict has, and its tensors under the model's names.
+    """Return the layout of a state dict, and its tensors under the model's names.
 
     Raises:
-        CheckpointError: it has none that is known.
+        CheckpointError: the layout is not known.
     """
-    found = [
-        layout for layout in LAYOUTS if any(re.fullmatch(layout.marker, name) for name in tensors)
-    ]
-    if not found:
-        first = {name.partition(".")[0]: name for name in reversed(list(tensors))}
-        shown = ", ".join(repr(name)[:80] for name in list(reversed(first.values()))[:4])
-        known = ", ".join(dict.fromkeys(layout.name for layout in LAYOUTS))
-        if not tensors.keys().isdisjoint(_OF_OPEN_CLIP):
-            raise CheckpointError(
-                f"{where}: names of open_clip: give its folder, where it is called open_clip_pytorch_model.bin or "
-                f"open_clip_model.safetensors, with {OPEN_CLIP_CONFIG} beside it: json.dump({{'model_cfg': "
-                "open_clip.get_model_config(NAME), 'preprocess_cfg': model.visual.preprocess_cfg}, FILE)"
-            )
-        raise CheckpointError(
-            f"{where}: names of a layout that is not known (known are {known}), such as {shown}: a file of VIT_KEYS "
-            "says which tensor of the model each is; for a network of timm, name it with VIT_ARCHITECTURE"
-        )
-    layout, *_ = found
+    layout = _layout_of(tensors, where)
     native = renamed(tensors, layout.rules, where)
     if "register_tokens" in native:
         native = _with_registers(native, where)
-    if layout.name == "vit-pytorch":
-        layout = layout._replace(habits={**layout.habits, **_of_vit_pytorch(native, tensors)})
+    habits = dict(layout.habits)
+    if layout is _VIT_PYTORCH:
+        habits |= _vit_pytorch_habits(native, tensors)
     join_parts(native)
     if "cls_token" in native and not native["cls_token"].numel():
         del native["cls_token"]
@@ -175,14 +145,35 @@ def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[s
             native[name] = native[name].unsqueeze(0)
     native = with_head(native, where)
     if _reads_mean(native):
-        layout = layout._replace(habits={**layout.habits, "global_pool": "cls_mean"})
-    return layout, native
+        habits["global_pool"] = "cls_mean"
+    return layout._replace(habits=habits), native
+
+
+def _layout_of(tensors: Mapping[str, Tensor], where: str) -> Layout:
+    for layout in LAYOUTS:
+        if any(re.fullmatch(layout.marker, name) for name in tensors):
+            return layout
+    if not tensors.keys().isdisjoint(_OF_OPEN_CLIP):
+        raise CheckpointError(
+            f"{where}: names of open_clip: give its folder, where it is called "
+            "open_clip_pytorch_model.bin or open_clip_model.safetensors, together with "
+            f"{OPEN_CLIP_CONFIG}: json.dump({{'model_cfg': open_clip.get_model_config(NAME), "
+            "'preprocess_cfg': model.visual.preprocess_cfg}, FILE)"
+        )
+    examples: dict[str, str] = {}
+    for name in tensors:
+        examples.setdefault(name.partition(".")[0], name)
+    shown = ", ".join(repr(name)[:80] for name in list(examples.values())[:4])
+    known = ", ".join(layout.name for layout in LAYOUTS)
+    raise CheckpointError(
+        f"{where}: names of a layout that is not known (known are {known}), such as {shown}: a "
+        "file of VIT_KEYS says which tensor of the model each is; for a network of timm, name it "
+        "with VIT_ARCHITECTURE"
+    )
 
 
 def _reads_mean(native: Mapping[str, Tensor]) -> bool:
-    """Return whether the head reads twice the width: CLS and the mean of the patches, as DINOv2's
-    classifiers.
-    """
+    """Return whether the head reads CLS and the mean of the patches, as DINOv2's classifiers."""
     head = native.get("head.weight")
     norm = native.get("blocks.0.norm1.weight")
     if head is None or norm is None or head.ndim != 2 or norm.ndim != 1:
@@ -190,36 +181,40 @@ def _reads_mean(native: Mapping[str, Tensor]) -> bool:
     return head.shape[1] == 2 * len(norm)
 
 
-def _of_vit_pytorch(native: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the habits of those of its models that have these tensors."""
+def _vit_pytorch_habits(
+    native: Mapping[str, Tensor], names: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return the habits of the models of vit-pytorch that have these tensors."""
     token = native.get("cls_token")
     is_absent = token is None or not token.numel()
-    habits = (
-        # Its models of before 2025 have a token [1, 1, D] whichever way they pool.
-        ("global_pool", "avg" if is_absent else "token", token is None or token.ndim == 2),
-        # In SimpleViT the projection is a layer of its own, without a bias.
-        ("proj_bias", False, any(name.endswith(".to_out.weight") for name in names)),
-        ("class_token", False, is_absent),
-        ("pos_embed", "sincos2d", is_absent and "pos_embed" not in native),
-        ("fc_norm", True, "fc_norm.weight" in native),
-    )
-    return {argument: value for argument, value, is_so in habits if is_so}
+    habits: dict[str, Any] = {}
+    # Its models of before 2025 have a token [1, 1, D] whichever way they pool.
+    if token is None or token.ndim == 2:
+        habits["global_pool"] = "avg" if is_absent else "token"
+    # In SimpleViT the projection is a single layer, without a bias.
+    if any(name.endswith(".to_out.weight") for name in names):
+        habits["proj_bias"] = False
+    if is_absent:
+        habits["class_token"] = False
+    if is_absent and "pos_embed" not in native:
+        habits["pos_embed"] = "sincos2d"
+    if "fc_norm.weight" in native:
+        habits["fc_norm"] = True
+    return habits
 
 
 def _with_registers(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     """Return the tensors of a DINOv2 model with registers as timm has them.
 
-    DINOv2 gives registers no position; timm's model has none for CLS either, so it is added to its
-    token here.
+    DINOv2 gives a position to the CLS token but not to registers. timm's model gives neither one,
+    so the position of the CLS token is added to the token.
     """
-    registers, positions = (
-        tuple(tensors[name].shape) if name in tensors else ()
-        for name in ("register_tokens", "pos_embed")
-    )
+    registers = tuple(tensors["register_tokens"].shape)
+    positions = tuple(tensors["pos_embed"].shape) if "pos_embed" in tensors else ()
     if len(registers) != 3 or len(positions) != 3 or positions[1] < 2:
         raise CheckpointError(
-            f"{where}: register_tokens has shape {list(registers)}, pos_embed has shape {list(positions)}: "
-            "expected [1, tokens, width]"
+            f"{where}: register_tokens has shape {list(registers)}, pos_embed has shape "
+            f"{list(positions)}: expected [1, tokens, width]"
         )
     width = positions[2]
     table = taken(tensors, "pos_embed", (1, positions[1], width), where)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from model.checkpoint import huggingface, native, timm
 from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, Files
 from model.checkpoint.hub import Repository, is_hub_id
-from model.checkpoint.labels import UNNAMED
+from model.checkpoint.label_forms import UNNAMED
 from model.checkpoint.local_files import resolved_source
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.sources import open_source
@@ -152,7 +152,7 @@ def _adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
     """Make a base give its tensors with an adapter merged into them.
 
     Raises:
-        CheckpointError: the adapter has no readable weights, or no file states the labels of its
+        CheckpointError: the adapter's weights cannot be read, or no file states the labels of its
             head.
     """
     where = f"{adapter.place} (base {base.place})"

@@ -1,9 +1,8 @@
-"""open_clip's folder: `open_clip_config.json` and its weights. The image's tower is read, for
-embeddings.
+"""open_clip's folder: `open_clip_config.json` and its weights.
 
-Source of names and defaults: open_clip/model.py (CLIPVisionCfg), transformer.py
-(VisionTransformer), timm_model.py and transform.py. The embedding is that of `encode_image`: the
-pooled features, projected as the model projects them.
+The image tower is read, for embeddings as `encode_image` gives them: the pooled features, projected
+as the model projects them. Source of names and defaults: open_clip/model.py (CLIPVisionCfg),
+transformer.py (VisionTransformer), timm_model.py and transform.py.
 """
 
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ _WEIGHTS: Final = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _VISUAL: Final = "visual."
 _TRUNK: Final = "trunk."
 _PROJECTION: Final = "projection.weight"
-_NOTE: Final = "open_clip: the image's tower is read, for embeddings; the text's is not"
+_NOTE: Final = "open_clip: the image tower is read, for embeddings; the text tower is not"
 
 _NAMES: Final[Rules] = (
     (r"^class_embedding$", "cls_token"),
@@ -59,9 +58,7 @@ class _Norm(Frozen):
 
 
 class _Tower(BaseModel):
-    """The fields of a `vision_cfg`; steps that are not read must be off, and fields of training
-    have no effect.
-    """
+    """The fields of a `vision_cfg`; unsupported steps must be off, training is ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,7 +70,7 @@ class _Tower(BaseModel):
     patch_size: Edge | None = 16
     ls_init_value: float | None = None
     no_ln_pre: bool = False
-    # Either way the file holds the positions.
+    # The file holds the positions of either type.
     pos_embed_type: Literal["learnable", "sin_cos_2d"] = "learnable"
     final_ln_after_pool: bool = False
     pool_type: Literal["tok", "avg"] = "tok"
@@ -115,8 +112,8 @@ class _Preprocess(BaseModel):
     resize_mode: Literal["shortest", "squash", "longest"] = "shortest"
 
 
-class _Read(NamedTuple):
-    """An architecture, and its tensors."""
+class _Tensors(NamedTuple):
+    """An architecture and its tensors."""
 
     config: ViTConfig
     tensors: Mapping[str, Tensor]
@@ -138,15 +135,19 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
     with validating(where, "model_cfg.vision_cfg."):
         tower = _Tower.model_validate(vision)
     stated = _object(config.get("preprocess_cfg") or {}, "preprocess_cfg", where)
-    carried = None if options.preprocess else _preprocess(stated, tower, where)
+    carried = None
+    assumed: tuple[str, ...] = ()
+    if not options.preprocess:
+        carried = _preprocess(stated, tower, where)
+        assumed = _assumed(stated)
     files.weights = (*_WEIGHTS, *files.weights)
     width = required(model, "embed_dim", where)
-    make = _own if tower.timm_model_name is None else _timm
     with validating(where, "model_cfg."):
-        network, tensors = make(files, tower, width, is_quick=bool(model.get("quick_gelu")))
-    assumed = ", ".join(
-        name for name in ("mean", "std", "interpolation", "resize_mode") if stated.get(name) is None
-    )
+        if tower.timm_model_name is None:
+            is_quick = bool(model.get("quick_gelu"))
+            network, tensors = _own_tower(files, tower, width, is_quick=is_quick)
+        else:
+            network, tensors = _timm_tower(files, tower, width, tower.timm_model_name)
     return Checkpoint(
         name=files.name,
         source=files.source,
@@ -159,10 +160,17 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
         multi_label=False,
         revision=files.revision,
         notes=(_NOTE,),
-        assumed=(f"preprocessing: {assumed} of open_clip's default (VIT_PREPROCESS)",)
-        if assumed and carried
-        else (),
+        assumed=assumed,
     )
+
+
+def _assumed(stated: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note of the fields of the preprocessing that the config leaves out."""
+    fields = ("mean", "std", "interpolation", "resize_mode")
+    names = [name for name in fields if stated.get(name) is None]
+    if not names:
+        return ()
+    return (f"preprocessing: {', '.join(names)} of open_clip's default (VIT_PREPROCESS)",)
 
 
 def _object(value: Any, name: str, where: str) -> dict[str, Any]:
@@ -172,9 +180,7 @@ def _object(value: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def _preprocess(stated: Mapping[str, Any], tower: _Tower, where: str) -> PreprocessConfig:
-    """Return the preprocessing of a config, at the size of its tower, as `image_transform_v2`
-    computes it.
-    """
+    """Return the preprocessing of `image_transform_v2`, at the size of the tower."""
     with validating(where, "preprocess_cfg."):
         read = _Preprocess.model_validate(
             {name: value for name, value in stated.items() if value is not None}
@@ -182,8 +188,8 @@ def _preprocess(stated: Mapping[str, Any], tower: _Tower, where: str) -> Preproc
     rows, columns = tower.image_size
     if read.resize_mode == "longest" or (read.resize_mode == "shortest" and rows != columns):
         raise CheckpointError(
-            f"{where}: preprocess_cfg.resize_mode {read.resize_mode!r} at {rows}x{columns} pixels is not computed: set "
-            "VIT_PREPROCESS to another preprocessing"
+            f"{where}: preprocess_cfg.resize_mode {read.resize_mode!r} at {rows}x{columns} pixels "
+            "is not computed: set VIT_PREPROCESS to another preprocessing"
         )
     fields = {
         "size": tower.image_size,
@@ -198,24 +204,23 @@ def _preprocess(stated: Mapping[str, Any], tower: _Tower, where: str) -> Preproc
 
 
 def _visual(files: Files) -> dict[str, Tensor]:
-    """Return the tensors of the image's tower, under the names within it."""
+    """Return the tensors of the image tower, under the names within it."""
     return {
-        name.removeprefix(_VISUAL): t
-        for name, t in files.tensors().items()
+        name.removeprefix(_VISUAL): tensor
+        for name, tensor in files.tensors().items()
         if name.startswith(_VISUAL)
     }
 
 
-def _own(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Read:
+def _own_tower(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Tensors:
     """Return open_clip's own Vision Transformer; raises pydantic.ValidationError."""
     rows, columns = tower.image_size
+    patch = tower.patch_size
     norm = tower.norm_kwargs or _Norm()
     fields = {
         "image_size": tower.image_size,
-        "patch_size": tower.patch_size,
-        "drop_remainder": bool(
-            tower.patch_size and (rows % tower.patch_size or columns % tower.patch_size)
-        ),
+        "patch_size": patch,
+        "drop_remainder": bool(patch and (rows % patch or columns % patch)),
         "width": tower.width,
         "depth": tower.layers,
         "heads": tower.width // tower.head_width,
@@ -240,32 +245,30 @@ def _own(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Read:
             tensors[name] = tensors[name].reshape(1, -1, tower.width)
     if _PROJECTION in tensors and tensors[_PROJECTION].ndim == 2:
         tensors[_PROJECTION] = tensors[_PROJECTION].T.contiguous()
-    return _Read(config, tensors)
+    return _Tensors(config, tensors)
 
 
-def _timm(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Read:
-    """Return a Vision Transformer of timm, which has its own activation; raises
-    pydantic.ValidationError.
-    """
-    where, name = files.where(OPEN_CLIP_CONFIG), tower.timm_model_name or ""
+def _timm_tower(files: Files, tower: _Tower, width: int, name: str) -> _Tensors:
+    """Return a Vision Transformer of timm; raises pydantic.ValidationError."""
+    where = files.where(OPEN_CLIP_CONFIG)
     if runs_in_library(name, where):
         raise CheckpointError(
-            f"{where}: timm_model_name {name!r:.100}: towers that are plain Vision Transformers are read; others of "
-            "timm with a classification head only, as folders of timm"
+            f"{where}: timm_model_name {name!r:.100}: towers that are plain Vision Transformers "
+            "are read; others of timm with a classification head only, as folders of timm"
         )
     arguments = architectures()[name] | {"img_size": tower.image_size, "num_classes": 0}
     own_pool = parse_arguments(arguments).global_pool
     has_linear = tower.timm_proj == "linear"
-    # With a projection of its own, open_clip changes the pooling after the norms have been made for
-    # another.
+    # With its own projection, open_clip changes the pooling, but the norms are for the old one.
     pools = ("", own_pool) if has_linear else tuple(POOL)
     if tower.timm_pool not in pools:
         known = ", ".join(map(repr, pools))
         raise CheckpointError(
-            f"{where}: timm_pool {tower.timm_pool!r} with timm_proj {tower.timm_proj!r}: expected {known}"
+            f"{where}: timm_pool {tower.timm_pool!r} with timm_proj {tower.timm_proj!r}: expected "
+            f"{known}"
         )
-    made = parse_arguments(arguments | {"global_pool": tower.timm_pool or own_pool})
-    config = made.vit_config()
+    parsed = parse_arguments(arguments | {"global_pool": tower.timm_pool or own_pool})
+    config = parsed.vit_config()
     projects = tower.timm_proj != "none"
     if projects:
         config = config.model_copy(update={"projection_width": width})
@@ -277,4 +280,4 @@ def _timm(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Read:
         bias = tensors.pop("head.bias", None)
         if bias is not None and bias.any():
             raise CheckpointError(f"{files.place}: its projection has a bias, which is not read")
-    return _Read(config, native_names(tensors, made, config, files.place))
+    return _Tensors(config, native_names(tensors, parsed, config, files.place))

@@ -56,7 +56,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
 
 @dataclass(frozen=True)
 class _StateDict:
-    """A state dict with what the operator states about it.
+    """A state dict with the operator's statements about it.
 
     Attributes:
         files: the file.

@@ -12,7 +12,7 @@ from model.checkpoint.timm_architectures import architectures, runs_in_library
 from model.checkpoint.timm_arguments import EvaArguments, TimmArguments
 from model.errors import CheckpointError, nearest
 
-OWN: Final = "vit"  # the architecture whose sizes are those of the tensors
+OWN: Final = "vit"  # the architecture whose sizes the tensors tell
 
 # Examples of the arguments that a message asks for. An absent part that is not here is false.
 USUAL: Final = {

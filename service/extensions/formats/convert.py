@@ -1,4 +1,4 @@
-"""`vitserve convert CHECKPOINT -o DIR`: any checkpoint that is read, as a native folder."""
+"""`vitserve convert CHECKPOINT -o DIR`: write any readable checkpoint as a native folder."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve convert`."""
     add_checkpoint(parser)
     parser.add_argument(
-        "-o", "--output", "--out", type=Path, required=True, metavar="DIR", help="made if absent"
+        "-o", "--output", "--out", type=Path, required=True, metavar="DIR", help="created if absent"
     )
     add_setting_flags(parser, CHECKPOINT_FLAGS)
 

@@ -101,7 +101,7 @@ class HomeMade(nn.Module):
 
 
 PLAIN = "vit,num_heads=3,norm_order=pre,act_layer=gelu,norm_eps=1e-6,global_pool=token"
-"""The truth about `made()`, as its maker would state it."""
+"""The architecture of `made()`, as its maker would state it."""
 
 
 def made(**options: Any) -> HomeMade:

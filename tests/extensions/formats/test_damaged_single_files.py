@@ -47,9 +47,7 @@ FILES = _files()
 @pytest.mark.parametrize("suffix", FILES)
 @FUZZ
 @given(data=st.data())
-def test_any_damage_to_a_file_is_a_refusal_in_one_line_or_does_no_harm(
-    suffix: str, data: st.DataObject, tmp_path: Path
-) -> None:
+def test_damaged_file_is_refused_or_right(suffix: str, data: st.DataObject, tmp_path: Path) -> None:
     damaged = bytearray(FILES[suffix])
     last = len(damaged) - 1
     for _ in range(data.draw(st.integers(1, 4))):

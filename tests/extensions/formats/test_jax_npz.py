@@ -1,4 +1,4 @@
-"""JAX's .npz files: logits, published presets."""
+"""JAX's .npz files give timm's logits."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
         )
 
     def attention(theirs: str, ours: str, *fused: str) -> None:
-        """`fused` are the layers whose rows are those of queries, keys and values."""
+        """`fused` are the layers with the rows of queries, keys and values."""
         weights, biases = (
             np.split(np.concatenate([state[f"{ours}.{layer}.{kind}"] for layer in fused]), 3)
             for kind in ("weight", "bias")
@@ -95,9 +95,7 @@ JAX: dict[str, tuple[dict[str, Any], bool, str, bool]] = {
 
 
 @pytest.mark.parametrize("case", JAX)
-def test_jax_logits_are_those_of_the_timm_model_that_timm_loads_from_the_same_file(
-    case: str, tmp_path: Path
-) -> None:
+def test_jax_files_give_timms_logits(case: str, tmp_path: Path) -> None:
     options, big_vision, prefix, scan = JAX[case]
 
     def model() -> Any:
@@ -139,7 +137,7 @@ POSITIONS = "Transformer/posembed_input/pos_embedding"
         ("Transformer/encoderblock_0/MlpBlock_3/Dense_1/kernel", (48,), r"fc2\.weight"),
     ],
 )
-def test_an_array_of_a_shape_that_no_model_has_is_refused(
+def test_array_of_a_wrong_shape_is_refused(
     name: str, shape: tuple[int, ...], message: str | None, tmp_path: Path
 ) -> None:
     model = timm().create_model(

@@ -1,4 +1,4 @@
-"""LoRA folders of PEFT are merged into their base while they are read, as PEFT merges them."""
+"""LoRA folders of PEFT are merged into their base, as PEFT merges them."""
 
 import json
 from pathlib import Path
@@ -103,7 +103,7 @@ def saved(adapted: Any, folder: Path, base: str, fan_in_fan_out: bool = False) -
     return folder
 
 
-def test_a_base_without_a_head_takes_the_adapters(tmp_path: Path) -> None:
+def test_base_without_head_takes_the_adapters(tmp_path: Path) -> None:
     """As google/vit-base-patch16-224-in21k is fine-tuned: the classes are the adapter's."""
     library, hub = peft(), transformers()
     base_folder(tmp_path / "base", "ViTModel")
@@ -127,7 +127,7 @@ def test_a_base_without_a_head_takes_the_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file")
 @pytest.mark.parametrize("classes", [3, 7])
-def test_the_head_of_an_adapter_of_timms_model_counts(classes: int, tmp_path: Path) -> None:
+def test_adapters_head_replaces_timms(classes: int, tmp_path: Path) -> None:
     sizes = {
         "patch_size": 8,
         "embed_dim": 16,
@@ -254,7 +254,7 @@ def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Te
         ({"alpha_pattern": ["fc1"]}, "alpha_pattern is not of names of modules"),
     ],
 )
-def test_what_cannot_be_merged_exactly_is_refused_by_name(
+def test_unmergeable_adapter_is_refused(
     fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     native_folder(tmp_path / "base")
@@ -285,7 +285,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
         load_checkpoint(str(tmp_path / "adapter"))
 
 
-def test_an_adapter_beside_a_model_is_not_chosen_silently(tmp_path: Path) -> None:
+def test_adapter_in_a_model_folder_is_refused(tmp_path: Path) -> None:
     native_folder(tmp_path / "base")
     plain_adapter(tmp_path / "base", tmp_path / "base")
     with pytest.raises(
@@ -300,7 +300,7 @@ def test_an_adapter_beside_a_model_is_not_chosen_silently(tmp_path: Path) -> Non
     )
 
 
-def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_the_adapter_does(
+def test_base_outside_allowed_folders_is_refused(
     tmp_path: Path,
 ) -> None:
     folder, outside = tmp_path / "models", huggingface_folder(tmp_path / "outside")
@@ -325,7 +325,7 @@ def test_a_base_that_an_adapter_names_lies_below_the_folder_of_checkpoints_as_th
             loaded(name)
 
 
-def test_an_adapter_of_the_models_may_name_a_hub_id(tmp_path: Path) -> None:
+def test_adapter_of_models_may_name_a_hub_id(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     adapter_folder(tmp_path / "models" / "hub", "vitserve-tests/none")
     adapter_folder(tmp_path / "models" / "out", str(huggingface_folder(tmp_path / "outside")))

@@ -7,9 +7,7 @@ from tests.model.checkpoint.folders import adapter_folder, huggingface_folder
 from tests.model.checkpoint.local_hub import MAIN, Hub, Load
 
 
-def test_an_adapter_and_its_base_on_the_hub_are_read_without_a_network_once_they_are_cached(
-    hub: Hub, load: Load, tmp_path: Path
-) -> None:
+def test_cached_adapter_needs_no_network(hub: Hub, load: Load, tmp_path: Path) -> None:
     hub.repositories["owner/base"] = {MAIN: huggingface_folder(tmp_path / "base")}
     hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", "owner/base")}
     assert load("owner/adapter", hub)["label"] == "a"
@@ -23,9 +21,7 @@ def test_an_adapter_and_its_base_on_the_hub_are_read_without_a_network_once_they
     )
 
 
-def test_an_adapter_on_the_hub_names_no_base_on_this_machine(
-    hub: Hub, load: Load, tmp_path: Path
-) -> None:
+def test_hub_adapter_cannot_name_a_local_base(hub: Hub, load: Load, tmp_path: Path) -> None:
     base = huggingface_folder(tmp_path / "base")
     hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", str(base))}
     assert "as its base, which is not a hub id: set VIT_BASE" in load("owner/adapter", hub)["error"]

@@ -1,7 +1,6 @@
-"""Folders of open_clip and of sentence-transformers, and models in subfolders, made as their code
-writes them.
+"""Folders of open_clip, as its code writes them.
 
-timm has open_clip's towers, too: its models are the reference.
+The reference is timm, which has open_clip's towers too.
 """
 
 import json
@@ -39,7 +38,7 @@ THEIRS: Final = (
     (r"^head\.weight$", "proj"),
 )
 SMALL: Final = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
-# timm's name and arguments, those of open_clip's own tower, and whether its activation is
+# timm's name and arguments, arguments of open_clip's own tower, and whether its activation is
 # `quick_gelu`.
 OWN: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]]] = {
     "openai": ("vit_base_patch16_clip_quickgelu_224", {}, {}, True),
@@ -93,7 +92,7 @@ def own_folder(folder: Path, case: str) -> Any:
     randomise(model)
     with torch.no_grad():
         model.head.bias.zero_()
-        if "no_ln_pre" in fields:  # else timm has a bias where open_clip has none
+        if "no_ln_pre" in fields:  # because open_clip then lacks this bias
             model.patch_embed.proj.bias.zero_()
     tensors = {}
     for ours, tensor in model.state_dict().items():
@@ -111,7 +110,7 @@ def own_folder(folder: Path, case: str) -> Any:
 
 
 @pytest.mark.parametrize("case", OWN)
-def test_open_clips_own_towers_give_its_embedding(case: str, tmp_path: Path) -> None:
+def test_open_clips_own_towers_are_read(case: str, tmp_path: Path) -> None:
     model = own_folder(tmp_path, case)
     checkpoint = load_checkpoint(str(tmp_path))
     pixels = pictures(checkpoint)
@@ -134,7 +133,7 @@ TIMMS: Final[dict[str, tuple[str, str, str | None]]] = {
 
 
 @pytest.mark.parametrize("case", TIMMS)
-def test_open_clips_towers_of_timm_give_its_embedding(case: str, tmp_path: Path) -> None:
+def test_open_clips_timm_towers_are_read(case: str, tmp_path: Path) -> None:
     name, pool, projection = TIMMS[case]
     classes = WIDTH if projection is None else 0
     model = (
@@ -194,15 +193,15 @@ def test_open_clips_other_towers_are_refused(case: str, tmp_path: Path) -> None:
     assert message in refusal(tmp_path)
 
 
-def test_labels_for_a_tower_without_texts_are_refused(tmp_path: Path) -> None:
+def test_labels_for_an_image_tower_are_refused(tmp_path: Path) -> None:
     own_folder(tmp_path, "laion")
     assert "VIT_LABELS: the model has no head" in refusal(tmp_path, labels="cat,dog")
 
 
-def test_a_file_of_open_clip_by_itself_names_its_folder(tmp_path: Path) -> None:
+def test_lone_open_clip_file_names_its_folder(tmp_path: Path) -> None:
     own_folder(tmp_path, "laion")
     message = refusal(tmp_path / "open_clip_model.safetensors", architecture="vit")
     assert (
-        "give its folder, where it is called open_clip_pytorch_model.bin or open_clip_model.safetensors"
-        in message
+        "give its folder, where it is called open_clip_pytorch_model.bin or "
+        "open_clip_model.safetensors" in message
     )

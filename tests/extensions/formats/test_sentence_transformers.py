@@ -18,7 +18,7 @@ def sentence_folder(folder: Path, *further: str) -> Path:
     return folder
 
 
-def test_the_model_of_sentence_transformers_is_read(tmp_path: Path) -> None:
+def test_sentence_transformers_model_is_read(tmp_path: Path) -> None:
     folder = sentence_folder(tmp_path / "clip-ViT-B-32")
     checkpoint = load_checkpoint(str(folder))
     assert checkpoint.name == "clip-ViT-B-32"
@@ -26,7 +26,7 @@ def test_the_model_of_sentence_transformers_is_read(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.tensors["head.weight"], weights["classifier.weight"])
 
 
-def test_modules_that_are_not_computed_are_refused(tmp_path: Path) -> None:
+def test_further_modules_are_refused(tmp_path: Path) -> None:
     folder = sentence_folder(tmp_path / "dense", "1_Dense")
     assert "1_Dense would change the embeddings of 0_CLIPModel" in refusal(folder)
     edit_modules = [{"path": "../elsewhere"}]

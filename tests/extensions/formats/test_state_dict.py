@@ -1,6 +1,4 @@
-"""Plain state dicts: the architecture that is named for them, the preprocessing and labels that
-they lack, and names of one's own by a file of `VIT_KEYS`.
-"""
+"""Plain state dicts: the stated architecture, preprocessing and labels, and key maps."""
 
 import re
 from collections.abc import Callable
@@ -95,7 +93,7 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
 def assert_read_exactly(
     model: Any, state: Any, file: Path, architecture: str, size: tuple[int, int]
 ) -> None:
-    """Save a state dict where `file` says, and compare what is read of it with a model."""
+    """Save a state dict as `file`, read it, and compare it with a model."""
     if file.suffix == ".pth":
         torch.save(state, file)
     else:
@@ -190,7 +188,7 @@ def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     assert_read_exactly(model, original, tmp_path / "dinov2.pth", given, (42, 42))
 
 
-def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Path) -> None:
+def test_preprocessing_tells_a_grid_not_square(tmp_path: Path) -> None:
     model = (
         timm()
         .create_model("vit_tiny_patch16_224", img_size=(32, 128), depth=2, num_classes=3)
@@ -224,7 +222,7 @@ def test_a_grid_that_is_not_square_is_known_from_the_preprocessing(tmp_path: Pat
         ("vit_tiny_patch16_224,depth", "'depth': expected argument=value"),
     ],
 )
-def test_an_architecture_that_the_tensors_contradict_is_refused(
+def test_contradicted_architecture_is_refused(
     architecture: str | None, message: str, tiny: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
@@ -244,9 +242,7 @@ def test_an_architecture_that_the_tensors_contradict_is_refused(
         ('{"0": "a", "2": "c", "1": "b"}', ".json"),
     ],
 )
-def test_labels_come_from_a_file_of_lines_or_json(
-    content: str, suffix: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_label_file_of_lines_or_json(content: str, suffix: str, tiny: Path, tmp_path: Path) -> None:
     labels = tmp_path / f"labels{suffix}"
     labels.write_text(content)
     preprocess = preprocess_file(tmp_path, 48, 48)
@@ -288,7 +284,8 @@ def test_what_a_format_lacks_is_asked_for(
         ),
         (
             {"architecture": "vit_tiny_patch16_224,global_pol=avg"},
-            "^VIT_ARCHITECTURE: vit_tiny_patch16_224 has no argument 'global_pol': did you mean global_pool",
+            "^VIT_ARCHITECTURE: vit_tiny_patch16_224 has no argument 'global_pol': did you mean "
+            "global_pool",
         ),
         ({"architecture": "vit,norm_epz=1"}, "did you mean norm_eps"),
         ({"architecture": "eva02_base_patch14_448,pre_norm=true"}, "has no argument 'pre_norm'"),
@@ -299,7 +296,7 @@ def test_what_a_format_lacks_is_asked_for(
         ),
     ],
 )
-def test_a_wrong_option_is_blamed_and_not_the_file_which_is_not_read(
+def test_wrong_option_is_refused_before_the_file(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.pth").write_bytes(b"no weights")
@@ -312,7 +309,7 @@ def test_a_wrong_option_is_blamed_and_not_the_file_which_is_not_read(
         load_checkpoint(str(tmp_path / "mine.pth"), **(good | options))
 
 
-def test_the_command_that_is_advised_names_a_preset_and_holds_no_gap(tiny: Path) -> None:
+def test_advised_command_is_complete(tiny: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"--preprocess deit-224 --labels numbers .*google-224 .* -1 to 1"
     ) as told:
@@ -367,7 +364,7 @@ def test_a_map_makes_an_odd_file_exact(tmp_path: Path) -> None:
     assert_same_logits(load(state, tmp_path, PLAIN, keys=str(keys)), model, "a map of names")
 
 
-def test_the_order_of_a_projection_that_is_fused_by_name_alone_is_asked_for(tmp_path: Path) -> None:
+def test_order_of_a_renamed_projection_is_required(tmp_path: Path) -> None:
     model = made(heads=4, qkv_order="h3d")
     keys, given = tmp_path / "map.toml", PLAIN.replace("num_heads=3", "num_heads=4")
     entries = [
@@ -485,7 +482,7 @@ def test_torchs_own_encoder(order: str, activation: str, hidden: int, tmp_path: 
 
 
 @pytest.mark.parametrize("original", [True, False])
-def test_a_state_dict_of_transformers_without_its_config(original: bool, tmp_path: Path) -> None:
+def test_transformers_weights_without_config(original: bool, tmp_path: Path) -> None:
     model = transformers_models.make("vit", tmp_path, save_original_format=original)
     source = tmp_path / "model.safetensors"
     source.rename(tmp_path / "alone.safetensors")
@@ -505,9 +502,7 @@ def test_a_state_dict_of_transformers_without_its_config(original: bool, tmp_pat
 @pytest.mark.parametrize(
     "names", [["conv1.weight", "bn1.weight"], ["patch_embed.proj.weight", "h.0.kqv.weight"]]
 )
-def test_names_of_no_known_layout_are_shown_with_the_way_out(
-    names: list[str], tmp_path: Path
-) -> None:
+def test_unknown_layout_names_the_remedy(names: list[str], tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"a layout that is not known .*, such as '.*VIT_KEYS says which"
     ) as said:
@@ -515,7 +510,7 @@ def test_names_of_no_known_layout_are_shown_with_the_way_out(
     assert "\n" not in str(said.value)
 
 
-def test_a_post_norm_network_under_timms_names_is_never_taken_for_a_pre_norm_one(
+def test_post_norm_is_not_taken_for_pre_norm(
     tmp_path: Path,
 ) -> None:
     """The names and shapes are the same."""
@@ -528,7 +523,7 @@ def test_a_post_norm_network_under_timms_names_is_never_taken_for_a_pre_norm_one
     )
 
 
-def test_what_a_name_says_and_no_file_is_listed_with_the_option_that_says_it(
+def test_assumptions_name_their_option(
     tmp_path: Path,
 ) -> None:
     model = made(width=192, hidden=768, depth=12)
@@ -543,7 +538,7 @@ def test_what_a_name_says_and_no_file_is_listed_with_the_option_that_says_it(
     "given",
     [PLAIN, "vit_tiny_patch16_224,embed_dim=48,depth=2,patch_size=4,num_heads=3,norm_order=pre"],
 )
-def test_a_backbone_without_a_head_is_one_where_that_is_stated(given: str, tmp_path: Path) -> None:
+def test_missing_head_must_be_stated(given: str, tmp_path: Path) -> None:
     model = made(hidden=192)
     state = {
         name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")
@@ -567,7 +562,7 @@ def test_a_backbone_without_a_head_is_one_where_that_is_stated(given: str, tmp_p
         load(made().state_dict(), tmp_path, f"{given},num_classes=0")
 
 
-def test_what_is_absent_has_to_be_stated_and_what_is_there_cannot_be_denied(tmp_path: Path) -> None:
+def test_absent_parts_must_be_stated(tmp_path: Path) -> None:
     state = dict(made().state_dict())
     without = {name: tensor for name, tensor in state.items() if not name.startswith("norm.")}
     with pytest.raises(CheckpointError, match="final_norm=false"):
@@ -579,9 +574,7 @@ def test_what_is_absent_has_to_be_stated_and_what_is_there_cannot_be_denied(tmp_
 
 
 @pytest.mark.parametrize("options", [{"no_embed_class": True}, {"init_values": 0.1}])
-def test_what_the_tensors_of_a_network_of_ones_own_tell_need_not_be_stated(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_tensors_tell_the_sizes_of_own_networks(options: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_classes": 5}
     model = timm().create_model("vit_tiny_patch16_224", **sizes, **options).eval()
     randomise(model)
@@ -626,7 +619,7 @@ def test_torchvision_logits(
 
 
 @pytest.mark.parametrize("name", ["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14"])
-def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -> None:
+def test_torchvisions_models_are_recognised(name: str) -> None:
     with torch.device("meta"):
         theirs = getattr(torchvision().models, name)()
     _, tensors = in_layout(theirs.state_dict(), name)
@@ -636,7 +629,7 @@ def test_torchvisions_models_are_told_apart_and_have_its_parameters(name: str) -
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(theirs)
 
 
-def test_torchvisions_published_transforms_are_those_of_the_presets() -> None:
+def test_presets_equal_torchvisions_transforms() -> None:
     presets = {
         (preset.size[0], preset.resize_size[0], preset.interpolation, preset.mean, preset.std): name
         for name, preset in PREPROCESS_PRESETS.items()
@@ -675,7 +668,7 @@ def test_a_linear_head_is_read_under_its_name(name: str, tmp_path: Path) -> None
     assert_same_logits(load(state, tmp_path, PLAIN), model, f"head {name}")
 
 
-def test_a_new_head_on_torchvisions_model_is_read(tmp_path: Path) -> None:
+def test_new_head_on_torchvisions_model_is_read(tmp_path: Path) -> None:
     model = torchvision().models.VisionTransformer(32, 16, 2, 4, 48, 96).eval()
     for number, heads in enumerate(
         (nn.Linear(48, 3), nn.Sequential(nn.Dropout(), nn.Linear(48, 3)).eval())
@@ -699,7 +692,7 @@ def test_a_likely_head_is_named_with_its_key_map(tmp_path: Path) -> None:
     assert_same_logits(checkpoint, model, "a head by its key map")
 
 
-def test_a_head_that_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_head_is_refused(tmp_path: Path) -> None:
     body = {
         name: tensor for name, tensor in made().state_dict().items() if not name.startswith("head.")
     }
@@ -736,9 +729,7 @@ class LinearClassifier(nn.Module):
 
 @pytest.mark.parametrize("registers", [0, 4])
 @pytest.mark.parametrize("pool", ["", ",global_pool=cls_mean"])
-def test_dinov2s_linear_head_reads_cls_and_the_mean(
-    registers: int, pool: str, tmp_path: Path
-) -> None:
+def test_dinov2s_linear_head_is_read(registers: int, pool: str, tmp_path: Path) -> None:
     model = LinearClassifier(registers).eval()
     randomise(model)
     name = "vit_small_patch14_reg4_dinov2" if registers else "vit_small_patch14_dinov2"

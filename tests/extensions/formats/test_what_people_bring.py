@@ -1,7 +1,6 @@
-"""What people bring, each made anew as they make it: served exactly, or refused in one line that
-says what to do.
+"""Files as people make them are served exactly, or refused in one line with the remedy.
 
-`pytest -s` prints the parity of each and each refusal.
+`pytest -s` prints the parity of each file and each refusal.
 """
 
 import argparse
@@ -28,7 +27,7 @@ Network = Callable[[Tensor], Tensor]
 
 
 class Brought(NamedTuple):
-    """What someone has, and what is said of it.
+    """A file or folder that somebody brings, and the expected notes.
 
     Attributes:
         source: the file or folder that is named.
@@ -107,8 +106,9 @@ def _pair(*names: str) -> Callable[[nn.Module], dict[str, Any]]:
 
 
 def _twin(model: nn.Module) -> dict[str, Any]:
-    """Return what a LightningModule saves that keeps an AveragedModel of its network; the averaged
-    one is served.
+    """Return the state of a LightningModule that also keeps an AveragedModel of its network.
+
+    The averaged copy is served.
     """
     averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
     twin = {f"ema_model.{name}": tensor for name, tensor in averaged.items()}
@@ -252,7 +252,7 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
 
 
 @pytest.mark.parametrize("kind", SERVED)
-def test_it_is_served_exactly_and_what_is_left_aside_is_said(kind: str, tmp_path: Path) -> None:
+def test_brought_file_is_served_exactly(kind: str, tmp_path: Path) -> None:
     make, note = SERVED[kind]
     source, network, options = make(tmp_path)
     checkpoint = load_checkpoint(str(source), **options)
@@ -285,7 +285,7 @@ def _lora() -> dict[str, Tensor]:
 
 
 def _script(folder: Path) -> Path:
-    # Of many layers: TorchScript packs its code, which torch.save never does.
+    # Many layers, because TorchScript compresses its code, and torch.save never does.
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(30)))
     torch.jit.trace(layers, torch.zeros(1, 2)).save(str(folder / "net.pt"))
     return folder / "net.pt"
@@ -300,7 +300,7 @@ POINTER: Final = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\ns
 REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "LFS pointer": (
         _text("weights.pth", POINTER),
-        "a pointer of Git LFS and not the file itself: run git lfs pull beside",
+        "a pointer of Git LFS and not the file itself: run git lfs pull in its folder",
     ),
     "LFS pointer in a folder": (_pointer_in_a_folder, "a pointer of Git LFS"),
     "LFS pointer of safetensors": (_text("model.safetensors", POINTER), "a pointer of Git LFS"),
@@ -317,7 +317,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "OpenVINO IR": (_text("net.xml", "<net/>"), "a graph made from a network"),
     "a key map": (
         _text("keys.toml"),
-        r"a map of keys is given as --keys 'keys\.toml' \(VIT_KEYS\)",
+        r"give a map of keys as --keys 'keys\.toml' \(VIT_KEYS\)",
     ),
     "a config": (_text("config.json"), "give the folder that holds it and the weights"),
     "a head alone": (
@@ -340,7 +340,8 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     ),
     "an adapter alone in a folder": (
         lambda folder: _held(lambda model: _lora(), "adapter_model.bin")(folder).parent,
-        r"adapter_model\.bin is an adapter without its adapter_config\.json: add that file to the folder",
+        r"adapter_model\.bin is an adapter without its adapter_config\.json: add that file to the "
+        "folder",
     ),
     "an adapter beside its network": (
         _held(lambda model: model.state_dict() | _lora()),
@@ -364,7 +365,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", REFUSED)
-def test_it_is_refused_in_one_line_that_says_what_to_do(kind: str, tmp_path: Path) -> None:
+def test_brought_file_is_refused_with_remedy(kind: str, tmp_path: Path) -> None:
     make, line = REFUSED[kind]
     source = make(tmp_path)
     preprocess = preprocess_file(tmp_path, 16, 16)
@@ -377,7 +378,7 @@ def test_it_is_refused_in_one_line_that_says_what_to_do(kind: str, tmp_path: Pat
     assert str(source) in str(refusal.value)
 
 
-def test_the_averaged_copy_is_served_and_said_to_be(tmp_path: Path) -> None:
+def test_averaged_copy_is_served(tmp_path: Path) -> None:
     source, model, options = saved(_pair("model_ema", "model"))(tmp_path)
     checkpoint = load_checkpoint(str(source), **options)
     assert_same_logits(checkpoint, model, "averaged")

@@ -1,4 +1,4 @@
-"""A hub for the tests of checkpoints, and the reading of an id from it."""
+"""A hub for the tests of checkpoints, and a function that reads an id from it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Reads an id in this process, as the client would in one with these settings from its start."""
+    """Read an id as a process would that had these settings from its start."""
     constants = pytest.importorskip(
         "huggingface_hub.constants", reason="the extra 'hub' is not installed"
     )

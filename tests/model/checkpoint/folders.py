@@ -1,4 +1,4 @@
-"""Small good folders of three formats for the tests of refusals, and the means to spoil them."""
+"""Small good folders of the three core formats, and functions that spoil them."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def timm_folder(folder: Path) -> Path:
     return _written(folder, {"config.json": config}, tiny())
 
 
-# From the model's names to those of transformers' files.
+# From the model's names to the names in transformers' files.
 _THEIRS = (
     (r"^cls_token$", "embeddings.cls_token"),
     (r"^pos_embed$", "embeddings.position_embeddings"),

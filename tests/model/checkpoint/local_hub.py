@@ -20,7 +20,7 @@ _BRANCHES = {"main": MAIN, "v1": OLD}
 
 @dataclass
 class Hub:
-    """Repositories by name and commit, those that are gated, and what was asked for."""
+    """Repositories by name and commit, names of gated repositories, and requests."""
 
     repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)

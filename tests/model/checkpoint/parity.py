@@ -1,6 +1,4 @@
-"""What the parity tests share: random weights that leave no part unseen, a preprocessing, the
-measure of agreement.
-"""
+"""Helpers of the parity tests: random weights for every part, a preprocessing, a measure."""
 
 import json
 from pathlib import Path
@@ -66,9 +64,7 @@ def assert_same_logits(checkpoint: Checkpoint, reference: Any, what: str) -> Ten
 def assert_same_embeddings(
     checkpoint: Checkpoint, pixels: Tensor, expected: dict[str, Tensor]
 ) -> None:
-    """Compare embeddings by their pooling; those of a pass that spares tokens are those of a whole
-    one.
-    """
+    """Compare embeddings by their pooling, of a whole pass and of a pass that spares tokens."""
     network, config = checkpoint.build(), checkpoint.vit
     with torch.inference_mode():
         whole, spared = network(pixels, (), 0, True), network(pixels)

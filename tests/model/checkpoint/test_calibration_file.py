@@ -1,6 +1,4 @@
-"""`calibration.json` of a native folder: what it changes, and when it is refused, left aside or
-removed.
-"""
+"""`calibration.json` of a native folder: its effect, and when it is refused, unused or removed."""
 
 import hashlib
 import json
@@ -33,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_calibration_gives_temperature_and_sets(folder: Path) -> None:
+def test_calibration_gives_temperature(folder: Path) -> None:
     assert not list(folder.glob("*.part"))
     checkpoint = load_checkpoint(str(folder))
     assert checkpoint.temperature == 1.5
@@ -49,9 +47,7 @@ def test_a_calibration_gives_temperature_and_sets(folder: Path) -> None:
         label_sets_of(load_checkpoint(str(folder)).calibration, 0.95, "m")
 
 
-def test_a_form_of_the_scores_goes_with_it_and_with_the_weights_alone(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_form_of_scores_is_kept(folder: Path, tmp_path: Path) -> None:
     form = Form(power=1.8, crowding=0.25)
     native.write_calibration(folder, CALIBRATION.model_copy(update={"form": form}))
     checkpoint = load_checkpoint(str(folder))
@@ -63,7 +59,7 @@ def test_a_form_of_the_scores_goes_with_it_and_with_the_weights_alone(
     assert "calibration.json: is not what" in refusal(folder)
 
 
-def test_folders_of_versions_without_forms_are_read_as_they_were(folder: Path) -> None:
+def test_calibration_without_a_form_is_read(folder: Path) -> None:
     for file in ("config.json", CALIBRATION_FILE):
         edit(folder / file, lambda written: written.pop("form"))
     config, written = (
@@ -96,14 +92,14 @@ def _other_weights(folder: Path) -> None:
         _other_weights,
     ],
 )
-def test_a_calibration_of_something_else_is_refused(
+def test_calibration_of_other_weights_is_refused(
     change: Callable[[Path], None], folder: Path
 ) -> None:
     change(folder)
     assert re.search(r"calibration\.json: is not what .* wrote .*: remove", refusal(folder))
 
 
-def test_labels_and_temperature_of_the_config_may_be_written_anew(folder: Path) -> None:
+def test_labels_may_change_after_calibration(folder: Path) -> None:
     edit(
         folder / "config.json",
         lambda config: config.update(labels=["Katze", "Hund"], temperature=3),
@@ -112,7 +108,7 @@ def test_labels_and_temperature_of_the_config_may_be_written_anew(folder: Path) 
     assert (checkpoint.labels, checkpoint.temperature) == (("Katze", "Hund"), 1.5)
 
 
-def test_it_is_left_aside_for_another_image_size_and_says_so(folder: Path) -> None:
+def test_calibration_is_unused_at_another_size(folder: Path) -> None:
     assert load_checkpoint(str(folder), image_size=(16, 16)).calibration is not None
     checkpoint = load_checkpoint(str(folder), image_size=(24, 24))
     assert (checkpoint.temperature, checkpoint.calibration) == (1.0, None)
@@ -122,7 +118,7 @@ def test_it_is_left_aside_for_another_image_size_and_says_so(folder: Path) -> No
 
 
 @pytest.mark.parametrize(("dtype", "goes_along"), [(torch.float32, True), (torch.float16, False)])
-def test_it_goes_with_its_weights_unless_they_are_rounded(
+def test_rounded_weights_lose_the_calibration(
     folder: Path, tmp_path: Path, dtype: torch.dtype, goes_along: bool
 ) -> None:
     native.write(tmp_path / "copy", load_checkpoint(str(folder)), dtype=dtype)

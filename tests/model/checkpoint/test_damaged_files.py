@@ -1,6 +1,4 @@
-"""Weights that are missing, damaged or hostile are refused in one line, whatever was changed, and
-nothing in them is run.
-"""
+"""Missing, damaged or hostile weights are refused in one line, and no code in them runs."""
 
 import argparse
 import json
@@ -41,9 +39,7 @@ BASE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_what_torch_saved_is_read_with_what_training_scripts_save_beside_it(
-    zipped: bool, tmp_path: Path
-) -> None:
+def test_files_of_training_scripts_are_read(zipped: bool, tmp_path: Path) -> None:
     held: dict[str, Any] = {
         "model": OrderedDict(
             view=BASE.transpose(0, 2),
@@ -88,9 +84,7 @@ class _Evil:
         return (print, ("run!",))
 
 
-def test_a_pickle_with_code_is_refused_and_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_in_a_pickle_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "weights.pth"
     torch.save({"head.weight": torch.zeros(2), "evil": _Evil()}, file)
     with pytest.raises(
@@ -110,7 +104,7 @@ def unreadable(file: Path) -> str:
     return str(refused.value)
 
 
-def test_a_pickled_model_is_told_to_save_its_weights_or_a_folder(tmp_path: Path) -> None:
+def test_pickled_model_names_the_remedy(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "weights.pt")
     message = unreadable(tmp_path / "weights.pt")
     assert "it holds the Python object torch.nn.modules.linear.Linear" in message
@@ -127,7 +121,7 @@ def test_a_pickled_model_is_told_to_save_its_weights_or_a_folder(tmp_path: Path)
     assert "model.save_pretrained(FOLDER)" in message
 
 
-def test_weights_that_are_overwritten_while_they_serve_stay_as_they_were_read(
+def test_overwritten_weights_stay_as_they_were_read(
     tmp_path: Path,
 ) -> None:
     config = CONFIG.model_copy(update={"width": 128})
@@ -136,13 +130,13 @@ def test_weights_that_are_overwritten_while_they_serve_stay_as_they_were_read(
     )
     native.write(tmp_path, checkpoint, dtype=torch.float32)
     model = load_checkpoint(str(tmp_path)).build()
-    os.truncate(tmp_path / "model.safetensors", 9)  # SIGBUS, where a file is mapped
+    os.truncate(tmp_path / "model.safetensors", 9)  # SIGBUS if the file is mapped
     assert all(
         torch.equal(one, checkpoint.tensors[name]) for name, one in model.state_dict().items()
     )
 
 
-def test_an_index_that_its_shards_contradict_or_that_leads_outside_is_refused(
+def test_wrong_index_of_shards_is_refused(
     tmp_path: Path,
 ) -> None:
     folder = native_folder(tmp_path)
@@ -225,7 +219,7 @@ def changed(document: Any, data: st.DataObject, values: st.SearchStrategy[Any]) 
 )
 @FUZZ
 @given(data=st.data())
-def test_any_change_to_a_config_is_a_refusal_or_a_right_model(
+def test_changed_config_is_refused_or_right(
     kind: str, file: str, data: st.DataObject, tmp_path: Path
 ) -> None:
     folder = FOLDERS[kind](tmp_path / "model")
@@ -235,9 +229,7 @@ def test_any_change_to_a_config_is_a_refusal_or_a_right_model(
 
 @FUZZ
 @given(data=st.data())
-def test_any_change_to_a_safetensors_header_is_a_refusal_or_a_right_model(
-    data: st.DataObject, tmp_path: Path
-) -> None:
+def test_changed_safetensors_header(data: st.DataObject, tmp_path: Path) -> None:
     weights = native_folder(tmp_path / "model") / "model.safetensors"
     whole = weights.read_bytes()
     length = struct.unpack("<Q", whole[:8])[0]

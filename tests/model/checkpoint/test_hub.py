@@ -1,6 +1,4 @@
-"""Hub ids, through the real huggingface_hub client against a local server that speaks the hub's
-protocol, or none.
-"""
+"""Hub ids: the real huggingface_hub client against a local server, or without one."""
 
 import json
 import socket
@@ -17,16 +15,14 @@ from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, Load
     ("revision", "label", "commit"),
     [("", "new", MAIN), ("@v1", "old", OLD), (f"@{OLD}", "old", OLD)],
 )
-def test_an_id_is_read_at_its_revision_and_says_which_commit(
+def test_hub_id_is_read_at_its_revision(
     revision: str, label: str, commit: str, hub: Hub, load: Load
 ) -> None:
     answer = load(f"owner/name{revision}", hub)
     assert (answer["label"], answer["revision"]) == (label, commit)
 
 
-def test_what_is_cached_is_read_offline_and_without_a_network(
-    hub: Hub, load: Load, tmp_path: Path
-) -> None:
+def test_cached_files_need_no_network(hub: Hub, load: Load, tmp_path: Path) -> None:
     load("owner/name", hub)
     hub.requests.clear()
     assert load("owner/name", hub, offline=True)["label"] == "new"
@@ -37,11 +33,11 @@ def test_what_is_cached_is_read_offline_and_without_a_network(
     assert "(from the cache: the hub cannot be reached" in load("owner/name", None)["error"]
 
 
-def test_a_hub_that_takes_connections_and_answers_nothing_is_not_waited_for(
+def test_silent_hub_is_not_waited_for(
     hub: Hub, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load("owner/name", hub)
-    monkeypatch.setattr(hub_module, "_ANSWER_TIMEOUT", 0.05)
+    monkeypatch.setattr(hub_module, "PROBE_TIMEOUT", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         answer = load("owner/name", Hub(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"))
     assert answer["notes"][0].startswith("owner/name (from the cache: the hub cannot be reached: ")
@@ -65,7 +61,7 @@ def test_what_cannot_be_had_is_said(hub: Hub, load: Load) -> None:
     assert hub.requests[-1][2] == "Bearer hf_secret"
 
 
-def test_a_repository_that_is_no_vit_costs_no_weights(hub: Hub, load: Load, tmp_path: Path) -> None:
+def test_other_models_cost_no_weights(hub: Hub, load: Load, tmp_path: Path) -> None:
     hub.repositories["owner/bert"] = {MAIN: huggingface_folder(tmp_path / "bert")}
     (tmp_path / "bert" / "config.json").write_text(
         json.dumps({"architectures": ["BertModel"], "model_type": "bert"})
@@ -80,9 +76,7 @@ def test_a_folder_of_that_name_wins_over_the_hub(hub: Hub, load: Load, tmp_path:
     assert hub.requests == []
 
 
-def test_a_model_in_a_subfolder_of_a_repository_is_read(
-    hub: Hub, load: Load, tmp_path: Path
-) -> None:
+def test_subfolder_of_a_repository_is_read(hub: Hub, load: Load, tmp_path: Path) -> None:
     huggingface_folder(tmp_path / MAIN / "nested")
     (tmp_path / MAIN / "config.json").unlink()
     assert "there is a model in nested: give owner/name:nested" in load("owner/name", hub)["error"]

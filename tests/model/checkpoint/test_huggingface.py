@@ -1,6 +1,4 @@
-"""transformers' classes, saved by transformers and read by us: logits, attention rows,
-preprocessing; and, of whole CLIP and SigLIP checkpoints, features of texts and images, and scores.
-"""
+"""Models that transformers saved: outputs, and scores of whole CLIP and SigLIP checkpoints."""
 
 import contextlib
 import json
@@ -40,9 +38,11 @@ from tests.model.checkpoint.transformers_models import CASES, make, write_prepro
 from tests.model.runtime.predictions import MODES
 from tests.timm_reference import transformers
 
-_OTHERS = """Bit ConvNext ConvNextV2 Cvt Dinat DonutSwin EfficientNet FocalNet HGNetV2 Hiera ImageGPT Levit MobileNetV1
-MobileNetV2 MobileViT MobileViTV2 PPLCNet PoolFormer Pvt PvtV2 RegNet ResNet Segformer ShieldGemma2 Siglip2
-SwiftFormer Swin Swinv2 TextNet"""
+_OTHERS = """
+Bit ConvNext ConvNextV2 Cvt Dinat DonutSwin EfficientNet FocalNet HGNetV2 Hiera ImageGPT Levit
+MobileNetV1 MobileNetV2 MobileViT MobileViTV2 PPLCNet PoolFormer Pvt PvtV2 RegNet ResNet
+Segformer ShieldGemma2 Siglip2 SwiftFormer Swin Swinv2 TextNet
+"""
 NO_PLAIN_TRANSFORMERS = {f"{name}ForImageClassification" for name in _OTHERS.split()} | {
     "LevitForImageClassificationWithTeacher",
     *(
@@ -54,9 +54,7 @@ NO_PLAIN_TRANSFORMERS = {f"{name}ForImageClassification" for name in _OTHERS.spl
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_embeddings_and_attention_rows_are_those_of_transformers(
-    case: str, tmp_path: Path
-) -> None:
+def test_outputs_equal_transformers(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
     pixels = assert_same_logits(
@@ -72,7 +70,7 @@ def test_logits_embeddings_and_attention_rows_are_those_of_transformers(
             model(pixels, output_attentions=True).attentions, dim=1
         )  # [B, layers, heads, N, N]
     assert len(read) == (2 if case == "deit-teacher" else 1)
-    # Of two heads it is the mean of what they read, as in timm.
+    # Two heads read two features, and timm takes their mean.
     assert_same_embeddings(checkpoint, pixels, {"head": torch.stack(read).mean(dim=0)})
     assert_same_rows(checkpoint, pixels, whole)
 
@@ -80,12 +78,12 @@ def test_logits_embeddings_and_attention_rows_are_those_of_transformers(
 @pytest.mark.parametrize(
     "case", ["vit", "deit-teacher", "dinov2-swiglu", "dinov2-registers", "beit", "vit-msn"]
 )
-def test_names_that_transformers_uses_in_memory_are_read_too(case: str, tmp_path: Path) -> None:
+def test_names_in_memory_are_read(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path, save_original_format=False)
     assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, case)
 
 
-def test_every_plain_vision_transformer_that_transformers_classifies_with_is_read() -> None:
+def test_every_plain_transformer_class_is_read() -> None:
     transformers()
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
@@ -103,28 +101,31 @@ def test_every_plain_vision_transformer_that_transformers_classifies_with_is_rea
 # Fields of a class's config that no reader looks at: a change of one changes neither logits nor
 # features.
 _WITHOUT_EFFECT = """
-return_dict output_attentions output_hidden_states dtype chunk_size_feed_forward is_encoder_decoder transformers_version
+return_dict output_attentions output_hidden_states dtype chunk_size_feed_forward
+is_encoder_decoder transformers_version
 _name_or_path
 hidden_dropout_prob attention_probs_dropout_prob attention_dropout drop_path_rate
 initializer_range initializer_factor layerscale_value logit_scale_init_value
 use_mask_token encoder_stride pooler_act pooler_output_size
 out_features out_indices stage_names apply_layernorm reshape_hidden_states add_fpn pool_scales
-use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs auxiliary_concat_input
+use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs
+auxiliary_concat_input
 semantic_loss_ignore_index pad_token_id projection_size
 """
-"""Of outputs and types; of training; of heads and tasks that are not read; of shapes that tensors
-tell.
-"""
+"""Fields of outputs, types, training, other heads and tasks, and shapes that tensors tell."""
 _READ = """
 architectures model_type vision_config text_config id2label label2id problem_type
-hidden_size num_hidden_layers num_attention_heads intermediate_size mlp_ratio num_channels image_size patch_size
-hidden_act layer_norm_eps qkv_bias num_register_tokens use_swiglu_ffn layer_scale_init_value projection_dim
-use_absolute_position_embeddings use_mean_pooling use_relative_position_bias use_shared_relative_position_bias
+hidden_size num_hidden_layers num_attention_heads intermediate_size mlp_ratio num_channels
+image_size patch_size
+hidden_act layer_norm_eps qkv_bias num_register_tokens use_swiglu_ffn layer_scale_init_value
+projection_dim
+use_absolute_position_embeddings use_mean_pooling use_relative_position_bias
+use_shared_relative_position_bias
 vocab_size max_position_embeddings bos_token_id eos_token_id vision_use_head
 """
 
 
-def test_every_field_of_a_config_is_read_or_known() -> None:
+def test_every_config_field_is_known() -> None:
     known = {*_READ.split(), *_WITHOUT_EFFECT.split()}
     for family in FAMILIES:
         config = getattr(transformers(), family.class_name).config_class().to_dict()
@@ -132,7 +133,7 @@ def test_every_field_of_a_config_is_read_or_known() -> None:
         assert {*config, *towers[0], *towers[1]} <= known, family.class_name
 
 
-def test_sharded_safetensors_are_read_through_their_index(tmp_path: Path) -> None:
+def test_sharded_safetensors_are_read(tmp_path: Path) -> None:
     model = make("vit", tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert not (tmp_path / "model.safetensors").exists()
@@ -141,7 +142,7 @@ def test_sharded_safetensors_are_read_through_their_index(tmp_path: Path) -> Non
     )
 
 
-def test_a_pickled_state_dict_is_read_as_data_where_there_is_no_safetensors(tmp_path: Path) -> None:
+def test_pickled_state_dict_is_read(tmp_path: Path) -> None:
     model = make("vit", tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
@@ -194,7 +195,7 @@ def test_a_size_mends_a_processor_of_another(wanted: tuple[int, int], tmp_path: 
         *(("beit", (48, 48)), ("beit-absolute-cls", (48, 48))),
     ],
 )
-def test_positions_are_resized_to_what_it_is_given_as_the_class_does(
+def test_positions_are_resized_as_by_the_class(
     case: str, size: tuple[int, int], tmp_path: Path
 ) -> None:
     model = make(case, tmp_path)
@@ -205,9 +206,7 @@ def test_positions_are_resized_to_what_it_is_given_as_the_class_does(
 
 
 @pytest.mark.parametrize("size", [(24, 40), (48, 48)])
-def test_another_input_size_agrees_with_interpolate_pos_encoding(
-    size: tuple[int, int], tmp_path: Path
-) -> None:
+def test_resized_positions_equal_transformers(size: tuple[int, int], tmp_path: Path) -> None:
     model = make("vit", tmp_path)
     checkpoint = load_checkpoint(str(tmp_path), image_size=size)
     assert checkpoint.preprocess.size == size
@@ -215,14 +214,14 @@ def test_another_input_size_agrees_with_interpolate_pos_encoding(
     assert_same_logits(checkpoint, reference, f"vit at {size}")
 
 
-def test_dinov2_at_an_asked_for_size_resizes_the_stored_positions_once(tmp_path: Path) -> None:
+def test_dinov2_positions_are_resized_once(tmp_path: Path) -> None:
     model = make("dinov2", tmp_path)
     write_preprocessor(tmp_path, 16, 16)
     checkpoint = load_checkpoint(str(tmp_path), image_size=(48, 24))
     assert_same_logits(checkpoint, lambda pixels: model(pixels).logits, "dinov2 16 -> 48x24")
 
 
-def test_beit_without_a_head_gives_the_mean_that_its_library_gives(tmp_path: Path) -> None:
+def test_beit_without_a_head_gives_the_mean(tmp_path: Path) -> None:
     model = make("beit", tmp_path)
     model.beit.save_pretrained(tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
@@ -243,15 +242,13 @@ def test_beit_without_a_head_gives_the_mean_that_its_library_gives(tmp_path: Pat
         ("dinov2", [32, 24], ": 12 positions are not a square, as its class needs"),
     ],
 )
-def test_a_size_that_a_class_does_not_read_is_refused(
-    case: str, size: Any, message: str, tmp_path: Path
-) -> None:
+def test_unsupported_size_is_refused(case: str, size: Any, message: str, tmp_path: Path) -> None:
     make(case, tmp_path)
     put(tmp_path / "config.json", "image_size", size)
     assert re.match(f"{tmp_path}[^:]*{re.escape(message)}", refusal(tmp_path))
 
 
-def test_labels_and_multi_label_come_from_the_config(tmp_path: Path) -> None:
+def test_config_gives_labels(tmp_path: Path) -> None:
     make("vit", tmp_path)
     labels = {str(i): f"class {i}" for i in range(5)}
     edit(
@@ -275,7 +272,7 @@ MODELS: dict[str, Callable[[Path], Any]] = {
 
 
 def pipeline_scores(model: Any, folder: Path, pixels: Tensor, labels: tuple[str, ...]) -> Tensor:
-    """What transformers' pipeline answers for normalised pixels [1, C, H, W], in the labels' order."""
+    """The answer of transformers' pipeline for normalised pixels, in the order of the labels."""
     library = transformers()
     tokenizer = library.AutoTokenizer.from_pretrained(folder)
     pipeline = library.ZeroShotImageClassificationPipeline(
@@ -300,11 +297,9 @@ def own_scores(checkpoint: Checkpoint, pixels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_the_pipeline_and_features_those_of_the_library(
-    name: str, tmp_path: Path
-) -> None:
+def test_zero_shot_scores_equal_the_pipelines(name: str, tmp_path: Path) -> None:
     model = MODELS[name](tmp_path)
-    # The pipeline cuts texts of SigLIP that are too long, and fails on those of CLIP.
+    # The pipeline truncates long texts of SigLIP, and fails on long texts of CLIP.
     labels = LABELS if name.startswith("siglip") else LABELS[:3]
     checkpoint = load_checkpoint(
         str(tmp_path), labels=CSV.rsplit(",", len(LABELS) - len(labels))[0]
@@ -328,15 +323,13 @@ def test_scores_are_those_of_the_pipeline_and_features_those_of_the_library(
         torch.from_numpy(checkpoint.embed_texts(LABELS)), of_texts, atol=1e-5, rtol=1e-5
     )
     torch.testing.assert_close(own, of_images, atol=1e-5, rtol=1e-5)
-    # Each text alone, as it is cached.
+    # Each text alone, because texts are cached one by one.
     alone = np.concatenate([checkpoint.embed_texts([text]) for text in LABELS])
     np.testing.assert_allclose(alone, of_texts.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "backend"), [("clip", "openvino"), ("siglip", "torch")])
-def test_labels_of_a_request_have_the_scores_and_maps_of_labels_of_the_start(
-    name: str, backend: Any, tmp_path: Path
-) -> None:
+def test_request_labels_score_as_start_labels(name: str, backend: Any, tmp_path: Path) -> None:
     MODELS[name](tmp_path)
     options: dict[str, Any] = {
         "device": "cpu",
@@ -373,7 +366,7 @@ def test_labels_of_a_request_have_the_scores_and_maps_of_labels_of_the_start(
         np.testing.assert_allclose(of_label.map.values, maps[0], atol=1e-5)
 
 
-def test_a_summary_says_that_requests_bring_the_labels(whole: Path) -> None:
+def test_summary_tells_that_requests_bring_labels(whole: Path) -> None:
     rows = summarise(load_checkpoint(str(whole)))
     assert rows["labels"] == "none: set VIT_LABELS, or send labels= with a request"
     assert rows["scores"] == "of the labels of a request"
@@ -488,9 +481,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_whole_checkpoint_that_lacks_something_is_refused_in_one_line(
-    case: str, copy: Path
-) -> None:
+def test_incomplete_whole_checkpoint_is_refused(case: str, copy: Path) -> None:
     spoil, message = REFUSALS[case]
     spoil(copy)
     with pytest.raises(CheckpointError, match=message) as refusal:
@@ -510,7 +501,7 @@ def test_labels_are_checked(options: dict[str, str], message: str, whole: Path) 
         load_checkpoint(str(whole), **options)
 
 
-def test_a_siglip_without_its_vision_head_is_refused(tmp_path: Path) -> None:
+def test_siglip_without_its_pooling_is_refused(tmp_path: Path) -> None:
     whole_models.siglip(tmp_path)
     put(tmp_path / "config.json", "vision_config.vision_use_head", False)
     assert "vision_use_head is not true: without its head the tower gives no features" in refusal(
@@ -518,7 +509,7 @@ def test_a_siglip_without_its_vision_head_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_code_that_a_tokenizer_names_is_never_run(copy: Path, tmp_path: Path) -> None:
+def test_tokenizers_code_is_not_run(copy: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     (copy / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
     change_json(
@@ -531,9 +522,7 @@ def test_code_that_a_tokenizer_names_is_never_run(copy: Path, tmp_path: Path) ->
     assert not ran.exists()
 
 
-def test_without_the_extra_the_message_says_how_to_install_it(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_transformers_names_the_extra(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
         CheckpointError, match=re.escape("needs transformers: pip install 'vitserve[text]'")

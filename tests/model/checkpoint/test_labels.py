@@ -23,10 +23,12 @@ FORMS = {
     "indexed.json": '{"2": "red fox", "0": "cat", "1": "dog"}',
     "keras.json": '{"0": ["n00", "cat"], "1": ["n01", "dog"], "2": ["n02", "red fox"]}',
     "class_to_idx.json": '{"red fox": 2, "cat": 0, "dog": 1}',
-    "config.json": '{"id2label": {"0": "cat", "1": "dog", "2": "red fox"}, "label2id": {"LABEL_0": 0}, "size": 3}',
+    "config.json": '{"id2label": {"0": "cat", "1": "dog", "2": "red fox"}, '
+    '"label2id": {"LABEL_0": 0}, "size": 3}',
     "label2id.json": '{"label2id": {"cat": "0", "dog": "1", "red fox": "2"}}',
     "native.json": '{"format": "vitserve", "labels": ["cat", "dog", "red fox"]}',
-    "coco.json": '{"categories": [{"id": 1, "name": "dog"}, {"id": 0, "name": "cat"}, {"id": 2, "name": "red fox"}]}',
+    "coco.json": '{"categories": [{"id": 1, "name": "dog"}, {"id": 0, "name": "cat"}, '
+    '{"id": 2, "name": "red fox"}]}',
     "headed.csv": "index,label\n0,cat\n1,dog\n2,red fox\n",
     "turned.csv": 'label,index\n"dog",1\n"cat",0\n"red fox",2\n',
     "bare.csv": "0,cat\n1,dog\n2,red fox\n",
@@ -69,7 +71,7 @@ def test_labels_may_stand_in_the_setting(text: str) -> None:
     assert read_labels(text, 3) == LABELS
 
 
-def test_what_is_neither_a_file_nor_names_is_refused() -> None:
+def test_labels_without_file_are_refused() -> None:
     for name in ("cats.txt", "cats, dogs.csv", "cats"):
         with pytest.raises(
             CheckpointError, match="neither a file, nor names like cat,dog, nor one of imagenet-1k"
@@ -77,7 +79,7 @@ def test_what_is_neither_a_file_nor_names_is_refused() -> None:
             read_labels(name, 2)
 
 
-def test_words_and_numbers_of_a_form_stay_labels(tmp_path: Path) -> None:
+def test_words_of_a_form_stay_labels(tmp_path: Path) -> None:
     (tmp_path / "data.yaml").write_text("names: [no, on, 1.0, ~]\n")
     assert read_labels(str(tmp_path / "data.yaml"), 4) == ("no", "on", "1.0", "~")
     (tmp_path / "digits.csv").write_text("index,label\n0,1\n1,0\n")

@@ -1,4 +1,4 @@
-"""A model is named as its folder or repository, and not as the model that its training began with."""
+"""A model has the name of its folder or repository, not of the model it was trained from."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ def test_a_timm_folder_is_named_as_itself(tmp_path: Path) -> None:
     assert load_checkpoint(str(timm_folder(tmp_path / "birds"))).name == "birds"
 
 
-def test_a_transformers_folder_is_named_as_itself(
+def test_transformers_folder_names_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = huggingface_folder(tmp_path / "birds")

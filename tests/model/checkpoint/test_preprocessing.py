@@ -1,6 +1,4 @@
-"""The pixels of transformers' image processors and of timm's evaluation transforms, on real
-pictures.
-"""
+"""Pixels equal those of transformers' image processors and timm's evaluation transforms."""
 
 import io
 import itertools
@@ -15,11 +13,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from model.checkpoint import load_checkpoint, native
-from model.checkpoint.checkpoint import resized_preprocess
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface import FAMILIES
-from model.checkpoint.huggingface.families import Family
+from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import carried_preprocess
+from model.checkpoint.resizing import resized_preprocess
 from model.checkpoint.timm import Pretrained
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
@@ -93,7 +91,7 @@ NUMBERS = {
     "image_mean": [0.1, 0.2, 0.3],
     "image_std": [0.4, 0.5, 0.6],
 }
-"""What a file has to hold beside its size; all that is done with them is left open."""
+"""The other fields that a file must have; it leaves out how they are used."""
 
 
 @cache
@@ -174,7 +172,7 @@ def largest_difference(
 
 
 @pytest.mark.parametrize("case", PROCESSORS)
-def test_pixels_are_those_of_transformers_processors(case: str, tmp_path: Path) -> None:
+def test_pixels_equal_transformers(case: str, tmp_path: Path) -> None:
     config, reference = huggingface_case(case, tmp_path)
     assert max(largest_difference(config, reference, data) for data in generated()) <= 1
 
@@ -182,10 +180,9 @@ def test_pixels_are_those_of_transformers_processors(case: str, tmp_path: Path) 
 def assert_read_as_by_transformers(
     file: dict[str, Any], family: Family, folder: Path, **config: Any
 ) -> None:
-    """The processor that transformers chooses for this family and file does to a picture what is
-    read here.
+    """The processor that transformers chooses for this family and file gives the same pixels.
 
-    Where its pictures have no one size, the file is refused.
+    If its pictures have different sizes, the file is refused.
     """
     # transformers has no processor of its own for DINOv2 with registers; the released models name
     # DINOv2's.
@@ -216,7 +213,7 @@ def assert_carried_as_by_transformers(family: Family, folder: Path) -> None:
     ("family", "name"),
     [*((family, None) for family in BY_CLASS), *itertools.product(OF_PROCESSORS, CLASSES)],
 )
-def test_what_a_file_leaves_open_is_what_the_class_that_it_names_does(
+def test_named_class_gives_missing_fields(
     family: str, name: str | None, size: str, tmp_path: Path
 ) -> None:
     named = {} if name is None else {"feature_extractor_type": f"{name}FeatureExtractor"}
@@ -269,9 +266,7 @@ NESTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", NESTED)
-def test_the_image_processor_within_another_is_preferred_as_by_transformers(
-    case: str, tmp_path: Path
-) -> None:
+def test_nested_image_processor_is_preferred(case: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
     for name, content in NESTED[case].items():
         (tmp_path / name).write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""The readers of extensions: when they are asked, and the refusal if there are none."""
+"""The readers of extensions: when the core asks them, and its refusal without any."""
 
 import json
 

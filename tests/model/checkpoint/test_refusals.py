@@ -1,6 +1,4 @@
-"""What is not exactly as a format demands, or may not be read, is refused in one line that names
-file and thing.
-"""
+"""Wrong or unreadable files are refused in one line that names the file and the fault."""
 
 import os
 import re
@@ -36,7 +34,7 @@ from tests.model.checkpoint.folders import (
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_tensors_that_are_not_exactly_the_networks_are_named(kind: str, tmp_path: Path) -> None:
+def test_wrong_tensors_are_named(kind: str, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path)
     good = load_file(folder / "model.safetensors")
     bias = "classifier.bias" if kind == "huggingface" else "head.bias"
@@ -85,9 +83,7 @@ def test_tensors_that_are_not_exactly_the_networks_are_named(kind: str, tmp_path
         ("huggingface", "config.json", "image_size"),
     ],
 )
-def test_what_is_absent_is_named_and_never_assumed(
-    kind: str, file: str, key: str, tmp_path: Path
-) -> None:
+def test_missing_field_is_named(kind: str, file: str, key: str, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path)
     put(folder / file, key)
     message = refusal(folder)
@@ -95,7 +91,7 @@ def test_what_is_absent_is_named_and_never_assumed(
     assert file in message
 
 
-def test_a_crop_that_is_not_named_is_the_centre_as_timm_takes_it(tmp_path: Path) -> None:
+def test_missing_crop_mode_is_the_centre(tmp_path: Path) -> None:
     folder = timm_folder(tmp_path)
     named = load_checkpoint(str(folder)).preprocess
     for values in ((None,), ()):
@@ -111,7 +107,8 @@ def test_a_crop_that_is_not_named_is_the_centre_as_timm_takes_it(tmp_path: Path)
             "config.json",
             "architecture",
             "resnet50",
-            f"'resnet50' is none of the {len(architectures())} architectures of timm that this version reads",
+            f"'resnet50' is none of the {len(architectures())} architectures of timm that this "
+            "version reads",
         ),
         (
             "timm",
@@ -154,7 +151,8 @@ def test_a_crop_that_is_not_named_is_the_centre_as_timm_takes_it(tmp_path: Path)
         ),
         (
             *("huggingface", "config.json", "architectures", ["ViTHybridForImageClassification"]),
-            "is not a Vision Transformer that is read; this version reads the ForImageClassification of ViT, ViTMSN, ",
+            "is not a Vision Transformer that is read; this version reads the "
+            "ForImageClassification of ViT, ViTMSN, ",
         ),
         (
             *("huggingface", "config.json", "architectures", ["BertModel"]),
@@ -284,16 +282,14 @@ def test_what_is_wrong_is_named(
         ),
     ],
 )
-def test_an_architecture_of_too_large_layers_is_refused(
-    fields: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_too_large_layers_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = native_folder(tmp_path)
     edit(folder / "config.json", lambda config: config["architecture"].update(fields))
     assert message in refusal(folder)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_config_that_is_no_json_object_is_refused(kind: str, tmp_path: Path) -> None:
+def test_config_that_is_not_an_object_is_refused(kind: str, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path)
     texts = [
         "",
@@ -312,7 +308,7 @@ def test_a_config_that_is_no_json_object_is_refused(kind: str, tmp_path: Path) -
         assert "config.json" in refusal(folder)
 
 
-def test_a_folder_without_a_processor_is_told_how_to_choose_the_preprocessing(
+def test_missing_processor_names_the_remedy(
     tmp_path: Path,
 ) -> None:
     folder = huggingface_folder(tmp_path)
@@ -334,7 +330,7 @@ def test_an_input_size_that_cannot_be_is_refused(size: tuple[int, int], tmp_path
 @pytest.mark.parametrize(
     ("kind", "key"), [("native", "labels"), ("timm", "label_names"), ("huggingface", "id2label")]
 )
-def test_a_label_that_no_answer_could_hold_is_refused(kind: str, key: str, tmp_path: Path) -> None:
+def test_unusable_label_is_refused(kind: str, key: str, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path)
     for label, said in (
         ("\ud800", "label 1, '\\ud800', has control"),
@@ -353,11 +349,14 @@ def test_a_label_that_no_answer_could_hold_is_refused(kind: str, key: str, tmp_p
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    expected = "expected config.json, model.safetensors and preprocessor_config.json, as save_pretrained writes them"
+    expected = (
+        "expected config.json, model.safetensors and preprocessor_config.json, as save_pretrained "
+        "writes them"
+    )
     assert refusal(tmp_path).startswith(f"{tmp_path}: has no config.json: {expected}")
 
 
-def test_the_subfolders_that_hold_models_are_named(tmp_path: Path) -> None:
+def test_subfolders_with_models_are_named(tmp_path: Path) -> None:
     huggingface_folder(tmp_path / "checkpoint-500")
     (tmp_path / "logs").mkdir()
     assert f"there is a model in checkpoint-500: give {tmp_path}/checkpoint-500; else" in refusal(
@@ -402,7 +401,7 @@ def unix_socket(path: Path) -> None:
         (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
     ],
 )
-def test_a_part_that_is_no_regular_file_of_its_folder_is_refused(
+def test_irregular_file_of_a_folder_is_refused(
     kind: str,
     name: str,
     put: Callable[[Path], None],
@@ -417,7 +416,7 @@ def test_a_part_that_is_no_regular_file_of_its_folder_is_refused(
     assert refusal(folder) == f"{folder / name}: {said}"
 
 
-def test_links_within_a_folder_are_followed_as_kubernetes_makes_them(tmp_path: Path) -> None:
+def test_links_within_a_folder_are_followed(tmp_path: Path) -> None:
     mount = tmp_path / "mount"
     native_folder(mount / "..2026_11_22")
     (mount / "..data").symlink_to("..2026_11_22")
@@ -427,7 +426,7 @@ def test_links_within_a_folder_are_followed_as_kubernetes_makes_them(tmp_path: P
     assert load_checkpoint(str(mount / "..data")).build()
 
 
-def test_a_snapshot_of_the_hubs_cache_is_read_with_its_blobs_alone(tmp_path: Path) -> None:
+def test_cached_snapshot_reads_only_its_blobs(tmp_path: Path) -> None:
     cache = tmp_path / "models--owner--name"
     snapshot = native_folder(cache / "snapshots" / ("a" * 40))
     (cache / "blobs").mkdir()
@@ -462,7 +461,7 @@ def test_what_may_not_be_read_is_said() -> None:
         folder = native_folder(Path(name).resolve() / "model")
         for file in folder.iterdir():
             file.chmod(0o644)
-        load_checkpoint(str(folder))  # what is imported for it may lie where nobody may look
+        load_checkpoint(str(folder))  # because imports may need files that this user cannot read
         with nobody():
             assert load_checkpoint(str(folder)).build()
         for part in (folder / "config.json", folder / "model.safetensors", folder):
@@ -473,7 +472,7 @@ def test_what_may_not_be_read_is_said() -> None:
             part.chmod(mode)
 
 
-def test_content_tells_models_apart_that_have_one_name_and_stays_with_one_that_moves(
+def test_content_identifies_a_model(
     tmp_path: Path,
 ) -> None:
     def content(change: dict[str, Any], folder: str) -> str:

@@ -1,4 +1,4 @@
-"""What a config says of its head is read alike in every format."""
+"""The head that a config describes is read alike in every format."""
 
 import re
 from collections.abc import Callable

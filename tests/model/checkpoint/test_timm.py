@@ -1,4 +1,4 @@
-"""timm's models, saved by timm and read by us: logits, embeddings and attention rows of one pass."""
+"""Models that timm saved: logits, embeddings and attention rows of one pass."""
 
 import shutil
 import sys
@@ -162,7 +162,7 @@ RESIZED = [
 
 
 def make(case: str, folder: Path) -> Any:
-    """A random model of a case with two blocks, saved as timm does; returns it in evaluation mode."""
+    """Save a random model of a case with two blocks; return it in evaluation mode."""
     library = timm()
     name, options = CASES[case]
     torch.manual_seed(0)
@@ -174,7 +174,7 @@ def make(case: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_embeddings_and_attention_rows_are_those_of_timm(case: str, tmp_path: Path) -> None:
+def test_outputs_equal_timms(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
     config, pixels = checkpoint.vit, assert_same_logits(checkpoint, model, f"timm {case}")
@@ -185,7 +185,7 @@ def test_logits_embeddings_and_attention_rows_are_those_of_timm(case: str, tmp_p
     with torch.inference_mode():
         tokens = model.forward_features(pixels)
         expected = {"head": model.forward_head(tokens, pre_logits=True)}
-        # Where timm's final norm stands behind its pooling, ours is behind each of these, too.
+        # If timm's final norm follows its pooling, ours follows each of these poolings.
         norm = model.fc_norm if config.norm_after_pool else torch.nn.Identity()
         expected["mean"] = norm(tokens[:, config.prefix_tokens :].mean(dim=1))
         if config.class_token:
@@ -197,7 +197,7 @@ def test_logits_embeddings_and_attention_rows_are_those_of_timm(case: str, tmp_p
 NUMBERS = ("embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size")
 
 
-def test_every_architecture_has_the_sizes_that_timms_entry_point_passes_on(
+def test_architectures_have_timms_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, arguments in architectures().items():
@@ -219,7 +219,7 @@ def test_every_architecture_has_the_sizes_that_timms_entry_point_passes_on(
         assert given.vit_config().depth == passed.get("depth", 12), name
 
 
-def test_every_kind_of_architecture_has_timms_parameters() -> None:
+def test_architectures_have_timms_parameters() -> None:
     """One block is compared: all of them are alike. Kinds differ by more than sizes."""
     sizes = {*NUMBERS, "img_size", "init_values", "ref_feat_shape", "stem_layers"}
     kinds = {
@@ -252,13 +252,13 @@ def test_every_kind_of_architecture_has_timms_parameters() -> None:
         torch.testing.assert_close(mlp.activation(values), first.mlp.act(values), atol=1e-6, rtol=0)
 
 
-def test_a_dynamic_model_is_run_at_the_size_of_its_preprocessing(tmp_path: Path) -> None:
+def test_dynamic_model_takes_the_preprocessed_size(tmp_path: Path) -> None:
     make("dynamic", tmp_path)
     assert load_checkpoint(str(tmp_path)).config.image_size == (160, 160)
 
 
 @pytest.mark.parametrize("case", RESIZED)
-def test_another_input_size_agrees_with_set_input_size(case: str, tmp_path: Path) -> None:
+def test_resized_positions_equal_timms(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     if (
         case == "deit-distilled"
@@ -287,7 +287,7 @@ def test_a_size_mends_an_input_size_of_another(tmp_path: Path) -> None:
     )
 
 
-def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
+def test_pooling_query_gives_the_last_map(tmp_path: Path) -> None:
     model = make("map", tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
     assert checkpoint.vit.attention_source == "pool_query"
@@ -307,7 +307,7 @@ def test_the_pooling_querys_row_is_the_last_layers_map(tmp_path: Path) -> None:
     assert (rows[:, 0, :, :prefix] > 0).all()
 
 
-def test_timms_own_imagenet_checkpoints_get_the_imagenet_labels_and_a_note(tmp_path: Path) -> None:
+def test_timms_imagenet_tag_gives_the_labels(tmp_path: Path) -> None:
     make("deit", tmp_path)
     edit(tmp_path / "config.json", lambda config: config.pop("label_names"))
     checkpoint = load_checkpoint(str(tmp_path))
@@ -330,7 +330,7 @@ def test_a_folder_of_timm_without_a_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["clip", "eva02-clip", "pe-core"])
-def test_a_clip_towers_projection_is_its_embedding(case: str, tmp_path: Path) -> None:
+def test_projection_of_clip_gives_the_embedding(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     edit(tmp_path / "config.json", lambda config: config.pop("label_names"))
     with pytest.raises(CheckpointError, match="no labels for its"):
@@ -392,9 +392,7 @@ def make_library(family: str, folder: Path) -> Any:
 
 
 def edited(folder: Path, **changes: Any) -> Path:
-    """The folder, after a change of its config's fields; those of `model_args` and `pretrained_cfg`
-    are added.
-    """
+    """Change fields of the folder's config; add fields to `model_args` and `pretrained_cfg`."""
 
     def change(config: dict[str, Any]) -> None:
         for key, value in changes.items():
@@ -413,7 +411,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same(checkpoint: Checkpoint, model: Any, what: str) -> None:
-    """Compare logits and embeddings of the network with those of timm's module."""
+    """Compare logits and embeddings of the network and of timm's module."""
     pixels = pictures(checkpoint)
     with torch.inference_mode():
         expected, output = model(pixels), checkpoint.network()(pixels)
@@ -427,9 +425,7 @@ def assert_same(checkpoint: Checkpoint, model: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_embeddings_are_those_of_timm_in_a_folder_and_in_what_is_converted(
-    family: str, tmp_path: Path
-) -> None:
+def test_library_networks_equal_timms(family: str, tmp_path: Path) -> None:
     model = make_library(family, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
     config = checkpoint.config
@@ -477,7 +473,7 @@ def test_a_wrapper_of_transformers_is_read(tmp_path: Path) -> None:
     assert_same(load_checkpoint(str(edited(tmp_path, model_type="timm_wrapper"))), model, "wrapped")
 
 
-def test_another_input_size_is_run_where_the_network_takes_any(tmp_path: Path) -> None:
+def test_library_network_takes_another_size(tmp_path: Path) -> None:
     model = make_library("resnet-tested", tmp_path / "free")
     checkpoint = load_checkpoint(str(tmp_path / "free"), image_size=(96, 64))
     assert checkpoint.preprocess.size == checkpoint.config.image_size == (96, 64)
@@ -489,7 +485,7 @@ def test_another_input_size_is_run_where_the_network_takes_any(tmp_path: Path) -
         load_checkpoint(str(tmp_path / "fixed"), image_size=(112, 112))
 
 
-def test_it_has_no_maps_and_one_embedding_and_says_so(small: Path) -> None:
+def test_library_network_has_one_embedding(small: Path) -> None:
     checkpoint = load_checkpoint(str(small))
     assert methods_of(checkpoint.config) == ()
     with pytest.raises(InputError, match="timm's convnext_atto has no attention maps"):
@@ -557,9 +553,7 @@ def test_hostile_configs_are_refused_in_one_line(
     assert len(str(caught.value)) < 500 + len(str(folder))
 
 
-def test_without_the_extra_the_refusal_says_how_to_install_it(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_timm_names_the_extra(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "is_installed", lambda: False)
     with pytest.raises(
         CheckpointError, match=r"'convnext_atto' is none of .*pip install 'vitserve\[timm\]'"
@@ -579,7 +573,7 @@ def test_without_the_extra_the_refusal_says_how_to_install_it(
         ),
     ],
 )
-def test_a_network_that_needs_far_more_memory_than_its_file_is_refused(
+def test_network_larger_than_its_file_is_refused(
     architecture: str, arguments: dict[str, Any], size: tuple[int, int], message: str
 ) -> None:
     timm()

@@ -1,6 +1,4 @@
-"""Files and fields beside those that are read: each has its effect, is refused with the remedy, or
-is named.
-"""
+"""Files and fields that are not read are refused with the remedy, or named in a note."""
 
 import json
 import shutil
@@ -25,7 +23,7 @@ from tests.model.checkpoint.folders import (
 QUANTISED: Final = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
-def test_quantised_weights_are_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     put(huggingface_folder(tmp_path) / "config.json", "quantization_config", QUANTISED)
     message = refusal(tmp_path)
     assert "quantization_config 'bitsandbytes': quantised weights are not read" in message
@@ -33,7 +31,7 @@ def test_quantised_weights_are_refused_with_the_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", FOLDERS)
-def test_an_adapter_without_its_config_is_refused(format_: str, tmp_path: Path) -> None:
+def test_adapter_without_config_is_refused(format_: str, tmp_path: Path) -> None:
     folder = FOLDERS[format_](tmp_path / "model")
     adapter = adapter_folder(tmp_path / "adapter", str(folder))
     shutil.copy(adapter / "adapter_model.safetensors", folder)
@@ -48,7 +46,7 @@ def test_a_map_of_names_is_refused(format_: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", ["timm", "huggingface"])
-def test_a_calibration_of_another_format_is_refused(format_: str, tmp_path: Path) -> None:
+def test_calibration_of_other_formats_is_refused(format_: str, tmp_path: Path) -> None:
     folder = FOLDERS[format_](tmp_path)
     (folder / "calibration.json").write_text("{}")
     assert f"run vitserve convert {folder} -o FOLDER and calibrate that" in refusal(folder)
@@ -107,7 +105,7 @@ def test_processors_that_disagree_are_said(tmp_path: Path) -> None:
     )
 
 
-def test_a_wrapper_with_a_processor_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_wrapper_with_its_own_processor_is_refused(tmp_path: Path) -> None:
     folder = timm_folder(tmp_path / "model")
     put(folder / "config.json", "model_type", "timm_wrapper")
     tensors = load_file(folder / "model.safetensors")
@@ -118,18 +116,18 @@ def test_a_wrapper_with_a_processor_of_its_own_is_refused(tmp_path: Path) -> Non
     assert load_checkpoint(str(folder)).labels == ("a", "b", "c")
     shutil.copy(huggingface_folder(tmp_path / "other") / "preprocessor_config.json", folder)
     assert (
-        "'ViTImageProcessor' stands against the pretrained_cfg of config.json: set VIT_PREPROCESS"
+        "'ViTImageProcessor' contradicts the pretrained_cfg of config.json: set VIT_PREPROCESS"
         in refusal(folder)
     )
 
 
-def test_code_of_a_folder_is_not_run_and_named(tmp_path: Path) -> None:
+def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
     folder = huggingface_folder(tmp_path)
     put(folder / "config.json", "auto_map", {"AutoModel": "modeling.Net"})
     (note,) = load_checkpoint(str(folder)).notes
     assert (
-        note
-        == "auto_map: the folder's own code is not run; the model is read as ViTForImageClassification"
+        note == "auto_map: the folder's own code is not run; the model is read as "
+        "ViTForImageClassification"
     )
 
 

@@ -38,7 +38,7 @@ def test_wrappers_in_the_names_of_a_folder_go(format_: str, kind: str, tmp_path:
     assert any(note.startswith("removed from names of tensors: ") for note in checkpoint.notes)
 
 
-def test_two_tensors_apart_by_a_wrapper_are_refused(tmp_path: Path) -> None:
+def test_tensors_equal_but_wrappers_are_refused(tmp_path: Path) -> None:
     FOLDERS["timm"](tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     twin = {"module.norm.bias": torch.ones_like(tensors["norm.bias"])}
@@ -47,6 +47,6 @@ def test_two_tensors_apart_by_a_wrapper_are_refused(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path))
 
 
-def test_a_layer_that_is_called_module_keeps_its_name() -> None:
+def test_layer_called_module_keeps_its_name() -> None:
     name = "stages.0.blocks.0.mixer.module.0.c.weight"
     assert without_wrappers({name: torch.zeros(1)}, "a") == ({name: torch.zeros(1)}, ())

@@ -1,6 +1,4 @@
-"""Tiny random CLIP and SigLIP models with both towers and a tokenizer, saved as the library saves
-them.
-"""
+"""Tiny random CLIP and SigLIP models with both towers and a tokenizer, as their library saves."""
 
 import json
 import re
@@ -44,7 +42,7 @@ def write_processor(folder: Path, kind: str = "CLIP") -> None:
 
 
 def _merges(word: str) -> list[tuple[str, str]]:
-    """Return what is merged into a word, letter by letter."""
+    """Return the merges that build a word, letter by letter."""
     return [
         (word[:end], word[end] + ("</w>" if end == len(word) - 1 else ""))
         for end in range(1, len(word))
@@ -111,7 +109,7 @@ def siglip(folder: Path, *, attention_mask: bool = False) -> Any:
 
 
 def first_siglip(folder: Path) -> Any:
-    """Save a SigLIP with its own tokenizer, of sentencepiece, which drops capitals and punctuation."""
+    """Save a SigLIP with a sentencepiece tokenizer, which drops capitals and punctuation."""
     sentencepiece = pytest.importorskip("sentencepiece")
     library = transformers()
     learned = folder / "learned"

@@ -1,0 +1,67 @@
+"""Another input size for a model: architecture, position embeddings and preprocessing."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from model.checkpoint.local_files import validating
+from model.config import PreprocessConfig, ViTConfig, cropped_from
+from model.layer_config import Size
+from model.network.layers.position import resize_position_embedding, resize_relative_table
+from model.network.vit import meta_model
+
+
+def resized_config(config: ViTConfig, size: Size, source: str) -> ViTConfig:
+    """Return `config` for another input size, validated again as a whole; a remainder is dropped.
+
+    Raises:
+        CheckpointError: more tokens than are allowed, or smaller than a patch.
+    """
+    rows, columns = size
+    remainder = bool(rows % config.patch_size or columns % config.patch_size)
+    with validating(f"{source}: image size {rows}x{columns}"):
+        return ViTConfig.model_validate(
+            {**config.model_dump(), "image_size": size, "drop_remainder": remainder}
+        )
+
+
+def resized_positions(
+    tensors: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig, *, antialias: bool = True
+) -> dict[str, Tensor]:
+    """Return the tensors of a model of configuration `old` for `new`, which has another grid.
+
+    Args:
+        antialias: as for `resize_position_embedding`.
+    """
+    resized = dict(tensors)
+    if old.position_embedding == "sincos2d":
+        resized["pos_embed"] = meta_model(new).fixed_position_embedding()
+    elif old.position_embedding == "learned":
+        resized["pos_embed"] = resize_position_embedding(
+            tensors["pos_embed"],
+            prefix_tokens=old.prefix_tokens if old.position_prefix else 0,
+            old_grid=old.grid,
+            new_grid=new.grid,
+            antialias=antialias,
+        )
+    for name in tensors:
+        if name.endswith(".relative_position_bias_table"):
+            resized[name] = resize_relative_table(tensors[name], old.grid, new.grid)
+    return resized
+
+
+def resized_preprocess(preprocess: PreprocessConfig, size: Size) -> PreprocessConfig:
+    """Return `preprocess` for another input size; the crop keeps the same share of the picture.
+
+    `crop_pct` is the share if it is stated, because `resize_size` is rounded.
+    """
+    if size == preprocess.size:
+        return preprocess
+    if preprocess.crop_pct is not None:
+        resize_size = cropped_from(size, preprocess.crop_pct)
+        return preprocess.model_copy(update={"size": size, "resize_size": resize_size})
+    shares = [
+        kept / total for kept, total in zip(preprocess.size, preprocess.resize_size, strict=True)
+    ]
+    sizes = tuple(max(edge, int(edge / share)) for edge, share in zip(size, shares, strict=True))
+    return preprocess.model_copy(update={"size": size, "resize_size": sizes})
