@@ -1,13 +1,12 @@
-"""Admission: bounds on what requests take of a process, from the head to the answer.
+"""Admission: bounds on the slots and the bytes that requests take of a process.
 
-    the head is here        a place must be free, but the request takes none yet; slow callers keep nobody out
-    the body arrives        its bytes are counted until the request is answered; bodies that crawl give way
-    the body is here        the request takes a place for each image, and releases it with the answer or the error;
-                            one caller leaves some to others
-    the answer is sent      bytes that its caller does not read count like those of bodies; the slowest reader gives way
-    there is no room        it is refused at once, or after a second or two where refusals themselves are too many
+    request headers are here    a slot must be free, but the request does not take it yet
+    the body arrives            its bytes are counted until the answer; slow bodies give way
+    the body is here            the request takes a slot for each picture, until it is answered
+    the answer is sent          unread bytes are counted; the slowest reader gives way
+    a bound is reached          the request is refused at once; fast repeats are answered late
 
-A body crawls when it arrives more slowly than `MIN_BODY_RATE`. All of it belongs to one event loop.
+A body is slow when it arrives below `MIN_BODY_RATE`. Every object belongs to one event loop.
 """
 
 import asyncio
@@ -23,45 +22,39 @@ from service.errors import ModelLoading, QueueFull, ReceivingFull
 from service.http import AnswerRoom, Connection
 
 MIN_BODY_RATE: Final = 4096
-"""Bytes a second below which a body crawls."""
+"""Bytes a second below which a body is slow."""
 
 GRACE_SECONDS: Final = 1.0
-"""Seconds by which a body may be behind its rate before it crawls.
-
-A burst of bytes earns no more than that either.
-"""
+"""Seconds by which a body may be behind its rate, and by which a burst puts it ahead."""
 
 PROMISE_SECONDS: Final = 0.1
-"""Age up to which a body is expected to be here soon, and to take a place."""
+"""Age up to which an arriving body is expected to take a slot soon."""
 
 LONGEST_WAIT: Final = 1.0
-"""Seconds that a refusal waits at most, of a caller that keeps to it: the least that `Retry-After`
-says.
-"""
+"""Longest delay of a refusal for clients that honour Retry-After, in seconds."""
 
 RECEIVING_BYTES: Final = 512 << 20
-"""Bytes of all bodies of a service that are not answered yet, and of all unsent answers: of 4,000
-photographs.
-"""
+"""Bytes of unanswered bodies and unsent answers in a service: 4,000 photographs."""
 
 _SHARE: Final = 7
-"""Places that a caller may hold for each one that is still free then: 224 of 256, of what is left
-the next one 28.
-"""
+"""Slots that a caller may hold for each slot left free: 224 of 256, and then 28 of the last 32."""
 
 _LEAST_SHARED: Final = 8
-"""Places below which callers do not share them."""
+"""Capacity below which callers do not share the slots."""
 
 _REFUSALS_A_SECOND: Final = 500
-"""Refusals that go out at once: a tenth of a core."""
+"""Refusals without a delay; they take a tenth of a core."""
 
 
 class Limiter:
-    """Counts the places for images: `in_use` of `capacity`; a quarter of them, at most, for who
-    waits for a model.
+    """Counts the slots for pictures.
 
-    A caller that holds some takes no more than leaves others theirs: who sends hundreds of pictures
-    at once would keep everybody else out until they are decoded.
+    A caller that holds slots cannot take the last free ones. Otherwise a caller with hundreds of
+    pictures would keep all other callers out until its pictures are decoded.
+
+    Attributes:
+        capacity: number of slots.
+        in_use: number of slots that requests hold.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -72,12 +65,15 @@ class Limiter:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Take a place while a model is loaded; raises `ModelLoading` if too many do, and
-        `QueueFull`.
+        """Hold a slot while a model is loaded; waiting requests hold at most a quarter of all.
+
+        Raises:
+            ModelLoading: a quarter of the slots wait for models already.
+            QueueFull: every slot is taken.
         """
         if self._waiting >= max(1, self.capacity // 4):
             raise ModelLoading(
-                f"the model is being loaded, and {self._waiting} requests wait for theirs"
+                f"the model is being loaded, and {self._waiting} requests wait for models"
             )
         with self.permit():
             self._waiting += 1
@@ -87,29 +83,31 @@ class Limiter:
                 self._waiting -= 1
 
     def check(self, count: int = 1, caller: str = "") -> None:
-        """Raise `QueueFull` unless `count` places are free, for a caller if one is given."""
+        """Raise `QueueFull` unless `count` slots are free, and the caller may take them."""
         if self.in_use + count > self.capacity:
-            raise QueueFull(f"all {self.capacity} places in the service are taken")
+            raise QueueFull(f"all {self.capacity} slots of the service are taken")
         if not self._leaves_some(count, caller):
             raise QueueFull(
-                f"requests of this caller have {self._held[caller]} of {self.capacity} places; others need the rest"
+                f"this caller holds {self._held[caller]} of {self.capacity} slots; "
+                "the rest is for other callers"
             )
 
     async def settle(self, count: int = 1, caller: str = "") -> None:
-        """Wait for the loop's next turn unless `count` places are free: a batch that has just come
-        lends some then.
+        """Wait for the event loop's next turn if `count` slots are not free.
+
+        A batch that has just arrived lends some of its slots then.
         """
         if self.in_use + count > self.capacity or not self._leaves_some(count, caller):
             await asyncio.sleep(0)
 
     def permit(self, caller: str = "") -> "Permit":
-        """Take one place, and return the permit that holds it; raises `QueueFull` if none is free."""
+        """Take one slot and return its permit; raises `QueueFull` if no slot is free."""
         permit = Permit(self, caller)
         permit.extend()
         return permit
 
     def take(self, count: int, caller: str) -> None:
-        """Count places of a caller, or count them no more if `count` is negative."""
+        """Count slots of a caller; a negative count gives slots back."""
         self.in_use += count
         if caller:
             self._held[caller] += count
@@ -118,33 +116,38 @@ class Limiter:
 
     def _leaves_some(self, count: int, caller: str) -> bool:
         held = self._held[caller] if caller else 0
-        return (
-            not held
-            or self.capacity < _LEAST_SHARED
-            or held + count <= _SHARE * (self.capacity - self.in_use - count)
-        )
+        if not held or self.capacity < _LEAST_SHARED:
+            return True
+        return held + count <= _SHARE * (self.capacity - self.in_use - count)
 
 
 class Permit:
-    """The places of one request of a caller, "" for nobody; a context manager that releases them."""
+    """The slots of one request; the end of its context gives them back.
+
+    Args:
+        caller: holds the slots; empty if they count for no caller.
+    """
 
     def __init__(self, limiter: Limiter, caller: str = "") -> None:
         self._limiter = limiter
         self._caller = caller
-        self._held = self._lent = 0
+        self._held = 0
+        self._lent = 0
 
     def extend(self, count: int = 1) -> None:
-        """Take `count` places more, or none; raises `QueueFull` if fewer are free for this caller."""
+        """Take `count` more slots, or none of them; raises as `Limiter.check`."""
         self._limiter.check(count, self._caller)
         self._limiter.take(count, self._caller)
         self._held += count
 
     @contextlib.contextmanager
     def lent(self, keep: int = 0) -> Iterator[None]:
-        """Lend a place to others until the context ends, while its work waits; then take it, even
-        if none is free.
+        """Lend a slot to other requests while the work of this one waits.
 
-        None is lent if so few are held that only `keep` would be left.
+        At the end the slot is taken back, even if all are in use.
+
+        Args:
+            keep: number of slots that are not lent.
         """
         lent = int(self._held - self._lent > keep)
         self._lent += lent
@@ -156,12 +159,12 @@ class Permit:
             self._limiter.take(lent, self._caller)
 
     def release(self) -> None:
-        """Release one of the places."""
+        """Give one slot back."""
         self._limiter.take(-1, self._caller)
         self._held -= 1
 
     def close(self) -> None:
-        """Release all places."""
+        """Give all slots back."""
         self._limiter.take(-self._held, self._caller)
         self._held = 0
 
@@ -173,33 +176,29 @@ class Permit:
 
 
 class Body:
-    """A request's body.
+    """The counted bytes of a request's body.
 
     Attributes:
-        size: bytes of it that are counted.
-        gave_way: whether it was ended because others needed its room.
-        began: reading of the clock when it was first expected.
-        paid_until: reading of the clock until which its bytes are fast enough; after it the body
-        crawls.
-        end: ends it soon; while it arrives.
+        size: number of counted bytes.
+        began: reading of the clock when the body began to arrive.
+        paid_until: reading of the clock after which the body is slow, unless more bytes arrive.
+        end: ends the arriving body soon.
     """
 
     end: Callable[[], None]
 
     def __init__(self) -> None:
         self.size = 0
-        self.gave_way = False
-        self.began = self.paid_until = 0.0
+        self.began = 0.0
+        self.paid_until = 0.0
 
 
 class Reader(Protocol):
-    """A connection whose caller does not keep up with its answer."""
+    """A connection whose caller reads its answer more slowly than it is sent."""
 
     @property
     def unsent_bytes(self) -> int:
-        """Return the number of bytes that wait in this process; it only falls while the reader is
-        slow.
-        """
+        """Return the number of unsent bytes, which only falls while the reader is slow."""
 
     def give_way(self) -> None:
         """Drop the unsent bytes at once."""
@@ -207,7 +206,13 @@ class Reader(Protocol):
 
 @dataclass(slots=True)
 class _Reading:
-    """What a reader had left to read at its begin, and when last looked at."""
+    """The progress of a reader.
+
+    Attributes:
+        began: reading of the clock when the reader became slow.
+        first_bytes: number of unsent bytes then.
+        unsent_bytes: number of unsent bytes when last looked at.
+    """
 
     began: float
     first_bytes: int
@@ -215,12 +220,14 @@ class _Reading:
 
 
 class Receiving(AnswerRoom):
-    """The bytes that callers make a process keep: `in_use` of bodies without an answer yet, and
-    unsent ones of answers.
+    """Counts the bytes that callers make a process keep: bodies and unsent answers.
 
     Args:
-        capacity: bytes that bodies and unsent answers may have together.
-        clock: gives monotonic seconds.
+        capacity: number of bytes that bodies and unsent answers may have together.
+        clock: monotonic seconds.
+
+    Attributes:
+        in_use: number of bytes of unanswered bodies.
     """
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -233,10 +240,13 @@ class Receiving(AnswerRoom):
 
     @contextlib.contextmanager
     def arriving(self, body: Body, end: Callable[[], None]) -> Iterator[None]:
-        """Let a body arrive while the context lasts; `end` is called if it gives way, and must end
-        it soon.
+        """Track a body that arrives.
+
+        Args:
+            end: called when the body has to give way to others; must end it soon.
         """
-        body.end, body.began = end, self._clock()
+        body.end = end
+        body.began = self._clock()
         body.paid_until = body.began + GRACE_SECONDS
         self._arriving[body] = None
         try:
@@ -246,45 +256,34 @@ class Receiving(AnswerRoom):
             del body.end  # it holds the request, which holds the body
 
     def newcomers(self, most: int) -> int:
-        """Return how many bodies began to arrive less than `PROMISE_SECONDS` ago, at most `most`."""
+        """Return how many bodies began to arrive within `PROMISE_SECONDS`, at most `most`."""
         since = self._clock() - PROMISE_SECONDS
         recent = takewhile(lambda body: body.began >= since, reversed(self._arriving))
         return sum(1 for _ in islice(recent, most))
 
     def add(self, body: Body, count: int) -> None:
-        """Count bytes that arrived.
+        """Count bytes that arrived, and end slow bodies and then slow readers to make room.
 
-        Bodies that crawl give way, then slow readers. Raises `ReceivingFull` if there is still no
-        room.
+        Raises:
+            ReceivingFull: the room is too small.
         """
         now = self._clock()
         body.paid_until = min(body.paid_until + count / MIN_BODY_RATE, now + GRACE_SECONDS)
         while self._is_short_of(count):
-            crawling = [other for other in self._arriving if other.paid_until < now and other.size]
-            slowest = max(
-                (other for other in crawling if other is not body),
-                key=lambda other: other.size,
-                default=None,
-            )
-            if slowest is None and self._end_slowest_reader():
-                continue
-            if slowest is None:
+            if not (self._end_largest_slow_body(now, body) or self._end_slowest_reader()):
                 raise ReceivingFull(f"{self.capacity} bytes of pictures are being received already")
-            del self._arriving[slowest]
-            slowest.gave_way = True
-            self.give_back(slowest)
-            slowest.end()
         self.in_use += count
         body.size += count
 
     def give_back(self, body: Body) -> None:
-        """Count the bytes of a body no more: its request is answered."""
+        """Stop counting the bytes of this body."""
         self.in_use -= body.size
         body.size = 0
 
     def add_reader(self, connection: Reader) -> None:
-        """Count the unsent bytes of a connection; if there is no room for them, end slow readers,
-        else this one.
+        """Count the unsent bytes of a connection, and end slow readers to make room.
+
+        The connection itself is ended if there is not enough room without the others.
         """
         unsent_bytes = connection.unsent_bytes
         self._readers[connection] = _Reading(self._clock(), unsent_bytes, unsent_bytes)
@@ -294,15 +293,13 @@ class Receiving(AnswerRoom):
                 self._end_reader(connection)
 
     def remove_reader(self, connection: Reader) -> None:
-        """Stop counting the unsent bytes of a connection. No effect if they are not counted."""
+        """Stop counting the unsent bytes of a connection; no effect if they are not counted."""
         reading = self._readers.pop(connection, None)
         if reading is not None:
             self._unsent -= reading.unsent_bytes
 
     def _is_short_of(self, count: int) -> bool:
-        """Return whether there is no room for `count` bytes; looks at the readers only when room is
-        short.
-        """
+        """Return whether the room is too small for `count` more bytes."""
         if self.in_use + self._unsent + count <= self.capacity:
             return False
         for reader, reading in self._readers.items():
@@ -310,29 +307,40 @@ class Receiving(AnswerRoom):
         self._unsent = sum(reading.unsent_bytes for reading in self._readers.values())
         return self.in_use + self._unsent + count > self.capacity
 
+    def _end_largest_slow_body(self, now: float, spared: Body) -> bool:
+        """End the largest slow body but one; return whether there was any."""
+        slow = [
+            body
+            for body in self._arriving
+            if body is not spared and body.size and body.paid_until < now
+        ]
+        if not slow:
+            return False
+        largest = max(slow, key=lambda body: body.size)
+        del self._arriving[largest]
+        self.give_back(largest)
+        largest.end()
+        return True
+
     def _end_slowest_reader(self) -> bool:
-        """End the reader of the lowest rate, if any has had the time to show one; return whether
-        there was one.
-        """
+        """End the reader of the lowest rate; return whether any reader has a known rate."""
         now = self._clock()
         known = {
             reader: reading
             for reader, reading in self._readers.items()
             if now - reading.began >= GRACE_SECONDS
         }
+        if not known:
+            return False
 
         def bytes_a_second(reader: Reader) -> float:
             reading = known[reader]
             return (reading.first_bytes - reading.unsent_bytes) / (now - reading.began)
 
-        slowest = min(known, key=bytes_a_second, default=None)
-        if slowest is None:
-            return False
-        self._end_reader(slowest)
+        self._end_reader(min(known, key=bytes_a_second))
         return True
 
     def _end_reader(self, reader: Reader) -> None:
-        """Stop counting a reader, and close its connection."""
         self.remove_reader(reader)
         reader.give_way()
 
@@ -340,27 +348,37 @@ class Receiving(AnswerRoom):
 class RefusalPace:
     """Delays refusals of callers that come back at once, against their `Retry-After`.
 
-    A refusal costs 0.2 ms, and the picture that is read and discarded as much again. A hundred
-    callers who come back at once would take the core that answers others. So a caller that comes
-    back within a second on its connection waits for two, and everyone beyond `most` refusals a
-    second for one. `clock` gives monotonic seconds.
+    A refusal costs 0.2 ms, and reading and discarding its picture as much again. A hundred callers
+    that come back at once would take the core that answers others. So a caller that comes back on
+    its connection within a second waits for two seconds. Beyond `most` refusals a second, all
+    others wait for one second.
+
+    Args:
+        clock: monotonic seconds.
+        most: number of refusals a second without a delay.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, most: float = _REFUSALS_A_SECOND
     ) -> None:
         self._clock = clock
-        self._most = self._credit = most
+        self._most = most
+        self._credit = most
         self._counted_at = clock()
 
     def delay(self, connection: Connection | None) -> float:
         """Return the seconds for which a refusal on this connection is to wait."""
         now = self._clock()
         earned = (now - self._counted_at) * self._most
-        self._credit, self._counted_at = min(self._most, self._credit + earned), now
+        self._credit = min(self._most, self._credit + earned)
+        self._counted_at = now
         comes_back = connection is not None and now - connection.refused_at < LONGEST_WAIT
-        delay = 2 * LONGEST_WAIT if comes_back else LONGEST_WAIT if self._credit < 1 else 0.0
-        if not delay:
+        if comes_back:
+            delay = 2 * LONGEST_WAIT
+        elif self._credit < 1:
+            delay = LONGEST_WAIT
+        else:
+            delay = 0.0
             self._credit -= 1
         if connection is not None:
             connection.refused_at = now + delay

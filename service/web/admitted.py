@@ -323,7 +323,7 @@ class AdmittedRequest:
         model.generation.begin()
 
     def with_model(self, model: Model) -> Self:
-        """Return the same request with another model that answers it, beside the first one."""
+        """Return the same request with another model; it holds both until the context ends."""
         other = copy.copy(self)
         other.choose(model)
         return other

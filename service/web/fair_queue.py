@@ -110,7 +110,7 @@ class FairQueue(Generic[E]):
         self._shares: dict[Hashable, _Share[E]] = {}
         self._line: list[tuple[float, int, _Share[E]]] = []
         self._numbers = count()
-        self._now = 0.0  # what the caller had used whose job began last
+        self._now = 0.0  # seconds used by the caller of the job that began last
         self.waiting = 0
         self.under_way = 0
         self._size_waiting = 0.0
@@ -189,7 +189,7 @@ class FairQueue(Generic[E]):
 
     @property
     def is_crowded(self) -> bool:
-        """Return whether jobs wait although their callers may begin another one."""
+        """Return whether jobs wait for a server, and not only behind their caller's own jobs."""
         return self.waiting > 0 and self.under_way >= self._servers()
 
     @property

@@ -3,8 +3,8 @@
     enter -> wait behind jobs of the same caller -> turn of the caller that has had least -> work
 
 A job is refused at once if it cannot begin before its deadline, at the measured cost of the work
-ahead of it. A job is dropped if its caller leaves or its time is up while it waits. The order is
-that of `service.web.fair_queue.FairQueue`.
+ahead of it. A job is dropped if its caller leaves or its time is up while it waits.
+`service.web.fair_queue.FairQueue` decides the order.
 """
 
 import asyncio

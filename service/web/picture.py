@@ -220,7 +220,7 @@ async def _loaded(admitted: AdmittedRequest, unloaded: Model, share: float) -> M
 async def _infer_in_turn(
     admitted: AdmittedRequest, pixels: NDArray[np.uint8], requested: RequestedOutputs
 ) -> InferenceResult:
-    """Infer in a turn of the lane for maps with a pass of their own, or of the lane for pictures."""
+    """Infer in a turn of the lane for pictures, or for maps that need a pass of their own."""
     lanes = admitted.service.lanes
     if requested.needs_pass:
         async with admitted.turn(lanes.explanations):
@@ -249,7 +249,7 @@ async def _batched(
 
 
 async def _head(admitted: AdmittedRequest, requested: RequestedOutputs) -> Head | None:
-    """Return the head that scores the features: a taught one, or that of the request's labels."""
+    """Return the taught head, or a head of the request's labels; None if the batch scores."""
     if admitted.model.taught is not None:
         return admitted.model.taught
     if not requested.labels:

@@ -235,5 +235,5 @@ def service_of(request: Request) -> Service:
 
 
 async def model_of(request: Request, name: str | None = None) -> Model:
-    """Return the model that a request names, by default the default one; raises as `Service.find`."""
+    """Return the model that a request names, or the default model; raises as `Service.find`."""
     return await service_of(request).find(name, request_context(request.scope).started)

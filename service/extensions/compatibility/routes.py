@@ -43,10 +43,10 @@ _REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
 class PredictionQuery(BaseModel, frozen=True):
     """The query of POST /predictions."""
 
-    labels: Annotated[str | Absent, Field(description="that of POST /classify")] = None
+    labels: Annotated[str | Absent, Field(description="as for POST /classify")] = None
 
     def requested(self, info: ModelInfo) -> RequestedOutputs:
-        """Return what is requested of a model, as by POST /classify."""
+        """Return the outputs requested of a model; see `ClassifyQuery`."""
         return ClassifyQuery(labels=self.labels).requested_of_one(info)
 
 
@@ -77,14 +77,13 @@ async def invocations(request: Request, query: ClassifyQuery) -> Response:
 
 @router.post(_PATH, answer=dict[str, float], extra=_PREDICTION, responses=_REFUSALS)
 async def predictions(request: Request, query: PredictionQuery) -> Response:
-    """Return the scores of the best classes by label, as TorchServe does. Of equal labels the best
-    stays.
+    """Return the scores of the best classes by label, as TorchServe does.
 
-    With VIT_COVERAGE they are those in the set of labels, with thresholds those that reach theirs:
-    none where the model abstains.
+    If classes share a label, it has the best score. With VIT_COVERAGE, only classes of the label
+    set are returned. With thresholds, only classes that reach their threshold are. The answer is
+    empty if the model abstains.
 
-    The picture is the body, or a multipart field `data`, `body` or `file`. `labels` is that of POST
-    /classify.
+    The picture is the body, or a multipart field `data`, `body` or `file`.
     """
     name = _model_name(service_of(request), request.path_params["name"])
     model = await model_of(request, name)

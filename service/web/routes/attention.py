@@ -1,4 +1,4 @@
-"""GET and POST /attention: a map of where the model looked, as a picture, JSON or a NumPy file."""
+"""GET and POST /attention: maps of where the model looked, in PNG, JSON or NumPy files."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -52,7 +52,7 @@ _ANSWERS: dict[int, dict[str, object]] = {
             "image/png": {"schema": BINARY},
             "application/x-npy": {"schema": BINARY},
         },
-        "description": "The map in the asked-for format",
+        "description": "The map in the requested format",
     }
 }
 
@@ -72,60 +72,66 @@ class AttentionQuery(BaseModel, frozen=True):
         str | Absent,
         Field(
             alias="class",
-            description=f"whose map: an index or a label, or at most {MAX_CLASSES} with commas between; default "
-            f"the best class; for {', '.join(sorted(filter(is_class_specific, methods())))}",
+            description="index or label of the explained class, or up to "
+            f"{MAX_CLASSES} comma-separated ones; default the best class; for the methods "
+            + ", ".join(sorted(filter(is_class_specific, methods()))),
         ),
     ] = None
     labels: Annotated[
         str | Absent,
         Field(
-            description="for models with a text tower: what `class` names, as on /classify; `relevance` alone"
+            description="labels that `class` names, as for /classify; for models with a text "
+            "tower and the method `relevance`"
         ),
     ] = None
     layer: Annotated[
-        int | Absent, Field(description="`cls`: default the last; negatives count from the end")
+        int | Absent,
+        Field(description="`cls`: number of the layer, negative from the end; default the last"),
     ] = None
     head: Annotated[
         str | Absent,
         Field(
-            description="`cls`: `mean` (default), `max`, or a head's number",
+            description="`cls`: `mean` (default), `max`, or the number of an attention head",
             json_schema_extra={"pattern": _HEAD},
         ),
     ] = None
     format: Literal["png", "json", "npy"] = "png"
-    overlay: Annotated[bool | Absent, Field(description="PNG: over a picture; default true")] = None
+    overlay: Annotated[
+        bool | Absent, Field(description="PNG: draw over a picture; default true")
+    ] = None
     view: Annotated[
         Literal["input", "photo"] | Absent,
         Field(
-            description="PNG: over what the model saw, or over the whole photo, the unseen part dimmed; default "
-            "`photo` for models whose input has less than 128 pixels, else `input`"
+            description="PNG: draw over the part that the model saw (`input`), or over the whole "
+            "photo with the rest dimmed (`photo`); default `photo` for models with inputs below "
+            "128 pixels, else `input`"
         ),
     ] = None
     alpha: Annotated[
         Annotated[float, Field(ge=0, le=1)] | Absent,
-        Field(description="PNG: opacity of the map where it is highest; default 0.7"),
+        Field(description="PNG: highest opacity of the map; default 0.7"),
     ] = None
     colormap: Annotated[
-        str | Absent, Field(description="PNG", json_schema_extra={"enum": list(COLORMAPS)})
+        str | Absent, Field(description="PNG: colours", json_schema_extra={"enum": list(COLORMAPS)})
     ] = None
     size: Annotated[
         Annotated[int, Field(ge=1, le=MAX_SIZE)] | Absent,
         Field(description="PNG: longer side in pixels"),
     ] = None
     smooth: Annotated[
-        bool | Absent, Field(description="PNG: no steps between patches; default true")
+        bool | Absent, Field(description="PNG: smooth the steps between patches; default true")
     ] = None
     caption: Annotated[
         bool | Absent,
-        Field(description="PNG: class, score, method and colours in words below; default true"),
+        Field(description="PNG: add class, score, method and colours in words; default true"),
     ] = None
 
     def requested(self, info: ModelInfo) -> list[RequestedOutputs]:
-        """Return what is requested of a model, for each class of the query.
+        """Return the outputs requested of a model, for each class of the query.
 
         Raises:
-            InvalidParameter, InputError: the model does not have what the query asks for, or a
-                parameter does not apply.
+            InvalidParameter, InputError: the model does not support the query, or a parameter does
+                not apply.
         """
         labels = self.labels_of(info)
         maps = parse_maps(
@@ -166,7 +172,7 @@ class StoredPictureQuery(AttentionQuery):
     id: Annotated[str, Field(description="from the answer of /classify")]
     view: Annotated[
         Literal["input"] | Absent,
-        Field(description="PNG: over what the model saw; the photo itself is not kept"),
+        Field(description="PNG: draw over the part that the model saw; the photo is not kept"),
     ] = None
 
 

@@ -27,7 +27,10 @@ router = Router("classify")
     responses=problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def classify(request: Request, query: ClassifyQuery) -> Response:
-    """Classify one picture: a multipart field `file`, or the raw body; by one model, or by several."""
+    """Classify one picture, by one model or by several.
+
+    The picture is a multipart field `file`, or the body itself.
+    """
     if query.names_several:
         return await classify_by_several(request, query)
     model = await model_of(request, query.model)

@@ -27,8 +27,9 @@ router = Router("classify")
     responses=problems(400, 404, 408, 413, 415, 422, 503),
 )
 async def classify_batch(request: Request, query: ClassifyQuery) -> Response:
-    """Classify several pictures (multipart fields `file`); each gets its own answer or its own
-    error.
+    """Classify several pictures, each with its own answer or its own error.
+
+    The pictures are multipart fields `file`.
     """
     _require_one_model(query)
     model = await model_of(request, query.model)

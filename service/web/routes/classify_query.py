@@ -1,4 +1,4 @@
-"""The query of POST /classify and POST /classify/batch, and what it requests of a model."""
+"""The query of POST /classify and POST /classify/batch, and the outputs that it requests."""
 
 from typing import Annotated, Literal
 
@@ -18,30 +18,32 @@ class ClassifyQuery(ModelQuery, frozen=True):
     model: Annotated[
         str | Absent,
         Field(
-            description="which of GET /models answers; /classify: several, comma-separated, or `*` for all"
+            description="a name from GET /models; default the default model; "
+            "/classify takes several names, comma-separated, or `*` for all models"
         ),
     ] = None
     top_k: Annotated[
         Annotated[int, Field(ge=1)] | Absent,
-        Field(description="classes to answer with; default the smaller of 5 and all"),
+        Field(description="number of classes in the answer; default 5, or all if there are fewer"),
     ] = None
     attention: Annotated[
         bool | Literal["relevance"] | Absent,
         Field(
-            description="answer with the last layer's attention map, too, or with the relevance of the best class"
+            description="add the last layer's attention map, or the relevance map of the best class"
         ),
         WithJsonSchema({"type": "string", "enum": ["false", "true", "0", "1", "relevance"]}),
     ] = None
-    embedding: Annotated[bool, Field(description="answer with what the head reads, too")] = False
+    embedding: Annotated[bool, Field(description="add the features that the head reads")] = False
     labels: Annotated[
         str | Absent,
         Field(
-            description="names to compare with, comma-separated or a JSON array; for models with a text tower"
+            description="names to compare the picture with, comma-separated or a JSON array; "
+            "for models with a text tower"
         ),
     ] = None
     min_score: Annotated[
         Annotated[float, Field(ge=0, le=1)] | Absent,
-        Field(description="leave lower predictions out"),
+        Field(description="lowest score of a prediction"),
     ] = None
 
     @property
@@ -50,19 +52,19 @@ class ClassifyQuery(ModelQuery, frozen=True):
         return names_several(self.model)
 
     def requested(self, info: ModelInfo) -> RequestedOutputs | None:
-        """Return what is requested of the only model, or None if the query names several."""
+        """Return the outputs requested of the only model, or None if the query names several."""
         if self.names_several:
             return None
         return self.requested_of_one(info)
 
     def requested_of_one(self, info: ModelInfo, *, cap: bool = False) -> RequestedOutputs:
-        """Return what is requested of a model.
+        """Return the outputs requested of a model.
 
         Args:
             cap: reduce `top_k` to the number of classes, instead of refusing it.
 
         Raises:
-            InvalidParameter, InputError: the model does not have what the query asks for.
+            InvalidParameter, InputError: the model does not support the query.
         """
         config = info.config
         labels: tuple[str, ...] = ()

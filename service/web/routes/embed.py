@@ -1,4 +1,4 @@
-"""POST /embed and POST /embed/batch: the embeddings of pictures, as JSON, a NumPy file or base64."""
+"""POST /embed and POST /embed/batch: embeddings of pictures in JSON, NumPy files or base64."""
 
 import base64
 from functools import partial
@@ -37,20 +37,22 @@ class EmbedQuery(ModelQuery, frozen=True):
     pool: Annotated[
         Pooling,
         Field(
-            description="what the head reads, the CLS token, or the mean of the patch tokens after the final norm; "
-            "`transfer`: CLS tokens of the last three blocks and that mean, which taught heads read"
+            description="`head`: the features that the head reads; `cls`, `mean`: the CLS token, "
+            "or the mean of the patch tokens, after the final norm; `transfer`: CLS tokens of the "
+            "last three blocks and that mean, the features of taught heads"
         ),
     ] = "head"
     normalize: Annotated[bool, Field(description="divide by the L2 norm")] = False
     format: Annotated[
         Literal["json", "npy", "base64"],
         Field(
-            description="numbers; a NumPy file of float32; JSON with the bytes of little-endian float32 in base64"
+            description="`json`: numbers; `npy`: a NumPy file of float32; `base64`: JSON with the "
+            "bytes of little-endian float32 in base64"
         ),
     ] = "json"
 
     def requested(self, info: ModelInfo) -> RequestedOutputs:
-        """Return what is requested of a model; raises `InputError`."""
+        """Return the outputs requested of a model; raises `InputError`."""
         embedding = parse_embedding(info.config, self.pool, self.normalize)
         return RequestedOutputs(1, embedding=embedding)
 
@@ -61,14 +63,15 @@ class EmbedOneQuery(EmbedQuery, frozen=True):
     text: Annotated[
         tuple[str, ...],
         Field(
-            description="embed this instead of a picture; repeat it for several; for models with a text tower"
+            description="text to embed instead of a picture; repeat the parameter for several "
+            "texts; for models with a text tower"
         ),
     ] = ()
 
 
 def _answers(model: Any) -> dict[int, dict[str, Any]]:
     npy = {"application/x-npy": {"schema": BINARY}}
-    return {200: {"model": model, "content": npy, "description": "In the asked-for format"}}
+    return {200: {"model": model, "content": npy, "description": "In the requested format"}}
 
 
 @router.post(
@@ -78,8 +81,9 @@ def _answers(model: Any) -> dict[int, dict[str, Any]]:
     | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def embed(request: Request, query: EmbedOneQuery) -> Response:
-    """Return the embedding of one picture: a multipart field `file`, or the raw body; or those of
-    texts.
+    """Return the embedding of one picture, or the embeddings of texts.
+
+    The picture is a multipart field `file`, or the body itself.
     """
     model = await model_of(request, query.model)
     if query.text:
@@ -103,10 +107,9 @@ async def embed(request: Request, query: EmbedOneQuery) -> Response:
     responses=_answers(BatchEmbedding) | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def embed_batch(request: Request, query: EmbedQuery) -> Response:
-    """Return the embeddings of several pictures (multipart fields `file`).
+    """Return the embeddings of several pictures, multipart fields `file`.
 
-    Each gets its own answer or its own error; with `npy`, the first that fails is the error of the
-    request.
+    Each has its own answer or its own error. With `npy`, the first error is that of the request.
     """
     model = await model_of(request, query.model)
     form = FormQuery(request, query, model, EmbedQuery.requested)
@@ -148,7 +151,7 @@ async def _embed_file(
 
 
 async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> Response:
-    """Answer with the embeddings of texts, which can be compared with those of pictures."""
+    """Answer with the embeddings of texts, comparable with embeddings of pictures."""
     if model.info.zero_shot is None:
         raise InvalidParameter("text: the model has no text tower")
     if query.pool != "head":
@@ -171,7 +174,7 @@ async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> 
 
 
 def _formatted(values: NDArray[np.float32], query: EmbedQuery) -> list[float] | str:
-    """Return an embedding as numbers or as text, as a query asks for."""
+    """Return an embedding in the format of a query: numbers, or text in base64."""
     if query.format == "base64":
         return base64.b64encode(values.astype("<f4").tobytes()).decode()
     numbers: list[float] = values.tolist()

@@ -192,7 +192,7 @@ class Application:
         return self._document
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; raises `NotFound`, `MethodNotAllowed`, and what the endpoint raises."""
+        """Answer a request; raises `NotFound`, `MethodNotAllowed`, and errors of the endpoint."""
         scope["app"] = self
         if scope["type"] != "http":
             await self._lifespan(scope, receive, send)

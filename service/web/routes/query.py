@@ -35,7 +35,7 @@ Absent = SkipJsonSchema[None]
 """The type of None as the default of a parameter, which OpenAPI does not name."""
 
 ModelName = Annotated[
-    str | Absent, Field(description="which of GET /models answers; default the default one")
+    str | Absent, Field(description="a name from GET /models; default the default model")
 ]
 """The parameter `model`."""
 
@@ -47,7 +47,7 @@ class ModelQuery(BaseModel, frozen=True):
 
 
 def parameters_of(query_model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of a query's parameters, as they are sent."""
+    """Return the names of a query's parameters in a URL."""
     return tuple(field.alias or name for name, field in query_model.model_fields.items())
 
 
@@ -107,14 +107,14 @@ def _pairs(query_string: bytes) -> list[tuple[str, str]]:
 
 
 class FormQuery(Generic[Q, R]):
-    """The query of a request, and what it requests of a model.
+    """The query of a request, and the outputs that it requests of a model.
 
-    A wrong query is refused before the body is read. If the address has no parameters and the body
-    is a form, the query is checked afterwards, because the form may have the parameters.
+    A wrong query is refused before the body is read. An address without parameters is checked after
+    the body if that is a form, because the form may have the parameters.
 
     Args:
         model: the model that the address names.
-        parse: returns what a query requests of a model.
+        parse: returns the outputs that a query requests of a model.
 
     Attributes:
         query: with the fields of the form, once the body is read.

@@ -37,7 +37,7 @@ from service.web.service import Model, service_of
 _LOADING_SHARE = 0.5
 
 Group = list[tuple[Model, RequestedOutputs]]
-"""Models of one backbone and preprocessing, and what is requested of each."""
+"""Models of one backbone and preprocessing, and the outputs requested of each."""
 
 
 class SeveralModels(NamedTuple):
@@ -230,7 +230,7 @@ async def _infer_group(
 
 
 def _combined(group: Group) -> RequestedOutputs:
-    """Return what all models of a group request of one pass."""
+    """Return the outputs that a group of models requests of one pass."""
     first, *others = [
         requested if model.taught is None else of_image(requested, model.taught)
         for model, requested in group

@@ -9,30 +9,30 @@ from service.web.admission import Limiter
 
 
 def flood(limiter: Limiter, caller: str) -> int:
-    """Take places for a caller until one is refused, and return how many it got."""
+    """Take slots for a caller until one is refused, and return their number."""
     for taken in range(limiter.capacity + 1):
         try:
             limiter.permit(caller)
         except QueueFull:
             return taken
-    raise AssertionError("more places than there are")
+    raise AssertionError("more slots than the capacity")
 
 
-def test_flood_leaves_places_to_others():
+def test_a_flood_leaves_slots_to_others():
     limiter = Limiter(256)
     assert flood(limiter, "flood") == 224
     with limiter.permit("honest"), limiter.permit("another"):
         assert limiter.in_use == 226
 
 
-def test_refusal_says_who_holds_the_places():
+def test_a_refusal_names_the_held_slots():
     limiter = Limiter(16)
     flood(limiter, "flood")
-    with pytest.raises(QueueFull, match=r"this caller have 14 of 16 places; others need the rest"):
+    with pytest.raises(QueueFull, match=r"this caller holds 14 of 16 slots"):
         limiter.permit("flood")
 
 
-def test_few_places_are_not_shared():
+def test_a_small_capacity_is_not_shared():
     assert flood(Limiter(4), "only") == 4
 
 
@@ -45,7 +45,7 @@ def test_few_places_are_not_shared():
         )
     )
 )
-def test_all_places_come_back(requests):
+def test_every_slot_is_given_back(requests):
     limiter = Limiter(64)
     permits = []
     for caller, count, action in requests:

@@ -1,13 +1,14 @@
-"""The first failing check wins: key, path and method, query, room, sizes, form of the body, kind,
-image.
+"""Checks of a request run in one order, and the first that fails gives the answer.
 
-Each fault below spoils a request in one way; every pair of faults must be answered as the earlier
-one is.
+The order is: key, path and method, query, room, sizes, form of the body, kind of file, image. Each
+fault below spoils a request in one way. For each pair of faults of neighbouring checks, the answer
+is that of the earlier check.
 """
 
 import asyncio
 import itertools
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,10 @@ class Draft:
     draining: bool = False
 
     def body(self) -> bytes:
-        head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{self.part_name}"; filename="a"\r\n\r\n'
+        head = (
+            f"--{BOUNDARY}\r\nContent-Disposition: form-data; "
+            f'name="{self.part_name}"; filename="a"\r\n\r\n'
+        )
         return (
             head.encode()
             + self.picture
@@ -49,7 +53,10 @@ class Draft:
         )
 
 
-FAULTS: list[tuple[str, str, dict[str, Any]]] = [
+Fault = tuple[str, str, dict[str, Any]]
+"""The check that a fault fails, the code of its answer, and the changed fields of a draft."""
+
+FAULTS: list[Fault] = [
     ("key", "unauthorized", {"key": "wrong"}),
     ("path", "not_found", {"path": "/classified"}),
     ("path", "method_not_allowed", {"method": "PUT"}),
@@ -70,11 +77,18 @@ FAULTS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def compatible(a: tuple[str, str, dict[str, Any]], b: tuple[str, str, dict[str, Any]]) -> bool:
-    return a[0] != b[0] and not a[2].keys() & b[2].keys()
+CHECKS = list(dict.fromkeys(check for check, _, _ in FAULTS))
 
 
-PAIRS = [pair for pair in itertools.combinations(FAULTS, 2) if compatible(*pair)]
+def neighbours() -> Iterator[tuple[Fault, Fault]]:
+    """Yield pairs of faults of neighbouring checks that a request can have at once."""
+    for first, second in itertools.combinations(FAULTS, 2):
+        is_next = CHECKS.index(second[0]) == CHECKS.index(first[0]) + 1
+        if is_next and not first[2].keys() & second[2].keys():
+            yield first, second
+
+
+PAIRS = list(neighbours())
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +126,7 @@ def code_of(service: App, draft: Draft, *, chunked: bool = False) -> str:
     return code
 
 
-def test_the_request_without_a_fault_is_fine(service: App) -> None:
+def test_a_request_without_faults_is_fine(service: App) -> None:
     assert code_of(service, Draft()) == ""
     assert code_of(service, Draft(), chunked=True) == ""
 
@@ -120,7 +134,9 @@ def test_the_request_without_a_fault_is_fine(service: App) -> None:
 @pytest.mark.parametrize(
     ("_", "code", "fault"), FAULTS, ids=lambda value: str(value) if isinstance(value, str) else ""
 )
-def test_each_fault_has_its_code(_: str, code: str, fault: dict[str, Any], service: App) -> None:
+def test_each_fault_is_answered_by_code(
+    _: str, code: str, fault: dict[str, Any], service: App
+) -> None:
     assert code_of(service, Draft(**fault)) == code
     if "declared" not in fault:
         assert code_of(service, Draft(**fault), chunked=True) == code
@@ -129,9 +145,7 @@ def test_each_fault_has_its_code(_: str, code: str, fault: dict[str, Any], servi
 @pytest.mark.parametrize(
     ("first", "second"), PAIRS, ids=[f"{a[0]}:{a[1]} before {b[0]}:{b[1]}" for a, b in PAIRS]
 )
-def test_of_two_faults_the_earlier_check_answers(
-    first: tuple[str, str, dict[str, Any]], second: tuple[str, str, dict[str, Any]], service: App
-) -> None:
+def test_the_earlier_of_two_checks_answers(first: Fault, second: Fault, service: App) -> None:
     draft = Draft(**(first[2] | second[2]))
     assert code_of(service, draft) == first[1]
     if draft.declared is None:
@@ -184,11 +198,11 @@ def subclasses(kind: type[Exception]) -> set[type[Exception]]:
     return {kind}.union(*(subclasses(child) for child in kind.__subclasses__()))
 
 
-def test_the_table_holds_exactly_the_statuses_and_codes_that_clients_rely_on() -> None:
+def test_statuses_with_codes_stay_the_same() -> None:
     assert set(TABLE.values()) == CONTRACT
 
 
-def test_every_error_that_a_request_can_meet_has_its_row() -> None:
+def test_each_error_has_a_row_in_the_table() -> None:
     reachable = (
         subclasses(errors.ServiceError)
         | subclasses(model_errors.ImageError)
@@ -202,7 +216,7 @@ def test_every_error_that_a_request_can_meet_has_its_row() -> None:
     assert reachable == set(TABLE)
 
 
-def test_what_is_not_in_the_table_says_nothing_of_itself() -> None:
+def test_unknown_errors_reveal_nothing() -> None:
     problem = problem_of(KeyError("secret"))
     assert problem.status == 500
     assert "secret" not in problem.detail
@@ -212,19 +226,19 @@ def test_what_is_not_in_the_table_says_nothing_of_itself() -> None:
 @pytest.mark.parametrize(
     "kind", [errors.QueueFull, errors.ReceivingFull, errors.EngineUnavailable, errors.Draining]
 )
-def test_every_503_says_when_to_try_again(kind: type[Exception]) -> None:
+def test_503_says_when_to_try_again(kind: type[Exception]) -> None:
     assert int(problem_of(kind("later")).headers["Retry-After"]) >= 1
 
 
 @pytest.mark.parametrize(("length", "kept"), [(499, 499), (500, 500), (501, 499), (100_000, 499)])
-def test_a_detail_has_at_most_500_characters_and_keeps_both_ends(length: int, kept: int) -> None:
+def test_long_details_are_cut_in_the_middle(length: int, kept: int) -> None:
     detail = problem_of(errors.NotFound("a" * (length - 3) + "end")).detail
     assert len(detail) == kept
     assert detail.endswith("end")
     assert ("..." in detail) == (length > 500)
 
 
-def test_the_document_is_rfc_9457_with_code_and_request_id() -> None:
+def test_a_problem_document_has_these_fields() -> None:
     document = json.loads(body(problem_of(errors.NotFound("/ü: no such path")), "abc"))
     assert document == {
         "type": "about:blank",

@@ -1,4 +1,4 @@
-"""Places and bytes of requests: how many there are, and who gives way to whom."""
+"""Bytes and slots of requests whose bodies arrive, and the pace of refusals."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from tests.service.web.apps import Clock, app, budget_of, form, service_in
 
 
 class Bodies:
-    """Bodies under a clock; `ended` names those that had to give way, in order."""
+    """Bodies under a clock; `ended` has the names of bodies that gave way, in order."""
 
     def __init__(self, *, capacity: int = 1_000_000) -> None:
         self.clock = Clock()
@@ -43,7 +43,7 @@ class Reader:
         self.is_cut = True
 
 
-def test_the_slowest_reader_makes_room_for_an_answer() -> None:
+def test_slowest_reader_makes_room_for_answer() -> None:
     bodies = Bodies(capacity=100)
     slow = Reader(40)
     steady = Reader(50)
@@ -60,7 +60,7 @@ def test_the_slowest_reader_makes_room_for_an_answer() -> None:
     assert (steady.is_cut, newcomer.is_cut, too_large.is_cut) == (True, False, True)
 
 
-def test_unread_answers_leave_room_for_bodies() -> None:
+def test_unread_answers_give_way_to_bodies() -> None:
     bodies = Bodies(capacity=100)
     reader = Reader(80)
     bodies.receiving.add_reader(reader)
@@ -76,7 +76,7 @@ def test_unread_answers_leave_room_for_bodies() -> None:
     assert not other.is_cut
 
 
-def test_a_body_that_has_arrived_leaves_no_circle_to_the_collector() -> None:
+def test_an_arrived_body_is_freed_at_once() -> None:
     class Request:
         def __init__(self, receiving: Receiving) -> None:
             self.body = Body()
@@ -95,23 +95,21 @@ def test_a_body_that_has_arrived_leaves_no_circle_to_the_collector() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "seconds", "crawls"),
+    ("sent", "seconds", "is_slow"),
     [(1, 1.0, False), (1, 1.01, True), (3 * RATE, 1.01, True)],
     ids=["a second behind its rate", "more", "behind a burst"],
 )
-def test_a_body_crawls_when_it_is_a_second_behind_its_rate(
-    sent: int, seconds: float, crawls: bool
-) -> None:
+def test_a_body_is_slow_one_second_late(sent: int, seconds: float, is_slow: bool) -> None:
     bodies = Bodies(capacity=4 * RATE)
     bodies.arrive("slow", sent)
     bodies.clock.now += seconds
     bodies.arrive("steady", 4 * RATE - sent)
-    with nullcontext() if crawls else pytest.raises(ReceivingFull):
+    with nullcontext() if is_slow else pytest.raises(ReceivingFull):
         bodies.arrive("newcomer", 1)
-    assert bodies.ended == ["slow"] * crawls
+    assert bodies.ended == ["slow"] * is_slow
 
 
-def test_for_memory_the_largest_that_crawl_give_way_and_no_more_than_must() -> None:
+def test_the_largest_slow_bodies_give_way() -> None:
     bodies = Bodies(capacity=100)
     for name, size in (("small", 10), ("large", 30), ("larger", 50), ("empty", 0)):
         bodies.arrive(name, size)
@@ -123,7 +121,7 @@ def test_for_memory_the_largest_that_crawl_give_way_and_no_more_than_must() -> N
     assert bodies.receiving.in_use == 0
 
 
-def test_a_body_that_is_here_gives_way_to_none_and_its_bytes_count_until_it_is_answered() -> None:
+def test_a_complete_body_never_gives_way() -> None:
     bodies = Bodies(capacity=100)
     body = Body()
     with bodies.receiving.arriving(body, lambda: bodies.ended.append("whole")):
@@ -137,27 +135,25 @@ def test_a_body_that_is_here_gives_way_to_none_and_its_bytes_count_until_it_is_a
 
 
 @on_a_loop
-async def test_callers_that_crawl_keep_nobody_out() -> None:
+async def test_slow_bodies_do_not_hold_slots() -> None:
     service = app(queue_size=8)
     headers = {"content-type": "image/png"}
-    crawlers = [
+    slow_callers = [
         service.communicator("POST", "/classify", headers=headers, body=None) for _ in range(12)
     ]
-    for crawler in crawlers:
-        crawler.feed(b"\x89")
-    running = [crawler.start() for crawler in crawlers]
-    await until(lambda: all(crawler.received == 2 for crawler in crawlers))
+    for slow_caller in slow_callers:
+        slow_caller.feed(b"\x89")
+    running = [slow_caller.start() for slow_caller in slow_callers]
+    await until(lambda: all(slow_caller.received == 2 for slow_caller in slow_callers))
     assert [(await service.classify(png(7))).status for _ in range(3)] == [200] * 3
-    for crawler in crawlers:
-        crawler.disconnect()
+    for slow_caller in slow_callers:
+        slow_caller.disconnect()
     await asyncio.gather(*running)
     assert budget_of(service).in_use == 0
 
 
 @on_a_loop
-async def test_a_request_takes_its_place_when_its_body_is_here_and_503_if_others_were_faster() -> (
-    None
-):
+async def test_the_first_complete_body_gets_the_slot() -> None:
     service = app(queue_size=1)
     service.engine.gate.clear()
     slow, fast = (
@@ -179,9 +175,7 @@ async def test_a_request_takes_its_place_when_its_body_is_here_and_503_if_others
 
 
 @on_a_loop
-async def test_a_batch_that_needs_more_places_than_are_free_is_refused_at_the_file_that_is_too_many() -> (
-    None
-):
+async def test_a_batch_is_refused_at_its_surplus_file() -> None:
     service = app(queue_size=2)
     whole = form(png(1), png(2), png(3))
     communicator = service.communicator(
@@ -196,7 +190,7 @@ async def test_a_batch_that_needs_more_places_than_are_free_is_refused_at_the_fi
 
 
 @on_a_loop
-async def test_more_bytes_than_all_bodies_may_have_are_503_with_a_time_to_try_again() -> None:
+async def test_bodies_beyond_the_memory_are_503() -> None:
     service = app(queue_size=10)
     budget_of(service).capacity = 500
     hog = service.communicator(
@@ -217,13 +211,13 @@ async def test_more_bytes_than_all_bodies_may_have_are_503_with_a_time_to_try_ag
 
 
 @on_a_loop
-async def test_bodies_that_have_begun_keep_places_for_a_moment_but_never_all() -> None:
+async def test_new_bodies_reserve_half_of_the_slots() -> None:
     clock = Clock()
     service = service_in(app(clock=clock, queue_size=4))
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(service.receiving.arriving(Body(), lambda: None))
-        service.check_room()  # two of four places are kept, two are free
+        service.check_room()  # two of four slots are reserved, two are free
         with service.limiter.permit():
             service.check_room()
             with service.limiter.permit():
@@ -234,12 +228,12 @@ async def test_bodies_that_have_begun_keep_places_for_a_moment_but_never_all() -
 
 
 class Connection:
-    """What a pace needs of a connection."""
+    """The part of a connection that a pace reads."""
 
     refused_at = float("-inf")
 
 
-def test_who_comes_back_at_once_waits_for_two_seconds_and_all_beyond_many_for_one() -> None:
+def test_fast_repeats_are_refused_late() -> None:
     clock = Clock()
     pace = RefusalPace(clock)
     connection: Any = Connection()

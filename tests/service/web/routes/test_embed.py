@@ -99,7 +99,7 @@ async def test_a_batch_as_an_array_has_a_row_for_each_picture_or_none_at_all(ser
 async def test_a_bad_query_names_its_parameter(path: str, query: str) -> None:
     response = await app().classify(png(1), query, path)
     assert (response.status, response.code) == (422, "invalid_parameter")
-    assert response.json["detail"].startswith(query.partition("=")[0])
+    assert query.partition("=")[0] in response.json["detail"]
 
 
 @on_a_loop
