@@ -1,4 +1,4 @@
-"""Which folders are classes, which are splits, and what is said of the rest."""
+"""Folders of pictures: which folders are classes, which are splits, and the notes on others."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def split_root(tmp_path: Path, *names: str) -> Path:
     return tmp_path / "data"
 
 
-def test_classes_are_the_sorted_names_of_the_folders(root: Path) -> None:
+def test_classes_are_sorted_folder_names(root: Path) -> None:
     found = find_pictures(root)
     assert found.labels == ("blue", "green", "red")
     assert list(found.sets) == ["train"]
@@ -36,9 +36,7 @@ def test_classes_are_the_sorted_names_of_the_folders(root: Path) -> None:
     ]
 
 
-def test_pictures_may_lie_deeper_and_linked_files_and_classes_count(
-    root: Path, tmp_path: Path
-) -> None:
+def test_nested_pictures_count_for_their_class(root: Path, tmp_path: Path) -> None:
     write_class(root / "red" / "more" / "still", "red", 1)
     elsewhere = write_class(tmp_path / "elsewhere", "blue", 2)
     (root / "cyan").symlink_to(tmp_path / "elsewhere")
@@ -51,7 +49,7 @@ def test_pictures_may_lie_deeper_and_linked_files_and_classes_count(
     )
 
 
-def test_junk_is_skipped_and_other_files_are_named(root: Path) -> None:
+def test_junk_is_skipped_silently(root: Path) -> None:
     before = len(find_pictures(root).sets["train"])
     for name in (
         "red/.DS_Store",
@@ -73,11 +71,15 @@ def test_junk_is_skipped_and_other_files_are_named(root: Path) -> None:
     assert len(find_pictures(root).sets["train"]) == before
     assert find_pictures(root).labels == ("blue", "green", "red")
     assert find_pictures(root).notes == ()
+
+
+def test_ignored_files_are_noted(root: Path) -> None:
     (root / "README.md").write_text("x")
     (root / "stray.jpg").write_text("x")
     os.mkfifo(root / "blue" / "pipe.png")
     assert find_pictures(root).notes == (
-        f"{root}: left out: 2 outside the class folders (README.md, stray.jpg); 1 not regular files (blue/pipe.png)",
+        f"{root}: left out: 2 outside the class folders (README.md, stray.jpg); "
+        "1 not regular files (blue/pipe.png)",
     )
 
 
@@ -85,7 +87,8 @@ def test_junk_is_skipped_and_other_files_are_named(root: Path) -> None:
     ("names", "role"),
     [
         (
-            "train TRAIN Training training_set seg_train train2017 trainset TrainData cats-train entraînement",
+            "train TRAIN Training training_set seg_train train2017 trainset TrainData cats-train "
+            "entraînement",
             "train",
         ),
         ("Trainingsdaten entrenamiento 训练集 訓練 tr train_val 1_train", "train"),
@@ -96,11 +99,11 @@ def test_junk_is_skipped_and_other_files_are_named(root: Path) -> None:
         ),
     ],
 )
-def test_a_name_of_habit_says_which_split_it_is(names: str, role: str) -> None:
+def test_common_names_mean_splits(names: str, role: str) -> None:
     assert {name: role_of(name) for name in names.split()} == dict.fromkeys(names.split(), role)
 
 
-def test_names_of_classes_are_not_those_of_splits() -> None:
+def test_class_names_are_not_split_names() -> None:
     names = (
         "cat",
         "strain",
@@ -127,7 +130,7 @@ def test_names_of_classes_are_not_those_of_splits() -> None:
     ],
     ids=" ".join,
 )
-def test_splits_of_any_habit_are_kept_apart(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_splits_by_any_name_are_kept_apart(tmp_path: Path, names: tuple[str, ...]) -> None:
     root = split_root(tmp_path, *names)
     found = find_pictures(root)
     assert found.labels == ("blue", "green", "red")
@@ -146,7 +149,7 @@ def test_a_split_that_is_named_is_read_alone(tmp_path: Path) -> None:
     assert len(found.sets["train"]) == 6
 
 
-def test_splits_below_each_class_are_kept_apart(tmp_path: Path) -> None:
+def test_splits_below_classes_are_kept_apart(tmp_path: Path) -> None:
     for colour in ("blue", "red"):
         write_class(tmp_path / colour / "Train", colour, 3)
         write_class(tmp_path / colour / "Test", colour, 2)
@@ -163,7 +166,7 @@ def test_splits_below_each_class_are_kept_apart(tmp_path: Path) -> None:
         find_pictures(tmp_path)
 
 
-def test_folders_named_like_splits_may_be_classes(tmp_path: Path) -> None:
+def test_folder_named_train_may_be_a_class(tmp_path: Path) -> None:
     for name in ("train", "bus", "car"):
         write_class(tmp_path / name, "red", 2)
     assert find_pictures(tmp_path).labels == ("bus", "car", "train")
@@ -179,7 +182,7 @@ def test_classes_may_have_folders_that_differ(tmp_path: Path) -> None:
     )
 
 
-def test_what_lies_beside_splits_is_named(tmp_path: Path) -> None:
+def test_other_folders_are_noted(tmp_path: Path) -> None:
     root = split_root(tmp_path, "seg_train/seg_train", "seg_test/seg_test")
     write_class(root / "seg_pred" / "seg_pred", "red", 2)
     (root / "annotations").mkdir()
@@ -187,7 +190,8 @@ def test_what_lies_beside_splits_is_named(tmp_path: Path) -> None:
     found = find_pictures(root)
     assert found.folders == {"train": "seg_train", "test": "seg_test"}
     assert found.notes == (
-        f"{root}: left out: 3 outside the class folders (annotations, seg_pred, seg_test/labels.csv)",
+        f"{root}: left out: 3 outside the class folders "
+        "(annotations, seg_pred, seg_test/labels.csv)",
     )
 
 
@@ -196,7 +200,8 @@ def test_what_lies_beside_splits_is_named(tmp_path: Path) -> None:
     [
         (
             ("a", "b"),
-            r"data: a/, b/ look like splits: .*rename to train, val or test, .* --data \S+/data/a or ",
+            r"data: a/, b/ look like splits: .*rename to train, val or test, "
+            r".* --data \S+/data/a or ",
         ),
         (
             ("train", "extra"),
@@ -215,7 +220,7 @@ def test_splits_of_unclear_names_are_refused(
         find_pictures(split_root(tmp_path, *names))
 
 
-def test_splits_without_class_folders_are_refused(tmp_path: Path) -> None:
+def test_splits_without_classes_are_refused(tmp_path: Path) -> None:
     for name in ("train", "test1"):
         write_class(tmp_path / name, "red", 2)
     with pytest.raises(
@@ -224,7 +229,7 @@ def test_splits_without_class_folders_are_refused(tmp_path: Path) -> None:
         find_pictures(tmp_path)
 
 
-def test_a_class_beside_a_split_is_refused(tmp_path: Path) -> None:
+def test_class_next_to_a_split_is_refused(tmp_path: Path) -> None:
     root = split_root(tmp_path, "train", "val")
     write_class(root / "bus", "red", 2)
     with pytest.raises(
@@ -233,7 +238,7 @@ def test_a_class_beside_a_split_is_refused(tmp_path: Path) -> None:
         find_pictures(root)
 
 
-def test_another_split_than_those_wanted_is_refused(tmp_path: Path) -> None:
+def test_unwanted_split_is_refused(tmp_path: Path) -> None:
     root = split_root(tmp_path, "train", "val")
     found = find_pictures(root)
     chosen, notes = found.choose(["test", "validation"], "measure")
@@ -244,7 +249,7 @@ def test_another_split_than_those_wanted_is_refused(tmp_path: Path) -> None:
         found.choose(["test"], "measure")
 
 
-def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> None:
+def test_links_between_classes_are_refused(root: Path) -> None:
     (root / "loop").symlink_to(root)
     with pytest.raises(
         DatasetError, match="loop: links to a folder around itself; remove the link"
@@ -286,7 +291,8 @@ def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> N
                 root.mkdir(),
                 (root.parent / "pets").rename(root / "pets"),
             ),
-            r"one class \('pets'\): at least two .*; if its folders are the classes: --data \S+/data/pets$",
+            r"one class \('pets'\): at least two .*; "
+            r"if its folders are the classes: --data \S+/data/pets$",
         ),
         (
             lambda root: (root.rename(root.parent / "other"), root.mkdir()),
@@ -311,7 +317,7 @@ def test_links_that_make_two_classes_of_one_picture_are_refused(root: Path) -> N
         "a name of bytes",
     ],
 )
-def test_a_folder_that_cannot_be_trained_on_is_refused(
+def test_unusable_folder_is_refused(
     root: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(root)

@@ -1,6 +1,6 @@
 """A plain forward pass in which every attention matrix is a tensor that keeps its gradient.
 
-Nothing of `model.explanation` is used here, and of the network only its parameters and norms.
+It uses only the network's parameters and norms, and none of `model.explanation`.
 """
 
 import math
@@ -16,8 +16,13 @@ from tests.model.blocks import blocks
 
 
 class Reference(NamedTuple):
-    """Attention of each block [B, heads, N, N], of the pooling query [B, heads, 1, seen] or None;
-    outputs; logits.
+    """The result of a plain forward pass.
+
+    Attributes:
+        attention: of each block, [B, heads, N, N].
+        pool: of the pooling query, [B, heads, 1, seen], or None.
+        outputs: of each block, [B, N, D].
+        logits: [B, classes].
     """
 
     attention: list[Tensor]
@@ -50,7 +55,7 @@ def forward(model: VisionTransformer, pixels: Tensor) -> Reference:
 
 
 def first_row(config: ViTConfig, count: int) -> Tensor:
-    """Return the share of each token in what the head reads, but for a pooling query: [count, N]."""
+    """Return the share of each token in the pooled vector of a rule without a query: [count, N]."""
     row = torch.zeros(config.tokens)
     pooled = torch.arange(config.tokens) >= (0 if config.pool_prefix else config.prefix_tokens)
     if config.pool == "cls":
@@ -82,9 +87,7 @@ def attention_weights(layer: Attention, x: Tensor) -> Tensor:
 
 
 def turned(layer: Attention, x: Tensor) -> Tensor:
-    """Return queries or keys [B, heads, N, head_dim] turned as complex numbers, one patch after the
-    other.
-    """
+    """Return queries or keys [B, heads, N, head_dim], turned as complex numbers patch by patch."""
     rotary = layer.rotary
     if rotary is None:
         return x
@@ -128,9 +131,7 @@ def _attend(layer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of a block's output [B, N, D], and the pooling query's attention where
-    there is one.
-    """
+    """Return the logits of the last block's output [B, N, D], and the pooling query's attention."""
     config = model.config
     x = model.norm(x)
     seen = x if config.pool_prefix else x[:, config.prefix_tokens :]

@@ -1,7 +1,6 @@
-"""Relevance by automatic differentiation of a forward pass whose scales are constants, one token at
-a time.
+"""Relevance by automatic differentiation with constant scales, one token at a time.
 
-Nothing of `model.explanation` is used here. The network's own layers are.
+It uses the network's own layers, and none of `model.explanation`.
 """
 
 import math
@@ -139,7 +138,7 @@ def _found(
 
 
 def _arriving(model: VisionTransformer, entering: list[Tensor], row: Tensor) -> Tensor:
-    """Return how much of each token arrives at what is read through the last blocks."""
+    """Return the share of each token that arrives at the head's input through the last blocks."""
     count = (3 if min(model.config.grid) <= 8 else 2) + 1
     for block, x in reversed(list(zip(blocks(model), entering[:-1], strict=False))[-count:]):
         row = (row + row @ attention_weights(block.attn, block.norm1(x))[0].mean(0)) / 2
@@ -147,9 +146,7 @@ def _arriving(model: VisionTransformer, entering: list[Tensor], row: Tensor) -> 
 
 
 def _contributions(block: Block, x: Tensor, takers: list[int], gradient: Tensor) -> Tensor:
-    """Return what each token gave to each taker's features, times the taker's gradient: [takers,
-    N].
-    """
+    """Return each token's contribution to the takers, times their gradient: [takers, N]."""
     layer = block.attn
     width, heads = layer.qkv.out_features // 3, layer.heads
     weights = attention_weights(layer, block.norm1(x))[0]

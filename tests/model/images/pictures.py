@@ -1,4 +1,4 @@
-"""Small pictures and configs that the image tests make for themselves."""
+"""Small pictures and configurations for the image tests."""
 
 import io
 import struct

@@ -1,6 +1,4 @@
-"""A map as a picture: its colours, its place over the picture, its size, its caption; and sheets of
-several.
-"""
+"""Maps as pictures: colours, position, size and caption; rows and sheets of several maps."""
 
 import hashlib
 import io
@@ -47,7 +45,7 @@ def test_no_colour_of_any_table_changes():
     )
 
 
-def test_the_highest_value_is_brightest_and_in_its_patch():
+def test_highest_value_is_brightest():
     values = np.zeros((7, 10))
     values[2, 7] = 1
 
@@ -76,7 +74,7 @@ def test_only_ratios_of_the_values_count(factor):
         ([5.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [255, 110, 0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_a_colour_says_how_many_times_the_even_share_a_patch_has(times_even, level):
+def test_colour_shows_the_multiple_of_even_share(times_even, level):
     pixels = drawn([times_even], colormap="gray", size=len(times_even), smooth=False)
 
     assert difference(pixels[0, :, 0], np.array(level)) <= 1
@@ -86,14 +84,14 @@ def test_a_colour_says_how_many_times_the_even_share_a_patch_has(times_even, lev
     "values", [np.zeros((3, 3)), np.full((3, 3), 7.5), np.full((3, 3), np.nan), np.ones((1, 1))]
 )
 @pytest.mark.parametrize("smooth", [True, False])
-def test_an_even_map_is_even_and_leaves_the_picture_as_it_is(values, smooth):
+def test_even_map_leaves_the_picture_unchanged(values, smooth):
     assert np.array_equal(
         np.unique(drawn(values, size=32).reshape(-1, 3), axis=0), colour_table("turbo")[:1]
     )
     assert np.array_equal(drawn(values, PICTURE, size=96, alpha=1.0, smooth=smooth), PICTURE)
 
 
-def test_where_the_map_is_low_the_pictures_pixels_stay():
+def test_low_map_values_leave_pixels_unchanged():
     values = np.full((4, 6), 0.5)
     values[1, 1] = 20
 
@@ -106,7 +104,7 @@ def test_where_the_map_is_low_the_pictures_pixels_stay():
     assert not changed.any()
 
 
-def test_what_is_negative_or_not_finite_counts_as_nothing():
+def test_invalid_values_count_as_zero():
     holes = RAMP.copy()
     holes[0, 0], holes[0, 1], holes[0, 2], holes[0, 3] = np.nan, np.inf, -np.inf, -3
     filled = RAMP.copy()
@@ -115,7 +113,7 @@ def test_what_is_negative_or_not_finite_counts_as_nothing():
     assert np.array_equal(drawn(holes, size=64), drawn(filled, size=64))
 
 
-def test_patches_are_squares_of_one_colour_when_smoothing_is_off():
+def test_unsmoothed_patches_have_one_colour():
     values = np.random.default_rng(1).random((3, 5)) ** 3
 
     pixels = drawn(values, size=50, smooth=False).reshape(3, 10, 5, 10, 3)
@@ -124,7 +122,7 @@ def test_patches_are_squares_of_one_colour_when_smoothing_is_off():
     assert len(np.unique(pixels[:, 0, :, 0].reshape(-1, 3), axis=0)) > 5
 
 
-def test_smoothing_has_no_steps_and_keeps_the_value_in_the_middle_of_each_patch():
+def test_smooth_map_keeps_the_middle_of_patches():
     values = np.random.default_rng(2).random((5, 5)) ** 2
 
     smooth = drawn(values, size=505, colormap="gray")[:, :, 0].astype(int)
@@ -146,7 +144,7 @@ def test_any_map_can_be_drawn(values, size):
         assert max(drawn(values, size=size).shape[:2]) == size
 
 
-def test_with_full_alpha_the_highest_patch_is_covered_and_the_rest_less():
+def test_full_alpha_covers_the_highest_patch():
     values = [[8, 0, 4, 0], [0, 0, 0, 0]]
 
     black, white = (
@@ -168,7 +166,7 @@ def test_a_grey_picture_is_drawn_over():
     assert difference(drawn(RAMP, grey, alpha=0.0, size=96), np.repeat(grey, 3, axis=2)) == 0
 
 
-def test_the_map_covers_its_region_and_the_rest_of_the_photo_is_dimmed():
+def test_photo_outside_the_region_is_dimmed():
     photo = np.full((20, 40, 3), 200, np.uint8)
 
     pixels = drawn(
@@ -182,7 +180,7 @@ def test_the_map_covers_its_region_and_the_rest_of_the_photo_is_dimmed():
 
 
 @pytest.mark.parametrize("smooth", [True, False])
-def test_a_region_that_reaches_beyond_the_photo_shows_its_middle(smooth):
+def test_region_beyond_the_photo_shows_its_middle(smooth):
     photo = np.zeros((10, 40, 3), np.uint8)
     values = np.zeros((4, 4))
     values[1, 2] = values[0, 0] = 1
@@ -210,7 +208,7 @@ def test_a_region_that_reaches_beyond_the_photo_shows_its_middle(smooth):
         (None, 64, (32, 64)),
     ],
 )
-def test_size_is_the_longer_side_and_the_pictures_shape_stays(picture, size, shape):
+def test_size_is_the_longer_side(picture, size, shape):
     pixels = drawn(
         np.ones((8, 16)), None if picture is None else np.zeros((*picture, 3), np.uint8), size=size
     )
@@ -219,7 +217,7 @@ def test_size_is_the_longer_side_and_the_pictures_shape_stays(picture, size, sha
 
 
 @pytest.mark.parametrize("name", ["rainbows", ""])
-def test_a_colormap_that_is_not_offered_names_its_parameter(name):
+def test_unknown_colormap_names_its_parameter(name):
     with pytest.raises(InputError, match="colormap") as error:
         Look(colormap=name)
 
@@ -240,7 +238,7 @@ def places(image: Image.Image, colour: str) -> tuple[np.ndarray, np.ndarray]:
     return rows, columns
 
 
-def test_a_sheet_shows_every_picture_in_reading_order_with_its_caption() -> None:
+def test_sheet_shows_pictures_in_reading_order() -> None:
     sheet = ContactSheet(5, (60, 40))
     size = sheet.image.size
     for colour in COLOURS:
@@ -261,7 +259,7 @@ def test_a_sheet_shows_every_picture_in_reading_order_with_its_caption() -> None
 
 
 @pytest.mark.parametrize("size", [(100, 200), (10, 1000), (2000, 20)])
-def test_a_picture_of_another_shape_is_fitted_and_not_stretched(size: tuple[int, int]) -> None:
+def test_picture_of_another_shape_is_fitted(size: tuple[int, int]) -> None:
     sheet = ContactSheet(1, (60, 40))
     sheet.add(picture("red", size))
     rows, columns = places(sheet.image, "red")
@@ -272,7 +270,7 @@ def test_a_picture_of_another_shape_is_fitted_and_not_stretched(size: tuple[int,
 
 
 @pytest.mark.parametrize("shape", [(60, 40), (384, 384), (1600, 400)])
-def test_a_sheet_of_many_pictures_is_no_larger_than_8192_pixels_and_uses_them(
+def test_sheet_of_many_pictures_has_8192_pixels(
     shape: tuple[int, int],
 ) -> None:
     assert 0.9 * 8192 < max(ContactSheet(2000, shape).image.size) <= 8192 + 8
@@ -317,9 +315,7 @@ def of_class(evidence: float = 1.0, score: float = 0.6312, index: int = 0) -> At
         ),
     ],
 )
-def test_a_caption_says_class_score_method_and_evidence(
-    attention: AttentionMap, lines: tuple[str, str]
-) -> None:
+def test_caption_has_class_score_evidence(attention: AttentionMap, lines: tuple[str, str]) -> None:
     assert (
         caption_of(
             attention,
@@ -330,7 +326,7 @@ def test_a_caption_says_class_score_method_and_evidence(
 
 
 @given(st.text(max_size=600))
-def test_any_label_becomes_one_line_that_the_font_has(label: str) -> None:
+def test_label_becomes_one_drawable_line(label: str) -> None:
     shown = drawable(label)
     assert shown.isascii()
     assert shown.isprintable()
@@ -363,7 +359,7 @@ def test_a_long_label_is_cut_before_its_score() -> None:
     st.text(max_size=30),
     st.booleans(),
 )
-def test_a_drawing_with_its_caption_keeps_the_longer_side(
+def test_captioned_drawing_keeps_its_size(
     shape: tuple[int, int], size: int, label: str, overlay: bool
 ) -> None:
     picture, look = np.zeros((*shape, 3), np.uint8), {"size": size, "overlay": overlay}
@@ -373,7 +369,7 @@ def test_a_drawing_with_its_caption_keeps_the_longer_side(
         assert drawn.size == draw_maps([of_class()], None, picture=picture, **look).size  # type: ignore[arg-type]
 
 
-def test_no_drawing_is_larger_than_allowed_with_its_caption() -> None:
+def test_captioned_drawing_is_within_the_limit() -> None:
     tall = np.zeros((2048, 2048, 3), np.uint8)
     drawn = draw_maps([of_class()], ["a"], picture=tall)
     assert drawn.size == (MAX_SIZE - caption_height(MAX_SIZE), MAX_SIZE)
@@ -392,7 +388,7 @@ def ink(image: Image.Image, top: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return coloured
 
 
-def test_the_colours_stand_below_in_words_unless_none_are_drawn() -> None:
+def test_caption_explains_drawn_colours() -> None:
     for alpha, coloured in ((0.7, True), (0.0, False)):
         drawn = draw_heatmap(PEAK, Look(size=384, alpha=alpha), picture=SMALL, caption=("a", "b"))
         assert ink(drawn, drawn.height - caption_height(384)).any() == coloured
@@ -403,7 +399,7 @@ def test_the_colours_stand_below_in_words_unless_none_are_drawn() -> None:
     assert words[0].tobytes() != words[1].tobytes()
 
 
-def test_a_map_fades_with_its_evidence_once_beside_others_and_alone() -> None:
+def test_map_fades_with_its_evidence() -> None:
     look: dict[str, Any] = {
         "picture": np.zeros((64, 64, 3), np.uint8),
         "size": 64,

@@ -1,6 +1,4 @@
-"""Every format and pixel mode comes out as RGB, upright, of several pictures the first; all else is
-refused.
-"""
+"""Every format and pixel mode becomes upright RGB; other files are refused."""
 
 import functools
 import io
@@ -42,7 +40,7 @@ from tests.model.images.pictures import (
         *(("WEBP", mode) for mode in ("RGB", "RGBA")),
     ],
 )
-def test_every_mode_becomes_the_rgb_that_pillow_converts_to(name, mode):
+def test_every_mode_converts_like_pillow(name, mode):
     image = scene()
     if mode == "RGBA":
         image.putalpha(noise(*image.size, channels=1))
@@ -54,7 +52,7 @@ def test_every_mode_becomes_the_rgb_that_pillow_converts_to(name, mode):
     assert np.array_equal(seen(data, image), expected)
 
 
-def test_alpha_is_dropped_and_not_blended():
+def test_alpha_is_dropped():
     image = scene()
     opaque = np.asarray(image)
     image.putalpha(0)
@@ -63,7 +61,7 @@ def test_alpha_is_dropped_and_not_blended():
 
 
 @pytest.mark.parametrize("adobe", [True, False])
-def test_cmyk_jpegs_are_inverted_as_pillow_does(adobe):
+def test_cmyk_jpegs_are_inverted_like_pillow(adobe):
     image = scene().convert("CMYK")
     data = encode(image, "JPEG", quality=100)
     if not adobe:
@@ -87,7 +85,7 @@ def renumbered(jpeg: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("mode", "transform"), [("RGB", 0), ("CMYK", 2)], ids=["RGB", "YCCK"])
-def test_the_adobe_marker_alone_says_which_colours_a_jpeg_has(mode, transform):
+def test_adobe_marker_gives_the_jpeg_colours(mode, transform):
     image = scene().convert(mode)
     data = renumbered(
         encode(image, "JPEG", quality=100, **({"keep_rgb": True} if mode == "RGB" else {}))
@@ -109,7 +107,7 @@ def test_the_adobe_marker_alone_says_which_colours_a_jpeg_has(mode, transform):
 
 @pytest.mark.parametrize("name", ["PNG", "TIFF"])
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_16_bits_are_scaled_and_not_clipped(name, order):
+def test_16_bits_are_scaled_to_8(name, order):
     values = np.linspace(0, 65535, 64 * 64).astype(order + "u2").reshape(64, 64)
     image = Image.fromarray(values.astype("<u2"))
     if order == ">":
@@ -136,7 +134,7 @@ def test_16_bits_are_scaled_and_not_clipped(name, order):
         ("I", [1, 1, 1, 1], [1, 1, 1, 1]),
     ],
 )
-def test_numbers_without_a_stated_range_are_scaled_from_the_likeliest(mode, values, expected):
+def test_unstated_range_is_the_likeliest(mode, values, expected):
     array = np.array([values], dtype=np.float32 if mode == "F" else np.int32)
     image = Image.fromarray(array)
 
@@ -148,7 +146,7 @@ def test_numbers_without_a_stated_range_are_scaled_from_the_likeliest(mode, valu
 
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_number_that_is_not_finite_is_refused(place, value):
+def test_non_finite_pixel_is_refused(place, value):
     numbers = np.array([[0.0, 0.25, 0.5, 1.0]], np.float32)
     numbers[0, place] = value
 
@@ -200,7 +198,7 @@ def test_other_magic_is_unsupported(data):
 
 
 @pytest.mark.parametrize("name", ["PPM", "ICO", "TGA", "JPEG2000", "PCX", "SGI", "DDS", "EPS"])
-def test_formats_that_pillow_could_read_are_unsupported(name):
+def test_other_formats_of_pillow_are_refused(name):
     image = Image.new("RGB", (32, 32), "red")
 
     with pytest.raises(UnsupportedImageFormat):
@@ -324,7 +322,7 @@ class TestScaledDecode:
             ((1, 1), (100, 75)),
         ],
     )
-    def test_the_largest_scale_that_leaves_enough_is_taken(self, min_size, size, options):
+    def test_largest_sufficient_scale_is_used(self, min_size, size, options):
         data = encode(scene(800, 600), "JPEG", **options)
 
         assert self.decoded(data, min_size).size == size
@@ -332,7 +330,7 @@ class TestScaledDecode:
     @pytest.mark.parametrize("orientation", [1, 3, 6, 7])
     @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
     @pytest.mark.parametrize("size", [(803, 605), (1600, 333)])
-    def test_the_picture_stays_the_same_and_in_place(self, size, mode, orientation):
+    def test_content_stays_in_position(self, size, mode, orientation):
         data = encode(scene(*size).convert(mode), "JPEG", orientation, quality=95)
         wanted = config((32, 32), (36, 36))
 
@@ -341,12 +339,20 @@ class TestScaledDecode:
         assert difference(scaled, full) <= 6
 
     @settings(max_examples=150, deadline=None)
-    @given(st.integers(1, 900), st.integers(1, 900), st.integers(1, 40), st.integers(1, 40), st.integers(0, 8),
-           st.sampled_from(("squash", "shortest_edge")), st.sampled_from((1, 6)), st.booleans())  # fmt: skip
+    @given(
+        st.integers(1, 900),
+        st.integers(1, 900),
+        st.integers(1, 40),
+        st.integers(1, 40),
+        st.integers(0, 8),
+        st.sampled_from(("squash", "shortest_edge")),
+        st.sampled_from((1, 6)),
+        st.booleans(),
+    )
     @example(512, 512, 32, 32, 0, "squash", 1, False)
     @example(511, 512, 32, 32, 0, "squash", 1, False)
     @example(1, 900, 1, 1, 0, "shortest_edge", 6, True)
-    def test_twice_the_target_is_left_and_the_next_scale_would_leave_less(
+    def test_scaled_decode_leaves_twice_the_target(
         self, width, height, rows, columns, more, resize, orientation, progressive
     ):
         wanted = config((rows, columns), (rows + more, columns + more), resize=resize)
@@ -372,7 +378,7 @@ class TestScaledDecode:
             ("baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts")
         ),
     )
-    def test_a_damaged_file_has_one_verdict_scaled_or_not(self, draw, kind):
+    def test_damage_is_refused_at_any_scale(self, draw, kind):
         data = bytearray(damageable(kind))
         for place in draw.draw(
             st.lists(st.integers(2, len(data) - 1), max_size=4), label="bytes set"
@@ -405,7 +411,7 @@ class TestScaledDecode:
             )
 
     @pytest.mark.shared
-    def test_photographs_stay_close_to_their_full_decodes(self, shared):
+    def test_scaled_photos_are_close_to_full_decodes(self, shared):
         files = sorted((shared / "data" / "imagenet-samples").glob("*.JPEG"))[::7]
         wanted = config((32, 32))
 

@@ -1,6 +1,4 @@
-"""Bytes to the model's picture: the pixels of the libraries that checkpoints come from, and the
-part that they show.
-"""
+"""From bytes to the model's picture: pixels of the original libraries, and the region they show."""
 
 import io
 from concurrent.futures import ThreadPoolExecutor
@@ -70,8 +68,16 @@ models = st.integers(1, 64)
 
 
 @settings(max_examples=200, deadline=None)
-@given(sides, sides, models, models, st.integers(0, 20), st.sampled_from(("squash", "shortest_edge")),
-       st.sampled_from(("bilinear", "bicubic", "lanczos", "hamming")), st.integers(1, 8))  # fmt: skip
+@given(
+    sides,
+    sides,
+    models,
+    models,
+    st.integers(0, 20),
+    st.sampled_from(("squash", "shortest_edge")),
+    st.sampled_from(("bilinear", "bicubic", "lanczos", "hamming")),
+    st.integers(1, 8),
+)
 @example(500, 375, 56, 56, 6, "shortest_edge", "bicubic", 1)
 @example(128, 128, 56, 56, 6, "shortest_edge", "bicubic", 4)
 @example(1, 300, 32, 32, 0, "shortest_edge", "bicubic", 6)
@@ -80,7 +86,7 @@ models = st.integers(1, 64)
 @example(580, 413, 56, 56, 6, "shortest_edge", "lanczos", 6)
 @example(2, 162, 1, 40, 11, "shortest_edge", "lanczos", 1)
 @example(162, 2, 40, 36, 3, "shortest_edge", "lanczos", 6)
-def test_pixels_equal_turning_converting_resizing_all_and_cropping(
+def test_pixels_equal_the_plain_order_of_work(
     width, height, rows, columns, more, resize, interpolation, orientation
 ):
     wanted = config(
@@ -93,7 +99,7 @@ def test_pixels_equal_turning_converting_resizing_all_and_cropping(
 
 @settings(max_examples=100, deadline=None)
 @given(sides, sides, models, st.integers(0, 20), st.sampled_from(("nearest", "box")))
-def test_filters_with_sharp_edges_choose_the_same_pixels(width, height, side, more, interpolation):
+def test_sharp_filters_choose_the_same_pixels(width, height, side, more, interpolation):
     wanted = config((side, side), (side + more, side + more), interpolation=interpolation)
     # Beyond, the part that is resized has corners that Pillow rounds.
     assume(max(resized_size(width, height, wanted)) <= 4096)
@@ -105,7 +111,7 @@ def test_filters_with_sharp_edges_choose_the_same_pixels(width, height, side, mo
 @pytest.mark.parametrize(
     "size", [(60_000, 1), (1, 60_000), (40_000, 3), (3, 40_000), (200_000, 1), (1, 200_000)]
 )
-def test_a_sliver_of_a_picture_is_answered_with_its_middle(size):
+def test_sliver_is_cropped_to_its_middle(size):
     row = noise(max(size), 1)
     image = row if size[0] > size[1] else row.transpose(Image.Transpose.TRANSPOSE)
     image = image.resize(size, Image.Resampling.NEAREST)
@@ -124,7 +130,7 @@ def test_a_sliver_of_a_picture_is_answered_with_its_middle(size):
 
 
 @pytest.mark.parametrize("size", [(20, 200_000), (200_000, 20)])
-def test_squashing_a_sliver_swaps_the_passes_and_stays_the_same_picture(size):
+def test_squashed_sliver_stays_the_same_picture(size):
     image = noise(*size)
 
     pixels = preprocess(encode(image, "PNG", compress_level=1), config((224, 224), resize="squash"))
@@ -134,9 +140,7 @@ def test_squashing_a_sliver_swaps_the_passes_and_stays_the_same_picture(size):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("mode", ["P", "CMYK", "I;16", "RGBA"])
-def test_a_picture_converted_in_many_strips_equals_one_converted_whole(
-    mode, orientation, monkeypatch
-):
+def test_strips_convert_like_the_whole_picture(mode, orientation, monkeypatch):
     monkeypatch.setattr("model.images.resample._STRIP_PIXELS", 500)
     colours = noise(150, 110)
     image = (
@@ -191,7 +195,7 @@ def test_pixels_equal_timms_transform(size, crop_pct, crop_mode, interpolation):
 
 
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (333, 500), (64, 64), (20, 300)])
-def test_pixels_equal_the_vit_processor_of_transformers(width, height):
+def test_pixels_equal_transformers_processor(width, height):
     module = pytest.importorskip(
         "transformers.models.vit.image_processing_pil_vit",
         reason="no transformers with PIL image processors",
@@ -207,7 +211,7 @@ def test_pixels_equal_the_vit_processor_of_transformers(width, height):
 
 @pytest.mark.shared
 @pytest.mark.parametrize("folder", ["imagenet-samples", "photos"])
-def test_real_photos_equal_the_straightforward_way_when_fully_decoded(shared, folder):
+def test_real_photos_equal_the_plain_way(shared, folder):
     wanted = config((224, 224), (248, 248))
     files = sorted(
         path
@@ -224,7 +228,7 @@ def test_real_photos_equal_the_straightforward_way_when_fully_decoded(shared, fo
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
-def test_the_result_is_a_writable_contiguous_array_of_the_models_size(channels, mode):
+def test_result_is_a_contiguous_array(channels, mode):
     wanted = config((30, 20), channels=channels)
 
     pixels = preprocess(encode(scene().convert(mode), "PNG"), wanted)
@@ -262,7 +266,7 @@ def test_threads_do_not_disturb_one_another():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_upload_may_be_changed_after_it_was_decoded(name):
+def test_upload_may_change_after_decoding(name):
     data = bytearray(encode(scene(), name))
     wanted = config()
     pixels = preprocess(data, wanted)
@@ -307,13 +311,13 @@ def test_the_size_that_a_picture_is_resized_to(how, resize_size, source, expecte
         ((100, 50), config((32, 32), (40, 40), resize="squash"), (10, 5, 80, 40)),
     ],
 )
-def test_the_region_is_what_is_left_after_resize_and_crop(size, wanted, region):
+def test_region_is_the_part_after_the_crop(size, wanted, region):
     picture = model_input(encode(Image.new("RGB", size), "PNG"), wanted)
 
     assert picture.region == pytest.approx(Region(*region))
 
 
-def test_the_crop_begins_where_the_rounding_of_the_preprocessing_says():
+def test_crop_begins_by_the_configured_rounding():
     # 35 x 32: the margin of 3 is 1.5 on each side, which goes to the even 2 or down to 1
     data = encode(Image.new("RGB", (35, 32)), "PNG")
     even, down = (
@@ -325,7 +329,7 @@ def test_the_crop_begins_where_the_rounding_of_the_preprocessing_says():
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_region_counts_in_pixels_of_the_upright_picture(orientation):
+def test_region_is_in_upright_pixels(orientation):
     data = encode(scene(60, 20), "PNG", orientation)
 
     region = model_input(data, config((16, 16))).region
@@ -333,7 +337,7 @@ def test_the_region_counts_in_pixels_of_the_upright_picture(orientation):
     assert region == ((20, 0, 20, 20) if orientation < 5 else (0, 20, 20, 20))
 
 
-def test_a_jpeg_decoded_at_a_smaller_scale_has_the_region_of_the_whole():
+def test_scaled_decode_has_the_region_of_the_whole():
     data = encode(scene(1001, 667), "JPEG")
     scaled, full = (
         model_input(data, config((32, 32)), scaled_decode=scaled).region for scaled in (True, False)
@@ -345,7 +349,7 @@ def test_a_jpeg_decoded_at_a_smaller_scale_has_the_region_of_the_whole():
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("resize", ["shortest_edge", "squash"])
-def test_the_region_of_the_photo_shows_what_the_model_saw(orientation, resize):
+def test_photo_region_shows_the_model_input(orientation, resize):
     data = encode(scene(120, 60), "PNG", orientation)
     seen = model_input(data, config((30, 30), resize=resize))
 
@@ -369,7 +373,7 @@ def test_the_region_of_the_photo_shows_what_the_model_saw(orientation, resize):
         ((300, 200), 1, (1, 1)),
     ],
 )
-def test_a_photo_is_shrunk_and_never_enlarged(size, longer, expected):
+def test_photo_is_never_enlarged(size, longer, expected):
     photo, region = upright_photo(
         encode(Image.new("RGB", size), "PNG"), Region(0, 0, *size), longer
     )
@@ -378,7 +382,7 @@ def test_a_photo_is_shrunk_and_never_enlarged(size, longer, expected):
     assert region == pytest.approx((0, 0, *expected))
 
 
-def test_a_large_jpeg_is_decoded_no_smaller_than_the_photo_is_drawn():
+def test_jpeg_is_decoded_as_large_as_drawn():
     data = encode(scene(1600, 800), "JPEG", quality=95)
 
     scaled, full = (
@@ -393,7 +397,7 @@ def test_a_large_jpeg_is_decoded_no_smaller_than_the_photo_is_drawn():
 
 KERNELS = ("bilinear", "bicubic")
 
-# Where it could be used it has to be: `resample` falls back to Pillow without a word.
+# A compiled kernel must be in use if it can be, because `resample` falls back to Pillow silently.
 compiled = pytest.mark.skipif(
     resample._load() is None, reason="no C compiler at installation, or no AVX2"
 )
@@ -406,11 +410,17 @@ def part_of(resized: int, data: st.DataObject) -> tuple[int, int]:
 
 @compiled
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 90), st.integers(1, 90),
-       st.sampled_from(KERNELS), st.sampled_from(["RGB", "L"]), st.integers(0, 3), st.data())  # fmt: skip
-def test_any_part_is_that_of_pillows_whole_picture(
-    width, height, columns, rows, name, mode, mirrors, data
-):
+@given(
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.sampled_from(KERNELS),
+    st.sampled_from(["RGB", "L"]),
+    st.integers(0, 3),
+    st.data(),
+)
+def test_part_equals_pillows_whole_picture(width, height, columns, rows, name, mode, mirrors, data):
     filter_ = Image.Resampling[name.upper()]
     stored = noise(width, height, 3 if mode == "RGB" else 1)
     upright = stored
@@ -441,7 +451,7 @@ def test_any_part_is_that_of_pillows_whole_picture(
 @pytest.mark.parametrize("size", [(341, 256), (42, 32), (500, 200), (900, 700)])
 @pytest.mark.parametrize("rows_first", [True, False])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "I;16"])
-def test_strips_and_converted_pieces_make_pillows_picture(size, rows_first, mode, monkeypatch):
+def test_strips_make_pillows_picture(size, rows_first, mode, monkeypatch):
     picture = noise(500, 375, 1)
     if mode == "I;16":
         picture = Image.fromarray(np.asarray(picture).astype(np.uint16) << 8)
@@ -463,7 +473,7 @@ def test_strips_and_converted_pieces_make_pillows_picture(size, rows_first, mode
 
 
 @compiled
-def test_a_picture_in_several_pieces_of_memory_is_taken_in_strips():
+def test_picture_in_pieces_is_read_in_strips():
     picture = Image.new("RGB", (3000, 2000))
     picture.paste(noise(700, 2000), (1900, 0))
     with pytest.raises(ValueError, match=r"contiguous|multiple"):
@@ -489,13 +499,13 @@ def test_a_picture_in_several_pieces_of_memory_is_taken_in_strips():
         (Axis(0, 96, 90_000, 0, 90_000), Image.Resampling.BICUBIC),
     ],
 )
-def test_what_the_kernel_does_not_make_is_left_to_pillow(axis, filter_):
+def test_pillow_resizes_other_filters(axis, filter_):
     assert resample_part(scene(), axis, Axis(0, 64, 9, 0, 9), filter_, rows_first=False) is None
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_without_the_kernel_pillow_gives_nearly_the_same(orientation, mode, monkeypatch):
+def test_pillow_gives_nearly_the_same_pixels(orientation, mode, monkeypatch):
     data = encode(noise(150, 110).convert(mode), "TIFF", orientation)
     wanted = config((24, 40), (30, 50))
     pixels = preprocess(data, wanted)

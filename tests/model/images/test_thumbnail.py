@@ -1,4 +1,4 @@
-"""Thumbnails are small, whatever the picture."""
+"""Thumbnails are small for every picture."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""A TIFF's thumbnail is never answered in place of its photo."""
+"""A TIFF's thumbnail never replaces its photo."""
 
 import io
 import struct

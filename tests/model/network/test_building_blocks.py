@@ -1,4 +1,4 @@
-"""The parts of the field, each against its definition."""
+"""The building blocks of the network, each against its definition."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,12 +62,12 @@ def checkpoint(config: ViTConfig) -> Checkpoint:
         ("huge", 14, 632.0),
     ],
 )
-def test_parameter_counts_are_the_published_ones(size: str, patch: int, published: float) -> None:
+def test_parameter_counts_are_as_published(size: str, patch: int, published: float) -> None:
     config = ViTConfig(image_size=(224, 224), patch_size=patch, num_classes=1000, **SIZES[size])
     assert round(count_parameters(meta_network(config)) / 1e6, 1) == published
 
 
-def test_a_sine_cosine_model_is_recomputed_at_another_size() -> None:
+def test_sincos_positions_fit_another_size() -> None:
     config = SMALL.model_copy(update={"position_embedding": "sincos2d"})
     model = VisionTransformer(config)
     model.reset_parameters()
@@ -108,7 +108,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_native_folder_gives_back_what_was_written(variant: str, tmp_path: Path) -> None:
+def test_native_folder_round_trips(variant: str, tmp_path: Path) -> None:
     config = ViTConfig.model_validate(SMALL.model_dump() | VARIANTS[variant])
     written = checkpoint(config)
     native.write(tmp_path, written, dtype=torch.float32)
@@ -132,7 +132,7 @@ def test_relative_positions_refuse_another_size() -> None:
 
 
 @pytest.mark.parametrize("channels", [2, 4])
-def test_a_model_of_no_pictures_channels_is_refused(channels: int) -> None:
+def test_wrong_number_of_channels_is_refused(channels: int) -> None:
     with pytest.raises(CheckpointError, match="channels"):
         checkpoint(SMALL.model_copy(update={"in_channels": channels}))
 
@@ -144,7 +144,7 @@ def test_plain_attention_is_the_fused_kernels() -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("queries_at_a_time", [1, 4, 100])
-def test_the_mean_row_is_the_mean_of_softmax_rows(
+def test_mean_row_is_the_mean_of_softmax_rows(
     queries_at_a_time: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However the queries are divided, in parts that differ too."""
@@ -165,9 +165,7 @@ def numbered(batch: int, prefix: int, patches: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])
 @pytest.mark.parametrize(("rate", "kept"), [(0.5, 8), (0.25, 12), (0.9, 2), (0.99, 1)])
-def test_prefix_tokens_stay_and_the_kept_patches_keep_their_order(
-    prefix: int, rate: float, kept: int
-) -> None:
+def test_kept_patches_stay_in_order(prefix: int, rate: float, kept: int) -> None:
     torch.manual_seed(0)
     result = drop_patches(numbered(50, prefix, 16), rate, prefix)
     assert result.shape == (50, prefix + kept, 4)
@@ -178,7 +176,7 @@ def test_prefix_tokens_stay_and_the_kept_patches_keep_their_order(
     assert torch.equal(result, numbers[:, :, None].expand(-1, -1, 4))  # whole tokens, unchanged
 
 
-def test_each_image_keeps_its_own_choice_and_no_patch_is_preferred() -> None:
+def test_dropped_patches_are_drawn_per_image() -> None:
     torch.manual_seed(0)
     kept = drop_patches(numbered(4000, 1, 16), 0.5, 1)[:, 1:, 0].long() - 1
     assert len({tuple(row) for row in kept[:100].tolist()}) > 90

@@ -1,4 +1,4 @@
-"""Transfer features are what a plain pass over the blocks gives."""
+"""Transfer features against a plain pass over the blocks."""
 
 from typing import Any
 

@@ -75,7 +75,7 @@ def reference(model: VisionTransformer, pixels: Tensor) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_the_cls_row_of_every_layer_and_head_is_that_of_the_full_attention_matrix(
+def test_cls_row_is_that_of_the_full_matrix(
     batch: int,
 ) -> None:
     model = make_model(make_config())
@@ -90,7 +90,7 @@ def test_the_cls_row_of_every_layer_and_head_is_that_of_the_full_attention_matri
 
 
 @pytest.mark.parametrize("changes", [{"class_token": False}, {"norm_after_pool": True}, {}])
-def test_a_mean_pooled_model_shows_the_mean_over_its_patch_queries(
+def test_mean_pooled_row_is_the_mean_of_queries(
     changes: dict[str, object],
 ) -> None:
     model = make_model(make_config(pool="mean", **changes))
@@ -114,7 +114,7 @@ def test_layers_come_in_the_order_asked_for() -> None:
     assert model(pixels).attention is None
 
 
-def test_position_embeddings_keep_their_prefix_and_their_picture_when_resized() -> None:
+def test_resized_positions_keep_their_picture() -> None:
     rows, columns = torch.meshgrid(torch.linspace(0, 1, 8), torch.linspace(0, 1, 8), indexing="ij")
     grid = torch.stack([rows, columns], dim=-1).reshape(1, 64, 2)
     prefix = torch.tensor([[[5.0, -5.0]]])
@@ -130,7 +130,7 @@ def test_position_embeddings_keep_their_prefix_and_their_picture_when_resized() 
     assert (picture[:, 1:, 1] - picture[:, :-1, 1]).min() > 0  # and from left to right
 
 
-def test_position_embeddings_of_the_same_grid_are_untouched() -> None:
+def test_positions_of_the_same_grid_are_unchanged() -> None:
     pos_embed = torch.randn(1, 17, 8)
     same = resize_position_embedding(pos_embed, prefix_tokens=1, old_grid=(4, 4), new_grid=(4, 4))
     assert same is pos_embed
@@ -138,7 +138,7 @@ def test_position_embeddings_of_the_same_grid_are_untouched() -> None:
 
 @pytest.mark.parametrize("distilled", [False, True])
 @pytest.mark.parametrize("layers", [(), (1,), (0, 1)])
-def test_sparing_the_last_block_changes_nothing(distilled: bool, layers: tuple[int, ...]) -> None:
+def test_skipped_tokens_do_not_change_logits(distilled: bool, layers: tuple[int, ...]) -> None:
     config = make_config(distillation_token=distilled, distillation_head=distilled)
     model = make_model(config)
     pixels = torch.randn(3, 3, 32, 48)
