@@ -1,10 +1,9 @@
-"""What backends on a CPU have in common: threads, sizes of batches, memory of the heap, native
-dtypes.
-"""
+"""Settings that backends on a CPU share: threads, batch sizes, heap memory, native dtypes."""
 
 import ctypes
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -14,29 +13,64 @@ from model.config import LARGEST_LAYER
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 
-# Bytes of a block that is not mapped by itself: the most that glibc takes, and what it comes to
-# without this, too, once a block of that size was freed.
+# Largest block, in bytes, that glibc takes from a heap: the most that it allows. Without this
+# setting it arrives there, too, once a block of that size was freed.
 _LARGEST_IN_HEAP: Final = 32 << 20
 
-# Bytes at the end of a heap that stay with the process; twice the largest block is glibc's own
-# rule.
+# Free bytes at the end of a heap that the process keeps; glibc's own rule is twice the largest
+# block.
 _KEPT: Final = 2 * _LARGEST_IN_HEAP
 
+# Environment variables that set these parameters.
+_GLIBC_VARIABLES: Final = {
+    "GLIBC_TUNABLES",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+}
+
+_BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16", "bf16"}
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
-# Larger batches are cut to this size (`backend.SIZES`), and who comes behind one waits for all of
-# it.
+# Largest batch by default. Larger ones are cut to this size (`batch_sizes.SIZES`) anyway, and a
+# request behind one waits for all of it.
 _MAX_BATCH: Final = 8
 _STREAMS: Final = 2
 
 
+class ThreadPolicy:
+    """Gives a batch all threads if it is alone, and one thread if others are being computed.
+
+    A batch on a single thread needs no barriers between operators, at which threads wait longest
+    for each other when the machine is busy. A lone batch finishes sooner with all `count` threads.
+    This is a context manager around the computation, and entering it returns whether the batch is
+    alone. Explanations count as a batch, though they always use one thread. So do batches of other
+    models in this process, which share the cores.
+    """
+
+    _lock = threading.Lock()
+    _running = 0
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self) -> bool:
+        with ThreadPolicy._lock:
+            ThreadPolicy._running += 1
+            return ThreadPolicy._running == 1
+
+    def __exit__(self, *_: object) -> None:
+        with ThreadPolicy._lock:
+            ThreadPolicy._running -= 1
+
+
 def default_batch(largest_layer: int) -> int:
-    """Return the largest batch where none is chosen: halved until no layer gives more than
-    `LARGEST_LAYER` numbers.
+    """Return the largest batch if none is chosen.
+
+    It is halved until no layer gives more than `LARGEST_LAYER` numbers.
 
     Args:
         largest_layer: numbers that a layer gives for one image, see
-        `model.network.library.largest_layer`.
+            `model.network.library.largest_layer`.
     """
     batch = _MAX_BATCH
     while batch > 1 and batch * largest_layer > LARGEST_LAYER:
@@ -45,35 +79,33 @@ def default_batch(largest_layer: int) -> int:
 
 
 def default_streams(threads: int) -> int:
-    """Return how many batches compute at the same time where no number is chosen."""
+    """Return how many batches are computed at the same time if no number is chosen."""
     return min(_STREAMS, threads)
 
 
 def keep_freed_memory() -> bool:
-    """Let each heap of this process keep up to 64 MiB that it freed; return whether that was done.
+    """Make each heap of this process keep up to 64 MiB of freed memory; return whether it does.
 
-    glibc gives freed memory back to the operating system at once when it is at the end of a heap or
-    was a large block, and takes it again for the next pass: the kernel then clears thousands of
-    pages for each batch. Networks of a few milliseconds an image spend an eighth of their time so.
+    By default glibc returns freed memory to the operating system at once if it was a large block or
+    is at the end of a heap. The next pass takes it again, and the kernel clears thousands of pages
+    for each batch. Networks of a few milliseconds per image spend an eighth of their time on that.
 
-    Each thread that computes has a heap. `malloc_trim` gives back what the first thread's keeps,
-    not the others'. A C library that is not glibc is left as it is, and so is glibc where the
-    environment sets its parameters.
+    Each computing thread has a heap. `malloc_trim` returns the memory that the first thread's heap
+    keeps, not that of the others. Other C libraries than glibc stay as they are, and so does glibc
+    if the environment sets its parameters.
     """
-    if any(
-        name in os.environ
-        for name in ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    ):
+    if not os.environ.keys().isdisjoint(_GLIBC_VARIABLES):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(
-        mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP) and mallopt(_TRIM_THRESHOLD, _KEPT)
-    )
+    if mallopt is None:
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP) and mallopt(_TRIM_THRESHOLD, _KEPT))
 
 
 def give_back_memory() -> None:
-    """Give the memory that was freed while a model was made back to the system, where the C library
-    is glibc.
+    """Return freed memory to the operating system, for example after a model is built.
+
+    This needs glibc.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -86,6 +118,6 @@ def cpu_has_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
         flags = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
         return False
-    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(
-        flags[1].split()
-    )
+    if flags is None:
+        return False
+    return not _BFLOAT16_FLAGS.isdisjoint(flags[1].split())

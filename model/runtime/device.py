@@ -1,4 +1,4 @@
-"""The device and dtype to compute in, chosen by the settings' names from what this machine has."""
+"""The device and dtype of the computation, chosen by name from those of this machine."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def choose_device(name: str) -> torch.device:
     """Return the device for `auto` (CUDA where present, else the CPU), `cpu`, `cuda` or `cuda:N`.
 
     Raises:
-        DeviceError: not a device's name, or not present on this machine.
+        DeviceError: the name is not a device's, or the device is not on this machine.
     """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -39,8 +39,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def unusable_reason() -> str:
-    """Return why CUDA cannot be used, in torch's own words: no GPU, a driver that is too old, a
-    torch without CUDA.
+    """Return why CUDA cannot be used, in torch's own words.
+
+    There may be no GPU, the driver may be too old, or torch may be built without CUDA.
     """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -50,12 +51,10 @@ def unusable_reason() -> str:
 
 
 def gpu_identifier(device: torch.device) -> str:
-    """Return the identifier of the GPU behind a CUDA device, whatever its number, or of its
-    instance of MIG.
-    """
+    """Return the identifier of a CUDA device's GPU, whatever its number, or of its MIG instance."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible.startswith("MIG-") and "," not in visible:
-        return visible  # CUDA may tell the identifier of the whole GPU
+        return visible  # CUDA may give the identifier of the whole GPU
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -63,16 +62,17 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of this name; `auto` is the fastest dtype native to the device.
 
     On CUDA that is bfloat16 (compute capability 8.0 and later), else float16. On a CPU it is
-    bfloat16 where its instructions exist (emulated it is slower than float32), else float32.
+    bfloat16 if the CPU has instructions for it (emulated, it is slower than float32), else float32.
 
     Raises:
-        DeviceError: not a dtype's name, or bfloat16 on a GPU that only emulates it.
+        DeviceError: the name is not a dtype's, or it is bfloat16 and the GPU only emulates it.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if name == "bfloat16" and capability is not None and capability[0] < 8:
         version = ".".join(map(str, capability))
         raise DeviceError(
-            f"dtype 'bfloat16': {device} (compute capability {version}) has none: float16 is its own"
+            f"dtype 'bfloat16': {device} (compute capability {version}) does not have it: "
+            "choose float16"
         )
     if name == "auto":
         if capability is not None:

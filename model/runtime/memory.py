@@ -2,22 +2,21 @@
 
 import sys
 
-# Bytes of a parameter, by the dtype's name; else two.
+# Bytes of a parameter by dtype; two for others.
 _ITEM_BYTES = {"float32": 4}
 
 
 class Meter:
-    """Measures the memory of a model, from its making on."""
+    """Measures the memory of a model, from the start of its construction."""
 
     def __init__(self) -> None:
         self._before = _allocated()
 
     def size(self, parameters: int, dtype: str) -> int:
-        """Return the bytes that torch allocated on GPUs since, but at least those of the
-        parameters.
+        """Return the bytes that torch allocated on GPUs since, or those of the parameters if more.
 
-        The resident memory of the process says nothing about one model: of equal networks it grew
-        by 9.8 to 97 MB, because a heap keeps and reuses what others freed.
+        The resident memory of the process does not measure one model: for equal networks it grew by
+        9.8 to 97 MB, because a heap keeps and reuses freed memory.
         """
         return max(_allocated() - self._before, parameters * _ITEM_BYTES.get(dtype, 2))
 
@@ -26,4 +25,7 @@ def _allocated() -> int:
     """Return the bytes that torch allocated on GPUs in this process."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # another thread may be importing torch
     is_used = getattr(cuda, "is_initialized", None)
-    return cuda.memory_allocated() if cuda is not None and is_used is not None and is_used() else 0
+    if cuda is None or is_used is None or not is_used():
+        return 0
+    allocated: int = cuda.memory_allocated()
+    return allocated

@@ -24,23 +24,18 @@ from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.outputs import TRANSFER, MapRequest, Pooling, RequestedOutputs
 from model.runtime.backend import (
-    SIZES,
     Aim,
     Backend,
     BatchOutputs,
-    BatchRequest,
     Compilation,
     CompilationState,
     CompileMode,
     HostOutputs,
     Images,
-    ThreadPolicy,
-    compute_in_pieces,
-    stacked,
-    trial_images,
-    with_best,
 )
-from model.runtime.cpu import keep_freed_memory
+from model.runtime.batch_request import BatchRequest
+from model.runtime.batch_sizes import SIZES, compute_in_pieces, stacked
+from model.runtime.cpu import ThreadPolicy, keep_freed_memory
 from model.runtime.torch_pass import (
     Network,
     Normalise,
@@ -49,11 +44,11 @@ from model.runtime.torch_pass import (
     plan_compilation,
     run_network,
 )
+from model.runtime.trial import trial_images
 
 logger = logging.getLogger(__name__)
 
-# How often a function may be compiled in a process: dynamo's own limit over all of a function's
-# callers.
+# How often a function may be compiled in a process, over all of its callers.
 _RECOMPILE_LIMIT: Final = 256
 
 
@@ -62,11 +57,15 @@ class TorchOptions:
     """Options that a torch backend is built from.
 
     Attributes:
-        model: float32, on the CPU; moved to the device.
+        model: the network in float32, on the CPU; it is moved to the device.
+        checkpoint: the model.
+        device: device of the computation.
+        dtype: dtype of the computation.
+        compile_mode: see `PredictorOptions`.
         sizes: batch sizes to launch on CUDA, ascending.
         graphs: whether they become CUDA graphs.
-        transfer: whether transfer features are compiled and captured too, for a service that is
-        taught.
+        transfer: whether transfer features are compiled and captured, too, for a service that
+            teaches heads.
     """
 
     model: Classifier
@@ -80,14 +79,12 @@ class TorchOptions:
 
     @property
     def dtype_name(self) -> str:
-        """Return what the dtype is called in settings."""
+        """Return the name of the dtype in settings."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def choose_kernels(model: Classifier, device: torch.device) -> None:
-    """Replace the kernels that are slow on the device by equivalent ones, for weights that change
-    no more.
-    """
+    """Replace kernels that are slow on the device by equivalent ones, once weights are final."""
     for module in model.modules():
         if isinstance(module, Rotary):
             module.fix()
@@ -97,31 +94,36 @@ def choose_kernels(model: Classifier, device: torch.device) -> None:
             module.as_product = device.type == "cuda"
 
 
+def _usual_requests(config: NetworkConfig, *, transfer: bool) -> tuple[BatchRequest, ...]:
+    """Return the requests that the network is compiled and captured for."""
+    plain = BatchRequest()
+    if not isinstance(config, ViTConfig):
+        return (plain,)
+    usual: tuple[BatchRequest, ...] = (
+        plain,
+        BatchRequest(layers=(config.depth - 1,)),
+        BatchRequest(relevance=True),
+    )
+    if transfer:
+        request = BatchRequest.of([RequestedOutputs(1, embedding=TRANSFER)], config)
+        usual += (request.of_network,)
+    return usual
+
+
 class TorchBackend(Backend):
     """Holds the network on its device, normalises images for it, and compiles it.
 
     Raises:
-        DeviceError: not enough memory for the weights.
+        DeviceError: there is not enough memory for the weights.
     """
 
     def __init__(self, options: TorchOptions) -> None:
         self.name = f"torch {torch.__version__}"
         self.config: NetworkConfig = options.model.config
-        self.usual: tuple[BatchRequest, ...] = (BatchRequest(),)
-        if isinstance(self.config, ViTConfig):
-            self.usual += (
-                BatchRequest(layers=(self.config.depth - 1,)),
-                BatchRequest(relevance=True),
-            )
-            if options.transfer:
-                self.usual += (
-                    BatchRequest.of(
-                        [RequestedOutputs(1, embedding=TRANSFER)], self.config
-                    ).of_network,
-                )
+        self.usual = _usual_requests(self.config, transfer=options.transfer)
         self.compilation = plan_compilation(options.compile_mode, options.device)
         self._options = options
-        self._device, self._head = options.device, options.checkpoint.head
+        self._device = options.device
         choose_kernels(options.model, options.device)
         try:
             self._plain = options.model.to(device=options.device, dtype=options.dtype)
@@ -145,8 +147,7 @@ class TorchBackend(Backend):
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
         """See `Backend.aim`."""
         pixels = self._normalise(self.upload(stacked(images)))
-        outputs = on_host(run_network(self._plain, pixels, request, self._folded, aims))
-        return with_best(outputs, self._head, request.top_k)
+        return on_host(run_network(self._plain, pixels, request, self._folded, aims))
 
     def explain(
         self,
@@ -156,9 +157,7 @@ class TorchBackend(Backend):
         features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `Backend.explain`."""
-        assert isinstance(self._plain, VisionTransformer), (
-            "of others no map is asked for: see `parse_maps`"
-        )
+        assert isinstance(self._plain, VisionTransformer), "`parse_maps` refuses other networks"
         pixels = self._normalise(self.upload(images))
         maps, kept_mass = explain(
             self._plain, pixels, self.upload(targets), request, self._folded, features
@@ -166,20 +165,18 @@ class TorchBackend(Backend):
         return maps.numpy(), kept_mass.numpy()
 
     def compile(self) -> None:
-        """See `Backend.compile`: compile a network that shares the weights, and let it take over."""
+        """See `Backend.compile`; the compiled network shares the weights and takes over."""
         self.compilation = self.compile_network()
 
     def compile_network(self) -> Compilation:
-        """Compile a network that shares the weights, and return how that went; see
-        `_take_compiled`.
-        """
+        """Compile a network that shares the weights, and return the outcome."""
         if self.compilation.state is not CompilationState.COMPILING:
             return self.compilation
         logger.info("compiling, for minutes at the first start")
         started = time.monotonic()
         try:
-            # By default torch compiles a function eight times, and from then on runs it uncompiled
-            # in silence. Several models, kinds of block and batch sizes need more.
+            # By default torch compiles a function eight times, and then silently runs it
+            # uncompiled. Several models, kinds of block and batch sizes need more.
             with (
                 torch._dynamo.config.patch(
                     recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True
@@ -189,7 +186,7 @@ class TorchBackend(Backend):
                 self._take_compiled()
         except torch.OutOfMemoryError:
             raise
-        # Compilers, their processes and the kernels' own launcher raise what they like, often plain
+        # Compilers, their processes and the kernels' launcher raise many types, often plain
         # exceptions.
         except Exception as error:  # noqa: BLE001
             logger.warning("compilation failed, running uncompiled: %s", first_line(error))
@@ -199,13 +196,13 @@ class TorchBackend(Backend):
 
     @abstractmethod
     def _take_compiled(self) -> None:
-        """Compile, and run what was compiled; it raises whatever the compiler raises."""
+        """Compile, run the compiled network and use it; raise the compiler's errors."""
 
 
 class TorchCpu(TorchBackend):
     """Torch on the CPU.
 
-    The process's heap is told to keep what a pass frees: see `keep_freed_memory`.
+    It makes the process's heap keep freed memory: see `keep_freed_memory`.
     """
 
     def __init__(self, options: TorchOptions, threads: ThreadPolicy) -> None:
@@ -224,13 +221,12 @@ class TorchCpu(TorchBackend):
             network, sizes = self._compiled, SIZES
         with self.threads as alone:
             torch.set_num_threads(self.threads.count if alone else 1)  # of the calling thread
-            outputs = compute_in_pieces(
+            return compute_in_pieces(
                 stacked(images), lambda piece: on_host(network(self.upload(piece), request)), sizes
             )
-            return with_best(outputs, self._head, request.top_k)
 
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
-        """See `Backend.aim`; it takes one thread, as `explain`."""
+        """See `Backend.aim`; it uses one thread, like `explain`."""
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
             return super().aim(images, request, aims)
@@ -242,9 +238,7 @@ class TorchCpu(TorchBackend):
         request: MapRequest,
         features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See `Backend.explain`; it takes one thread, and leaves the others to the batches that are
-        classified.
-        """
+        """See `Backend.explain`; it uses one thread and leaves the others to classification."""
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
             return super().explain(images, targets, request, features)

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.config import PreprocessConfig
@@ -26,17 +27,28 @@ from model.outputs import Pooling
 from model.runtime.backend import (
     Aim,
     BatchOutputs,
-    BatchRequest,
     Compilation,
     CompilationState,
     CompileMode,
     HostOutputs,
 )
+from model.runtime.batch_request import BatchRequest
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# (uint8 [B, H, W, C] on the device, request) -> the network's outputs on the device.
+Network = Callable[[Tensor, BatchRequest], BatchOutputs[Tensor]]
 
 
 class Normalise(nn.Module):
-    """Computes (x/255 - mean) / std in float32, as one multiplication and addition, and gives it in
-    `dtype`.
+    """Computes (x/255 - mean) / std in float32, as one multiplication and one addition.
+
+    Args:
+        preprocess: mean and std of the model.
+        dtype: dtype of the result.
     """
 
     scale: Tensor
@@ -63,15 +75,19 @@ def run_network(
     folded: FoldedWeights | None = None,
     aims: Sequence[Aim] = (),
 ) -> BatchOutputs[Tensor]:
-    """Return the output of a model for normalised pixels [B, C, H, W], without scores.
+    """Run a model on normalised pixels [B, C, H, W], without scores.
 
     Args:
-        folded: see `class_relevance`.
+        model: the network.
+        pixels: on the device.
+        request: the requested outputs.
+        folded: see `class_relevance`; needed for relevance and aims.
+        aims: classes of further heads whose relevance to compute.
     """
     if not (request.relevance or aims):
         output = model(pixels, request.layers, 0, request.all_tokens, request.transfer)
         return BatchOutputs(output.logits, output.attention, **output.embeddings)
-    assert isinstance(model, VisionTransformer), "of others no map is asked for: see `parse_maps`"
+    assert isinstance(model, VisionTransformer), "`parse_maps` refuses other networks"
     assert folded is not None
     keep = kept_for_class(model.config)
     if any(aim.features == "transfer" for aim in aims):
@@ -88,37 +104,37 @@ def run_network(
 def _aimed(
     model: VisionTransformer, output: ViTOutput, folded: FoldedWeights, aims: Sequence[Aim]
 ) -> Tensor:
-    """Return the relevance of aims at the images of a pass, [aims, N]."""
+    """Return the relevance of aims from the output of a pass, [aims, N]."""
     assert output.kept is not None
     features = {
         pool: output.embeddings[pool].float().cpu().numpy()
         for pool in {aim.features for aim in aims}
     }
-    found = torch.empty((len(aims), model.config.tokens), device=output.logits.device)
+    relevance = torch.empty((len(aims), model.config.tokens), device=output.logits.device)
     for pool in features:
         numbers = [number for number, aim in enumerate(aims) if aim.features == pool]
         chosen = [aims[number] for number in numbers]
-        directions = np.stack([aim.direction(features[pool][aim.place]) for aim in chosen])
-        on_device = torch.from_numpy(directions).to(found.device)
-        part = _at_places(output, [aim.place for aim in chosen], pool)
+        directions = np.stack([aim.direction(features[pool][aim.image]) for aim in chosen])
+        on_device = torch.from_numpy(directions).to(relevance.device)
+        part = _of_images(output, [aim.image for aim in chosen], pool)
         if pool == "transfer":
-            found[numbers] = transfer_relevance(model, part, on_device)
+            relevance[numbers] = transfer_relevance(model, part, on_device)
         else:
             last = kept_for_class(model.config)
             part = part._replace(
                 kept=part.kept and part.kept._replace(blocks=part.kept.blocks[-last:])
             )
-            found[numbers] = class_relevance(model, part, folded, on_device)
-    return found
+            relevance[numbers] = class_relevance(model, part, folded, on_device)
+    return relevance
 
 
-def _at_places(output: ViTOutput, places: Sequence[int], pool: Pooling) -> ViTOutput:
-    """Return what a pass gave of some of its images."""
+def _of_images(output: ViTOutput, images: Sequence[int], pool: Pooling) -> ViTOutput:
+    """Return the output of a pass for some of its images."""
     assert output.kept is not None
-    rows = torch.tensor(places, device=output.logits.device)
+    rows = torch.tensor(images, device=output.logits.device)
     blocks = [
-        Kept._make(None if each is None else each[rows] for each in of_block)
-        for of_block in output.kept.blocks
+        Kept._make(None if tensor is None else tensor[rows] for tensor in block)
+        for block in output.kept.blocks
     ]
     kept = KeptPass(blocks, output.kept.tokens[rows])
     return output._replace(kept=kept, embeddings={pool: output.embeddings[pool][rows]})
@@ -126,10 +142,10 @@ def _at_places(output: ViTOutput, places: Sequence[int], pool: Pooling) -> ViTOu
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let the calling thread compute by itself in this context, where it computes on a CPU.
+    """Compute only with the calling thread in this context, on a CPU.
 
-    Threads wait for each other at the end of each operation: longer than a small one takes, and
-    longest where another process has the core of one of them.
+    Threads wait for each other at the end of each operation. That takes longer than a small
+    operation, most of all if another process uses the core of one of them.
     """
     count = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -141,24 +157,15 @@ def one_thread() -> Iterator[None]:
 
 def on_host(outputs: BatchOutputs[Tensor]) -> HostOutputs:
     """Return outputs as arrays, floats as float32."""
-    floats = {
-        name: each.float() if each.is_floating_point() else each
-        for name, each in outputs.tensors().items()
-    }
-    return BatchOutputs.of({name: each.cpu().numpy() for name, each in floats.items()})
-
-
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-# (uint8 [B, H, W, C] on the device, request) -> the network's outputs there.
-Network = Callable[[Tensor, BatchRequest], BatchOutputs[Tensor]]
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, tensor in outputs.tensors().items():
+        exact = tensor.float() if tensor.is_floating_point() else tensor
+        arrays[name] = exact.cpu().numpy()
+    return BatchOutputs.of(arrays)
 
 
 def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
-    """Return `COMPILING` where the network is to be compiled, else why it is not."""
+    """Return `COMPILING` if the network will be compiled, else why it will not."""
     if mode == "off":
         return Compilation(CompilationState.OFF)
     if mode == "auto" and device.type == "cpu":
@@ -176,15 +183,16 @@ def compiled_network(
 ) -> Network:
     """Return the network for uint8 pixels, compiled at its first runs.
 
-    The embedding and each kind of block are a graph: a whole pass for each request would take a
-    multiple of the time to compile. Where code is for any batch size and no map is asked for, the
-    whole pass is one graph, in which normalisation fuses with the patch embedding, and the end of a
-    block with the norm that follows.
+    The embedding and each kind of block become a graph, because compiling a whole pass for each
+    request would take several times as long. The plain pass for any batch size is one graph, in
+    which normalisation fuses with the patch embedding, and the end of a block with the next norm.
 
     Args:
-        folded: see `model.explanation.transfer_relevance.class_relevance`.
-        any_batch: whether code is for any batch size, which on a CPU ran no faster than uncompiled.
-        backend: of `torch.compile`.
+        model: the network.
+        normalise: turns uint8 pixels into the network's input.
+        folded: see `model.explanation.relevance.class_relevance`.
+        any_batch: whether code is for any batch size; on a CPU it ran no faster than uncompiled.
+        backend: backend of `torch.compile`.
     """
     compiled = partial(_compiled, any_batch=any_batch, backend=backend)
     whole = compiled(lambda pixels: run_network(model, normalise(pixels), BatchRequest()))
@@ -193,7 +201,7 @@ def compiled_network(
     tensors: dict[int, Any] = {
         id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
     }
-    twin = copy.deepcopy(model, tensors)  # its modules are its own, its tensors the model's
+    twin = copy.deepcopy(model, tensors)  # new modules, which share the model's tensors
     embed = model.embed
     twin.embed = compiled(lambda pixels: embed(normalise(pixels)))  # type: ignore[method-assign]
     for block in twin.blocks:
@@ -208,17 +216,17 @@ def compiled_network(
 
 
 def _compiled(function: Callable[P, T], *, any_batch: bool, backend: str) -> Callable[P, T]:
-    """Return a function that compiles itself, once for all sizes of its tensors' first dimension or
-    for each.
+    """Return a function that compiles itself at its first calls.
 
-    Where it is for any size, a single row is computed uncompiled: it would be compiled once more.
+    It compiles once for all sizes of its tensors' first dimension, or once for each size. In the
+    first case it computes a single row uncompiled, because that would be compiled once more.
     """
     compiled = torch.compile(function, dynamic=None if any_batch else False, backend=backend)
     if not any_batch:
         return compiled
 
     def run(*arguments: P.args, **keywords: P.kwargs) -> T:
-        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if len(tensors[0]) == 1:
             return function(*arguments, **keywords)
         for tensor in tensors:

@@ -1,6 +1,4 @@
-"""The backend that runs the network in torch on a GPU, through the batch launcher and its captured
-graphs.
-"""
+"""The backend that runs the network in torch on a GPU, with the batch launcher's CUDA graphs."""
 
 import logging
 import threading
@@ -16,72 +14,75 @@ from model.heads import SOFTMAX, Head
 from model.runtime.backend import (
     WITHOUT_GRAPHS,
     BatchOutputs,
-    BatchRequest,
     Compilation,
     CompilationState,
     HostOutputs,
     Images,
-    batch_too_large,
-    launch_size,
-    noise_images,
-    require_close,
-    trial_images,
 )
+from model.runtime.batch_request import BatchRequest
+from model.runtime.batch_sizes import batch_too_large, launch_size
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Compute, DeviceOps
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 from model.runtime.torch_pass import Network, compiled_network, on_host
+from model.runtime.trial import noise_images, require_close, trial_images
 
 logger = logging.getLogger(__name__)
 
-# A compiler waits for the device, which breaks off a capture of any model of the process.
+# Held while a model compiles: a compiler waits for the device, which breaks off captures of all
+# models in the process.
 _COMPILING: Final = threading.Lock()
 
-# Most classes that a captured graph returns; a request for more is computed without one.
+# Most classes that a captured graph returns; a request for more is computed without a graph.
 _CAPTURED_TOP_K: Final = 32
 
 
 class Cuda(TorchBackend):
-    """Torch on a GPU: everything from normalisation to the top-k runs there, as one CUDA graph a
-    launch size.
+    """Torch on a GPU, with one CUDA graph per launch size.
+
+    Everything from normalisation to the top-k of the checkpoint's own head runs in the graph.
 
     Raises:
-        DeviceError: not enough memory for the weights, or the images of the largest batch.
+        DeviceError: there is not enough memory for the weights, or for the images of the largest
+            batch.
     """
 
     def __init__(self, options: TorchOptions, ops: DeviceOps, *, streams: int) -> None:
         if options.dtype == torch.float32:
-            # The switch is of the whole process, and is never turned back. Other models of the
-            # process lose nothing: in bfloat16 and float16 their convolutions are not float32's.
+            # The switch affects the whole process, and is never turned back. Other models of the
+            # process are not affected: their convolutions in bfloat16 and float16 do not use TF32.
             torch.backends.cudnn.allow_tf32 = False
         super().__init__(options)
+        self._head = options.checkpoint.head
         self._captured_k = min(_CAPTURED_TOP_K, self.config.logits)
         self._compiled: Network | None = None
         self._is_verified = False
         self.compiles_beside = self.compilation.state is CompilationState.COMPILING
-        shape, largest = (*self.config.image_size, self.config.in_channels), options.sizes[-1]
+        shape = (*self.config.image_size, self.config.in_channels)
+        largest = options.sizes[-1]
         try:
             self._launcher = BatchLauncher(
                 ops, self._compute, shape=shape, max_batch=largest, slots=streams
             )
-        except RuntimeError as error:  # of host memory that cannot be pinned, too
+        except RuntimeError as error:  # also if host memory cannot be pinned
             raise batch_too_large(str(options.device), largest) from error
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`."""
-        return self._launch(images, request, None if self._is_verified else self._uncompiled)
+        if not self._is_verified:
+            return self._launch(images, request, self._uncompiled)
+        return self._launch(images, request)
 
     def covers(self, request: BatchRequest) -> bool:
         """See `Backend.covers`."""
         return self.batch_sizes is None or request.of_network in self.usual
 
     def compile(self) -> None:
-        """Compile, capture a graph of each launch size, and compare what they give with the
-        uncompiled network.
+        """Compile, capture a graph of each launch size, and compare it with the uncompiled network.
 
-        Batches are computed uncompiled and without graphs until all of that is done.
+        Until all of that is done, batches are computed uncompiled and without graphs.
 
         Raises:
-            NewProcessNeeded: a capture broke off, or the device is lost.
+            NewProcessNeeded: a capture failed, or the device is lost.
             torch.OutOfMemoryError: the graphs do not fit.
         """
         with _COMPILING:
@@ -110,25 +111,22 @@ class Cuda(TorchBackend):
             self.compilation = outcome
 
     def _run_plain(self, error: Exception) -> None:
-        """Compute uncompiled and without graphs from now on, as what should replace that has
-        failed.
-        """
+        """Compute uncompiled and without graphs from now on, because compiling has failed."""
         logger.error("the model runs uncompiled and without CUDA graphs: %s", first_line(error))
         self._compiled = None
         self._launcher.forget_graphs()
         self.compilation = Compilation(CompilationState.FAILED, first_line(error))
         try:
             self._launch(trial_images(self.config, 1), BatchRequest())
-        except RuntimeError as lost:  # the device, on which nothing runs any more
+        except RuntimeError as lost:  # the device no longer runs anything
             raise NewProcessNeeded(
                 f"{self._device}: {first_line(error)}", "compile", "off"
             ) from lost
 
     def _capture(self) -> None:
-        """Turn each launch size into a graph, of the compiled model or, failing that, of the
-        uncompiled one.
-        """
-        started, sizes = time.monotonic(), self._options.sizes
+        """Capture each launch size, of the compiled model or else of the uncompiled one."""
+        started = time.monotonic()
+        sizes = self._options.sizes
         requests = [replace(request, top_k=self._captured_k) for request in self.usual]
         try:
             self._launcher.capture(self._scored, sizes, requests)
@@ -144,36 +142,35 @@ class Cuda(TorchBackend):
         )
 
     def _require_same_answers(self) -> None:
-        """Compare a batch of each launch size, with and without a map, with the uncompiled
-        network's answer.
+        """Compare each launch size, with and without a map, with the uncompiled network.
 
         Raises:
-            DeviceError: they differ by more than rounding explains.
+            DeviceError: outputs differ by more than rounding explains.
         """
+        shape = (*self.config.image_size, self.config.in_channels)
         for size in self._options.sizes:
             for turn, usual in enumerate(self.usual):
-                request = replace(
-                    usual, logits=True, embeddings=("transfer",) if usual.transfer else ()
+                request = replace(usual, logits=True)
+                if usual.transfer:
+                    request = replace(request, embeddings=("transfer",))
+                images = noise_images(size, shape, seed=turn)
+                require_close(
+                    self._launch(images, request),
+                    self._launch(images, request, self._uncompiled),
+                    exact=self._options.dtype == torch.float32,
+                    source=f"for {size} images the launched model",
                 )
-                images = noise_images(
-                    size, (*self.config.image_size, self.config.in_channels), seed=turn
-                )
-                outputs = self._launch(images, request)
-                expected = self._launch(images, request, self._uncompiled)
-                exact, source = (
-                    self._options.dtype == torch.float32,
-                    f"for {size} images the launched model",
-                )
-                require_close(outputs, expected, exact=exact, source=source)
 
     @torch.inference_mode()
     def _launch(
         self, images: Images, request: BatchRequest, compute: Compute | None = None
     ) -> HostOutputs:
-        """Return a batch's outputs on the host.
+        """Compute a batch and return its outputs on the host.
 
         Args:
-            compute: what computes it instead of what computes requests.
+            images: see `Backend.predict`.
+            request: see `Backend.predict`.
+            compute: function that computes the batch instead of its graph.
         """
         request = replace(request, top_k=max(request.top_k, self._captured_k))
         size = launch_size(len(images), self.batch_sizes)
@@ -182,9 +179,10 @@ class Cuda(TorchBackend):
         )
 
     def _compute(self, pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
-        """Compute where there is no graph; a request that is not usual waits for no compiler."""
-        compiled = request.of_network in self.usual and not self._options.graphs
-        return self._scored(pixels, request) if compiled else self._uncompiled(pixels, request)
+        """Compute a request without a graph; the compiler handles only usual requests."""
+        if request.of_network in self.usual and not self._options.graphs:
+            return self._scored(pixels, request)
+        return self._uncompiled(pixels, request)
 
     def _uncompiled(self, pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
         return with_best(self.network(pixels, request), self._head, request.top_k).tensors()
@@ -195,7 +193,7 @@ class Cuda(TorchBackend):
 
     def _take_compiled(self) -> None:
         compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=True)
-        # The largest first: kernels are tuned for what they see first.
+        # The largest first, because kernels are tuned for the first size that they see.
         for size in (self._options.sizes[-1], 2):
             for turn, request in enumerate(self.usual):
                 compiled(self.upload(trial_images(self.config, size, turn)), request)
@@ -203,22 +201,29 @@ class Cuda(TorchBackend):
 
 
 def with_best(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOutputs[Tensor]:
-    """Return the outputs of a network with the `top_k` best classes of each image, by the rule of
-    `Head.best`.
+    """Rank the `top_k` best classes on the device, by the rule of `Head.best`.
+
+    Args:
+        outputs: the network's, with logits.
+        head: the checkpoint's own.
+        top_k: number of classes.
     """
     assert outputs.logits is not None
     logits = outputs.logits.float()
+    scores = _scores(logits, head)
+    # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its position.
+    finite = scores.isfinite().all(dim=-1)
+    # Classes are ranked by logits, because several saturated sigmoids have a score of 1. Of equal
+    # logits, of which bfloat16 has many, the first is best; `topk` does not specify that.
+    indices = logits.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    return outputs._replace(scores=scores.gather(1, indices), indices=indices, finite=finite)
+
+
+def _scores(logits: Tensor, head: Head) -> Tensor:
+    """Return `Head.scores` of logits on the device."""
     scaled = logits / head.temperature
     if head.form != SOFTMAX:  # see `Form.falls`
         below = scaled.amax(dim=-1, keepdim=True) - scaled
-        scaled = -(
-            (below * (-below).exp().sum(dim=-1, keepdim=True) ** head.form.crowding)
-            ** head.form.power
-        )
-    scores = scaled.sigmoid() if head.independent else scaled.softmax(dim=-1)
-    # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its place.
-    finite = scores.isfinite().all(dim=-1)
-    # Logits are ranked, as of saturated sigmoids several are 1; of equal ones, many in bfloat16,
-    # the first is best, and `topk` leaves open which of them it takes.
-    indices = logits.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
-    return outputs._replace(scores=scores.gather(1, indices), indices=indices, finite=finite)
+        crowd = (-below).exp().sum(dim=-1, keepdim=True)
+        scaled = -((below * crowd**head.form.crowding) ** head.form.power)
+    return scaled.sigmoid() if head.independent else scaled.softmax(dim=-1)

@@ -1,8 +1,7 @@
-"""The operations of CUDA for `model.runtime.cuda.batch_launcher`: streams, events, pinned memory,
-captured graphs.
+"""CUDA's streams, events, pinned memory and graphs for `model.runtime.cuda.batch_launcher`.
 
-See https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, pinned memory, CUDA graphs).
-Nothing here runs on a machine without a GPU; its tests are skipped there.
+See https://docs.pytorch.org/docs/stable/notes/cuda.html (streams, pinned memory, CUDA graphs). This
+needs a GPU; its tests are skipped without one.
 """
 
 import threading
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from model.errors import DeviceError
 
-# torch has so many streams of each priority, and hands them out in turn, again and again
-# (pytorch/pytorch#173729).
+# Number of torch's streams of each priority, which it hands out in turn (pytorch/pytorch#173729).
 _STREAMS_OF_A_PRIORITY: Final = 32
 # The priority of capture streams. Batches run at priority 0, so no batch stream is ever a capture
 # stream.
@@ -28,29 +26,27 @@ class CudaOps:
     """The operations of one CUDA device; see `model.runtime.cuda.batch_launcher.DeviceOps`."""
 
     _lock = threading.Lock()
-    # A device that is waited for while any stream captures breaks that capture off.
+    # Waiting for a device while any stream captures breaks that capture off.
     _captures_or_waits = threading.RLock()
     _capture_streams: ClassVar[WeakSet[torch.cuda.Stream]] = WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # cuDNN builds a plan for each shape and thread, which takes 0.4 s, and before torch 2.10 it
-        # reads beyond its memory (pytorch/pytorch#169849). The switch is of the whole process, and
-        # is never turned back.
+        # cuDNN's attention builds a plan for each shape and thread, which takes 0.4 s. Before torch
+        # 2.10 it reads beyond its memory (pytorch/pytorch#169849). The switch affects the whole
+        # process, and is never turned back.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # One pool for all graphs: they run one after another, and none needs what another has left
-        # behind.
+        # One pool for all graphs: they run one after another, and do not share results.
         self._pool = torch.cuda.graph_pool_handle()
 
     def stream(self) -> torch.cuda.Stream:
-        """Return a stream that waits for no other, the default stream included."""
+        """Return a stream that does not wait for others, not even for the default stream."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def capture_stream(self) -> torch.cuda.Stream:
-        """Return a stream that no batch runs on, and that no other loaded model captures on.
+        """Return a stream that neither batches nor captures of other loaded models use.
 
-        A graph holds all work of its capture stream, and the workspaces of that stream's matrix
-        products.
+        A graph includes all work of its capture stream, and the workspaces of its matrix products.
 
         Raises:
             DeviceError: the loaded models hold all capture streams.
@@ -62,7 +58,8 @@ class CudaOps:
                     CudaOps._capture_streams.add(stream)
                     return stream
         raise DeviceError(
-            f"{_STREAMS_OF_A_PRIORITY} loaded models have CUDA graphs, the most of one process; unload a model first"
+            f"{_STREAMS_OF_A_PRIORITY} loaded models have CUDA graphs, the most of one process; "
+            "unload a model first"
         )
 
     def on(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
@@ -70,9 +67,7 @@ class CudaOps:
         return torch.cuda.stream(stream)
 
     def event(self) -> torch.cuda.Event:
-        """Return an event for which threads wait asleep: spinning would take a core from the
-        decoders.
-        """
+        """Return an event whose waiting threads sleep; spinning would occupy a core."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def pinned(self, shape: Sequence[int]) -> Tensor:
@@ -80,9 +75,7 @@ class CudaOps:
         return torch.zeros(tuple(shape), dtype=torch.uint8, pin_memory=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Return a pinned copy, which is one more item of the stream's work; it is read after an
-        event.
-        """
+        """Return a pinned copy, to be read after an event: the copy is work of the stream."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
@@ -90,12 +83,12 @@ class CudaOps:
         """Return a function that replays a CUDA graph of the work.
 
         Raises:
-            RuntimeError: the work cannot be captured; this error hides what the work raised.
+            RuntimeError: the work cannot be captured; this error hides that of the work.
         """
         graph = torch.cuda.CUDAGraph()
-        # The capture's own random state is made here and must not be an inference tensor, or a
-        # later capture outside of inference mode fails (pytorch/pytorch#166792). Other threads may
-        # go on using the device meanwhile.
+        # The capture creates its random state here. It must not be an inference tensor, or a later
+        # capture outside of inference mode fails (pytorch/pytorch#166792). Other threads may use
+        # the device meanwhile.
         with (
             CudaOps._captures_or_waits,
             torch.inference_mode(False),
@@ -108,6 +101,6 @@ class CudaOps:
         return graph.replay
 
     def synchronize(self) -> None:
-        """Block until the device is idle; a device that has failed is as idle as it gets."""
+        """Block until the device is idle or has failed."""
         with CudaOps._captures_or_waits, suppress(RuntimeError):
             torch.cuda.synchronize(self.device)

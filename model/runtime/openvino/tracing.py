@@ -1,4 +1,4 @@
-"""How a torch network becomes a graph of OpenVINO, which is checked against torch's own outputs."""
+"""Turns a torch network into a graph of OpenVINO, with torch's own outputs to compare with."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.runtime.backend import BatchOutputs, BatchRequest, GraphKind, noise_images
-from model.runtime.openvino.backend import (
+from model.runtime.backend import BatchOutputs
+from model.runtime.batch_request import BatchRequest, GraphKind
+from model.runtime.openvino.network import (
     REFERENCE_COUNT,
     NetworkGraph,
     OpenVinoNetwork,
+    does_not_run,
     openvino_package,
 )
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_pass import Normalise, on_host, run_network
+from model.runtime.trial import noise_images
 
 if TYPE_CHECKING:
     import openvino
 
     from model.runtime.openvino.kept import Keep
 
-# Sizes become constants, as all but the first may; and tracing is deprecated. Set once and for all,
-# as a context that ignores warnings is of all threads: its end in another one would end it while a
-# graph is traced.
+# Tracing warns that it is deprecated, and that sizes become constants, which is intended for all
+# axes but the first. These filters stay, because a context that ignores warnings belongs to all
+# threads: it could end in another thread while a graph is traced.
 warnings.filterwarnings("ignore", category=TracerWarning)
 warnings.filterwarnings("ignore", module=r"torch\.jit")
 
 
 def trace(options: TorchOptions, kind: GraphKind = "plain") -> NetworkGraph:
-    """Return a network as a graph, in float32, with torch's own outputs for some images.
+    """Trace a network into a graph, in float32, with torch's own outputs for some images.
 
     Args:
-        options: the model, which is read and not kept.
-        kind: what to compute beside logits, embeddings and the last layer's attention row.
+        options: the model, to which the graph keeps no reference.
+        kind: the outputs besides logits, embeddings and the last layer's attention row.
 
     Raises:
         DeviceError: OpenVINO does not read this model, or torch's scores are not finite.
@@ -52,13 +55,11 @@ def trace(options: TorchOptions, kind: GraphKind = "plain") -> NetworkGraph:
     with torch.inference_mode():
         expected = module.outputs(torch.from_numpy(images))
     if not expected.tensors()["logits"].isfinite().all():
-        raise DeviceError("the model gives scores that are not finite")
+        raise DeviceError("the model's scores are not finite")
     try:
         model = convert(module, torch.from_numpy(images[:2]))
     except RuntimeError as error:
-        raise DeviceError(
-            f"OpenVINO does not run this model: {str(error).strip().splitlines()[-1]}"
-        ) from error
+        raise does_not_run(error) from error
     return NetworkGraph(model, tuple(expected.tensors()), request, on_host(expected))
 
 
@@ -71,14 +72,17 @@ def traced_network(
     threads: int,
     streams: int,
 ) -> OpenVinoNetwork:
-    """Return a network whose graph is traced now, and kept.
+    """Build a network whose graph is traced now, and keep the graph.
 
     Args:
-        parameters: how many the model has.
-        keep: keeps the graph; None keeps none.
+        options: the model.
+        parameters: number of the model's parameters.
+        keep: keeps the graph; None does not keep it.
+        kind: see `trace`.
+        threads, streams: see `OpenVinoNetwork`.
 
     Raises:
-        DeviceError: as `trace` and `OpenVinoNetwork`.
+        DeviceError: from `trace` or `OpenVinoNetwork`.
     """
     graph = trace(options, kind)
     if keep is not None:
@@ -92,7 +96,7 @@ def traced_network(
 
 
 def convert(module: nn.Module, example: Tensor) -> openvino.Model:
-    """Trace a module and translate it; the first axis of its input is then of any length."""
+    """Trace a module and translate it, so that the first axis of its input has any length."""
     openvino_package()
     from openvino import PartialShape  # noqa: PLC0415  an optional package
     from openvino.frontend import FrontEndManager  # noqa: PLC0415
@@ -101,8 +105,8 @@ def convert(module: nn.Module, example: Tensor) -> openvino.Model:
     with torch.inference_mode(mode=False), torch.no_grad():
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         frontend = FrontEndManager().load_by_framework("pytorch")
-        # The decoder has a name because the frontend reads it until the graph is made, but does not
-        # keep it.
+        # The decoder needs a name, because the frontend reads it until the graph is built without
+        # keeping a reference to it.
         decoder = TorchScriptPythonDecoder(traced, example_input=(example,))
         graph = frontend.convert(frontend.load(decoder))
     graph.reshape({0: PartialShape([-1, *example.shape[1:]])})
@@ -110,18 +114,16 @@ def convert(module: nn.Module, example: Tensor) -> openvino.Model:
 
 
 class _Traced(nn.Module):
-    """The module that becomes the graph: normalisation, which OpenVINO fuses with what follows, and
-    the network.
-    """
+    """The module that becomes the graph: the network after normalisation, which OpenVINO fuses."""
 
     def __init__(self, model: Classifier, normalise: Normalise, request: BatchRequest) -> None:
         super().__init__()
         self.model = model
         self.normalise = normalise
         self.request = request
-        self.folded = (
-            fold(model) if request.relevance and isinstance(model, VisionTransformer) else None
-        )
+        self.folded = None
+        if request.relevance and isinstance(model, VisionTransformer):
+            self.folded = fold(model)
 
     def outputs(self, images: Tensor) -> BatchOutputs[Tensor]:
         return run_network(self.model, self.normalise(images), self.request, self.folded)

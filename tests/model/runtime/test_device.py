@@ -59,7 +59,7 @@ def test_a_gpu_computes_in_what_is_native_to_it(
 def test_bfloat16_is_refused_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(
-        DeviceError, match=r"^dtype 'bfloat16': cuda:0 \(compute capability 7.5\) has none: float16"
+        DeviceError, match=r"^dtype 'bfloat16': cuda:0 \(compute capability 7.5\) does not have it"
     ):
         choose_dtype("bfloat16", GPU)
 

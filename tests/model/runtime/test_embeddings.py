@@ -17,7 +17,7 @@ from model.outputs import (
     Pooling,
     RequestedOutputs,
 )
-from model.runtime.openvino.backend import unsupported_reason
+from model.runtime.openvino.network import unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from tests.model.runtime.cuda.device_stand_in import StandInOps

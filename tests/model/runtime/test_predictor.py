@@ -16,7 +16,7 @@ from model.network.vit import VisionTransformer, ViTOutput
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.cpu import cpu_has_bfloat16
 from model.runtime.device import choose_device, choose_dtype
-from model.runtime.openvino.backend import unsupported_reason
+from model.runtime.openvino.network import unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from model.score_fit import Fit, scores_and_energies

@@ -28,10 +28,12 @@ from model.outputs import (
     RequestedOutputs,
     embedding_width,
 )
-from model.runtime.backend import BatchRequest, GraphKind, HostOutputs
-from model.runtime.openvino import backend as openvino_backend
+from model.runtime.backend import HostOutputs
+from model.runtime.batch_request import BatchRequest, GraphKind
+from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino import tracing
-from model.runtime.openvino.backend import OpenVino, OpenVinoNetwork, unsupported_reason
+from model.runtime.openvino.backend import OpenVino
+from model.runtime.openvino.network import OpenVinoNetwork, unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchBackend, TorchCpu
 from model.runtime.torch_pass import Normalise
@@ -170,7 +172,7 @@ class TestOpenVino:
         if (
             family != "registers"
         ):  # which has a graph for each of some batch sizes; others have one for any
-            monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
+            monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
         predictor = made(family, "openvino")
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
@@ -210,7 +212,7 @@ class TestOpenVino:
     def test_torch_computes_it_until_the_graph_is_there(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
+        monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         go, calls = threading.Event(), []
 
@@ -237,7 +239,7 @@ class TestOpenVino:
     def test_a_graph_that_gives_another_relevance_is_not_used(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
+        monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         backend, named = predictor._backend, OpenVinoNetwork._named
         assert isinstance(backend, OpenVino)
@@ -262,7 +264,7 @@ class TestOpenVino:
     def test_its_graphs_share_the_checkpoints_weights(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
+        monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         traced: list[torch.nn.Parameter] = []
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.errors import DeviceError
-from model.runtime.backend import BatchRequest
+from model.runtime.batch_request import BatchRequest
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed
 from model.runtime.cuda.ops import CudaOps
 from tests.model.runtime.cuda.device_stand_in import StandInOps

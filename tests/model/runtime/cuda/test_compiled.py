@@ -18,7 +18,8 @@ from model.errors import NewProcessNeeded
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime import torch_backend
-from model.runtime.backend import BatchOutputs, BatchRequest, CompilationState
+from model.runtime.backend import BatchOutputs, CompilationState
+from model.runtime.batch_request import BatchRequest
 from model.runtime.cuda import backend as cuda
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Network, compiled_network

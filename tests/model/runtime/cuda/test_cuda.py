@@ -160,7 +160,7 @@ def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(
 @pytest.mark.parametrize(
     ("rows", "message", "largest"),
     [
-        (2, "not enough memory for batches of 8: a smaller largest batch needs less", 4),
+        (2, "not enough memory for batches of 8: choose a smaller largest batch", 4),
         (0, "not enough memory for batches of 1$", None),
     ],
 )

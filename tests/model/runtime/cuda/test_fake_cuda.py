@@ -14,7 +14,8 @@ from model.config import Pool, ViTConfig
 from model.heads import Head
 from model.layer_config import Activation
 from model.network.layers.patch_embed import PatchEmbed
-from model.runtime.backend import BatchOutputs, BatchRequest
+from model.runtime.backend import BatchOutputs
+from model.runtime.batch_request import BatchRequest
 from model.runtime.cuda import backend as cuda_backend
 from model.runtime.cuda.backend import Cuda, with_best
 from model.runtime.torch_backend import TorchOptions

@@ -17,8 +17,8 @@ from model.checkpoint.local_files import recording
 from model.description import Description
 from model.errors import CheckpointChanged
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
-from model.runtime.openvino.backend import CompiledGraph
 from model.runtime.openvino.kept import Entry, Keep
+from model.runtime.openvino.network import CompiledGraph
 from model.runtime.predictor import Predictor
 from model.runtime.start import kept_predictor
 from tests.model.checkpoint import whole_models
@@ -156,7 +156,7 @@ def test_an_entry_that_is_not_what_was_written_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first_start(checkpoint, folder)
-    change(Entry(folder, {}).place())
+    change(Entry(folder, {}).path())
     assert later_start(checkpoint, folder) is None
     assert "a graph that is not used and is made again" in caplog.text
 
@@ -190,7 +190,7 @@ def test_entries_are_bounded_and_the_one_unused_for_longest_goes(
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     first_start(checkpoint, folder, number=2)
     for number, used in ((1, 2_000_000_000), (2, 1_000_000_000)):
-        os.utime(Entry(folder, {"number": number}).place(), (used, used))
+        os.utime(Entry(folder, {"number": number}).path(), (used, used))
     first_start(checkpoint, folder, number=3, limit=2 * size + size // 2)
     kept = [
         number for number in (1, 2, 3) if later_start(checkpoint, folder, number=number) is not None

@@ -19,12 +19,12 @@ from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import ViTConfig
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
-from model.runtime.backend import BatchRequest
-from model.runtime.openvino import backend as openvino_backend
-from model.runtime.openvino.backend import (
+from model.runtime.batch_request import BatchRequest
+from model.runtime.openvino import network as openvino_network
+from model.runtime.openvino.backend import OpenVino
+from model.runtime.openvino.network import (
     _LEAN,
     CompiledGraph,
-    OpenVino,
     OpenVinoNetwork,
     core,
     unsupported_reason,
@@ -90,7 +90,7 @@ def test_threads_that_come_to_openvino_first_at_the_same_time_do_not_wait_for_ea
     code = """
 import os, sys, threading, time
 import numpy as np
-from model.runtime.openvino.backend import core, openvino_package
+from model.runtime.openvino.network import core, openvino_package
 core()
 package, barrier = openvino_package(), threading.Barrier(6)
 def first():
@@ -112,7 +112,7 @@ os._exit(any(each.is_alive() for each in threads))
 @pytest.fixture
 def one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile one graph for any batch size, which takes less time than one for each of some."""
-    monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", 1)
+    monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
 
 
 def network(predictor: Predictor) -> OpenVinoNetwork:
@@ -132,7 +132,7 @@ def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
 def test_a_version_that_knows_an_option_no_more_compiles_without_it(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.runtime.openvino.backend._LEAN", {"NO_SUCH_OPTION": "YES"})
+    monkeypatch.setattr("model.runtime.openvino.network._LEAN", {"NO_SUCH_OPTION": "YES"})
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=1)
     np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
 
@@ -232,9 +232,10 @@ def test_bfloat16_is_float32s_but_for_its_rounding(
 
 def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     code = (
-        "import sys; from model.runtime.openvino.backend import OpenVino, unsupported_reason;"
+        "import sys; from model.runtime.openvino.network import unsupported_reason;"
         "unsupported_reason('float32');"
-        "print([name for name, module in sys.modules.items() if name.startswith('openvino_telemetry') and module])"
+        "print([name for name, module in sys.modules.items()"
+        " if name.startswith('openvino_telemetry') and module])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -266,7 +267,7 @@ def test_signals_are_heard_on_the_first_thread_after_a_model_was_freed_on_anothe
 import gc, os, signal, threading
 import numpy as np
 from openvino import Model, opset13
-from model.runtime.openvino.backend import core
+from model.runtime.openvino.network import core
 
 given = opset13.parameter([1], np.float32)
 compiled = [core().compile_model(Model([opset13.relu(given)], [given]), "CPU")]
@@ -282,7 +283,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize(
-    "fixed_bytes", [openvino_backend._FIXED_BYTES, 1], ids=["a graph a size", "one for any size"]
+    "fixed_bytes", [openvino_network._FIXED_BYTES, 1], ids=["a graph a size", "one for any size"]
 )
 def test_every_number_of_images_alone_and_beside_others_has_torchs_logits(
     both: tuple[Predictor, Predictor],
@@ -290,7 +291,7 @@ def test_every_number_of_images_alone_and_beside_others_has_torchs_logits(
     streams: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openvino_backend, "_FIXED_BYTES", fixed_bytes)
+    monkeypatch.setattr(openvino_network, "_FIXED_BYTES", fixed_bytes)
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=2, streams=streams)
     images = np.random.default_rng(3).integers(0, 256, (21, 32, 32, 3), dtype=np.uint8)
     for count in (1, 3, 8, 21):
@@ -347,7 +348,7 @@ def test_a_network_that_is_unloaded_while_it_compiles_is_given_up() -> None:
             begun.set()
             assert freed.wait(60)
 
-    backend = OpenVino(Network(), *[None] * 4)  # type: ignore[arg-type]
+    backend = OpenVino(Network(), *[None] * 3)  # type: ignore[arg-type]
     backend.compile()
     assert begun.wait(60)
     [compiles] = [each for each in threading.enumerate() if each.name == "openvino-compile"]

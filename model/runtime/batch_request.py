@@ -1,0 +1,103 @@
+"""What one pass of the network computes for a batch. No torch is needed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from model.config import NetworkConfig, ViTConfig
+from model.outputs import Pooling, RequestedOutputs
+
+# The graphs that OpenVINO computes, each a network of its own, so that an image costs only what its
+# batch asks for.
+GraphKind = Literal["plain", "relevance", "transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """Everything that is asked of any image of a batch.
+
+    Attributes:
+        top_k: number of classes.
+        logits: whether to return the logits of all classes.
+        layers: layers whose attention rows to return, ascending.
+        relevance: whether to return the relevance of each image's best class.
+        embeddings: embeddings to return, sorted.
+        all_tokens: whether an embedding needs tokens of the last block that the head does not read.
+        transfer: whether one of them is `transfer`, which needs outputs of several blocks.
+    """
+
+    top_k: int = 1
+    logits: bool = False
+    layers: tuple[int, ...] = ()
+    relevance: bool = False
+    embeddings: tuple[Pooling, ...] = ()
+    all_tokens: bool = False
+    transfer: bool = False
+
+    @classmethod
+    def of(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> Self:
+        """Combine the requests for the images of a batch."""
+        maps = [request.map for request in requests if request.map is not None]
+        pools = {request.embedding.pool for request in requests if request.embedding is not None}
+        pools |= {wanted.by.features for wanted in maps if wanted.by is not None}
+        # Evidence for a class, and a set of labels, compare all logits.
+        needs_logits = any(request.logits or request.label_set for request in requests)
+        needs_evidence = any(wanted.is_class_specific and wanted.by is None for wanted in maps)
+        return cls(
+            top_k=max(request.top_k for request in requests),
+            logits=needs_logits or needs_evidence,
+            layers=tuple(sorted({wanted.layer for wanted in maps if wanted.layer is not None})),
+            relevance=any(wanted.of_best_class for wanted in maps),
+            embeddings=tuple(sorted(pools)),
+            all_tokens=bool(pools & {"mean", "transfer"}) and _head_reads_cls(config),
+            transfer="transfer" in pools,
+        )
+
+    @classmethod
+    def of_graph(cls, kind: GraphKind, config: NetworkConfig) -> Self:
+        """Return what a graph of OpenVINO computes for a model."""
+        # A mean over the patch queries takes all scores of a block, so torch computes it on demand.
+        layers: tuple[int, ...] = ()
+        if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":
+            layers = (config.depth - 1,)
+        is_transfer = kind == "transfer"
+        return cls(
+            layers=layers,
+            relevance=kind == "relevance",
+            all_tokens=is_transfer and _head_reads_cls(config),
+            transfer=is_transfer,
+        )
+
+    @property
+    def graph_kind(self) -> GraphKind:
+        """Return the graph that may compute this; see `covers`."""
+        if self.relevance:
+            return "relevance"
+        return "transfer" if self.transfer or self.all_tokens else "plain"
+
+    @property
+    def computed(self) -> Self:
+        """Return the part that a CUDA graph is made for.
+
+        Every pass computes logits and embeddings, and copies them to the host on request.
+        """
+        return replace(self, logits=False, embeddings=())
+
+    @property
+    def of_network(self) -> Self:
+        """Return the part that changes the network's pass, without the ranking of its logits."""
+        return replace(self.computed, top_k=1)
+
+    def covers(self, other: Self) -> bool:
+        """Return whether a network that computes this gives all outputs of another request."""
+        return (
+            other.layers in ((), self.layers)
+            and other.relevance <= self.relevance
+            and other.all_tokens <= self.all_tokens
+            and other.transfer <= self.transfer
+        )
+
+
+def _head_reads_cls(config: NetworkConfig) -> bool:
+    """Return whether the head reads only the CLS token of the last block."""
+    return isinstance(config, ViTConfig) and config.pool == "cls"
