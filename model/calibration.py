@@ -13,7 +13,7 @@ Bates 2021, https://arxiv.org/abs/2107.07511).
   2020, https://arxiv.org/abs/2010.03759), used as a conformal p-value (Bates et al. 2021,
   https://arxiv.org/abs/2104.08279).
 
-Each threshold may miss half of what the coverage allows, so that both together keep it. Adaptive
+Each threshold may miss half of the pictures that the coverage allows to miss. Adaptive
 sets were larger at the same coverage, and hardly ever empty; see docs/training.md (APS: Romano,
 Sesia & Candes 2020, https://arxiv.org/abs/2006.02544; RAPS: Angelopoulos et al. 2021,
 https://arxiv.org/abs/2009.14193). No torch is needed.
@@ -126,8 +126,8 @@ class Calibration(BaseModel):
 
     Attributes:
         data: name of the pictures.
-        pictures: number of all pictures; those that the temperature was fitted to have no numbers
-            here.
+        pictures: number of all pictures, including pictures for the temperature, whose scores are
+            not here.
         temperature, form: replace those in `config.json`.
         scores, energies: see `LabelSets.of`.
         digest: digest of the other fields, of the weights, and of how pictures become pixels; see

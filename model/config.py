@@ -37,7 +37,7 @@ Mean = Annotated[float, Field(ge=-1e3, le=1e3)]
 Deviation = Annotated[float, Field(ge=1e-3, le=1e3)]
 
 _MAX_TOKENS: Final = 65536
-# Most numbers that one layer may give for one image: 512 MiB. ViT-H/16 gives 84 million at 2048
+# Most numbers in the output of a layer for one image: 512 MiB. ViT-H/16 gives 84 million at 2048
 # px.
 LARGEST_LAYER: Final = 1 << 27
 
@@ -71,7 +71,7 @@ class NetworkConfig(Frozen):
 
     @property
     def logits(self) -> int:
-        """Return how many logits the network computes: one if it has no head, never shown."""
+        """Return how many logits the network computes; without a head, one that is never shown."""
         return max(self.num_classes, 1)
 
     @property

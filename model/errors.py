@@ -44,7 +44,7 @@ class InvalidImage(ImageError):
 
 
 class CheckpointError(VitError):
-    """The checkpoint is missing or incomplete, or its config describes another one.
+    """The checkpoint is missing or incomplete, or its config describes another network.
 
     The message names the file. It is one line of bounded length, whatever names and values of the
     file are in it.
@@ -83,7 +83,7 @@ class NewProcessNeeded(DeviceError):
 
 
 class InputError(VitError):
-    """A parameter is outside what the loaded model offers.
+    """The loaded model does not offer the value of a parameter.
 
     Attributes:
         parameter: name of the offending parameter, as the caller spells it.

@@ -278,7 +278,7 @@ class Head:
         logits: Floats | None,
         features: Floats | None,
     ) -> Mapping[int, AttentionMap]:
-        """Return the maps, those of a class with its score and evidence.
+        """Return the maps, with score and evidence if they show a class.
 
         A map of a class that the caller's own classifier scores stays as it is.
         """
@@ -341,7 +341,7 @@ def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs
     """Return the outputs that the engine computes of an image which a head outside it scores.
 
     Args:
-        requested: what the caller asks for.
+        requested: the caller's request.
         head: the head outside the engine; None for one without maps.
     """
     map_request = requested.map
@@ -350,7 +350,7 @@ def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs
     features = EmbeddingRequest("head" if head is None else head.features)
     embedding = requested.embedding
     if embedding is not None and embedding.pool == "head":
-        # The caller means the features that this head reads, not those of the checkpoint's head.
+        # The caller means the features that this head reads.
         embedding = replace(embedding, pool=features.pool)
     more: tuple[RequestedOutputs, ...] = ()
     if embedding not in (None, features):
@@ -364,7 +364,7 @@ def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outpu
     Args:
         outputs: the engine's outputs for the request that `of_image` returns.
         head: the head that scores the image.
-        requested: what the caller asks for.
+        requested: the caller's request.
     """
     assert outputs.embedding is not None
     features = outputs.embedding[np.newaxis]

@@ -24,7 +24,7 @@ _CHOICE: Final = re.compile("[a-z0-9_]{0,40}")
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Refuse arguments that read a file, import code or change what a pass returns.
+    """Refuse arguments that read a file, import code or change a pass's outputs.
 
     Raises:
         ValueError: an argument does not size a network, or its value is not a small number, a list

@@ -2,7 +2,7 @@
 
 Cross-validation chooses the penalty, and the head is then fitted to all features. The minimum is
 searched along the features' principal axes, each scaled by the curvature of the loss. L-BFGS
-(Nocedal & Wright 2006, algorithm 7.4) then takes about ten steps; see
+(Nocedal & Wright 2006, algorithm 7.4) then takes few steps; see
 docs/decisions/linear-probe.md. Only arrays are needed, no torch.
 """
 
@@ -162,7 +162,7 @@ class Axes(NamedTuple):
 
     @property
     def penalised(self) -> NDArray[np.float64]:
-        """Return 1 for each axis and 0 for the bias, which has no penalty."""
+        """Return 1 for each axis and 0 for the bias, which is not penalised."""
         return np.append(np.ones(len(self.variances)), 0.0)
 
     def widths(self, classes: int, penalty: float) -> NDArray[np.float64]:
@@ -194,7 +194,7 @@ def choose_penalty(
     rest = [np.flatnonzero(folds != number) for number in numbers]
     rows = np.flatnonzero(folds >= 0)
     logits = np.empty((len(truth), classes), np.float32)
-    # Each fit starts from that of the penalty before, in the widths of this one.
+    # Each fit starts from the fit of the penalty before, divided by the new widths.
     fits: list[Floats] = [np.zeros((classes, axes.values.shape[1] + 1), np.float32)] * len(numbers)
     previous_widths = np.ones(1)
     best: Choice | None = None

@@ -1,4 +1,4 @@
-"""What a caller asks of one image, and what one image gets.
+"""The request for one image, and the outputs that answer it.
 
 No torch is needed, so that every process can use these types.
 """
@@ -82,7 +82,7 @@ class MapRequest:
 
     @property
     def needs_pass(self) -> bool:
-        """Return whether the map needs its own pass, besides that of the classification."""
+        """Return whether the map needs a pass besides the classification's."""
         return self.method != "cls" and not self.of_best_class
 
     @property
@@ -202,7 +202,7 @@ class RequestedOutputs:
 
     @property
     def needs_pass(self) -> bool:
-        """Return whether an output needs its own pass, besides that of the classification."""
+        """Return whether an output needs a pass besides the classification's."""
         return any(
             requested.map is not None and requested.map.needs_pass for requested in self.each
         )

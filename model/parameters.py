@@ -1,4 +1,4 @@
-"""Parameters of a request for a map or an embedding, checked against what the model offers."""
+"""Parameters of a request for a map or an embedding, checked against the model."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -73,7 +73,7 @@ def parse_maps(
 
 
 def require_classes(config: NetworkConfig) -> None:
-    """Raise InputError if a model has no classification head, with what it offers instead."""
+    """Raise InputError for a model without a classification head; it names the alternatives."""
     if not config.num_classes:
         raise InputError(
             "model",
@@ -117,7 +117,7 @@ def parse_attention_head(head: str | None, heads: int) -> AttentionHead:
     """Return the number of an attention head, or how all are combined; None is `mean`.
 
     Raises:
-        InputError: a model of `heads` attention heads does not have this one.
+        InputError: a model of `heads` attention heads does not have this head.
     """
     if head is None or head == "mean":
         return "mean"

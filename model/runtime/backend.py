@@ -49,11 +49,11 @@ class BatchOutputs(NamedTuple, Generic[T]):
     Attributes:
         logits: [B, num_classes], before the temperature.
         attention: rows of at least the requested layers, float32 [B, layers, heads, N].
-        relevance: `token_relevance` of the best class, float32 [B, N].
+        relevance: `class_relevance` of the best class, float32 [B, N].
         head, cls, mean, transfer: embeddings of these names, [B, `embedding_width`]; see
             `ViTOutput.embeddings`.
         scores, indices, finite: see `model.ranking.Best`; only if a graph ranks the classes.
-        aimed: `token_relevance` of each aim, float32 [aims, N].
+        aimed: `class_relevance` of each aim, float32 [aims, N].
     """
 
     logits: T | None = None
@@ -170,7 +170,7 @@ class Backend(Protocol):
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return `model.explanation.explain.explain` of a batch; torch always computes it.
 
-        One thread may call this besides those that call `predict`.
+        One more thread may call this while others call `predict`.
 
         Raises:
             RuntimeError: from torch.

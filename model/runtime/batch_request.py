@@ -1,4 +1,4 @@
-"""What one pass of the network computes for a batch. No torch is needed."""
+"""The outputs that one pass of the network computes for a batch. No torch is needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ class BatchRequest:
 
     @classmethod
     def of_graph(cls, kind: GraphKind, config: NetworkConfig) -> Self:
-        """Return what a graph of OpenVINO computes for a model."""
+        """Return the outputs that a graph of OpenVINO computes for a model."""
         # A mean over the patch queries takes all scores of a block, so torch computes it on demand.
         layers: tuple[int, ...] = ()
         if isinstance(config, ViTConfig) and config.attention_source != "patch_mean":

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from model.errors import DeviceError, NewProcessNeeded
 from model.runtime.backend import BatchOutputs, HostOutputs, Images
 
-# Sizes that networks are compiled for on a CPU, where a larger batch takes as long per image.
+# Sizes that networks are compiled for on a CPU. Larger batches take as long per image.
 SIZES: Final = (1, 2, 4, 8)
 
 

@@ -90,9 +90,9 @@ def keep_freed_memory() -> bool:
     is at the end of a heap. The next pass takes it again, and the kernel clears thousands of pages
     for each batch. Networks of a few milliseconds per image spend an eighth of their time on that.
 
-    Each computing thread has a heap. `malloc_trim` returns the memory that the first thread's heap
-    keeps, not that of the others. Other C libraries than glibc stay as they are, and so does glibc
-    if the environment sets its parameters.
+    Each computing thread has a heap. `malloc_trim` returns only the memory that the first thread's
+    heap keeps. Other C libraries than glibc stay unchanged, and so does glibc if the environment
+    sets its parameters.
     """
     if not os.environ.keys().isdisjoint(_GLIBC_VARIABLES):
         return False

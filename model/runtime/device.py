@@ -1,4 +1,4 @@
-"""The device and dtype of the computation, chosen by name from those of this machine."""
+"""The device and dtype of the computation, chosen by name."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def choose_device(name: str) -> torch.device:
 def unusable_reason() -> str:
     """Return why CUDA cannot be used, in torch's own words.
 
-    There may be no GPU, the driver may be too old, or torch may be built without CUDA.
+    The GPU may be missing, the driver too old, or torch built without CUDA.
     """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The heads of one backbone, and what a request to them needs from the backbone's pass."""
+"""The heads of one backbone, and the outputs of its pass that they need."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -54,7 +54,7 @@ class HeadTable(NamedTuple):
     def batch_request(
         self, requests: Sequence[RequestedOutputs], config: NetworkConfig
     ) -> BatchRequest:
-        """Return what the backbone's pass computes for a batch, including features for other heads.
+        """Combine the requests for a batch into one to the backbone, with features for other heads.
 
         Args:
             requests: one for each image, to one or more heads.

@@ -13,7 +13,7 @@ class Meter:
         self._before = _allocated()
 
     def size(self, parameters: int, dtype: str) -> int:
-        """Return the bytes that torch allocated on GPUs since, or those of the parameters if more.
+        """Return the bytes that torch has allocated on GPUs since, at least the parameters' bytes.
 
         The resident memory of the process does not measure one model: for equal networks it grew by
         9.8 to 97 MB, because a heap keeps and reuses freed memory.

@@ -35,7 +35,7 @@ class _HeadRequest(NamedTuple):
 
     Attributes:
         image: index of the image in the batch.
-        requested: what the head is asked for.
+        requested: the requested outputs.
         map_head: the head whose class a map shows.
     """
 
@@ -48,7 +48,7 @@ class _Pass(NamedTuple):
     """The result of a batch's pass.
 
     Attributes:
-        request: what the pass was asked for.
+        request: the outputs requested of the pass.
         arrays: its outputs by name.
         aimed: maps of further heads' classes, by the index of their request.
     """
@@ -309,6 +309,6 @@ def _embedding(arrays: Arrays, request: EmbeddingRequest, row: int) -> Floats:
     """Return the requested embedding of an image, [D], in its own memory."""
     embedding: Floats = arrays[request.pool][row].copy()
     if request.normalize:
-        # The smallest divisor is that of torch's `normalize`.
+        # torch's `normalize` has the same smallest divisor.
         embedding /= max(float(np.linalg.norm(embedding)), 1e-12)
     return embedding

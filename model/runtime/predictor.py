@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.calibration import label_sets_of
-from model.config import ViTConfig
+from model.config import NetworkConfig, ViTConfig
 from model.description import Description
 from model.errors import DeviceError, NotFinite, first_line
 from model.features import Floats
@@ -160,7 +160,7 @@ class Predictor:
 
         Such a batch takes a second or two.
         """
-        table = self._table
+        table = HeadTable(self.own, self.heads)
         if any(map(table.needs_aim, requested.each)):
             return True
         if all(request.map is None and request.embedding is None for request in requested.each):
@@ -182,7 +182,7 @@ class Predictor:
             DeviceError: the model's scores are not finite, or it does not run at all;
                 `NewProcessNeeded` if another process may succeed.
         """
-        with self._device_errors():
+        with _device_errors(self.device, self.max_batch):
             largest = min(self.max_batch, self._backend.largest_tried or self.max_batch)
             self._exercise({1, largest})
             self._compiles_later = compile_later and self._backend.compiles_beside
@@ -193,7 +193,7 @@ class Predictor:
         self.size = self.meter.size(self.parameters, self.dtype)
 
     def finish_warm_up(self) -> None:
-        """Compile if `warm_up` did not, on another thread than those that call `predict`.
+        """Compile if `warm_up` did not, on a thread that does not call `predict`.
 
         Raises:
             DeviceError: as `warm_up`.
@@ -201,7 +201,7 @@ class Predictor:
         if not self._compiles_later:
             return
         self._compiles_later = False
-        with self._device_errors():
+        with _device_errors(self.device, self.max_batch):
             self._compile()
         self.size = self.meter.size(self.parameters, self.dtype)
 
@@ -216,40 +216,24 @@ class Predictor:
         Raises:
             DeviceError: it does not, or its scores are not finite.
         """
-        with self._device_errors():
+        with _device_errors(self.device, self.max_batch):
             self._exercise((1,))
 
     def _exercise(self, sizes: Iterable[int]) -> None:
-        """Raise NotFinite unless the scores of noise, black and white images are finite.
+        """Run batches of these sizes; raise NotFinite unless their scores are finite.
 
         Finite logits are not enough, because a temperature may be too small for them.
         """
+        usual = self._backend.usual
         for size in sizes:
             for turn in range(3):
-                request = self._backend.usual[turn % len(self._backend.usual)]
                 images = trial_images(self.config, size, turn)
-                arrays = self._backend.predict(images, request).tensors()
+                arrays = self._backend.predict(images, usual[turn % len(usual)]).tensors()
                 best = ranked_by_graph(arrays) or self.own.best(arrays["logits"], 1)
                 if not best.finite.all():
                     raise NotFinite(
                         f"{self.device}: warm-up gave scores that are not finite in {self.dtype}"
                     )
-
-    @contextmanager
-    def _device_errors(self) -> Iterator[None]:
-        """Turn errors of torch in this context into one line."""
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
-                raise batch_too_large(self.device, self.max_batch) from error
-            raise DeviceError(
-                f"{self.device}: the model does not run: {first_line(error)}"
-            ) from error
-
-    @property
-    def _table(self) -> HeadTable:
-        return HeadTable(self.own, self.heads)
 
     def predict(
         self, images: Images, requests: RequestedOutputs | Sequence[RequestedOutputs]
@@ -268,24 +252,13 @@ class Predictor:
         """
         if isinstance(requests, RequestedOutputs):
             requests = [requests] * len(images)
-        self._check_batch(images, len(requests))
+        _check_batch(images, len(requests), self.config, self.max_batch)
         if not all(requested.is_plain for requested in requests):
-            return MixedBatch(images, requests, self._table, self._backend, self.config).outputs()
+            heads = HeadTable(self.own, self.heads)
+            return MixedBatch(images, requests, heads, self._backend, self.config).outputs()
         top_k = max(requested.top_k for requested in requests)
         arrays = self._backend.predict(images, BatchRequest(top_k)).tensors()
         return self.own.outputs(requests, arrays.get("logits"), best=ranked_by_graph(arrays))
-
-    def _check_batch(self, images: Images, requests: int) -> None:
-        count = len(images)
-        expected = (*self.config.image_size, self.config.in_channels)
-        are_right = all(image.shape == expected and image.dtype == np.uint8 for image in images)
-        if not are_right or not 1 <= count <= self.max_batch:
-            kinds = sorted({(str(image.dtype), image.shape) for image in images})
-            raise ValueError(
-                f"{count} images {kinds}: expected uint8 [1...{self.max_batch}, *{expected}]"
-            )
-        if requests != count:
-            raise ValueError(f"{requests} requests for {count} images")
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.
@@ -309,3 +282,26 @@ class Predictor:
         arrays = self._backend.predict(images, BatchRequest(logits=True)).tensors()
         logits: Floats = arrays["logits"]
         return logits
+
+
+@contextmanager
+def _device_errors(device: str, max_batch: int) -> Iterator[None]:
+    """Turn errors of torch in this context into one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
+            raise batch_too_large(device, max_batch) from error
+        raise DeviceError(f"{device}: the model does not run: {first_line(error)}") from error
+
+
+def _check_batch(images: Images, requests: int, config: NetworkConfig, max_batch: int) -> None:
+    """Raise ValueError unless a batch has the model's input and one request for each image."""
+    count = len(images)
+    expected = (*config.image_size, config.in_channels)
+    are_right = all(image.shape == expected and image.dtype == np.uint8 for image in images)
+    if not are_right or not 1 <= count <= max_batch:
+        kinds = sorted({(str(image.dtype), image.shape) for image in images})
+        raise ValueError(f"{count} images {kinds}: expected uint8 [1...{max_batch}, *{expected}]")
+    if requests != count:
+        raise ValueError(f"{requests} requests for {count} images")

@@ -50,7 +50,7 @@ class _Torch:
         """Read the checkpoint again.
 
         Raises:
-            CheckpointChanged: its files differ from those that the graph was made from.
+            CheckpointChanged: its files have changed since the graph was made.
             RuntimeError: they cannot be read.
         """
         try:
@@ -100,7 +100,7 @@ class _Torch:
         kept = self._entry.load(kind=kind)
         if kept is not None:
             kept_manifest, graph = kept
-            # Another process may have replaced the graph on disk by that of other weights.
+            # Another process may have replaced the graph on disk by one of other weights.
             if kept_manifest.files == manifest.files:
                 return OpenVinoNetwork(
                     graph, manifest.dtype, threads=self._threads.count, streams=self._streams
@@ -129,7 +129,7 @@ def kept_predictor(
     max_batch: int | None = None,
     threads: int | None = None,
 ) -> Predictor | None:
-    """Build a predictor from kept graphs; None if there are none, or they no longer compile.
+    """Build a predictor from kept graphs; None if they are missing or no longer compile.
 
     Args:
         entry: the kept graphs.

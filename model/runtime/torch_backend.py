@@ -1,4 +1,4 @@
-"""The backends that run the network in torch: their common base, and the one on the CPU."""
+"""The base of the backends that run the network in torch, and the backend for a CPU."""
 
 import logging
 import time

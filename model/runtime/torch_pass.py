@@ -190,7 +190,7 @@ def compiled_network(
     Args:
         model: the network.
         normalise: turns uint8 pixels into the network's input.
-        folded: see `model.explanation.relevance.class_relevance`.
+        folded: see `model.explanation.transfer_relevance.class_relevance`.
         any_batch: whether code is for any batch size; on a CPU it ran no faster than uncompiled.
         backend: backend of `torch.compile`.
     """

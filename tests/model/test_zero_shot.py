@@ -137,9 +137,7 @@ def test_saturated_sigmoids_are_ranked_by_their_logits_on_the_host_and_on_a_devi
     assert found["finite"].tolist() == best.finite.tolist() == [True, True]
 
 
-def test_of_more_equal_logits_than_are_asked_for_the_first_are_taken_on_the_host_and_on_a_device() -> (
-    None
-):
+def test_first_of_equal_logits_are_best() -> None:
     logits = torch.randint(0, 3, (50, 200), generator=torch.Generator().manual_seed(0)).float()
     head = Head(tuple(map(str, range(200))), independent=False)
     found = with_best(BatchOutputs(logits), head, 5).tensors()

@@ -193,10 +193,10 @@ class BatchLauncher:
                 raise CaptureFailed(
                     f"the capture of {size} images failed: {first_line(cause)}"
                 ) from cause
-        # On the batches' stream, because graphs share their memory and another one may be running.
+        # On the batches' stream, because graphs share their memory and another may be running.
         with self._lock, self._ops.on(self._stream):
             for tensor in outputs.values():
-                tensor.zero_()  # so that a graph that does nothing gives no answer
+                tensor.zero_()  # so that outputs of a graph that does nothing stay zero
         self._ops.synchronize()  # the next capture reads the same images on another stream
         return graph
 
@@ -223,7 +223,7 @@ class BatchLauncher:
         try:
             return self._run(slot, images, request, size, compute)
         except BaseException:
-            # The device must be done with this batch before another one uses its slot.
+            # The device must finish this batch before another batch uses its slot.
             self._ops.synchronize()
             raise
         finally:

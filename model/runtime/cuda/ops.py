@@ -83,7 +83,7 @@ class CudaOps:
         """Return a function that replays a CUDA graph of the work.
 
         Raises:
-            RuntimeError: the work cannot be captured; this error hides that of the work.
+            RuntimeError: the work cannot be captured; this error hides the work's own.
         """
         graph = torch.cuda.CUDAGraph()
         # The capture creates its random state here. It must not be an inference tensor, or a later

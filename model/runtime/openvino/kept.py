@@ -1,11 +1,11 @@
 """Graphs that are kept on disk, so that a later start needs neither torch nor the tensors.
 
-    FOLDER/KEY/manifest.json          what the graph was made from, and what it computes
+    FOLDER/KEY/manifest.json          the graph's sources and outputs
               /graph.xml, .bin        the graph, in float32
               /reference.safetensors  torch's outputs, which each later start compares with its own
               /head.safetensors       the head's weights, for a process that has the same backbone
 
-An entry has a head and no graph if its model was loaded while another one had the same backbone.
+An entry has only a head if another loaded model had the same backbone when it was written.
 
 The key is a hash of every setting, version and fact of the machine that the graph depends on, and
 not of runtime options such as the number of threads. The manifest names every file that was read
@@ -65,13 +65,13 @@ class Manifest(BaseModel):
 
     Attributes:
         key: the text that `Entry` hashes.
-        files: the hash of each file that was read, and of the names in each folder; None if there
-            was nothing at the path.
+        files: the hash of each file that was read, and of the names in each folder; None for a
+            path that does not exist.
         times: size and time of change of these files; unchanged ones are not hashed again.
         backbone: see `model.checkpoint.checkpoint`.
         graph: hashes of the entry's other files.
         outputs: see `NetworkGraph`.
-        kind: what the graph computes; see `BatchRequest.of_graph`.
+        kind: kind of the graph; see `BatchRequest.of_graph`.
         checkpoint: the model.
         parameters: number of its parameters.
         dtype: the dtype in which the graph agreed with torch.

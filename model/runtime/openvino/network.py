@@ -48,7 +48,7 @@ _GRAPH_BYTES: Final = 7 << 20
 # About the bytes of each of its streams.
 _STREAM_BYTES: Final = 3 << 20
 
-# Number of images on which graphs are compared with torch: those of the largest graph of one size.
+# Number of images on which graphs are compared with torch: the largest size of a graph.
 REFERENCE_COUNT: Final = SIZES[-1]
 
 
@@ -78,9 +78,9 @@ def _start() -> openvino.Core:
     """Return a core, which is never freed.
 
     The CPU plugin gives the thread that first uses a core another stack for signal handlers, and
-    unmaps that stack when the core is freed. If another thread frees it, as the garbage collector
-    may, the stack stays in use, and the next signal that Python handles on the first thread ends
-    the process.
+    unmaps that stack when the core is freed. If the garbage collector frees it on another thread,
+    the stack stays in use, and the next signal that Python handles on the first thread ends the
+    process.
     """
     package = openvino_package()
     # These calls fill tables of the bindings, under a lock of C++ and with Python code in between.
@@ -177,7 +177,7 @@ class NetworkGraph(NamedTuple):
         model: the graph, which takes any number of images, uint8 [B, H, W, C], and normalises them
             itself; its outputs are float32.
         outputs: names of its outputs in `BatchOutputs`, in the model's order.
-        request: what it computes; see `BatchRequest.of_graph`.
+        request: the outputs that it computes; see `BatchRequest.of_graph`.
         reference: torch's outputs for the first `REFERENCE_COUNT` of `noise_images`.
     """
 
@@ -210,7 +210,7 @@ class OpenVinoNetwork:
         streams: batches computed at the same time, on a share of the threads each.
 
     Attributes:
-        request: what the graphs compute.
+        request: the outputs that the graphs compute.
 
     Raises:
         DeviceError: OpenVINO does not compile this graph, or its outputs differ from torch's.
@@ -312,7 +312,7 @@ def does_not_run(error: RuntimeError) -> DeviceError:
 
 
 def weights_bytes(model: openvino.Model, dtype: str) -> int:
-    """Return the bytes of a graph's constants, those of more bits rounded to the dtype."""
+    """Return the bytes of a graph's constants after rounding to the dtype."""
     most_bits = {"float32": 32, "bfloat16": 16}[dtype]
     bits = 0
     for operation in model.get_ops():

@@ -1,4 +1,4 @@
-"""What a predictor gives for a batch, as arrays."""
+"""The outputs of a predictor for a batch, as arrays."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -11,13 +11,11 @@ from model.runtime.backend import CompileMode, Images
 from model.runtime.predictor import Predictor
 
 MODES: Final[dict[str, CompileMode]] = {"openvino": "auto", "auto": "auto", "torch": "off"}
-"""What makes this library run the network on a CPU."""
+"""Compile modes by the library that they make run the network on a CPU."""
 
 
 class Predictions(NamedTuple):
-    """The outputs of a batch's images: `model.outputs.Outputs`, stacked; each map is an
-    `AttentionMap`, or None.
-    """
+    """The outputs of a batch's images: the fields of `model.outputs.Outputs`, stacked."""
 
     scores: NDArray[np.float32]
     indices: NDArray[np.int64]

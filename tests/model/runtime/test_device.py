@@ -15,10 +15,13 @@ from model.runtime.memory import Meter
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import predict
-from tests.model.runtime.test_predictor import make_checkpoint, make_images
+from tests.model.runtime.small_models import make_checkpoint, make_images
 
 GPU = torch.device("cuda", 0)
-TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver"
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU "
+    "driver"
+)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])

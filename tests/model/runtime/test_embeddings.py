@@ -22,7 +22,7 @@ from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import MODES
-from tests.model.runtime.test_predictor import make_checkpoint, make_images
+from tests.model.runtime.small_models import make_checkpoint, make_images
 
 BACKENDS = (
     "torch",

@@ -8,11 +8,10 @@ import torch
 
 from model.calibration import Calibration, label_sets_of
 from model.checkpoint import Checkpoint
-from model.config import PreprocessConfig, ViTConfig
 from model.errors import CheckpointError, DeviceError
 from model.explanation.explain import explain
 from model.heads import Form, Head
-from model.network.vit import VisionTransformer, ViTOutput
+from model.network.vit import ViTOutput
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.cpu import cpu_has_bfloat16
 from model.runtime.device import choose_device, choose_dtype
@@ -21,46 +20,7 @@ from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from model.score_fit import Fit, scores_and_energies
 from tests.model.runtime.predictions import MODES, predict
-
-MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-
-
-def make_checkpoint(depth: int = 2, **changes: object) -> Checkpoint:
-    config = ViTConfig(
-        image_size=(16, 24),
-        patch_size=8,
-        width=32,
-        depth=depth,
-        heads=2,
-        mlp_width=64,
-        num_classes=5,
-    )
-    torch.manual_seed(0)
-    model = VisionTransformer(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
-    values: dict[str, object] = {
-        "name": "test",
-        "source": "test",
-        "format": "vitserve",
-        "architecture": "vit",
-        "config": config,
-        "preprocess": PreprocessConfig(
-            size=(16, 24),
-            resize="squash",
-            resize_size=(16, 24),
-            interpolation="bicubic",
-            mean=MEAN,
-            std=STD,
-        ),
-        "labels": tuple("abcde"),
-        "tensors": {name: tensor.detach() for name, tensor in model.state_dict().items()},
-    }
-    return Checkpoint(**(values | changes))  # type: ignore[arg-type]
-
-
-def make_images(count: int) -> np.ndarray:
-    return np.random.default_rng(3).integers(0, 256, (count, 16, 24, 3), dtype=np.uint8)
+from tests.model.runtime.small_models import MEAN, STD, make_checkpoint, make_images
 
 
 def spoil_second_image(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
 from service.models.generation import LocalModel
 from tests.model.runtime.cuda.device_stand_in import StandInOps
-from tests.model.runtime.test_predictor import make_checkpoint
+from tests.model.runtime.small_models import make_checkpoint
 from tests.service.engine.conftest import Running
 from tests.service.fakes import (
     PATIENCE,

@@ -1,14 +1,15 @@
 """A device for the batch launcher that every machine has.
 
-It does at once, in the order of the calls, what a GPU does later, writes down what would have
-waited for what, and punishes mistakes as a GPU does.
+It runs operations at once, in the order of the calls, and records the waits of a GPU. It fails on
+the same mistakes as a GPU:
 
-* What is downloaded is poison until the event after it has been waited for.
-* Inside a capture, whatever makes the host wait for the device raises, and so does making streams, events and pinned
-  memory.
-* A capture that broke off hides its reason, and nothing can be captured after it.
-* A stream from which something was downloaded cannot be captured: memory that is freed records an event on it.
-* A graph is refused whose products use a workspace that its stream had before the capture: others free it.
+* A downloaded tensor holds poison until a thread waits for the event after the download.
+* Inside a capture, operations that make the host wait raise; so does creating streams, events and
+  pinned memory.
+* A failed capture hides its reason, and later captures fail.
+* A stream with a download cannot be captured, because freed memory records an event on it.
+* A graph is refused if its products use a workspace that its stream had before the capture, because
+  other work may free it.
 * After a fault every operation fails.
 """
 

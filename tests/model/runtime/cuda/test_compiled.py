@@ -24,9 +24,9 @@ from model.runtime.cuda import backend as cuda
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Network, compiled_network
 from tests.model.runtime.cuda.device_stand_in import StandInOps
-from tests.model.runtime.cuda.test_cuda import plain, same
+from tests.model.runtime.cuda.launched import plain, same
 from tests.model.runtime.predictions import predict
-from tests.model.runtime.test_predictor import make_checkpoint, make_images
+from tests.model.runtime.small_models import make_checkpoint, make_images
 
 LAST, RELEVANCE = MapRequest.row(1), MapRequest("relevance")
 
@@ -43,7 +43,7 @@ def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What dynamo traces is run without kernels of its own, which take a C++ compiler and minutes."""
+    """Run traced graphs without compiled kernels, which need a C++ compiler and minutes."""
     monkeypatch.setattr(
         torch, "compile", lambda function, **_: torch._dynamo.optimize("eager")(function)
     )
@@ -166,7 +166,10 @@ def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
     monkeypatch.setattr(cuda, "compiled_network", wrong)
     ops = not_strict()
     predictor = warm(ops, graphs=graphs)
-    reason = rf"for 4 images the launched model's {name} of an image are [\d.]+ of their norm away from torch's"
+    reason = (
+        rf"for 4 images the launched model's {name} of an image are [\d.]+ of their norm away "
+        "from torch's"
+    )
     assert re.fullmatch(f"failed: {reason}", predictor.compiled)
     assert re.search(reason, caplog.text)
     assert predictor.batch_sizes is None

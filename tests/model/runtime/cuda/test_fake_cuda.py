@@ -45,7 +45,7 @@ def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(kind: str, dtype: torch.dtype) -> Cuda:
-    """Return a backend as after a start: the weights on the device, the twin in the model's place."""
+    """Return a backend as after a start, with the weights on the device."""
     source = checkpoint(KINDS[kind])
     backend = Cuda(
         TorchOptions(source.build(), source, META, dtype, "on", (2,)), MetaOps(), streams=1

@@ -22,7 +22,7 @@ from model.runtime.openvino.network import CompiledGraph
 from model.runtime.predictor import Predictor
 from model.runtime.start import kept_predictor
 from tests.model.checkpoint import whole_models
-from tests.model.runtime.test_predictor import make_checkpoint, make_images
+from tests.model.runtime.small_models import make_checkpoint, make_images
 
 pytest.importorskip("openvino")
 pytestmark = pytest.mark.timeout(120)  # models are compiled

@@ -248,9 +248,7 @@ def test_nothing_is_reported_to_its_maker(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_start_does_not_say_that_tracing_is_deprecated_as_each_torch_has_its_own_kind_of_warning() -> (
-    None
-):
+def test_deprecation_of_tracing_is_silent() -> None:
     code = (
         "import warnings, model.runtime.openvino.tracing;"
         "warnings.warn_explicit('old', DeprecationWarning, '', 1, 'torch.jit._trace');"
