@@ -28,7 +28,8 @@ from service.background import Tasks
 from service.children import start_python_async
 from service.engine.messages import ModelInfo
 from service.errors import HeadsUnavailable, HeadWithoutBackbone, InvalidParameter
-from service.extensions.teach.examples import Examples, HeadRow, kept_on_disk
+from service.extensions.teach.database import kept_on_disk
+from service.extensions.teach.examples import Examples, HeadRow
 from service.models.added_heads import AddedHead
 from service.models.folder import check_name
 from service.models.registry import Models

@@ -167,7 +167,7 @@ def test_what_is_no_picture_stays_listed_with_why(page: Page, found: Tab) -> Non
     )
     expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
     expect(page.locator("#known")).to_have_text(
-        re.compile("^Not yet: two labels with two pictures each")
+        re.compile("^Not yet: needs at least two labels with two pictures each")
     )
     page.reload()
     begin(page, "broken")

@@ -354,7 +354,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
 ) -> None:
     add(store, count=2)
     store.keep(store.head("pets"), b"fitted")
-    connect = store._connect
+    connect = store.database.connect
 
     def with_a_full_disk() -> sqlite3.Connection:
         db = connect()
@@ -362,7 +362,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
         return db
 
     with monkeypatch.context() as context:
-        context.setattr(store, "_connect", with_a_full_disk)
+        context.setattr(store.database, "connect", with_a_full_disk)
         with pytest.raises(HeadsUnavailable, match="database or disk is full"):
             add(store, "dog", 1000)
         assert store.state(store.head("pets")) == ({"cat": 2}, b"fitted")

@@ -138,7 +138,7 @@ def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     pets, few = store.head("pets"), store.head("few")
     assert pets.fitted_revision == pets.revision == 3
     assert few.fitted_revision == few.revision
-    assert few.reason.startswith("two labels with two pictures each")
+    assert few.reason.startswith("needs at least two labels with two pictures each")
     first = store.state(pets)[1]
     assert first is not None
     fit_changed(store)
