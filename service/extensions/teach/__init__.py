@@ -1,3 +1,1 @@
-"""Heads that the service learns from labelled pictures: their examples, the fit, and what a head
-knows of itself.
-"""
+"""Heads that the service learns from labelled pictures: examples, fits, and routes."""

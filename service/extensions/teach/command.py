@@ -1,6 +1,4 @@
-"""`vitserve teach NAME FOLDER`: a head from a folder of pictures for each label, here or in a
-running server.
-"""
+"""`vitserve teach NAME FOLDER`: fit a head to folders of pictures, here or in a running server."""
 
 import argparse
 from pathlib import Path
@@ -21,7 +19,7 @@ from vitserve.head_documents import Knowledge
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve teach`."""
     parser.add_argument(
-        "name", metavar="NAME", help="of the head, which is then a model of this name"
+        "name", metavar="NAME", help="name of the head, which answers as a model of this name"
     )
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="one folder of pictures for each label"
@@ -31,17 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Teach a head all pictures, print what it knows of itself, and return 1 if any file could not
-    be used.
+    """Teach a head all pictures, and print its accuracy and doubtful labels.
 
-    So it does if there is no head then, or none that is fitted to all of them yet.
+    Returns:
+        1 if a file could not be used, or if no head is fitted to all pictures; else 0.
     """
     if Path(arguments.name).is_dir() and not arguments.folder.is_dir():
         meant = f"vitserve teach {arguments.folder} {arguments.name}"
         raise InputError(
-            "name", f"{arguments.name}: is a folder: the name of the head comes first: {meant}"
+            "name", f"{arguments.name}: a folder; the name of the head comes first: {meant}"
         )
-    name, output = check_name(arguments.name), Path(f"{arguments.name}.safetensors")
+    name = check_name(arguments.name)
+    output = Path(f"{arguments.name}.safetensors")
     labels = _labelled(arguments.folder, name)
     with answers_from(arguments) as source:
         teacher = teacher_of(source)
@@ -51,26 +50,29 @@ def run(arguments: argparse.Namespace) -> int:
         def add(file: Path, number: int) -> None:
             files[number] = file
 
-        code = handle_answers(answers, len(labels), add, "place among the examples")
+        code = handle_answers(answers, len(labels), add, "example number")
         known = teacher.finish(name, labels, output)
     print(f"{name}: {_in_words(known)}")
-    for each in known.suspects:
-        example = files.get(each.number, f"example {each.number}")
-        print(f"  {example}: {each.label!r}, or rather {each.likely!r}?")
+    for suspect in known.suspects:
+        example = files.get(suspect.number, f"example {suspect.number}")
+        print(f"  {example}: {suspect.label!r}, or rather {suspect.likely!r}?")
     if known.needs_more:
-        print(f"  more pictures are needed of: {', '.join(known.needs_more)}")
+        print(f"  needs more pictures: {', '.join(known.needs_more)}")
     if not arguments.url:
-        print(f"{output}: a folder of --models takes it, beside the model that it was taught with")
+        print(
+            f"{output}: put it into a folder of --models, beside the model that it was taught with"
+        )
     return int(code or known.accuracy is None or not getattr(known, "up_to_date", True))
 
 
 def _labelled(folder: Path, name: str) -> dict[Path, str]:
-    """Return the label of each picture, which is the name of its folder; of splits the training one
-    is read.
+    """Return the label of each picture, which is the name of its folder.
+
+    If the folder has splits, only the training split is read.
 
     Raises:
-        DatasetError: a folder that `train` would refuse, but for one of a single class.
-        InputError: no folder, or no folders in it.
+        DatasetError: `train` would refuse the folder, for a reason other than a single class.
+        InputError: the folder is missing, or without class folders.
     """
     if folder.is_file():
         raise InputError(
@@ -86,7 +88,7 @@ def _labelled(folder: Path, name: str) -> dict[Path, str]:
     chosen, notes = pictures.choose([TRAIN], "teach", pick)
     print_notes(notes)
     files = pictures.sets[chosen]
-    labels = [_label(folder, each) for each in pictures.labels]
+    labels = [_label(folder, name_of_folder) for name_of_folder in pictures.labels]
     return {Path(files.name(number)): labels[label] for number, label in enumerate(files.labels)}
 
 
@@ -99,9 +101,7 @@ def _label(folder: Path, name: str) -> str:
 
 def _in_words(known: Knowledge) -> str:
     if known.accuracy is None:
-        return getattr(known, "reason", None) or "it is not fitted"
+        return getattr(known, "reason", None) or "not fitted"
     right = known.accuracy
     sure = f"{right.low:.1%} to {right.high:.1%} for pictures like these, with 95% confidence"
-    return (
-        f"{right.value:.1%} of {known.fitted_to} pictures right while they were held out ({sure})"
-    )
+    return f"{right.value:.1%} accuracy on {known.fitted_to} held-out pictures ({sure})"

@@ -16,7 +16,7 @@ from typing import Final
 from service.errors import HeadsUnavailable, SettingsError
 
 _FILE: Final = "heads.sqlite3"
-# How long a change waits for another one; each takes milliseconds.
+# Longest wait of a change for another process; a change takes milliseconds.
 _LOCKED_SECONDS: Final = 10.0
 
 # Opening a file of an earlier version adds the columns and tables that it lacks. That version can
@@ -154,7 +154,7 @@ class HeadsDatabase:
                 self._replace_digests(db, "examples", "who")
 
     def _replace_digests(self, db: sqlite3.Connection, table: str, column: str) -> bool:
-        """Replace the digests of an earlier version by those of `owner_of`.
+        """Apply `owner_of` to the digests of an earlier version.
 
         Returns:
             Whether there were any.

@@ -64,7 +64,7 @@ class HeadRow(NamedTuple):
             for the admin key.
         revision: raised by every change of its examples.
         fitted_revision: revision of the last fit, even if that failed.
-        reason: why its examples give no head; empty if they do.
+        reason: why the fit failed, or an empty text.
     """
 
     id: int
@@ -181,7 +181,7 @@ class Examples:
             The number of examples by label.
 
         Raises:
-            NotFound: there is no such example or head.
+            NotFound: the example or the head is unknown.
         """
         with self.database.writing() as db:
             if number is None:
@@ -202,7 +202,7 @@ class Examples:
             The number of examples by label.
 
         Raises:
-            NotFound: there is no such example.
+            NotFound: the example is unknown.
             HeadFull: the head has the most labels already.
         """
         with self.database.writing() as db:
@@ -272,7 +272,7 @@ class Examples:
 
         Args:
             fitted: file of the head; None removes it, so that no fit to deleted examples remains.
-            reason: why there is no head.
+            reason: why the fit failed.
         """
         update = (
             "UPDATE heads SET fitted = ?, fitted_revision = ?, reason = ? "
@@ -299,7 +299,7 @@ def _stacked(rows: Sequence[bytes], features: str) -> NDArray[np.float32]:
 
 
 def too_few(counts: Mapping[str, int]) -> str:
-    """Return why these numbers of examples by label give no head, or an empty text."""
+    """Return why a head needs more examples than these numbers by label, or an empty text."""
     enough = sum(count >= 2 for count in counts.values()) >= 2
     return "" if enough else "needs at least two labels with two pictures each"
 

@@ -1,8 +1,8 @@
-"""The fit of a taught head to its examples, and what the head then knows of itself; no torch.
+"""The fit of a taught head to its examples, and the statistics of the head. Torch-free.
 
-`python -m service.extensions.teach.fit FOLDER [json|text]` fits each head of the folder whose examples have
-changed. Its log has the format of the service's, and waits for no reader: it holds the lock of the
-folder.
+`python -m service.extensions.teach.fit FOLDER [json|text]` fits each head of the folder whose
+examples have changed. Its log has the format of the service's log. The process holds the lock of
+the folder, so it drops log lines instead of waiting for a slow reader.
 """
 
 import logging
@@ -30,24 +30,24 @@ from vitserve.head_documents import Accuracy, Confusion, Knowledge, Suspect
 
 logger = logging.getLogger("vitserve")
 
-# A label with fewer pictures needs more, and so does one of which less than half are answered
-# right.
+# A label with fewer pictures needs more. So does a label with less than half of its pictures right.
 _FEW: Final = 5
-# How much likelier than its own another label of an example is that makes it a suspect.
+# An example is a suspect if another label is this many times as likely as its own.
 _DOUBT: Final = 4.0
-# What an example counts in the interval of the accuracy: the heads that it is held out from share
-# most of theirs.  Of 432 heads of 10 to 200 pictures, intervals of whole ones held the accuracy on
-# others in 94 %, and these in 96 %.
+# Weight of an example in the confidence interval. It is below 1 because the heads of a
+# cross-validation share most of their examples. For 432 heads of 10 to 200 pictures, the interval
+# held the accuracy on other pictures in 96 % of cases, and with weight 1 in 94 %.
 _COUNTED: Final = 0.75
-# With fewer examples than this, what is known is a mean over rounds of cross-validation: folds of
-# few say little.
+# Most confusions, and most suspects.
 _LISTED: Final = 100
+# Rounds of cross-validation with fewer than `_MANY` examples, because small folds say little.
 _ROUNDS: Final = 4
 _MANY: Final = 1000
-# Beside work on all cores a fit gets a tenth of one: at 19 it got a hundredth, and twenty pictures
-# took ten seconds.
+# On a busy machine, a fit then gets a tenth of a core. At 19 it got a hundredth, and a fit to twenty
+# pictures took ten seconds.
 _NICENESS: Final = 10
-# Whatever its priority, a fit slows what runs on the other threads of its core, by a fifth or so.
+# Share of a core's time for all fits. A fit slows the other threads of its core by about a fifth,
+# at any priority.
 _SHARE: Final = 0.2
 _LINGER_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.05
@@ -60,20 +60,21 @@ def taught_head(
     backbone: str,
     model: str,
 ) -> TaughtHead:
-    """Return the head that is fitted to examples.
+    """Fit a head to examples.
 
     Args:
         features: [N, D].
-        labels, numbers: of each example.
-        backbone: names what the features are of.
-        model: the name of a model that gives them.
+        labels, numbers: label and number of each example.
+        backbone: name of the features.
+        model: name of a model that gives them.
 
     Raises:
-        DatasetError: they are too few: two labels need two examples each.
+        DatasetError: there are too few examples: two labels need two examples each.
     """
     names = tuple(dict.fromkeys(labels))
     truth = np.array([names.index(label) for label in labels], np.int64)
-    if reason := too_few(Counter(labels)):
+    reason = too_few(Counter(labels))
+    if reason:
         raise DatasetError(reason)
     rounds = _ROUNDS if len(truth) < _MANY else 1
     kind = Features.named(backbone)
@@ -81,31 +82,37 @@ def taught_head(
     scaled = features / scales
     (head, first), *others = [fit_head(scaled, truth, names, seed=seed) for seed in range(rounds)]
     assert head.weight is not None, "it was fitted"
-    known = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
-    own = replace(
+    knowledge = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
+    unscaled = replace(
         head, weight=head.weight / scales, features=kind.pool, known=Known.of(features, kind.parts)
     )
-    return TaughtHead(own, backbone, model, known.model_dump_json())
+    return TaughtHead(unscaled, backbone, model, knowledge.model_dump_json())
 
 
 def _knowledge(
     rounds: Sequence[Choice], truth: NDArray[np.int64], names: Sequence[str], numbers: Sequence[int]
 ) -> Knowledge:
-    """Return what cross-validations with the same examples, in other folds each time, say of a
-    head.
+    """Return the statistics of a head.
+
+    Args:
+        rounds: cross-validations of the same examples, each with other folds.
+        truth: index of each example's label in `names`.
+        numbers: number of each example.
     """
     rows = rounds[0].rows
     scores = np.mean([choice.scores for choice in rounds], axis=0)
-    own, answers, each = truth[rows], scores.argmax(axis=1), np.arange(len(rows))
-    share = float(np.mean([(choice.scores.argmax(axis=1) == own).mean() for choice in rounds]))
+    labels = truth[rows]
+    answers = scores.argmax(axis=1)
+    shares = [(choice.scores.argmax(axis=1) == labels).mean() for choice in rounds]
+    share = float(np.mean(shares))
     low, high = interval(share * _COUNTED * len(rows), _COUNTED * len(rows))
-    pairs = zip(own.tolist(), answers.tolist(), strict=True)
+    pairs = zip(labels.tolist(), answers.tolist(), strict=True)
     wrong = Counter((label, answer) for label, answer in pairs if label != answer)
-    of_label, held_out, right = (
-        np.bincount(each, minlength=len(names)) for each in (truth, own, own[own == answers])
-    )
-    needy = (of_label < _FEW) | (2 * right < held_out)
-    likely = scores[each, own]
+    pictures = np.bincount(truth, minlength=len(names))
+    held_out = np.bincount(labels, minlength=len(names))
+    right = np.bincount(labels[labels == answers], minlength=len(names))
+    needy = (pictures < _FEW) | (2 * right < held_out)
+    likely = scores[np.arange(len(rows)), labels]
     doubtful = [
         row for row in np.argsort(likely, kind="stable") if scores[row].max() > _DOUBT * likely[row]
     ]
@@ -118,7 +125,7 @@ def _knowledge(
         suspects=[
             Suspect(
                 number=numbers[rows[row]],
-                label=names[own[row]],
+                label=names[labels[row]],
                 likely=names[answers[row]],
                 score=float(scores[row].max()),
             )
@@ -131,7 +138,7 @@ def _knowledge(
 
 
 class Clock(NamedTuple):
-    """What the time is, in seconds, how much of it this process computed, and a pause."""
+    """The time and this process's computing time, in seconds, and a pause."""
 
     now: Callable[[], float] = time.monotonic
     computed: Callable[[], float] = time.process_time
@@ -144,17 +151,15 @@ CLOCK: Final = Clock()
 def fit_changed(
     examples: Examples, share: float = 1.0, linger: float = 0.0, clock: Clock = CLOCK
 ) -> None:
-    """Fit each head whose examples have changed since it was fitted, until there is none.
+    """Fit each head whose examples have changed, until all fits are up to date.
 
-    Heads take turns, the smallest first.
-
-    Where its examples are too few, it has no fit; where memory is, the one before stays.
+    Heads take turns, the smallest first. A head with too few examples loses its fit. If memory is
+    too small, the previous fit stays.
 
     Args:
-        share: of a processor's time that all fits together take; there is a rest after each of
-        them.
-        linger: seconds after the last fit in which changes are waited for: a process takes longer
-        to start than to fit.
+        share: share of a processor's time for all fits together; a rest follows each fit.
+        linger: seconds to wait for changes after the last fit, because a process takes longer to
+            start than to fit.
     """
     rests_until = 0.0
     ends = 0.0
@@ -166,11 +171,12 @@ def fit_changed(
         if not stale or clock.now() < rests_until:
             clock.sleep(_LOOK_SECONDS)
             continue
-        # A head that changes all the time leaves the others their turns.
-        head = min(
-            stale,
-            key=lambda each: (fitted_at.get(each.id, 0.0), sum(examples.state(each)[0].values())),
-        )
+
+        def turn(head: HeadRow) -> tuple[float, int]:
+            """Order heads by their last fit, so that a busy head leaves others their turns."""
+            return fitted_at.get(head.id, 0.0), sum(examples.state(head)[0].values())
+
+        head = min(stale, key=turn)
         begun = clock.computed()
         _fit(examples, head)
         fitted_at[head.id] = clock.now()

@@ -1,12 +1,11 @@
-"""The taught heads of a web process: read again when they change, and fitted by a child process
-when they have to be.
+"""The taught heads of a web process, which reads them after changes and starts their fits.
 
-    change --> commit --> seen by every process of the service --> one of them starts the fit -->
-    commit --> seen by all
+    change --> commit --> every process sees it --> one process starts the fit --> commit -->
+    every process sees it
 
-The file of examples is all that processes share, so workers and replicas with one folder have the
-same heads. A lock that the child holds makes it the only one that fits; whatever ends, the next
-look starts it again.
+Processes share only the file of examples, so workers and replicas with one folder have the same
+heads. A child process fits. It holds a lock, so that only one fits at a time. If it ends early, the
+next look starts a new one.
 """
 
 import asyncio
@@ -38,18 +37,18 @@ from service.observe import logs
 logger = logging.getLogger("vitserve")
 
 _LOOK_SECONDS: Final = 0.25
-# After a fit that failed, unless examples change before.
+# Pause after a failed fit, unless examples change.
 _PAUSE_SECONDS: Final = 30.0
 _LOCK: Final = "fit.lock"
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class Taught(NamedTuple):
-    """A head as it is kept, and as it answers.
+    """A stored head, and its fit.
 
     Attributes:
-        fitted: None before its first fit, and if it cannot be read.
-        problem: why it cannot be read; empty if it can.
+        fitted: None before the first fit, and if the fit cannot be read.
+        problem: why the fit cannot be read, or an empty text.
     """
 
     row: HeadRow
@@ -58,17 +57,17 @@ class Taught(NamedTuple):
 
 
 def features_of(info: ModelInfo, features: Features) -> str:
-    """Return what names the features that a model gives of a picture.
+    """Return the name of a model's features.
 
-    That is its backbone, how pictures become pixels, and which embedding it is. The dtype is no
-    part of it: it changes features by their rounding alone.
+    The name identifies the backbone, the preprocessing and the embedding. It does not depend on the
+    dtype, which only rounds the features.
     """
     digest = hashlib.sha256(info.preprocess.model_dump_json().encode()).hexdigest()
     return f"{info.backbone.partition('-')[0]}-{digest[:8]}{features.suffix}"
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """Return what changes with a file's content; nothing of one that is gone."""
+    """Return numbers that change with a file's content; none for a missing file."""
     with suppress(OSError):
         status = path.stat()
         return status.st_mtime_ns, status.st_size, status.st_ino
@@ -76,10 +75,11 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 def _of_file(path: Path) -> Taught | None:
-    """Return the head in a file, or why it is `failed`; None where it is none, of which the log
-    tells.
+    """Return the head in a file, or why it is `failed`.
+
+    None means a file without a head, or with an invalid name, which is logged.
     """
-    row, fitted = HeadRow(0, path.stem, "", "", "", 0, 0, ""), None
+    row = HeadRow(0, path.stem, "", "", "", 0, 0, "")
     try:
         if not is_taught_head(path):
             return None
@@ -91,67 +91,73 @@ def _of_file(path: Path) -> Taught | None:
     except CheckpointError as error:
         logger.error("model %s: %s", path.stem, error)
         return Taught(row, None, str(error))
-    except Exception as error:  # whatever is wrong with a file costs its head alone
+    except Exception as error:  # a bad file fails only its own head
         logger.exception("model %s", path.stem)
         return Taught(row, None, f"{path.name}: cannot be read: {type(error).__name__}")
     return Taught(row._replace(backbone=fitted.backbone, model=fitted.model), fitted)
 
 
 def _loaded(row: HeadRow, content: bytes | None) -> Taught:
-    """Return a head as it was fitted, if it was."""
+    """Return a stored head with its fit, if there is one."""
     try:
         return Taught(row, None if content is None else TaughtHead.from_bytes(content, row.name))
     except CheckpointError as error:
         logger.error("%s", error)
-        return Taught(row, None, f"{error}: add or remove an example, and it is fitted again")
+        return Taught(row, None, f"{error}: add or remove an example to fit it again")
 
 
 def _problem_of_width(taught: TaughtHead, info: ModelInfo | None) -> str:
-    """Return why a model's features do not fit a head, or an empty text."""
+    """Return why a head cannot read a model's features, or an empty text."""
     assert taught.head.weight is not None, "a taught head has weights"
     width = taught.head.weight.shape[1]
     if info is None:
         return ""
-    given = embedding_width(info.config, taught.head.features)
-    return "" if width == given else f"it reads {width} features, and its backbone gives {given}"
+    width_of_model = embedding_width(info.config, taught.head.features)
+    if width == width_of_model:
+        return ""
+    return f"it reads {width} features, and its backbone gives {width_of_model}"
 
 
 class TaughtHeads:
-    """The heads by name, as of the last look at them; each is added to the models of the process.
+    """The heads by name as of the last look, added to the models of the process.
 
     Args:
-        examples: where they are kept; None: nothing is taught.
-        folder: of models, where files of heads may lie, too.
-        models: those of the process.
+        examples: examples of the heads; None without VIT_TEACH.
+        folder: folder of models, which may also have files of heads.
+        models: models of the process.
 
     Attributes:
-        child: the process that fits for this one, until its end is known.
+        child: process that fits the heads, until its end is known here.
     """
 
     def __init__(self, examples: Examples | None, folder: Path | None, models: Models) -> None:
         self.examples = examples
         self.heads: Mapping[str, Taught] = {}
-        self._folder, self._models = folder, models
+        self._folder = folder
+        self._models = models
         self._seen: object = None
         self._files: dict[Path, tuple[tuple[int, ...], Taught | None]] = {}
-        self._beaten, self._hidden = set[str](), set[str]()
-        self._look, self._turn = asyncio.Event(), asyncio.Lock()
+        self._overridden: set[str] = set()
+        self._hidden: set[str] = set()
+        self._look = asyncio.Event()
+        self._turn = asyncio.Lock()
         self._tasks = Tasks()
         self._next_look: asyncio.Task[None] | None = None
         self.child: Process | None = None
-        self._failed: tuple[object, float] = None, 0.0
+        self._failed: tuple[object, float] = (None, 0.0)
 
     def base(self, head: HeadRow) -> str:
-        """Return the key of the model with a head's backbone, the one that it was begun with if
-        there are several.
+        """Return the key of a model with the head's backbone.
+
+        If there are several, the head's first model is preferred.
 
         Raises:
-            HeadWithoutBackbone: no model that was loaded has it.
+            HeadWithoutBackbone: no loaded model has it.
         """
         return self._base(head, self._features())
 
     def _features(self) -> dict[str, frozenset[str]]:
-        """Return what names the features of each model that was loaded, by its key."""
+        """Return the names of the features that each loaded model gives, by its key."""
         served = self._models.served.items()
         infos = {key: model.info for key, model in served if model.info is not None}
         kinds = {key: (Features(), Features.of(info.config)) for key, info in infos.items()}
@@ -161,25 +167,24 @@ class TaughtHeads:
         }
 
     def _base(self, head: HeadRow, features: Mapping[str, frozenset[str]]) -> str:
-        found = [key for key, names in features.items() if head.backbone in names]
-        if not found:
+        keys = [key for key, names in features.items() if head.backbone in names]
+        if not keys:
             raise HeadWithoutBackbone(
                 f"no model is served with the backbone of {head.model}, as it was taught on"
             )
-        return min(found, key=lambda key: self._models.name_of(key) != head.model)
+        return min(keys, key=lambda key: self._models.name_of(key) != head.model)
 
     def is_file(self, name: str) -> bool:
-        """Return whether a head of this name lies in the folder of models: it is taught nothing
-        here.
-        """
+        """Return whether a head of this name comes from a file, so that it cannot be taught."""
         return name in self.heads and not self.heads[name].row.id
 
     def renew(self) -> None:
-        """Add the heads to the models, as both are now; the name of a model is no head's."""
+        """Add the heads to the current models, except for heads with the name of a model."""
         names = {self._models.name_of(key) for key in self._models.served}
-        hidden, before = self.heads.keys() & names | self._beaten, self._hidden
+        hidden = self.heads.keys() & names | self._overridden
+        newly_hidden = hidden - self._hidden
         self._hidden = hidden
-        for name in sorted(hidden - before):
+        for name in sorted(newly_hidden):
             logger.error(
                 "head %s: another model, or a head of VIT_TEACH, has this name and answers instead",
                 name,
@@ -189,12 +194,14 @@ class TaughtHeads:
         self._models.added = {name: self._added(taught, features) for name, taught in shown.items()}
 
     def _added(self, taught: Taught, features: Mapping[str, frozenset[str]]) -> AddedHead:
-        """Return how a head answers beside the models, or why it does not."""
-        added, before = self._answering(taught, features), self._models.added.get(taught.row.name)
+        """Return a head for the models; the same object as before if nothing has changed."""
+        added = self._answering(taught, features)
+        before = self._models.added.get(taught.row.name)
         return before if before == added else added
 
     def _answering(self, taught: Taught, features: Mapping[str, frozenset[str]]) -> AddedHead:
-        row, fitted = taught.row, taught.fitted
+        row = taught.row
+        fitted = taught.fitted
         head = None if fitted is None else fitted.head
         try:
             key = self._base(row, features)
@@ -206,12 +213,13 @@ class TaughtHeads:
         return AddedHead(row.name, head, None if problem else key, problem)
 
     def changed(self) -> None:
-        """Look at the heads at once: this process has changed them."""
+        """Look at the heads at once, because this process has changed them."""
         self._look.set()
 
     async def watch(self) -> None:
-        """Look at the heads again and again, until the task is cancelled; there may be none that
-        ever come.
+        """Look at the heads again and again until the task is cancelled.
+
+        Without a folder for heads, return at once.
         """
         problem = ""
         try:
@@ -220,7 +228,7 @@ class TaughtHeads:
                     await self.look()
                     problem = ""
                 except HeadsUnavailable as error:
-                    if problem != str(error):  # once, however often it is tried again
+                    if problem != str(error):  # logged once
                         problem = str(error)
                         logger.error("%s", error)
                 self._look.clear()
@@ -233,9 +241,9 @@ class TaughtHeads:
                     self.child.kill()
 
     async def look(self) -> None:
-        """Read the heads if they have changed, and start the fit of those whose examples have.
+        """Read changed heads, and start the fit of heads with changed examples.
 
-        Callers that wait share the next look, which goes on if they leave.
+        Waiting callers share the next look, which continues if they are cancelled.
         """
         if self._next_look is None:
             self._next_look = self._tasks.begin(self._look_in_turn())
@@ -257,26 +265,26 @@ class TaughtHeads:
             elif self.child is not None and self.child.returncode is not None:
                 if self.child.returncode:
                     logger.error(
-                        "the fit of taught heads failed: it is tried again in %g s", _PAUSE_SECONDS
+                        "the fit of taught heads failed: trying again in %g s", _PAUSE_SECONDS
                     )
-                    self._failed = stale, time.monotonic()
+                    self._failed = (stale, time.monotonic())
                 self.child = None
 
     @kept_on_disk()
     def _read(self) -> Mapping[str, Taught]:
-        # The folder's own time tells too little: a file may be written in place, or in several
-        # writes.
+        # The folder's time is not enough: a file may be written in place, or in several writes.
         paths = self._folder.iterdir() if self._folder else ()
-        found = {
+        signatures = {
             path: _signature(path)
             for path in paths
             if path.suffix == ".safetensors" and path.name[0] != "."
         }
-        seen = self.examples and self.examples.version(), found
+        seen = (self.examples and self.examples.version(), signatures)
         if seen == self._seen:
             return self.heads
-        files, self._files = self._files, {}
-        for path, signature in found.items():
+        files = self._files
+        self._files = {}
+        for path, signature in signatures.items():
             is_same = path in files and files[path][0] == signature
             self._files[path] = files[path] if is_same else (signature, _of_file(path))
         heads = {
@@ -284,7 +292,7 @@ class TaughtHeads:
         }
         examples = self.examples
         rows = examples.heads() if examples else {}
-        self._beaten = rows.keys() & heads.keys()
+        self._overridden = rows.keys() & heads.keys()
         for row in rows.values():
             before = self.heads.get(row.name)
             if before is None or (before.row.id, before.row.fitted_revision) != (
@@ -297,7 +305,7 @@ class TaughtHeads:
         return heads
 
     async def _start(self, folder: Path) -> Process | None:
-        """Return the process that fits, or None where one of any process of the service is at it."""
+        """Start a process that fits; None if a process of the service fits already."""
         with kept_on_disk():
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:

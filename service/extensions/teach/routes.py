@@ -1,6 +1,7 @@
-"""Taught heads: the examples that they learn from, what they know of themselves, and their files.
+"""Routes of taught heads: their examples, their descriptions, and their files.
 
-With keys set a key teaches the heads that it began; the admin key teaches all, and deletes.
+With keys set, a key teaches the heads that it began. The admin key teaches all heads, and it alone
+deletes.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -73,28 +74,29 @@ _FILE: Final = {
 class LabelQuery(BaseModel, frozen=True):
     """The query of PUT /heads/NAME/examples/N."""
 
-    label: Annotated[str, Field(description="what is on the pictures")]
+    label: Annotated[str, Field(description="label of the picture")]
 
 
 class ExampleQuery(BaseModel, frozen=True):
-    """The query of POST /heads/NAME/examples, whose parameters may be fields of its form."""
+    """The query of POST /heads/NAME/examples; its form may have the parameters as fields."""
 
     label: Annotated[
-        str | Absent, Field(description="what is on the pictures; required, here or in the form")
+        str | Absent, Field(description="label of the pictures; required, here or in the form")
     ] = None
     id: Annotated[
         str | Absent,
-        Field(description="a kept picture, from the answer of /classify, instead of a body"),
+        Field(description="id of a kept picture, from an answer of /classify, instead of a body"),
     ] = None
     backbone: Annotated[
         str | Absent,
         Field(
-            description="with the first example: the model whose features the head reads; default the default one"
+            description="with the first example: the model whose features the head reads; "
+            "the default model if absent"
         ),
     ] = None
     file_name: Annotated[
         Annotated[str, Field(max_length=256)] | Absent,
-        Field(description="of the only picture, kept with VIT_TEACH_THUMBNAILS"),
+        Field(description="file name of the only picture; kept with VIT_TEACH_THUMBNAILS"),
     ] = None
 
     @property
@@ -103,9 +105,9 @@ class ExampleQuery(BaseModel, frozen=True):
         return self.backbone
 
     def requested(self, _: ModelInfo) -> str:
-        """Return the label, checked; raises `InvalidParameter` if it is missing."""
+        """Return the checked label; raises `InvalidParameter` if it is missing."""
         if self.label is None:
-            raise InvalidParameter("label: it is missing: send ?label=cat, or a field of the form")
+            raise InvalidParameter("label: missing: send ?label=cat, or a field of the form")
         return checked_label(self.label)
 
 
@@ -114,7 +116,7 @@ class PageQuery(BaseModel, frozen=True):
 
     after: Annotated[
         Annotated[int, Field(ge=0)],
-        Field(description="list examples with higher numbers: the last one of a page"),
+        Field(description="list examples with higher numbers: the last number of a page"),
     ] = 0
 
 
@@ -125,7 +127,7 @@ class PageQuery(BaseModel, frozen=True):
     responses=problems(422, 503, 504),
 )
 async def list_heads(request: Request) -> HeadList:
-    """List the heads that are taught here; GET /models has all that answer."""
+    """List the heads that are taught here; GET /models lists all heads that answer."""
     examples = _taught(request).examples
     async with _admitted(request) as admitted:
         heads = [] if examples is None else sorted(await _on_thread(admitted, examples.heads))
@@ -141,18 +143,20 @@ async def list_heads(request: Request) -> HeadList:
     responses=problems(400, 403, 404, 408, 409, 413, 415, 422, 500, 503, 504),
 )
 async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
-    """Add one or several pictures to what a head learns from, under one label; the first one begins
-    the head.
+    """Add one or several pictures to a head's examples, under one label.
 
-    All are added, or none. The head is fitted in the background; until then the one before answers.
+    The first picture begins the head. All pictures are added, or none. The head is fitted in the
+    background, and the previous fit answers until then.
     """
-    service, examples = service_of(request), _examples(request)
+    service = service_of(request)
+    examples = _examples(request)
     name = check_name(request.path_params["name"])
     if name in map(service.models.name_of, service.models.served) or _taught(request).is_file(name):
-        raise NameTaken(f"{name}: a model has this name: choose another one for the head")
+        raise NameTaken(f"{name}: a model has this name: choose another name for the head")
     if query.label is not None:
-        checked_label(query.label)  # an error of the query is raised before there must be room
-    owner, backbone = _owner(request), query.backbone
+        checked_label(query.label)  # refuses a bad query before the request takes a slot
+    owner = _owner(request)
+    backbone = query.backbone
     async with admit(request) as admitted:
         head = (await _on_thread(admitted, examples.heads)).get(name)
         known = head and head.id
@@ -165,13 +169,16 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
         form = FormQuery(request, query, model, ExampleQuery.requested)
         features, pixels = await _features(admitted, form, head)
         info = admitted.model.info
-        of = features_of(info, _kind(head, info)), info.name
+        backbone_and_model = (features_of(info, _kind(head, info)), info.name)
         creator = "" if _holds_admin_key(request) else owner or admitted.sender.caller
-        file_name, label = form.query.file_name or "", form.requested
+        file_name = form.query.file_name or ""
+        label = form.requested
 
         def add() -> tuple[dict[str, int], list[int]]:
-            kept = [KeptPicture(file_name, jpeg_thumbnail(each)) for each in pixels]
-            return examples.add(name, label, features, owner, of, known, creator, kept)
+            pictures = [KeptPicture(file_name, jpeg_thumbnail(picture)) for picture in pixels]
+            return examples.add(
+                name, label, features, owner, backbone_and_model, known, creator, pictures
+            )
 
         counts, numbers = await _on_thread(admitted, add)
     _taught(request).changed()
@@ -186,9 +193,7 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
     responses=problems(404, 422, 503, 504),
 )
 async def list_examples(request: Request, query: PageQuery) -> Response:
-    """List the examples of a head, without their features, in pages of 1,000: the pictures are not
-    kept.
-    """
+    """List the examples of a head, without their features, in pages of 1,000."""
     examples = _examples(request)
 
     def write() -> bytes:
@@ -208,7 +213,8 @@ async def list_examples(request: Request, query: PageQuery) -> Response:
 )
 async def describe_example(request: Request) -> ExampleDocument:
     """Describe an example of a head, with its thumbnail if VIT_TEACH_THUMBNAILS keeps one."""
-    examples, name = _examples(request), request.path_params["name"]
+    examples = _examples(request)
+    name = request.path_params["name"]
     async with _admitted(request) as admitted:
         return await _on_thread(
             admitted, lambda: examples.example(examples.head(name), request.path_params["number"])
@@ -222,8 +228,9 @@ async def describe_example(request: Request) -> ExampleDocument:
     responses=problems(403, 404, 409, 422, 503, 504),
 )
 async def relabel_example(request: Request, query: LabelQuery) -> ExampleCounts:
-    """Put an example of a head under another label, in one step; the head is fitted again."""
-    examples, label = _examples(request), checked_label(query.label)
+    """Put an example of a head under another label, and fit the head again."""
+    examples = _examples(request)
+    label = checked_label(query.label)
     async with _admitted(request) as admitted:
         head = await _on_thread(admitted, partial(examples.head, request.path_params["name"]))
         _require_own(request, head)
@@ -240,9 +247,10 @@ async def relabel_example(request: Request, query: LabelQuery) -> ExampleCounts:
     responses=problems(403, 404, 422, 503, 504),
 )
 async def delete_example(request: Request) -> ExampleCounts:
-    """Remove an example of a head, which is fitted again."""
+    """Remove an example of a head, and fit the head again."""
     _require_admin(request)
-    examples, name = _examples(request), request.path_params["name"]
+    examples = _examples(request)
+    name = request.path_params["name"]
 
     def remove() -> dict[str, int]:
         return examples.remove(examples.head(name), request.path_params["number"])
@@ -261,12 +269,11 @@ async def delete_example(request: Request) -> ExampleCounts:
     responses=problems(404, 422, 503, 504),
 )
 async def describe_head(request: Request) -> HeadDescription:
-    """Describe a head: its examples, how often it is right, what it takes for what, and which
-    labels look wrong.
-    """
-    examples, name = _examples(request), request.path_params["name"]
+    """Describe a head: its examples, its accuracy, its confusions, and doubtful labels."""
+    examples = _examples(request)
+    name = request.path_params["name"]
     async with _admitted(request) as admitted:
-        await _taught(request).look()  # so that what is described here is what answers here
+        await _taught(request).look()  # the description is then of the head that answers here
         head, facts = await _on_thread(admitted, partial(_described, examples, name))
     try:
         _taught(request).base(head)
@@ -291,9 +298,7 @@ def _described(examples: Examples, name: str) -> tuple[HeadRow, dict[str, Any]]:
             taught = TaughtHead.from_bytes(content, head.name)
             facts |= dict(Knowledge.model_validate_json(taught.statistics))
         except (CheckpointError, ValidationError):
-            facts |= {
-                "reason": "its fit is damaged: add or remove an example, and it is fitted again"
-            }
+            facts |= {"reason": "its fit is damaged: add or remove an example to fit it again"}
     return head, facts
 
 
@@ -304,9 +309,10 @@ def _described(examples: Examples, name: str) -> tuple[HeadRow, dict[str, Any]]:
     responses=problems(403, 404, 422, 503, 504),
 )
 async def delete_head(request: Request) -> Response:
-    """Remove a head with all its examples; requests that were admitted are answered."""
+    """Remove a head with all its examples; admitted requests are still answered."""
     _require_admin(request)
-    examples, name = _examples(request), request.path_params["name"]
+    examples = _examples(request)
+    name = request.path_params["name"]
     async with _admitted(request) as admitted:
         await _on_thread(admitted, lambda: examples.remove(examples.head(name)))
     _taught(request).changed()
@@ -319,12 +325,13 @@ async def delete_head(request: Request) -> Response:
     responses={200: _FILE, **problems(404, 422, 503, 504)},
 )
 async def export_head(request: Request) -> Response:
-    """Return a head as one file, which a folder of models takes beside its backbone."""
-    examples, name = _examples(request), request.path_params["name"]
+    """Return a head as one file, for a folder of models that has its backbone."""
+    examples = _examples(request)
+    name = request.path_params["name"]
     async with _admitted(request) as admitted:
         _, content = await _on_thread(admitted, lambda: examples.state(examples.head(name)))
     if content is None:
-        raise NotFound(f"{name}: it is not fitted yet: GET /heads/{name} says why")
+        raise NotFound(f"{name}: not fitted yet: GET /heads/{name} says why")
     file_name = f'attachment; filename="{name}.safetensors"'
     return Response(
         content, headers={"Content-Disposition": file_name}, media_type="application/octet-stream"
@@ -333,8 +340,9 @@ async def export_head(request: Request) -> Response:
 
 @asynccontextmanager
 async def _admitted(request: Request) -> AsyncIterator[AdmittedRequest]:
-    """Admit a request that asks no model, with a slot, until its answer is written or its caller
-    leaves.
+    """Admit a request without a model; it holds a slot until its answer is written.
+
+    A disconnect frees the slot, too.
     """
     async with admit(request) as admitted:
         await admitted.take(1)
@@ -342,7 +350,7 @@ async def _admitted(request: Request) -> AsyncIterator[AdmittedRequest]:
 
 
 async def _on_thread(admitted: AdmittedRequest, work: Callable[[], T]) -> T:
-    """Return what `work` reads from the examples, or writes to them, on a thread."""
+    """Run work on the examples on a thread, and return its result."""
     return await admitted.on_thread(admitted.service.lanes.examples, work)
 
 
@@ -355,7 +363,7 @@ def _keeps_thumbnails(request: Request) -> bool:
 
 
 def _examples(request: Request) -> Examples:
-    """Return where the examples are; raises `NotFound` where nothing is taught."""
+    """Return the service's examples; raises `NotFound` without VIT_TEACH."""
     examples = _taught(request).examples
     if examples is None:
         raise NotFound("nothing is taught here: the service was started without VIT_TEACH")
@@ -363,8 +371,10 @@ def _examples(request: Request) -> Examples:
 
 
 def _checked_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> None:
-    """Raise `InvalidParameter` or `InputError` if a file's name is sent that is not kept, or is
-    none.
+    """Raise `InvalidParameter` or `InputError` for a file name that cannot be kept.
+
+    Args:
+        count: number of pictures in the request.
     """
     if query.file_name is None:
         return
@@ -373,25 +383,23 @@ def _checked_file_name(query: ExampleQuery, settings: Settings, *, count: int) -
             "file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS"
         )
     if count != 1:
-        raise InvalidParameter(f"file_name: needs exactly one picture, and there are {count}")
+        raise InvalidParameter(f"file_name: needs exactly one picture, got {count}")
     checked_texts([query.file_name], "file_name", 1)
 
 
 def _require_own(request: Request, head: HeadRow) -> None:
-    """Raise `Forbidden` where keys are set, and the request has neither the head's own key nor the
-    admin key.
-    """
+    """Raise `Forbidden` unless the request has the head's key or the admin key, or no keys are set."""
     if head.owner != _owner(request) and service_of(request).settings.api_keys:
         _require_admin(request)
 
 
 def _owner(request: Request) -> str:
-    """Return what heads keep of the key of a request, empty without keys and of the admin key."""
+    """Return the owner that heads store for a request; empty without keys, and for the admin key."""
     return _examples(request).owner_of(request_context(request.scope).key_owner or "")
 
 
 def _require_admin(request: Request) -> None:
-    """Raise `Forbidden` where keys are set, and the request has not the admin key."""
+    """Raise `Forbidden` unless the request has the admin key, or no keys are set."""
     settings = service_of(request).settings
     is_open = not settings.api_keys and settings.admin_key is None
     if not (is_open or _holds_admin_key(request)):
@@ -403,22 +411,25 @@ def _holds_admin_key(request: Request) -> bool:
 
 
 def _kind(head: HeadRow | None, info: ModelInfo) -> Features:
-    """Return which features a head reads: those of its examples, or those of a new head."""
+    """Return the features that a head reads; None means a new head."""
     return Features.of(info.config) if head is None else Features.named(head.backbone)
 
 
 async def _features(
     admitted: AdmittedRequest, form: FormQuery[ExampleQuery, str], head: HeadRow | None
 ) -> tuple[NDArray[np.float32], list[NDArray[np.uint8]]]:
-    """Return what the head reads of each picture of a request, [N, D], all finite, and the pixels
-    that are kept.
+    """Compute the features of each picture of a request, finite [N, D].
 
-    The first error is the request's.
+    The first error of a picture is the request's.
+
+    Returns:
+        The features, and the pixels of pictures whose thumbnails are kept.
     """
-    query, settings = form.query, admitted.service.settings
+    query = form.query
+    settings = admitted.service.settings
 
     def wanted() -> RequestedOutputs:
-        """Return what is asked of each picture, once the form has named the model."""
+        """Return the outputs for each picture; the form names the model first."""
         return RequestedOutputs(
             1, embedding=EmbeddingRequest(_kind(head, admitted.model.info).pool)
         )
@@ -426,13 +437,13 @@ async def _features(
     if query.id is not None:
         if await admitted.body.read_whole():
             raise InvalidParameter(
-                "id: there is a body, too: send pictures, or the id of a kept one"
+                "id: the request has a body too: send pictures, or the id of a kept picture"
             )
         _checked_file_name(query, settings, count=1)
         picture = await admitted.service.kept(query.id, admitted.model)
         if picture is None:
             raise InvalidParameter(
-                "id: no picture of this id is kept as the head's backbone sees it"
+                "id: no kept picture of this id in the form that the head's backbone reads"
             )
         await admitted.take(1)
         rows = [
@@ -445,7 +456,7 @@ async def _features(
         pictures = await form.read_files(admitted)
         if form.query.id is not None:
             raise InvalidParameter(
-                "id: there are pictures, too: send pictures, or the id of a kept one"
+                "id: the request has pictures too: send pictures, or the id of a kept picture"
             )
         _checked_file_name(form.query, settings, count=len(pictures))
         await admitted.take(len(pictures))
@@ -458,6 +469,6 @@ async def _features(
     features = np.stack([embedding for embedding, _ in rows])
     if not np.isfinite(features).all():
         raise InferenceFailed("the model gives features that are not finite")
-    return features, [pixels for _, pixels in rows] if settings_of(
-        settings, TeachSettings
-    ).teach_thumbnails else []
+    if not settings_of(settings, TeachSettings).teach_thumbnails:
+        return features, []
+    return features, [pixels for _, pixels in rows]

@@ -35,7 +35,7 @@ class Teacher(Protocol):
         """Yield each file with its number among the examples, or why it is not one."""
 
     def finish(self, head: str, labels: Mapping[Path, str], output: Path) -> Knowledge:
-        """Return what the fitted head knows of itself."""
+        """Fit the head, and return its statistics."""
 
 
 def teacher_of(answers: Answers) -> Teacher:

@@ -26,8 +26,8 @@ def test_a_folder_becomes_the_file_of_a_head(
     )
     told = capsys.readouterr()
     assert "broken.png: not a picture" in told.err
-    assert "of 18 pictures right while they were held out" in told.out
-    assert "colours.safetensors: a folder of --models takes it" in told.out
+    assert "accuracy on 18 held-out pictures" in told.out
+    assert "colours.safetensors: put it into a folder of --models" in told.out
     head = TaughtHead.from_bytes((tmp_path / "colours.safetensors").read_bytes(), "colours").head
     assert head.labels == tuple(sorted(COLOURS))
     assert main(["inspect", "colours.safetensors"]) == 1
@@ -50,7 +50,7 @@ def test_of_splits_only_the_training_one_is_taught(
     code, out, err = run(
         capsys, "teach", "colours", "photos", "--checkpoint", checkpoint, "--device", "cpu"
     )
-    assert (code, "of 12 pictures right" in out) == (0, True)
+    assert (code, "accuracy on 12 held-out pictures" in out) == (0, True)
     assert "vitserve: photos: seg_train/ is used to teach; seg_test/ not used\n" in err
     (tmp_path / "photos" / "seg_train").rename(tmp_path / "photos" / "seg_val")
     code, _, err = run(capsys, "teach", "colours", "photos", "--checkpoint", checkpoint)
@@ -63,7 +63,7 @@ def test_of_splits_only_the_training_one_is_taught(
     [
         (["a/b", "."], "'a/b': a model's name has 1 to 128"),
         (["pets", "nowhere"], "nowhere: no such folder"),
-        ([".", "pets"], ".: is a folder: the name of the head comes first: vitserve teach pets ."),
+        ([".", "pets"], ".: a folder; the name of the head comes first: vitserve teach pets ."),
         (["pets", "."], ".: expected one folder of pictures for each label"),
     ],
 )

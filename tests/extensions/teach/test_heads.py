@@ -244,7 +244,7 @@ async def test_a_damaged_fit_is_not_waited_for(tmp_path: Path) -> None:
     await TaughtHeads(store, None, models).look()
     state, told = states(models)["pets"]
     assert state == "failed"
-    assert told.endswith("add or remove an example, and it is fitted again")
+    assert told.endswith("add or remove an example to fit it again")
 
 
 @on_a_loop

@@ -210,7 +210,7 @@ async def test_thumbnails_are_kept_only_where_allowed(tmp_path: Path, is_kept: b
     two = await service.request(
         "POST", path, query="label=cat&file_name=a.png", **form(png(2), png(3))
     )
-    assert two.json["detail"] == "file_name: needs exactly one picture, and there are 2"
+    assert two.json["detail"] == "file_name: needs exactly one picture, got 2"
 
 
 @on_a_loop
