@@ -37,10 +37,6 @@ _BATCHES_AHEAD: Final = 4
 _TEXTS_AT_ONCE: Final = 8
 _TEXTS_OF_EACH: Final = 2
 
-# Threads that read and write the examples of taught heads: one goes on reading while the other
-# waits for a process that writes.
-_EXAMPLE_THREADS: Final = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
@@ -315,13 +311,12 @@ class Lanes:
         self.documents = Lane("documents", threads=1, clock=clock)
         self.drawings = Lane("drawing", threads=1, clock=clock)
         self.heads = Lane("heads", threads=1, clock=clock)
-        self.examples = Lane("examples", threads=_EXAMPLE_THREADS, clock=clock)
         self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock, each=_TEXTS_OF_EACH)
         self.explanations = Lane("explanations", explanations_ahead, clock=clock, leaves_room=True)
 
     def close(self) -> None:
         """Accept no new jobs; do not wait for the threads."""
-        for lane in (self.pictures, self.documents, self.drawings, self.heads, self.examples):
+        for lane in (self.pictures, self.documents, self.drawings, self.heads):
             lane.close()
 
 

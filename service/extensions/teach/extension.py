@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from service.settings import Settings
     from service.web.routes.endpoint import Application
 
+# Threads that read and write examples: one goes on reading while the other waits for a process that
+# writes.
+_EXAMPLE_THREADS = 2
+
 
 def _routes(app: Application) -> Routes:
     from pathlib import Path
@@ -22,6 +26,7 @@ def _routes(app: Application) -> Routes:
     from service.extensions.teach.routes import router
     from service.extensions.teach.settings import TeachSettings
     from service.settings import settings_of
+    from service.web.lanes import Lane
 
     service = app.state.service
     folder = settings_of(service.settings, TeachSettings).teach
@@ -31,6 +36,7 @@ def _routes(app: Application) -> Routes:
         None if models_folder is None else Path(models_folder).expanduser(),
         service.models,
     )
+    app.state.examples_lane = Lane("examples", threads=_EXAMPLE_THREADS, clock=service.clock)
     app.state.on_models_changed.append(app.state.taught.renew)
     return Routes(router.routes)
 
@@ -43,6 +49,7 @@ async def _beside(app: Application) -> AsyncIterator[None]:
     watching = keep_running("taught-heads", app.state.taught.watch)
     yield
     watching.cancel()
+    app.state.examples_lane.close()
 
 
 def _reads_transfer_features(settings: Settings) -> bool:

@@ -130,7 +130,9 @@ async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models lists all heads that answer."""
     examples = _taught(request).examples
     async with _admitted(request) as admitted:
-        heads = [] if examples is None else sorted(await _on_thread(admitted, examples.heads))
+        heads = (
+            [] if examples is None else sorted(await _on_thread(request, admitted, examples.heads))
+        )
     is_kept = examples is not None and _keeps_thumbnails(request)
     return HeadList(enabled=examples is not None, heads=heads, thumbnails=is_kept or None)
 
@@ -158,7 +160,7 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
     owner = _owner(request)
     backbone = query.backbone
     async with admit(request) as admitted:
-        head = (await _on_thread(admitted, examples.heads)).get(name)
+        head = (await _on_thread(request, admitted, examples.heads)).get(name)
         known = head and head.id
         if head is not None:
             _require_own(request, head)
@@ -180,7 +182,7 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
                 name, label, features, owner, backbone_and_model, known, creator, pictures
             )
 
-        counts, numbers = await _on_thread(admitted, add)
+        counts, numbers = await _on_thread(request, admitted, add)
     _taught(request).changed()
     return AddedExamples(head=name, examples=counts, numbers=numbers)
 
@@ -201,7 +203,7 @@ async def list_examples(request: Request, query: PageQuery) -> Response:
         return to_json(ExampleList(head=head.name, examples=examples.listed(head, query.after)))
 
     async with _admitted(request) as admitted:
-        return Response(await _on_thread(admitted, write), media_type="application/json")
+        return Response(await _on_thread(request, admitted, write), media_type="application/json")
 
 
 @router.get(
@@ -215,10 +217,13 @@ async def describe_example(request: Request) -> ExampleDocument:
     """Describe an example of a head, with its thumbnail if VIT_TEACH_THUMBNAILS keeps one."""
     examples = _examples(request)
     name = request.path_params["name"]
+    number = request.path_params["number"]
+
+    def read() -> ExampleDocument:
+        return examples.example(examples.head(name), number)
+
     async with _admitted(request) as admitted:
-        return await _on_thread(
-            admitted, lambda: examples.example(examples.head(name), request.path_params["number"])
-        )
+        return await _on_thread(request, admitted, read)
 
 
 @router.put(
@@ -232,10 +237,12 @@ async def relabel_example(request: Request, query: LabelQuery) -> ExampleCounts:
     examples = _examples(request)
     label = checked_label(query.label)
     async with _admitted(request) as admitted:
-        head = await _on_thread(admitted, partial(examples.head, request.path_params["name"]))
+        head = await _on_thread(
+            request, admitted, partial(examples.head, request.path_params["name"])
+        )
         _require_own(request, head)
         change = partial(examples.relabel, head, request.path_params["number"], label)
-        counts = await _on_thread(admitted, change)
+        counts = await _on_thread(request, admitted, change)
     _taught(request).changed()
     return ExampleCounts(head=head.name, examples=counts)
 
@@ -256,7 +263,7 @@ async def delete_example(request: Request) -> ExampleCounts:
         return examples.remove(examples.head(name), request.path_params["number"])
 
     async with _admitted(request) as admitted:
-        counts = await _on_thread(admitted, remove)
+        counts = await _on_thread(request, admitted, remove)
     _taught(request).changed()
     return ExampleCounts(head=name, examples=counts)
 
@@ -274,7 +281,7 @@ async def describe_head(request: Request) -> HeadDescription:
     name = request.path_params["name"]
     async with _admitted(request) as admitted:
         await _taught(request).look()  # the description is then of the head that answers here
-        head, facts = await _on_thread(admitted, partial(_described, examples, name))
+        head, facts = await _on_thread(request, admitted, partial(_described, examples, name))
     try:
         _taught(request).base(head)
     except HeadWithoutBackbone as error:
@@ -314,7 +321,7 @@ async def delete_head(request: Request) -> Response:
     examples = _examples(request)
     name = request.path_params["name"]
     async with _admitted(request) as admitted:
-        await _on_thread(admitted, lambda: examples.remove(examples.head(name)))
+        await _on_thread(request, admitted, lambda: examples.remove(examples.head(name)))
     _taught(request).changed()
     return Response(status_code=204)
 
@@ -329,7 +336,9 @@ async def export_head(request: Request) -> Response:
     examples = _examples(request)
     name = request.path_params["name"]
     async with _admitted(request) as admitted:
-        _, content = await _on_thread(admitted, lambda: examples.state(examples.head(name)))
+        _, content = await _on_thread(
+            request, admitted, lambda: examples.state(examples.head(name))
+        )
     if content is None:
         raise NotFound(f"{name}: not fitted yet: GET /heads/{name} says why")
     file_name = f'attachment; filename="{name}.safetensors"'
@@ -349,9 +358,9 @@ async def _admitted(request: Request) -> AsyncIterator[AdmittedRequest]:
         yield admitted
 
 
-async def _on_thread(admitted: AdmittedRequest, work: Callable[[], T]) -> T:
+async def _on_thread(request: Request, admitted: AdmittedRequest, work: Callable[[], T]) -> T:
     """Run work on the examples on a thread, and return its result."""
-    return await admitted.on_thread(admitted.service.lanes.examples, work)
+    return await admitted.on_thread(request.app.state.examples_lane, work)
 
 
 def _taught(request: Request) -> TaughtHeads:

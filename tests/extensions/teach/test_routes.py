@@ -52,7 +52,7 @@ async def teach(service: App, count: int, label: str = "cat") -> None:
 @contextmanager
 def busy_lane(service: App) -> Iterator[None]:
     """Keep the two threads of the lane of examples at work."""
-    lane, gate = service_in(service).lanes.examples, threading.Event()
+    lane, gate = inside(service).state.examples_lane, threading.Event()
     deadline = Deadline(service_in(service).clock() + PATIENCE)
     jobs = [
         lane.work(lambda: gate.wait(PATIENCE), "other", 1, deadline) for _ in range(4)
@@ -82,7 +82,7 @@ async def test_a_caller_that_left_counts_as_cancelled(
 ) -> None:
     service = app(teach=str(tmp_path))
     await teach(service, 1)
-    lane = service_in(service).lanes.examples
+    lane = inside(service).state.examples_lane
     with busy_lane(service):
         asked = asking(service, method, path)
         if method == "POST":
