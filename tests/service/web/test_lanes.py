@@ -174,7 +174,7 @@ class Simulation:
                 heapq.heappush(events, (self.clock.now + begun.seconds, next(numbers), begun))
 
 
-def test_one_caller_with_costly_work_delays_itself_first() -> None:
+def test_costly_work_delays_its_own_caller() -> None:
     simulation = Simulation(servers=2)
     hostile = [(0.25 * burst, "hostile", 0.15) for burst in range(80) for _ in range(64)]
     honest = [(0.05 * number, "honest", 0.01) for number in range(400)]
@@ -187,9 +187,7 @@ def test_one_caller_with_costly_work_delays_itself_first() -> None:
 @pytest.mark.parametrize(
     ("servers", "each"), [(1, math.inf), (4, 1)], ids=["one", "one of four for each caller"]
 )
-def test_whoever_would_begin_too_late_is_refused_at_once_and_nearly_nobody_waits_in_vain(
-    servers: int, each: float
-) -> None:
+def test_jobs_that_would_begin_late_are_refused(servers: int, each: float) -> None:
     simulation = Simulation(servers, each)
     simulation.run([(0.02 * number, "only", 0.1) for number in range(1000)], patience=2.0)
     assert simulation.refused["only"] > 700
@@ -200,7 +198,7 @@ def test_whoever_would_begin_too_late_is_refused_at_once_and_nearly_nobody_waits
 
 @given(st.lists(st.floats(0.01, 0.3), min_size=2, max_size=4))
 @settings(max_examples=30, deadline=None)
-def test_callers_that_always_wait_have_the_same_seconds_of_work(costs: list[float]) -> None:
+def test_busy_callers_get_equal_shares(costs: list[float]) -> None:
     simulation = Simulation()
     simulation.run(
         [
@@ -218,7 +216,7 @@ def test_callers_that_always_wait_have_the_same_seconds_of_work(costs: list[floa
     assert max(had.values()) - min(had.values()) <= 3 * max(costs)
 
 
-def test_who_begins_at_once_is_not_refused_for_work_that_waits_behind_its_own() -> None:
+def test_a_job_that_begins_at_once_is_accepted() -> None:
     clock = Clock()
     queue: FairQueue[Entry] = FairQueue(lambda: 8, clock, each=2)
     first, one, *many = (
@@ -235,7 +233,7 @@ def test_who_begins_at_once_is_not_refused_for_work_that_waits_behind_its_own() 
     assert queue.begin() is one
 
 
-def test_a_caller_that_was_quiet_saves_up_no_turns() -> None:
+def test_a_quiet_caller_does_not_save_turns() -> None:
     simulation = Simulation()
     busy = [(0.0, "busy", 0.1) for _ in range(100)]
     simulation.run([*busy, *((5.0, "quiet", 0.1) for _ in range(50))], patience=1e9)
@@ -290,7 +288,7 @@ async def run(lane: Lane, work: Callable[[], object], deadline: Deadline | None 
 
 
 @on_a_loop
-async def test_threads_return_results_and_raise_errors(lane: Lane) -> None:
+async def test_threads_return_the_outcome_of_work(lane: Lane) -> None:
     assert await asyncio.gather(
         *(run(lane, partial(int, str(number))) for number in range(20))
     ) == list(range(20))
@@ -300,7 +298,7 @@ async def test_threads_return_results_and_raise_errors(lane: Lane) -> None:
 
 
 @on_a_loop
-async def test_what_waits_is_dropped_when_its_caller_leaves_and_let_go_of(lane: Lane) -> None:
+async def test_a_waiting_job_leaves_with_its_caller(lane: Lane) -> None:
     class Picture:
         pass
 
@@ -327,7 +325,7 @@ async def test_what_waits_is_dropped_when_its_caller_leaves_and_let_go_of(lane: 
 
 
 @on_a_loop
-async def test_what_waits_is_told_when_its_time_is_up_though_no_thread_is_free(lane: Lane) -> None:
+async def test_a_waiting_job_ends_at_its_deadline(lane: Lane) -> None:
     blocker, ran = Blocker(), list[int]()
     running = asyncio.create_task(run(lane, blocker))
     await blocker.wait_until_begun()
@@ -340,7 +338,7 @@ async def test_what_waits_is_told_when_its_time_is_up_though_no_thread_is_free(l
 
 
 @on_a_loop
-async def test_a_thread_is_busy_until_it_has_ended_though_its_caller_left(lane: Lane) -> None:
+async def test_a_thread_finishes_abandoned_work(lane: Lane) -> None:
     complaints = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
 
@@ -363,7 +361,7 @@ async def test_a_thread_is_busy_until_it_has_ended_though_its_caller_left(lane: 
 
 
 @on_a_loop
-async def test_work_keeps_its_server_until_it_is_left() -> None:
+async def test_work_keeps_its_server_until_it_leaves() -> None:
     lane, began = Lane("a test", lambda: 1, threads=2), list[int]()
     with lane.work(lambda: began.append(1), "caller", 1, soon()) as first:
         await first
@@ -376,7 +374,7 @@ async def test_work_keeps_its_server_until_it_is_left() -> None:
     lane.close()
 
 
-def test_a_lane_serves_one_event_loop_after_another_though_one_was_closed_while_a_thread_worked(
+def test_a_lane_outlives_a_closed_event_loop(
     lane: Lane,
 ) -> None:
     blocker = Blocker()
@@ -392,7 +390,7 @@ def test_a_lane_serves_one_event_loop_after_another_though_one_was_closed_while_
 
 
 @on_a_loop
-async def test_turns_are_taken_one_after_the_other_and_dropped_with_their_caller() -> None:
+async def test_a_turn_is_dropped_with_its_caller() -> None:
     lane, order = Lane("a test", lambda: 1), list[str]()
 
     async def work(name: str, caller: str) -> None:
@@ -418,9 +416,7 @@ async def test_turns_are_taken_one_after_the_other_and_dropped_with_their_caller
 
 
 @on_a_loop
-async def test_a_turn_beside_threads_costs_what_work_of_its_size_does_however_long_it_is_held() -> (
-    None
-):
+async def test_a_turn_near_threads_costs_its_size() -> None:
     clock, order = Clock(), list[str]()
     lane = Lane("a test", lambda: 1, threads=1, clock=clock)
 

@@ -33,7 +33,7 @@ from tests.service.web.apps import App, Clock, app, budget_of, form, service_in,
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/classify", "/classify/batch", "/attention"])
-async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: str) -> None:
+async def test_a_slow_body_shortens_the_engines_time(path: str) -> None:
     clock = Clock()
     service = app(clock, request_timeout=10)
     communicator = service.communicator(
@@ -48,7 +48,7 @@ async def test_the_time_left_for_the_engine_counts_from_the_requests_head(path: 
 
 
 @on_a_loop
-async def test_a_body_that_does_not_arrive_in_time_is_408_and_leaves_nothing_behind() -> None:
+async def test_a_body_past_its_deadline_is_408() -> None:
     service = app(request_timeout=0.05, queue_size=1)
     communicator = service.communicator(
         "POST", "/classify", headers={"content-type": "image/png"}, body=None
@@ -65,9 +65,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_408_and_leaves_nothing_beh
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/classify", "/attention"])
-async def test_nobody_waits_for_an_engine_that_never_answers(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_hangs_ends_in_504(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admitted, "LATE_SECONDS", 0.0)
     service = app(request_timeout=0.4)
     service.engine.gate.clear()
@@ -78,7 +76,7 @@ async def test_nobody_waits_for_an_engine_that_never_answers(
 
 
 @on_a_loop
-async def test_a_caller_that_goes_away_while_sending_leaves_nothing_behind() -> None:
+async def test_a_disconnect_frees_an_arriving_body() -> None:
     service = app(queue_size=1)
     budget_of(service).capacity = 500
     communicator = service.communicator(
@@ -99,7 +97,7 @@ async def test_a_caller_that_goes_away_while_sending_leaves_nothing_behind() -> 
 
 
 @on_a_loop
-async def test_a_caller_that_goes_away_while_waiting_takes_its_image_out_of_the_queue() -> None:
+async def test_a_disconnect_cancels_inference() -> None:
     service = app(queue_size=1)
     service.engine.gate.clear()
     communicator = service.communicator(
@@ -128,7 +126,7 @@ def gif(red: int) -> bytes:
 
 @on_a_loop
 @pytest.mark.parametrize("picture", [png, gif])
-async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further(
+async def test_decoding_runs_four_batches_ahead(
     picture: Callable[[int], bytes],
 ) -> None:
     service = app()
@@ -148,7 +146,7 @@ async def test_decoding_runs_four_batches_ahead_of_the_model_and_no_further(
 
 
 @on_a_loop
-async def test_a_picture_that_was_launched_in_time_may_be_answered_late() -> None:
+async def test_a_launched_picture_may_be_late() -> None:
     service = app(request_timeout=0.2)
     service.engine.gate.clear()
     answer = asyncio.create_task(service.classify())
@@ -159,7 +157,7 @@ async def test_a_picture_that_was_launched_in_time_may_be_answered_late() -> Non
 
 
 @on_a_loop
-async def test_a_picture_of_a_batch_frees_its_place_when_it_is_answered_or_refused() -> None:
+async def test_each_finished_picture_frees_its_slot() -> None:
     service = app(queue_size=3)
     service.engine.gate.clear()
     batch = service.communicator(
@@ -177,7 +175,7 @@ async def test_a_picture_of_a_batch_frees_its_place_when_it_is_answered_or_refus
 
 
 @on_a_loop
-async def test_a_batch_for_the_decoders_refuses_nobody_while_its_pictures_are_lined_up() -> None:
+async def test_a_batch_lends_slots_as_it_lines_up() -> None:
     service = app(queue_size=2)
     limiter = service_in(service).limiter
     permit, other = Permit(limiter), service.communicator("POST", "/classify", body=png(1))
@@ -191,7 +189,7 @@ async def test_a_batch_for_the_decoders_refuses_nobody_while_its_pictures_are_li
 
 
 @on_a_loop
-async def test_what_waits_in_a_side_lane_holds_no_place() -> None:
+async def test_waiting_in_a_side_lane_lends_the_slot() -> None:
     service = app(queue_size=2)
     inside = service_in(service)
     lane = inside.lanes.explanations
@@ -212,7 +210,7 @@ async def test_what_waits_in_a_side_lane_holds_no_place() -> None:
 @pytest.mark.parametrize(
     ("picture", "waiting"), [(png, 37), (gif, 3)], ids=["threads", "processes"]
 )
-async def test_a_batch_delays_its_own_caller_and_no_others(
+async def test_a_batch_delays_only_its_own_caller(
     picture: Callable[[int], bytes], waiting: int
 ) -> None:
     service = app(queue_size=64)
@@ -248,7 +246,7 @@ async def test_a_batch_delays_its_own_caller_and_no_others(
         ("/attention", ""),
     ],
 )
-async def test_no_more_than_four_batches_of_maps_wait_in_the_engine(
+async def test_maps_run_four_batches_ahead_at_most(
     path: str, query: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = app(queue_size=64)
@@ -269,7 +267,7 @@ async def test_no_more_than_four_batches_of_maps_wait_in_the_engine(
 
 
 @on_a_loop
-async def test_results_are_in_order_and_when_one_fails_the_others_have_ended() -> None:
+async def test_all_of_ends_the_others_on_an_error() -> None:
     ended: list[str] = []
 
     async def returns(value: int, turns: int = 0) -> int:
@@ -338,7 +336,9 @@ def infer(file: bytes = NO_PICTURE) -> dict[str, Any]:
 
 @on_a_loop
 @pytest.mark.parametrize(("make", "status"), [(classify, 415), (classify_batch, 200), (infer, 415)])
-async def test_over_http(make: Callable[[], dict[str, Any]], status: int) -> None:
+async def test_http_frees_a_refused_picture(
+    make: Callable[[], dict[str, Any]], status: int
+) -> None:
     service, request = app(), make()
     assert (await service.request("POST", **request)).status == status  # whatever is made once
     async with little_stays():
@@ -346,7 +346,7 @@ async def test_over_http(make: Callable[[], dict[str, Any]], status: int) -> Non
 
 
 @on_a_loop
-async def test_over_grpc() -> None:
+async def test_grpc_frees_a_refused_picture() -> None:
     data = struct.pack("<I", len(NO_PICTURE)) + NO_PICTURE
     message = raw("image", "BYTES", [1], data).SerializeToString()
     async with calling() as caller:
@@ -392,7 +392,7 @@ async def hold_no_more_than_counted(service: App, count: int) -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("request_of", [infer_json, infer])
-async def test_what_inference_over_http_holds_is_counted(
+async def test_memory_of_inference_is_counted(
     request_of: Callable[[bytes], dict[str, Any]],
 ) -> None:
     service, request = app(), request_of(picture())
@@ -417,5 +417,5 @@ async def test_what_inference_over_http_holds_is_counted(
         ("::what:a:proxy:sends", "::what:a:proxy:sends"),
     ],
 )
-def test_who_has_an_address_of_ipv6_has_its_network(address: str, caller: str) -> None:
+def test_an_ipv6_caller_is_its_network(address: str, caller: str) -> None:
     assert network_of(address) == caller

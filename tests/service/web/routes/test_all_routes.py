@@ -141,7 +141,7 @@ async def test_every_body_needs_a_free_slot(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_every_route_ends_when_its_sender_leaves(tmp_path: Path) -> None:
+async def test_a_disconnect_ends_every_arriving_body(tmp_path: Path) -> None:
     service = running(tmp_path)
     for count, (method, route) in enumerate(with_bodies(service), 1):
         request = sent(service, method, route, None)
@@ -157,7 +157,7 @@ async def test_every_route_ends_when_its_sender_leaves(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_every_route_ends_when_its_waiter_leaves(tmp_path: Path) -> None:
+async def test_a_disconnect_ends_every_inference(tmp_path: Path) -> None:
     service = running(tmp_path)
     service.engine.gate.clear()
     for count, (method, route) in enumerate(computing(service), 1):

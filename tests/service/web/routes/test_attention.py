@@ -16,7 +16,7 @@ from tests.service.web.apps import App, app, form, kept, service_in
 
 
 @on_a_loop
-async def test_a_kept_picture_gets_its_map_in_every_format(service: App) -> None:
+async def test_a_kept_picture_has_maps_in_all_formats(service: App) -> None:
     image_id = await kept(service)
     drawn = await service.get("/attention", f"id={image_id}")
     assert drawn.headers["content-type"] == "image/png"
@@ -58,7 +58,7 @@ async def test_a_kept_picture_gets_its_map_in_every_format(service: App) -> None
 
 @on_a_loop
 @pytest.mark.parametrize("format_", ["png", "json", "npy"])
-async def test_a_map_is_private_and_is_what_it_says_it_is(service: App, format_: str) -> None:
+async def test_a_map_is_kept_by_private_caches_only(service: App, format_: str) -> None:
     image_id = await kept(service)
     for response in (
         await service.get("/attention", f"id={image_id}&format={format_}"),
@@ -69,7 +69,7 @@ async def test_a_map_is_private_and_is_what_it_says_it_is(service: App, format_:
 
 
 @on_a_loop
-async def test_a_posted_picture_gets_its_map_and_is_kept(service: App) -> None:
+async def test_a_posted_picture_is_explained(service: App) -> None:
     response = await service.request("POST", "/attention", query="format=json", **form(png(9)))
     assert response.status == 200
     image_id = response.json["id"]
@@ -125,9 +125,7 @@ async def test_a_posted_picture_gets_its_map_and_is_kept(service: App) -> None:
         ("overlay=perhaps", "overlay"),
     ],
 )
-async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(
-    service: App, query: str, says: str
-) -> None:
+async def test_a_refusal_names_its_parameter(service: App, query: str, says: str) -> None:
     by_id = await service.get("/attention", f"id={await kept(service)}&{query}")
     posted = await service.request("POST", "/attention", query=query, **form(png(1)))
     for response in (by_id, posted):
@@ -148,7 +146,7 @@ async def test_a_parameter_that_is_wrong_or_does_not_apply_is_named(
         ("head=max", {"method": "cls", "layer": 2, "head": "max"}),
     ],
 )
-async def test_a_map_is_of_the_method_and_class_that_are_asked_for(
+async def test_a_map_has_the_requested_method(
     service: App, query: str, answered: dict[str, Any]
 ) -> None:
     document = (
@@ -175,7 +173,7 @@ async def test_several_classes_have_a_map_each(service: App) -> None:
 
 
 @on_a_loop
-async def test_when_the_caller_leaves_the_maps_of_all_classes_are_given_up(service: App) -> None:
+async def test_a_disconnect_cancels_all_maps(service: App) -> None:
     image_id = await kept(service)
     service.engine.gate.clear()
     asking = asyncio.create_task(service.get("/attention", f"id={image_id}&class=1,2,3"))
@@ -203,7 +201,7 @@ def two_halves(orientation: int) -> bytes:
 
 
 @on_a_loop
-async def test_the_region_of_a_turned_photo_is_the_same_in_every_document(
+async def test_the_region_is_that_of_the_upright_photo(
     service: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crops(monkeypatch, service)
@@ -218,7 +216,7 @@ async def test_the_region_of_a_turned_photo_is_the_same_in_every_document(
 
 
 @on_a_loop
-async def test_a_small_model_has_its_map_over_the_photo_which_dims_what_it_did_not_see(
+async def test_small_models_draw_over_the_photo(
     monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
     crops(monkeypatch, service)
@@ -236,7 +234,7 @@ async def test_a_small_model_has_its_map_over_the_photo_which_dims_what_it_did_n
 
 
 @on_a_loop
-async def test_an_unknown_id_is_404_and_a_missing_one_422(service: App) -> None:
+async def test_an_unknown_or_missing_id_is_refused(service: App) -> None:
     unknown = await service.get("/attention", "id=nobody")
     assert (unknown.status, unknown.code) == (404, "not_found")
     missing = await service.get("/attention")
@@ -245,7 +243,7 @@ async def test_an_unknown_id_is_404_and_a_missing_one_422(service: App) -> None:
 
 
 @on_a_loop
-async def test_a_map_takes_a_place_and_keeps_the_deadline_like_any_image() -> None:
+async def test_a_map_takes_a_slot_like_a_picture() -> None:
     service = app(queue_size=1)
     image_id = await kept(service)
     with service_in(service).limiter.permit():

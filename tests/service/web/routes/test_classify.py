@@ -32,14 +32,14 @@ from vitserve.documents import MAX_SET, Classification, Prediction, ranked, set_
 @pytest.mark.parametrize(
     "query", ["", "top_k=3&embedding=true", "attention=true", "attention=relevance"]
 )
-async def test_an_answer_is_what_its_documentation_says_and_nothing_beside(query: str) -> None:
+async def test_an_answer_has_the_documented_fields(query: str) -> None:
     document = (await app().classify(query=query)).json
     described = Classification.model_validate(document)
     assert described.model_dump(mode="json", exclude_none=True, by_alias=True) == document
 
 
 @on_a_loop
-async def test_top_k_is_by_default_the_smaller_of_five_and_the_classes(service: App) -> None:
+async def test_top_k_defaults_to_five_or_fewer(service: App) -> None:
     config = model_info().config.model_copy(update={"num_classes": 3})
     service.engine.info = model_info(config=config)
     assert len((await service.classify()).json["predictions"]) == 3
@@ -60,7 +60,7 @@ async def test_a_failing_store_costs_the_id_alone() -> None:
 
 
 @on_a_loop
-async def test_attention_comes_with_the_answer_when_asked(service: App) -> None:
+async def test_an_answer_may_have_an_attention_map(service: App) -> None:
     attention = (await service.classify(png(1), query="attention=true")).json["attention"]
     assert set(attention) == {
         "url",
@@ -82,7 +82,7 @@ async def test_attention_comes_with_the_answer_when_asked(service: App) -> None:
 
 
 @on_a_loop
-async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked(service: App) -> None:
+async def test_an_answer_may_have_a_relevance_map(service: App) -> None:
     document = (await service.classify(png(1), query="attention=relevance")).json
     attention, best = document["attention"], document["predictions"][0]
     facts = {"score", "evidence", "abstained"}
@@ -102,7 +102,7 @@ async def test_relevance_of_the_best_class_comes_with_the_answer_when_asked(serv
 
 
 @on_a_loop
-async def test_a_model_without_relevance_says_which_maps_it_has(
+async def test_a_missing_method_names_the_others(
     service: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = model_info().config.model_copy(update={"norm_order": "post"})
@@ -114,7 +114,7 @@ async def test_a_model_without_relevance_says_which_maps_it_has(
 
 
 @on_a_loop
-async def test_an_embedding_comes_with_the_answer_when_asked() -> None:
+async def test_an_answer_may_have_an_embedding() -> None:
     document = (await app().classify(png(8), query="embedding=true&attention=true")).json
     assert document["embedding"] == [0, 0, 2, 0, 1, 2, 3, 4]
     assert [p["index"] for p in document["predictions"]] == expected_indices(8, 5)
@@ -133,7 +133,7 @@ async def test_an_embedding_comes_with_the_answer_when_asked() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_the_engines_errors_are_answered_as_the_table_says(
+async def test_engine_errors_keep_their_codes(
     service: App, error: Exception, status: int, code: str
 ) -> None:
     service.engine.error = error
@@ -184,7 +184,7 @@ async def test_bad_files_of_a_batch_fail_alone() -> None:
 
 
 @on_a_loop
-async def test_a_batch_takes_its_places_for_all_or_none() -> None:
+async def test_a_batch_takes_all_slots_or_none() -> None:
     service = app(queue_size=3)
     assert (await service.request("POST", "/classify/batch", **form(*[png(1)] * 3))).status == 200
     response = await service.request("POST", "/classify/batch", **form(*[png(1)] * 4))
@@ -196,7 +196,7 @@ async def test_a_batch_takes_its_places_for_all_or_none() -> None:
 LABELS = ("cat", "dog", "eel")
 
 
-def test_scores_are_the_shortest_decimals_of_their_floats() -> None:
+def test_scores_are_the_shortest_decimals() -> None:
     fields = ranked(LABELS, [2, 0], np.array([0.83, 1 / 3], np.float32).tolist())
     predictions = [Prediction.model_validate(each) for each in fields]
     assert [(each.label, each.index, each.score) for each in predictions] == [
@@ -205,7 +205,7 @@ def test_scores_are_the_shortest_decimals_of_their_floats() -> None:
     ]
 
 
-def test_a_region_is_told_to_a_thousandth_of_a_pixel() -> None:
+def test_a_region_is_rounded_to_thousandths() -> None:
     assert region_document(Region(1 / 3, 2 / 3, 100.12345, 7)).model_dump() == {
         "x": 0.333,
         "y": 0.667,
@@ -214,7 +214,7 @@ def test_a_region_is_told_to_a_thousandth_of_a_pixel() -> None:
     }
 
 
-def test_a_map_is_told_to_seven_decimals() -> None:
+def test_a_map_is_rounded_to_seven_decimals() -> None:
     values = np.array([[1 / 3, 0.25]], np.float32)
     assert map_fields(AttentionMap(MapRequest.row(2, "max"), values, 2 / 3), LABELS) == {
         "method": "cls",
@@ -265,7 +265,7 @@ async def test_a_label_set_does_not_depend_on_top_k(red: int, expected: dict[str
 
 
 @on_a_loop
-async def test_the_inference_protocol_has_the_size_of_the_set_over_http_and_grpc() -> None:
+async def test_the_protocol_has_the_size_of_the_set() -> None:
     service = with_coverage()
     inputs = [
         {
@@ -301,9 +301,7 @@ async def test_the_inference_protocol_has_the_size_of_the_set_over_http_and_grpc
 
 @on_a_loop
 @pytest.mark.parametrize(("limit", "is_far"), [(-1.0, True), (10.0, False)])
-async def test_the_inference_protocol_says_that_a_taught_head_abstains_over_http_and_grpc(
-    limit: float, is_far: bool
-) -> None:
+async def test_the_protocol_says_a_head_abstains(limit: float, is_far: bool) -> None:
     known = Known(np.ones((2, 8), np.float32), limit)
     head = Head(("a", "b"), independent=False, weight=np.eye(2, 8, dtype=np.float32), known=known)
     async with calling(FakeEngine(model_info())) as caller:
@@ -325,7 +323,7 @@ async def test_the_inference_protocol_says_that_a_taught_head_abstains_over_http
 
 
 @on_a_loop
-async def test_classes_below_their_thresholds_are_left_out_at_every_door() -> None:
+async def test_classes_below_thresholds_are_left_out() -> None:
     service = app()
     service.engine.info = model_info(has_thresholds=True)
     service.engine.least = np.zeros(10, np.float32)
@@ -345,7 +343,7 @@ async def test_classes_below_their_thresholds_are_left_out_at_every_door() -> No
     assert (found["abstained"].tolist(), found["score"][0, 0]) == ([[True]], 0.5)
 
 
-def test_a_set_of_many_labels_is_a_number_alone_and_the_client_reads_it() -> None:
+def test_a_large_label_set_is_only_a_number() -> None:
     labels = [f"{number}" for number in range(MAX_SET + 1)]
     assert set_fields(labels, range(MAX_SET)) == {"set_size": MAX_SET, "set": labels[:MAX_SET]}
     assert set_fields(labels, range(MAX_SET + 1)) == {"set_size": MAX_SET + 1}
@@ -358,7 +356,7 @@ def test_a_set_of_many_labels_is_a_number_alone_and_the_client_reads_it() -> Non
 
 @on_a_loop
 @pytest.mark.parametrize("unloaded", [False, True])
-async def test_a_model_that_loads_slowly_leaves_half_of_the_time_to_others(unloaded: bool) -> None:
+async def test_slow_loading_leaves_half_of_the_time(unloaded: bool) -> None:
     served, models = several(request_timeout=60)
     served.asgi._clock = lambda: time.monotonic() - 31  # as long ago the request began
     models.engines["few"].state = "loading"
@@ -395,7 +393,7 @@ async def test_a_model_that_loads_slowly_leaves_half_of_the_time_to_others(unloa
         ("image/jpeg", b"<html><body>404 Not Found</body></html>", 415, "the body is HTML or XML"),
     ],
 )
-async def test_the_content_decides_or_the_remedy_is_told(
+async def test_a_file_is_told_by_its_content(
     path: str, kind: str, body: bytes, status: int, detail: str, service: App
 ) -> None:
     answer = await service.request("POST", path, headers={"content-type": kind}, body=body)

@@ -37,7 +37,7 @@ def array(response: HttpCommunicator) -> np.ndarray:
 
 
 @on_a_loop
-async def test_a_picture_gets_its_embedding_in_both_forms(service: App) -> None:
+async def test_an_embedding_is_json_or_a_numpy_file(service: App) -> None:
     for response in (await embed(service), await service.request("POST", "/embed", **form(png(9)))):
         assert response.headers["content-type"] == "application/json"
         document = response.json
@@ -69,7 +69,7 @@ async def test_every_format_has_what_was_asked_for(query: str, requested: Embedd
 
 
 @on_a_loop
-async def test_a_batch_has_an_answer_or_an_error_for_each_picture(service: App) -> None:
+async def test_each_picture_of_a_batch_is_answered(service: App) -> None:
     results = (await embed_batch(service, png(1), b"no picture", png(3))).json["results"]
     assert results[1]["error"]["code"] == "unsupported_media_type"
     for place, red in ((0, 1), (2, 3)):
@@ -79,7 +79,7 @@ async def test_a_batch_has_an_answer_or_an_error_for_each_picture(service: App) 
 
 
 @on_a_loop
-async def test_a_batch_as_an_array_has_a_row_for_each_picture_or_none_at_all(service: App) -> None:
+async def test_an_array_has_a_row_for_each_picture(service: App) -> None:
     expected = np.stack([expected_embedding(red, HEAD) for red in (1, 2, 3)])
     np.testing.assert_array_equal(
         array(await embed_batch(service, png(1), png(2), png(3), query="format=npy")), expected
@@ -103,7 +103,7 @@ async def test_a_bad_query_names_its_parameter(path: str, query: str) -> None:
 
 
 @on_a_loop
-async def test_a_model_without_a_cls_token_has_no_embedding_of_it(service: App) -> None:
+async def test_a_missing_cls_token_is_refused(service: App) -> None:
     changes: dict[str, Any] = {"class_token": False, "pool": "mean"}
     service.engine.info = model_info(config=model_info().config.model_copy(update=changes))
     response = await embed(service, "pool=cls")
@@ -115,7 +115,7 @@ async def test_a_model_without_a_cls_token_has_no_embedding_of_it(service: App) 
 
 
 @on_a_loop
-async def test_an_embedding_alone_is_no_classification(service: App) -> None:
+async def test_embeddings_do_not_count_as_classes(service: App) -> None:
     await embed(service)
     assert service.metric("vit_images_total") == 1
     assert service.metric("vit_top1_score_count") == 0
@@ -157,7 +157,7 @@ def v2(outputs: list[str], **parameters: Any) -> dict[str, Any]:
         ("/predictions/fake", ""),
     ],
 )
-async def test_classes_are_refused_with_what_the_model_has_instead(path: str, query: str) -> None:
+async def test_a_refusal_names_available_outputs(path: str, query: str) -> None:
     service = headless()
     response = await service.classify(png(9), query, path)
     assert (response.status, response.json["code"]) == (422, "invalid_parameter")
@@ -166,7 +166,7 @@ async def test_classes_are_refused_with_what_the_model_has_instead(path: str, qu
 
 
 @on_a_loop
-async def test_embeddings_and_maps_of_the_attention_are_given() -> None:
+async def test_a_headless_model_embeds_pictures() -> None:
     service = headless()
     assert len((await service.classify(png(9), "", "/embed")).json["embedding"]) == 8
     response = await service.classify(png(9), "format=json", "/attention")
@@ -197,7 +197,7 @@ async def test_what_describes_the_model_says_so() -> None:
 
 
 @on_a_loop
-async def test_the_open_inference_protocol_gives_the_embedding_by_default() -> None:
+async def test_the_protocol_defaults_to_embeddings() -> None:
     service, path = headless(), "/v2/models/fake/infer"
     for outputs in ([], ["embedding", "attention"]):
         answer = (await service.request("POST", path, **v2(outputs))).json["outputs"]

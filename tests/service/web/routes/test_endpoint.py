@@ -19,7 +19,7 @@ from tests.service.web.apps import App, app, inside
         ("DELETE", "/metrics", "GET, HEAD"),
     ],
 )
-async def test_405_names_every_method_that_the_path_has(method: str, path: str, allow: str) -> None:
+async def test_405_names_the_methods_of_the_path(method: str, path: str, allow: str) -> None:
     response = await app().request(method, path)
     assert (response.status, response.code) == (405, "method_not_allowed")
     assert response.headers["allow"] == allow
@@ -139,16 +139,14 @@ async def test_a_query_is_read_however_it_is_written(
         ),
     ],
 )
-async def test_a_bad_query_is_refused_in_words_that_name_the_parameter(
-    path: str, query: str, detail: str
-) -> None:
+async def test_a_refused_query_names_its_parameter(path: str, query: str, detail: str) -> None:
     response = await app().classify(query=query, path=path)
     assert (response.status, response.code) == (422, "invalid_parameter")
     assert response.json["detail"] == detail
 
 
 @on_a_loop
-async def test_a_query_of_bytes_that_are_no_text_is_refused_like_any_other(service: App) -> None:
+async def test_a_query_of_wrong_bytes_is_refused(service: App) -> None:
     communicator = service.communicator(
         "POST", "/classify", headers={"content-type": "image/png"}, body=png(7)
     )
@@ -158,7 +156,7 @@ async def test_a_query_of_bytes_that_are_no_text_is_refused_like_any_other(servi
 
 
 @on_a_loop
-async def test_an_answer_is_not_remembered_for_a_query_that_was_refused(service: App) -> None:
+async def test_refused_queries_are_not_cached(service: App) -> None:
     for _ in range(2):
         assert (await service.classify(query="top_k=0")).status == 422
         assert (await service.classify(query="top_k=2")).status == 200
@@ -166,7 +164,7 @@ async def test_an_answer_is_not_remembered_for_a_query_that_was_refused(service:
 
 @on_a_loop
 @pytest.mark.parametrize(("parameters", "status"), [(64, 200), (65, 422), (15_000, 422)])
-async def test_a_query_has_a_bounded_number_of_parameters(parameters: int, status: int) -> None:
+async def test_the_number_of_parameters_is_bounded(parameters: int, status: int) -> None:
     response = await app().classify(query="&".join(["top_k=1"] * parameters))
     assert response.status == status
     if status == 422:
@@ -186,16 +184,14 @@ async def test_a_query_has_a_bounded_number_of_parameters(parameters: int, statu
         ("/" + "x" * 4_000, "", "no such path"),
     ],
 )
-async def test_a_refusal_repeats_no_more_than_a_few_hundred_characters_of_what_was_sent(
-    path: str, query: str, says: str
-) -> None:
+async def test_a_refusal_repeats_little_of_the_input(path: str, query: str, says: str) -> None:
     detail = (await app().classify(path=path, query=query)).json["detail"]
     assert len(detail) <= 500
     assert says in detail
 
 
 @on_a_loop
-async def test_the_model_is_described_by_exactly_these_names_and_values(service: App) -> None:
+async def test_a_model_is_described_by_these_fields(service: App) -> None:
     assert (await service.get("/model")).json == {
         "name": "fake",
         "source": "nowhere",
@@ -256,9 +252,7 @@ async def test_labels_are_told_in_index_order() -> None:
 @pytest.mark.parametrize(
     ("state", "reason"), [("loading", "the model is loading"), ("failed", "the device failed")]
 )
-async def test_without_an_engine_only_readiness_suffers_and_work_is_503(
-    service: App, state: str, reason: str
-) -> None:
+async def test_work_without_an_engine_is_503(service: App, state: str, reason: str) -> None:
     service.engine.state, service.engine.reason = state, reason
     assert (await service.get("/healthz")).status == 200
     assert (await service.get("/metrics")).status == 200
@@ -275,7 +269,7 @@ async def test_without_an_engine_only_readiness_suffers_and_work_is_503(
 
 
 @on_a_loop
-async def test_who_is_about_to_stop_is_alive_and_not_ready(service: App) -> None:
+async def test_a_stopping_service_is_not_ready(service: App) -> None:
     assert (await service.get("/readyz")).json == {"status": "ready"}
     service.lifecycle.stopping = True
     assert (await service.get("/healthz")).json == {"status": "ok"}

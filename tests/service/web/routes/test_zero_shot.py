@@ -87,7 +87,7 @@ def require_scores(predictions: list[dict[str, Any]], red: int) -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("labels", [CSV, json.dumps(LABELS)], ids=["csv", "json"])
-async def test_labels_of_a_request_take_the_place_of_the_models_classes(labels: str) -> None:
+async def test_labels_of_a_request_replace_classes(labels: str) -> None:
     served = service()
     document = (await classify(served, labels=labels)).json
     require_scores(document["predictions"], 9)
@@ -109,9 +109,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("remote", [False, True], ids=["one process", "several"])
 @pytest.mark.parametrize("count", [1, 2, 14])
-def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
-    count: int, remote: bool, folder: Path
-) -> None:
+def test_label_maps_equal_those_of_fixed_labels(count: int, remote: bool, folder: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 2}
     settings = load_settings({"checkpoint": str(folder), "compile": "off", **options})
     options["compile_mode"] = "off"
@@ -184,9 +182,7 @@ def test_the_map_of_a_label_is_that_of_a_model_with_these_labels_from_the_start(
         ({"labels": "a,b", "top_k": 3}, "top_k 3: there are 2 labels"),
     ],
 )
-async def test_labels_that_cannot_be_compared_are_refused(
-    query: dict[str, Any], detail: str
-) -> None:
+async def test_labels_without_meaning_are_refused(query: dict[str, Any], detail: str) -> None:
     response = await classify(service(), **query)
     assert response.status == 422
     assert response.json["code"] == "invalid_parameter"
@@ -194,7 +190,7 @@ async def test_labels_that_cannot_be_compared_are_refused(
 
 
 @on_a_loop
-async def test_a_plain_classifier_has_no_labels_of_a_request_and_no_texts() -> None:
+async def test_a_plain_classifier_refuses_labels() -> None:
     for path, query in (("/classify", "labels=cat"), ("/embed", "text=cat")):
         response = await app().request("POST", path, query=query, body=png(1))
         assert (response.status, response.json["code"]) == (422, "invalid_parameter")
@@ -202,7 +198,7 @@ async def test_a_plain_classifier_has_no_labels_of_a_request_and_no_texts() -> N
 
 
 @on_a_loop
-async def test_a_text_that_waits_past_its_deadline_is_a_504_by_the_service_itself() -> None:
+async def test_a_text_past_its_deadline_is_504() -> None:
     served = service(request_timeout=0.01)
 
     async def never(*_: object, **__: object) -> None:
@@ -214,7 +210,7 @@ async def test_a_text_that_waits_past_its_deadline_is_a_504_by_the_service_itsel
 
 
 @on_a_loop
-async def test_a_picture_whose_texts_are_refused_costs_no_pass() -> None:
+async def test_refused_texts_save_the_forward_pass() -> None:
     served = service()
 
     async def full(*_: object, **__: object) -> None:
@@ -230,7 +226,7 @@ async def test_a_picture_whose_texts_are_refused_costs_no_pass() -> None:
 
 
 @on_a_loop
-async def test_who_asks_for_texts_that_are_known_does_not_wait_behind_new_ones() -> None:
+async def test_known_texts_do_not_wait_for_new_ones() -> None:
     served, gate = service(), asyncio.Event()
 
     async def embed(texts: Sequence[str], **_: object) -> NDArray[np.float32]:
@@ -258,7 +254,7 @@ async def test_who_asks_for_texts_that_are_known_does_not_wait_behind_new_ones()
 
 
 @on_a_loop
-async def test_a_caller_that_leaves_takes_its_texts_along() -> None:
+async def test_a_disconnect_drops_waiting_texts() -> None:
     served = service(request_timeout=1000)
     begun, ended = asyncio.Event(), asyncio.Event()
 
