@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from model.outputs import EmbeddingRequest
 from service.errors import MalformedRequest
 from service.extensions.inference_protocol.tensors import InputTensor, OutputTensor
+from tests.extensions.inference_protocol.requests import INFER, encoded, infer, outputs, post
 from tests.service.fakes import (
     CLASSES,
     SIZE,
@@ -24,31 +25,6 @@ from tests.service.fakes import (
     png,
 )
 from tests.service.web.apps import App, app
-from tests.service.web.http_communicator import HttpCommunicator
-
-INFER = "/v2/models/fake/infer"
-
-
-def encoded(*reds: int) -> dict[str, Any]:
-    """A tensor `image` in JSON."""
-    data = [base64.b64encode(png(red)).decode() for red in reds]
-    return {"name": "image", "datatype": "BYTES", "shape": [len(reds)], "data": data}
-
-
-async def infer(
-    service: App, *inputs: dict[str, Any], path: str = INFER, **header: Any
-) -> HttpCommunicator:
-    return await post(service, json.dumps({"inputs": inputs, **header}).encode(), path=path)
-
-
-async def post(service: App, body: bytes, *, path: str = INFER, **headers: str) -> HttpCommunicator:
-    return await service.request("POST", path, headers=headers, body=body)
-
-
-def outputs(document: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {
-        each["name"]: np.array(each["data"]).reshape(each["shape"]) for each in document["outputs"]
-    }
 
 
 @on_a_loop

@@ -24,7 +24,7 @@ from tests.extensions.inference_protocol.grpc.caller import Output, arrays, call
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.fake_engine import FakeEngine
-from tests.service.web.routes.test_models import several
+from tests.service.web.named_models import several
 from vitserve.documents import MAX_SET, Classification, Prediction, ranked, set_fields
 
 

@@ -1,87 +1,22 @@
 """Models by name over HTTP: who answers, several at once, and who may change them, under /v2 too."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from service.engine.local import What
-from service.errors import EngineUnavailable, ModelsFull
+from service.errors import ModelsFull
 from service.models.added_heads import AddedHead
-from service.models.generation import Generation, LocalModel
-from service.settings import load_settings
-from tests.service.fakes import FixedModels, model_info, on_a_loop, png, until
+from service.models.generation import Generation
+from tests.service.fakes import model_info, on_a_loop, png, until
 from tests.service.web.apps import App, app, form, service_in, settle
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
+from tests.service.web.named_models import FEW, several
 
 ADMIN = {"authorization": "Bearer admin"}
-FEW = tuple(f"few {index}" for index in range(3))
-
-
-class Named(FixedModels):
-    """Models of fake engines; what is put and deleted is noted; one is gone as soon as it is put."""
-
-    gone = ""
-
-    def __init__(self, engines: dict[str, FakeEngine]) -> None:
-        self.engines, self.changes = engines, list[tuple[str, str, Any]]()
-        served = {name: LocalModel(partial(self._engine, name)) for name in engines}
-        super().__init__(served, next(iter(engines)))
-
-    def _engine(self, name: str, _: What) -> Any:
-        return self.engines[name]
-
-    def give_back(self, name: str) -> None:
-        """Leave a model unloaded, until its engine is ready."""
-        self.engines[name].state = "loading"
-        self.served[name].current.move("unloaded")
-
-    async def available(self, name: str | None) -> None:
-        if self.engines[str(name)].reason == "full":
-            raise ModelsFull("there is no memory")
-        if self.engines[str(name)].state == "failed":
-            raise EngineUnavailable(f"{name}: {self.engines[str(name)].reason}")
-        await self.engines[str(name)].gate.wait()
-        self.engines[str(name)].state = "ready"
-
-    async def put(self, name: str, what: What) -> bool:
-        self.changes.append(("put", name, what))
-        if name == self.gone:
-            del self.served[name]
-        return name not in self.served
-
-    async def delete(self, name: str) -> None:
-        self._require_named(name)
-        self.changes.append(("delete", name, None))
-
-    def _require_named(self, name: str) -> None:
-        self.find(name)
-
-
-def several(**settings: Any) -> tuple[App, Named]:
-    """`cats` is the default, `few` has three classes and another preprocessing, `bare` has none."""
-    info = model_info()
-    preprocess = info.preprocess.model_copy(update={"interpolation": "bilinear"})
-    few = model_info(
-        name="few",
-        labels=FEW,
-        config=info.config.model_copy(update={"num_classes": 3}),
-        preprocess=preprocess,
-    )
-    bare = model_info(
-        name="bare", labels=(), config=info.config.model_copy(update={"num_classes": 0})
-    )
-    models = Named(
-        {
-            "cats": FakeEngine(model_info(name="cats")),
-            "few": FakeEngine(few),
-            "bare": FakeEngine(bare),
-        }
-    )
-    return App(load_settings({"admin_key": "admin", **settings}), models=models), models
 
 
 async def classify(service: App, query: str, red: int = 1) -> HttpCommunicator:

@@ -8,7 +8,7 @@ import pytest
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.http_communicator import HttpCommunicator
-from tests.service.web.routes.test_models import several
+from tests.service.web.named_models import several
 
 
 async def post(service: App, path: str, query: str = "", **fields: str) -> HttpCommunicator:

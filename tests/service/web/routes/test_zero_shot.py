@@ -22,7 +22,7 @@ from model.runtime.predictor import Predictor
 from service.engine.loading import load_predictor
 from service.errors import QueueFull
 from service.settings import load_settings
-from tests.extensions.inference_protocol.test_routes import encoded, infer, outputs
+from tests.extensions.inference_protocol.requests import encoded, infer, outputs
 from tests.model.checkpoint import whole_models
 from tests.model.images.pictures import encode
 from tests.service.fakes import (
