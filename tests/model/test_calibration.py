@@ -1,6 +1,4 @@
-"""The temperature; sets of labels: their coverage, their finite-sample correction, and when they
-are empty.
-"""
+"""Fitted scores, and sets of labels: their coverage and their finite-sample correction."""
 
 import math
 
@@ -10,8 +8,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from model.calibration import Calibration, LabelSets, label_sets_of, pictures_needed
-from model.errors import CheckpointError, DatasetError
-from model.extensions.evaluation.calibration import MeasuredSets, calibrate
+from model.errors import CheckpointError
 from model.heads import Form
 from model.score_fit import (
     FORMS,
@@ -22,6 +19,7 @@ from model.score_fit import (
     losses,
     scores_and_energies,
 )
+from tests.model.calibrated import calibrated_logits
 
 
 @pytest.mark.parametrize(
@@ -129,15 +127,6 @@ def test_a_calibration_that_none_was_written_as_is_refused(
         Calibration.model_validate(written.model_dump() | changes)
 
 
-def calibrated_logits(count: int = 4000) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Labels drawn from softmax(logits): the right temperature is 1 by construction."""
-    generator = np.random.default_rng(0)
-    logits = 2 * generator.normal(size=(count, 5)).astype(np.float32)
-    return logits, np.array(
-        [generator.choice(5, p=row) for row in scores_and_energies(logits, 1.0)[0]]
-    )
-
-
 @pytest.mark.parametrize("truth", [0.4, 1.0, 3.0])
 def test_the_fitted_temperature_makes_the_labels_likeliest(truth: float) -> None:
     logits, labels = calibrated_logits()
@@ -156,7 +145,7 @@ def test_the_fitted_temperature_makes_the_labels_likeliest(truth: float) -> None
 
 
 def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered_right() -> None:
-    """Each of the cases gives another temperature to whoever fits it all the same."""
+    """Without the guard, each case would get another temperature."""
     logits, labels = calibrated_logits(MIN_PICTURES)
     assert fit_scores(3 * logits, labels) != Fit(1.0)
     assert fit_scores(3 * logits[1:], labels[1:]) == Fit(1.0)
@@ -183,33 +172,3 @@ def test_the_form_that_fits_what_was_held_out_is_chosen(made: Form, name: int) -
     assert (np.diff(np.take_along_axis(scores, np.argsort(logits, axis=1), axis=1)) >= 0).all(), (
         "the order stays"
     )
-
-
-def test_a_calibration_fits_the_temperature_to_a_fifth_and_measures_sets_on_the_rest() -> None:
-    logits, labels = calibrated_logits(1000)
-    calibration, fitted, form, before, after, measured = calibrate(
-        2 * logits, labels, Fit(9.0), "made", (0.95, 0.9, 0.999)
-    )
-    assert (fitted, form) == (200, FORMS[0])
-    assert before.loss - after.loss > 0.3
-    assert after.error < 0.07
-    assert before.error > 0.15
-    assert calibration.temperature == pytest.approx(2, rel=0.3)
-    assert (calibration.pictures, len(calibration.scores)) == (1000, 800)
-    assert list(measured) == [0.9, 0.95]  # 1,999 pictures are needed for the third
-    assert [sets.covered for sets in measured.values()] == pytest.approx([0.91, 0.955], abs=0.015)
-    assert measured[0.9].abstained == pytest.approx(0.05, abs=0.01)
-    assert 1 < measured[0.9].labels < measured[0.95].labels < 5
-    members = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]], dtype=np.bool_)
-    assert MeasuredSets.of(members, np.array([1, 0, 1, 2])) == MeasuredSets(0.5, 1.0, 0.25)
-
-
-def test_few_pictures_leave_the_temperature_and_fewer_are_refused_with_what_is_enough() -> None:
-    logits, labels = calibrated_logits(39)
-    found = calibrate(logits, labels, Fit(1.25), "made", (0.95,))
-    assert (found.calibration.temperature, found.fitted, found.form) == (1.25, 0, "")
-    assert len(found.calibration.scores) == 39
-    with pytest.raises(
-        DatasetError, match=r"^made: 38 pictures .* 0.95: 39 are enough, and these for 0.94 \(--cov"
-    ):
-        calibrate(logits[:38], labels[:38], Fit(1.25), "made", (0.95,))

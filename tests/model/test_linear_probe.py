@@ -1,4 +1,4 @@
-"""A linear probe: what is fitted, and how its penalty is chosen."""
+"""A linear probe: its fit, and the choice of its penalty."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
-"""The file of a taught head names the features that it reads, and older files read what they were
-fitted to.
-"""
+"""The file of a taught head names its features; older files keep theirs."""
 
 import json
 from dataclasses import replace

@@ -21,9 +21,9 @@ from model.extensions.training.run_folder import CARD_FILE, RECIPE_FILE
 from model.extensions.training.train import default_recipe, run
 from model.network.vit import VisionTransformer, count_parameters
 from model.runtime.predictor import Predictor
+from tests.extensions.conftest import tiny_recipe
 from tests.extensions.evaluation.scores import predict_scores
 from tests.extensions.training.synthetic import LABELS, write_cifar
-from tests.model.conftest import tiny_recipe
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
 

@@ -38,9 +38,7 @@ def test_the_pieces_outputs_are_joined_in_order(layers: int) -> None:
 
 
 def outputs() -> HostOutputs:
-    """Outputs of 64 images, the logits and relevance of the last one a hundredth of those of the
-    others.
-    """
+    """Return outputs of 64 images; the last image's logits and relevance are 100 times smaller."""
     random = np.random.default_rng(0)
     sizes = np.r_[np.ones(63), 0.01].astype(np.float32)
     attention = random.random((64, 1, 3, 10), np.float32)

@@ -1,4 +1,4 @@
-"""Devices, dtypes, threads and memory, as a machine tells of them."""
+"""Devices, dtypes, threads and memory of a machine."""
 
 import sys
 from pathlib import Path

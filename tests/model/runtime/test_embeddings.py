@@ -1,4 +1,4 @@
-"""Embeddings beside labels in one batch, on every backend."""
+"""Embeddings and labels in one batch, on every backend."""
 
 from typing import Any
 

@@ -83,7 +83,7 @@ def made(family: str, backend: str = "torch", **options: Any) -> Predictor:
 def require_explanation(
     predictor: Predictor, images: np.ndarray, place: int, found: Predictions
 ) -> None:
-    """The image's map is the one that an explanation of its best class alone gives."""
+    """Compare the image's map with an explanation of its best class alone."""
     pixels = Normalise(predictor.checkpoint.preprocess)(torch.from_numpy(images))
     best, checkpoint = int(found.indices[place, 0]), predictor.checkpoint
     assert isinstance(checkpoint, Checkpoint)
@@ -108,7 +108,7 @@ def no_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def require_mixed(predictor: Predictor, rows_of: Predictor) -> None:
-    """A batch of all kinds of requests gives each image what it asks for."""
+    """Check each image's outputs in a batch of all kinds of requests."""
     images = images_for(predictor)
     found = predict(predictor, images, top_k=2, maps=MIXED)
     rows = predict(rows_of, images, top_k=2, maps=[None, None, MIXED[2], None, MIXED[4]])
@@ -443,7 +443,7 @@ def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(
     alone = asked_alone(models["seven"], images[2:], wanted)
     np.testing.assert_allclose(of_caller.map.values, alone.map.values, atol=1e-4)
     assert of_caller.map.request == alone.map.request
-    # And the own head's answer is to the last bit what it is without the others.
+    # Other heads do not change a bit of the own head's answer.
     for name in ("scores", "logits"):
         assert getattr(mixed, name).tobytes() == getattr(own, name).tobytes()
     assert mixed.map.values.tobytes() == own.map.values.tobytes()

@@ -55,9 +55,7 @@ class StandInStream:
 
 
 class StandInEvent:
-    """Writes down what happens to it; what was downloaded before it is there once it has been
-    waited for.
-    """
+    """Logs its calls; downloads before it are complete after a thread has waited for it."""
 
     def __init__(self, ops: StandInOps) -> None:
         self._ops = ops
@@ -88,11 +86,11 @@ class StandInOps:
     """`DeviceOps` on the CPU. A captured graph is the work itself, run again on the same memory.
 
     Attributes:
-        log: what happened to events, in order, and the number of the stream.
-        replays: how often a graph ran.
-        captures: how many graphs were made.
-        settled: how often the device was waited for.
-        fail_capture: what the first operator in a capture raises.
+        log: calls of events, in order, with the number of the stream.
+        replays: number of runs of graphs.
+        captures: number of captured graphs.
+        settled: number of waits for the device.
+        fail_capture: error of the first operator in a capture.
         spoil_capture: whether captured graphs do nothing.
         largest_allocation: bytes of one tensor on the launcher's stream, beyond which memory runs
         out.
@@ -167,13 +165,12 @@ class StandInOps:
         self._downloaded_on.add(self._current.stream)
         host = torch.empty_like(tensor)
         host.view(torch.uint8).fill_(POISON)
-        # A thread's own: on which stream it was is of no account, as a thread is on one after
-        # another.
+        # Per thread, and not per stream, because a thread uses one stream at a time.
         self._current.downloads = [*self.take_downloads(), (host, tensor.clone())]
         return host
 
     def take_downloads(self) -> list[tuple[Tensor, Tensor]]:
-        """Host memory and what it will hold, since this thread's last event."""
+        """Return host memory and its later content, for this thread's last downloads."""
         downloads: list[tuple[Tensor, Tensor]] = getattr(self._current, "downloads", [])
         self._current.downloads = []
         return downloads

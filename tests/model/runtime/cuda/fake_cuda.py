@@ -1,8 +1,7 @@
-"""A device that computes nothing: torch knows every kernel's shapes and dtypes on the device
-`meta`.
+"""A device without computation: on torch's device `meta`, kernels have only shapes and dtypes.
 
-`captured` holds what a CUDA graph must hold to: tensors of the device alone, no answer that the
-host waits for, no float64, and matrix products in the model's own dtype.
+`captured` enforces the rules of a CUDA graph: only tensors of the device, no waits of the host, no
+float64, and matrix products in the model's own dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +36,7 @@ class NotCapturable(AssertionError):
 
 @contextmanager
 def captured(dtype: torch.dtype, *, float_products: bool = False) -> Iterator[list[str]]:
-    """Refuse what a CUDA graph of a model of this dtype must not do; gives the names of the kernels
-    that ran.
+    """Enforce the rules of a CUDA graph, and give the names of the kernels that ran.
 
     Args:
         float_products: whether products in float32 are allowed, too, as gradients are computed.

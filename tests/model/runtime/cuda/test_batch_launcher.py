@@ -298,9 +298,7 @@ def test_the_33rd_model_with_graphs_is_refused_them() -> None:
 
 @pytest.mark.usefixtures("torch_without_a_gpu")
 def test_attention_is_never_cudnn() -> None:
-    """Its switch is of the whole process: turned on for a capture, it was on for every batch beside
-    it.
-    """
+    """The switch affects the whole process, and once stayed on for batches during a capture."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     CudaOps(torch.device("cuda", 0))
     assert not torch.backends.cuda.cudnn_sdp_enabled()

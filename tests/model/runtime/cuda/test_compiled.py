@@ -247,7 +247,7 @@ def test_a_model_answers_while_it_is_compiled(
 def failing(
     monkeypatch: pytest.MonkeyPatch, error: Exception, before: Callable[[], object] = lambda: None
 ) -> None:
-    """Let the compiler fail."""
+    """Make the compiler fail."""
 
     def compiled(*_: object, **__: object) -> Network:
         before()

@@ -149,7 +149,7 @@ def test_a_largest_batch_that_does_not_fit_asks_for_half_of_it(
 ) -> None:
     ops = StandInOps()
     predictor = plain(max_batch=8 if rows else 1, ops=ops)
-    ops.largest_allocation = rows * 7 * 64 * 4  # what the MLP makes of so many images
+    ops.largest_allocation = rows * 7 * 64 * 4  # the MLP's hidden layer
     with pytest.raises(DeviceError, match=f"^cpu: {message}") as found:
         predictor.warm_up()
     assert getattr(found.value, "value", None) == largest
@@ -232,9 +232,7 @@ REAL_KINDS: dict[str, dict[str, object]] = {
 
 
 def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
-    """Compare logits, top-k and the last layer's map, in graphs and without, with those of float32
-    on the CPU.
-    """
+    """Compare logits, top-k and a map, with and without graphs, with float32 on the CPU."""
     checkpoint = predictor.checkpoint
     assert isinstance(checkpoint, Checkpoint)
     last = checkpoint.vit.depth - 1

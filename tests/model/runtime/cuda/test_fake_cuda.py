@@ -65,10 +65,7 @@ def rows(*layers: int) -> BatchRequest:
 
 
 def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
-    """Compute, as a graph would capture it, a batch for each request.
-
-    Gives the names of the kernels that ran for the last one.
-    """
+    """Compute a batch for each request as in a capture; return the last one's kernels by name."""
     config, to_capture = backend.config, backend._scored
     assert isinstance(config, ViTConfig)
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=META)
@@ -91,7 +88,7 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_of_every_kind_stays_on_the_device_and_never_waits(kind: str) -> None:
     last, every = rows(KINDS[kind].depth - 1), rows(*range(KINDS[kind].depth))
-    # The twin computes all but the last, the plain model what has rows of every layer.
+    # The plain model computes rows of every layer; the twin computes the other requests.
     launch(started(kind, torch.bfloat16), PLAIN, last, RELEVANCE, every)
 
 

@@ -1,6 +1,4 @@
-"""Graphs that are kept for later starts: the same answers without torch, and made again where
-anything changed.
-"""
+"""Kept graphs give the same answers without torch, and are made again after any change."""
 
 import json
 import os

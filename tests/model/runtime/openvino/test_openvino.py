@@ -1,6 +1,4 @@
-"""OpenVINO beside torch: the same scores and rows, whatever the batch; silent about itself; refused
-where it cannot.
-"""
+"""OpenVINO gives torch's scores and rows for any batch, and refuses other models."""
 
 import importlib.util
 import subprocess
