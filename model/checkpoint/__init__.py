@@ -49,8 +49,8 @@ def load_checkpoint(source: str, **fields: Any) -> Checkpoint:
     extensions' names. Nothing about the tensors' values is checked until the model is built.
 
     Args:
-        source: as for `open_source`.
-        fields: of `CheckpointOptions`.
+        source: the source, as for `open_source`.
+        fields: options of the operator, by the names in `CheckpointOptions`.
 
     Raises:
         CheckpointError: no such source, no reader recognises it, or it does not have exactly the
@@ -106,8 +106,6 @@ def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions)
     require_use_of_labels(checkpoint, options.labels)
     checkpoint = activated(checkpoint, options.activation)
     notes = checkpoint.notes + files.notes + unread_files(files)
-    if files.overlay is not None:
-        notes += (f"the LoRA adapter {files.overlay.place} is merged into {files.place}",)
     if isinstance(files, Repository) and files.from_cache:
         notes += (files.place,)
     parts = (

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from torch import Tensor
+
 from model.checkpoint import huggingface, native, timm
 from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, Files
 from model.checkpoint.hub import Repository, is_hub_id
@@ -175,7 +177,12 @@ def _adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
         _resize_timm_head(base.config, head.shape[0])
     elif head is not None and native.recognises(base):
         _resize_native_head(base.config, head.shape[0])
-    base.merge = lambda tensors: merged(renaming(tensors), changes, config, renaming, where)
+
+    def merge(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        base.notes += (f"the LoRA adapter {adapter.place} is merged into {base.place}",)
+        return merged(renaming(tensors), changes, config, renaming, where)
+
+    base.merge = merge
 
 
 def _transformers_renaming(base: Files, adapter_config: Mapping[str, Any]) -> Renaming:

@@ -22,7 +22,7 @@ from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from tests.extensions.formats.home_made import PLAIN, load, made
-from tests.model.checkpoint import transformers_models
+from tests.model.checkpoint import folders, transformers_models
 from tests.model.checkpoint.parity import (
     TOLERANCE,
     assert_same_logits,
@@ -778,3 +778,13 @@ def test_a_network_of_timms_own_code_is_read(tmp_path: Path) -> None:
         assert relative_error(logits, model(shown)) < TOLERANCE
     with pytest.raises(CheckpointError, match=r"weights.pth: missing key .* \(and \d+ more\)"):
         load_checkpoint(str(file), architecture="convnext_atto", **options)
+
+
+def test_activation_is_a_setting(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file(folders.tiny(), file)
+    options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 16, 16), "labels": "numbers"}
+    sizes = "patch_size=8,embed_dim=16,depth=2,num_heads=2,mlp_ratio=2,norm_order=pre"
+    options["architecture"] = f"vit_tiny_patch16_224,{sizes}"
+    assert not load_checkpoint(str(file), **options).head.independent
+    assert load_checkpoint(str(file), **options, activation="sigmoid").head.independent

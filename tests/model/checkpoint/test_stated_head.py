@@ -19,9 +19,7 @@ from tests.model.checkpoint.folders import (
     put,
     refusal,
     timm_folder,
-    tiny,
 )
-from tests.model.checkpoint.parity import preprocess_file
 from tests.timm_reference import timm, transformers
 
 pytestmark = pytest.mark.timeout(60)  # libraries of references are imported
@@ -86,16 +84,6 @@ def test_the_wrappers_scores_are_transformers(tmp_path: Path) -> None:
         expected = model(pixels).logits.sigmoid()
         logits = checkpoint.build()(pixels).logits
     assert checkpoint.head.scores(logits.numpy()) == pytest.approx(expected.numpy(), abs=1e-5)
-
-
-def test_a_state_dicts_activation_is_a_setting(tmp_path: Path) -> None:
-    file = tmp_path / "weights.safetensors"
-    save_file(tiny(), file)
-    options: dict[str, Any] = {"preprocess": preprocess_file(tmp_path, 16, 16), "labels": "numbers"}
-    sizes = "patch_size=8,embed_dim=16,depth=2,num_heads=2,mlp_ratio=2,norm_order=pre"
-    options["architecture"] = f"vit_tiny_patch16_224,{sizes}"
-    assert not load_checkpoint(str(file), **options).head.independent
-    assert load_checkpoint(str(file), **options, activation="sigmoid").head.independent
 
 
 def test_an_activation_without_effect_is_refused(tmp_path: Path) -> None:
