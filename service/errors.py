@@ -158,7 +158,7 @@ class HeadsUnavailable(Unavailable):
 
 
 class Draining(Unavailable):
-    """The process is ending and takes no new work."""
+    """The process is ending and does not accept new work."""
 
     retry_after = 5
 

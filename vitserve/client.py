@@ -152,7 +152,8 @@ class _Service:
         """Return the seconds to wait before the next try.
 
         Raises:
-            ClientError: the last try failed, or the error lasts; `Unreachable` for an error of httpx.
+            ClientError: the last try failed, or the error lasts. An error of httpx becomes
+                `Unreachable`.
         """
         if isinstance(error, ClientError):
             failure = error

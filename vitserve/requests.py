@@ -123,7 +123,7 @@ class Request(Generic[Answer]):
 
     @property
     def can_shrink(self) -> bool:
-        """Whether the request sends a large file to the default model, whose input size is known."""
+        """Whether to shrink: a large file goes to the default model, whose input size is known."""
         names_model = "model" in self.options.get("params", ())
         if self.drawn or names_model:
             return False

@@ -1,6 +1,6 @@
 """Answers about image files, from a model loaded here or from a server, with one interface.
 
-A file's answer is a value, or a text that says why there is none.
+A file's answer is a value, or a text with the reason for its failure.
 """
 
 import argparse
@@ -286,7 +286,7 @@ class ServerAnswers:
     def stream(
         self, files: Sequence[Path], ask: Callable[[Path], _Answer]
     ) -> Iterator[tuple[Path, _Answer | str]]:
-        """Yield each file with its answer, or with the reason why it has none.
+        """Yield each file with its answer, or with the reason for its failure.
 
         Raises:
             ClientError: the server answered none of `_MAX_CONSECUTIVE_FAILURES` consecutive files.

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the maps of all files, and return 1 if any file has none."""
+    """Write the maps of all files, and return 1 if any file fails."""
     files = find_images(arguments.paths)
     targets = _targets(arguments, files)
     settings = settings_from(arguments)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the labels of all files, and return 1 if any file has no answer."""
+    """Print the labels of all files, and return 1 if any file fails."""
     if arguments.top_k is not None and arguments.top_k < 1:
         raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the embeddings of all files, and return 1 if any file has none."""
+    """Write the embeddings of all files, and return 1 if any file fails."""
     output: Path = arguments.output
     if output.suffix != ".npy":
         raise InputError(

@@ -85,16 +85,16 @@ def handle_answers(
     *,
     failure: Callable[[Path, str], object] | None = None,
 ) -> int:
-    """Call `handle` with each file and its answer; return 1 if any file has no answer.
+    """Call `handle` with each file and its answer; return 1 if any file fails.
 
     A bar on stderr shows the progress.
 
     Args:
-        answers: files, each with its answer or the reason why it has none.
+        answers: files, each with its answer or the reason for its failure.
         count: number of files.
         handle: called with each answer; an `ImageError` that it raises becomes the file's reason.
         name: noun for an answer, as in "2 of 9 files have no embedding".
-        failure: called with each file without an answer and the reason; None: print both on stderr.
+        failure: called with each failed file and the reason; None: print both on stderr.
     """
     failed = 0
     for file, answer in tqdm(answers, total=count, unit="image", disable=count < 2 or None):

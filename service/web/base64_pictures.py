@@ -39,7 +39,7 @@ def picture_of_json(document: bytearray, max_bytes: int) -> bytearray:
     """Return the picture in a document `{"image": "BASE64"}`.
 
     Raises:
-        UnsupportedMediaType: the document is another one.
+        UnsupportedMediaType: the document has another form.
         UploadTooLarge: the picture has more than `max_bytes` bytes.
         MalformedRequest: the text is not base64.
     """

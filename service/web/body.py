@@ -52,7 +52,7 @@ async def read_files(
     Args:
         headers: the request headers.
         receive: the ASGI channel of the request.
-        limits: what the body may hold.
+        limits: limits on the files and fields.
         on_further_file: called before the second and each later file is read; may refuse it.
         in_turn: runs work on a document of the given number of values; may refuse it.
 
@@ -152,8 +152,8 @@ async def _feed(
 ) -> None:
     """Feed a body to a reader; raises `MissingImage`, `refusal`, and the reader's errors.
 
-    Unless `at_once`, a refusal waits for the end of the body. A body that is too large gets that
-    error rather than another one, and without Content-Length only its end shows the size.
+    Unless `at_once`, a refusal waits for the end of the body, because an error about the size has
+    precedence, and without Content-Length only the end shows the size.
     """
 
     def take(chunk: bytes) -> None:

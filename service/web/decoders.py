@@ -1,7 +1,6 @@
 """Decoder processes of a web process: each takes a job and answers with pixels or an error.
 
-They start on demand and stay for the next job. `model.images.decoder_process` says what they may
-do.
+They start on demand and stay for the next job. `model.images.decoder_process` confines them.
 """
 
 import asyncio

@@ -138,7 +138,7 @@ class MemoryImageStore:
         return StoreUsage(len(self._pictures), self._bytes, self._evicted)
 
     async def close(self) -> None:
-        """Do nothing: there are no connections."""
+        """Do nothing."""
 
     def _drop_expired(self) -> None:
         now = self._clock()

@@ -1,4 +1,4 @@
-// The service's HTTP interface. Every address is relative to the page: a proxy may put the service under a prefix.
+// Requests to the service. URLs are relative to the page, because a proxy may serve it under a prefix.
 
 import { plainWords } from "./errors.js";
 
@@ -16,11 +16,11 @@ export class ApiError extends Error {
 const TRIES = 4;
 const BUSY = [429, 502, 503];
 
-// What an answer means that is not the service's own, but a proxy's.
+// The codes for answers that come from a proxy, not from the service.
 const BY_STATUS = { 401: "unauthorized", 408: "request_timeout", 413: "upload_too_large", 429: "queue_full", 502: "engine_unavailable",
   503: "engine_unavailable", 504: "deadline_exceeded" };
 
-let key = ""; // in memory only: a reload forgets it
+let key = ""; // only in memory: a reload of the page forgets it
 let askForKey = null;
 
 export const setKey = (value) => { key = value; };
@@ -30,13 +30,13 @@ export const onUnauthorized = (listener) => { askForKey = listener; };
 /** Send one request; resolves with the answer's body, rejects with an ApiError, or an AbortError when cancelled. */
 export function send(method, path, { query = {}, file = null, type = "json", signal, onProgress } = {}) {
   return new Promise((resolve, reject) => {
-    const request = new XMLHttpRequest(); // unlike fetch it tells how much of an upload is through
+    const request = new XMLHttpRequest(); // unlike fetch, it reports the progress of an upload
     const given = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
     const search = new URLSearchParams(given).toString();
     request.open(method, new URL(search ? `${path}?${search}` : path, document.baseURI));
     request.responseType = "blob";
     const fail = (code, detail = "") => reject(new ApiError({ code, status: 0, detail }));
-    try { if (key) request.setRequestHeader("Authorization", `Bearer ${key}`); } catch { // characters that no key has
+    try { if (key) request.setRequestHeader("Authorization", `Bearer ${key}`); } catch { // the key has invalid characters
       askForKey?.();
       return fail("unauthorized");
     }
@@ -70,7 +70,7 @@ export function send(method, path, { query = {}, file = null, type = "json", sig
 
 const isReadable = (file) => file.stream().getReader().read().then(() => true, () => false);
 
-/** As `send`, but when the service is busy it is asked again after the time that it names; `onBusy()` hears of that. */
+/** Like `send`, but repeat the request when the service is busy, after its Retry-After; call `onBusy()` before. */
 export async function sendPatiently(method, path, options) {
   for (let left = TRIES - 1; ; left -= 1) {
     try {

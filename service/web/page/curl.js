@@ -1,4 +1,4 @@
-// The calls that give what is on screen, for a shell.
+// The curl commands that reproduce the results on screen.
 
 import { keyIsUsed } from "./api.js";
 import { queriesOf } from "./models.js";
@@ -17,5 +17,5 @@ export function curlCalls({ name, topK, map, services, maps }) {
     ...maps.map((query, index) => call("attention", query, `-o map${maps.length > 1 ? index + 1 : ""}.png `))].join("\n");
 }
 
-// In a file's name curl takes commas and semicolons for the end, unless it is in double quotes.
+// For curl, a comma or semicolon ends a file's name unless the name is in double quotes.
 const formEscaped = (name) => (/[,;"\\]/.test(name) ? `"${name.replace(/["\\]/g, "\\$&")}"` : name);

@@ -1,4 +1,4 @@
-// Drawing of a map, as the service does. With r a patch's share over the even share, colour and opacity follow
+// Draw a map like the service. If r is a patch's share divided by the even share, colour and opacity follow
 // log r / log(max(4, the largest r)): patches at or below the even share stay clear. The opacity fades with the evidence.
 
 const FULL_AT_LEAST = 4;
@@ -15,7 +15,7 @@ const TABLE = Uint8ClampedArray.from({ length: 256 * 4 }, (_, at) => {
   return STOPS[lower][at % 4] + (place - lower) * (STOPS[lower + 1][at % 4] - STOPS[lower][at % 4]);
 });
 
-/** Read a map. `full`: the multiple of the even share at which the colour is full; `strength`: what drawings fade by. */
+/** Read a map. `full`: the multiple of the even share with the strongest colour; `strength`: opacity by evidence. */
 export function readMap({ values, evidence }) {
   const rows = values.length;
   const columns = values[0].length;
@@ -61,7 +61,7 @@ export function drawHeat(canvas, map, region, { smooth, full }) {
   context.drawImage(small, x, y, region.width * canvas.width, region.height * canvas.height);
 }
 
-/** The weights by which each pixel is made of patches: cubic convolution (Keys 1981, a = -0.5), as Pillow's BICUBIC. */
+/** Return the weights of patches for each pixel: cubic convolution (Keys 1981, a = -0.5), like Pillow's BICUBIC. */
 function taps(pixels, patches, smooth) {
   return Array.from({ length: pixels }, (_, pixel) => {
     const place = ((pixel + 0.5) * patches) / pixels;
@@ -76,7 +76,7 @@ function taps(pixels, patches, smooth) {
 
 const cubic = (x) => (x < 1 ? (1.5 * x - 2.5) * x * x + 1 : x < 2 ? ((-0.5 * x + 2.5) * x - 4) * x + 2 : 0);
 
-/** Dim what the model did not see. */
+/** Darken the parts of the picture that the model did not see. */
 export function dimOutside(canvas, region) {
   const context = canvas.getContext("2d");
   const { width, height } = canvas;

@@ -1,8 +1,8 @@
-// The ways by which pictures come to the page: dropped, pasted, chosen, photographed, or an example.
+// Ways to add pictures to the page: drop, paste, choose, photograph, or click an example.
 
 const byId = (id) => document.getElementById(id);
 
-/** `onFiles(files)` hears of pictures, `onAddress()` of a link that came instead. */
+/** Call `onFiles(files)` for added pictures, and `onAddress()` for a URL. */
 export function takePictures(onFiles, onAddress) {
   const give = (files) => files.length && onFiles([...files]);
   const giveData = (data) => {
@@ -18,7 +18,7 @@ export function takePictures(onFiles, onAddress) {
     });
   }
 
-  byId("photograph").hidden = navigator.maxTouchPoints === 0; // where there is no camera at hand, `capture` only chooses files
+  byId("photograph").hidden = navigator.maxTouchPoints === 0; // without a camera, `capture` only chooses files
 
   document.addEventListener("paste", (event) => {
     if (event.target.matches?.("input")) return;
@@ -27,7 +27,7 @@ export function takePictures(onFiles, onAddress) {
 
   const dragging = (on) => document.body.classList.toggle("dragging", on);
   document.addEventListener("dragover", (event) => {
-    event.preventDefault(); // else the browser would leave the page for the picture
+    event.preventDefault(); // otherwise the browser would open the picture instead of the page
     dragging(true);
   });
   document.addEventListener("dragleave", (event) => event.relatedTarget === null && dragging(false));

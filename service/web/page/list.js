@@ -1,16 +1,16 @@
-// The pictures on the page: up to three as thumbnails, more as a table to sort and filter, with one tab stop for all its rows.
+// The pictures on the page: up to three as thumbnails, more in a table with sorting, a filter, and one tab stop.
 
 import { explain } from "./errors.js";
 import { percent } from "./heatmap.js";
 import { download } from "./save.js";
 
 const AS_THUMBNAILS = 3;
-const STATES = { waiting: "waits", sending: "is being classified", busy: "waits, as the service is busy", answered: "answered", failed: "failed", cancelled: "cancelled" };
+const STATES = { waiting: "waiting", sending: "is being classified", busy: "waiting, because the service is busy", answered: "answered", failed: "failed", cancelled: "cancelled" };
 const MARKS = { waiting: "…", sending: "…", busy: "busy", answered: "", failed: "failed", cancelled: "stopped" };
 
 export const stateOf = ({ state }) => STATES[state];
 
-/** What a picture has in the columns that rows are sorted by. */
+/** Return a picture's values for the columns of the table. */
 function facts({ number, name, answer, state, error, file }) {
   const [first] = answer?.predictions ?? [];
   const note = state === "failed" ? explain(error, file).lines[0] : state !== "answered" ? STATES[state] : answer.abstained ? "not sure" : "";
@@ -18,7 +18,7 @@ function facts({ number, name, answer, state, error, file }) {
 }
 
 export class PictureList {
-  /** `strip`, `many`: the elements; `onShow(picture)` and `onRemove(picture)` are asked for by the user. */
+  /** `strip`, `many`: the elements; `onShow(picture)` and `onRemove(picture)` run on the user's request. */
   constructor(strip, many, onShow, onRemove) {
     Object.assign(this, { strip, many, onShow, onRemove });
     this.pictures = [];
@@ -67,7 +67,7 @@ export class PictureList {
     this.mark();
   }
 
-  /** Draw anew what is known of a picture. */
+  /** Update the thumbnail and the row of a picture. */
   update(picture) {
     const { button, row } = picture;
     if (!row) return;
@@ -108,7 +108,7 @@ export class PictureList {
     this.strip.replaceChildren(...(isTable ? [] : this.pictures.map(({ item }) => item)));
     const rows = isTable ? this.rows.map(({ row }) => row) : [];
     const kept = [...this.body.rows];
-    if (rows.length !== kept.length || rows.some((row, at) => row !== kept[at])) { // else the focus would be lost
+    if (rows.length !== kept.length || rows.some((row, at) => row !== kept[at])) { // otherwise the focus would be lost
       const focused = document.activeElement;
       this.body.replaceChildren(...rows);
       if (rows.includes(focused)) focused.focus();
@@ -120,7 +120,7 @@ export class PictureList {
     this.mark();
   }
 
-  /** Mark the picture that is shown, and bring it into view. */
+  /** Mark the shown picture, and scroll to it. */
   mark() {
     for (const picture of this.pictures) {
       const isShown = picture === this.shown;

@@ -1,11 +1,11 @@
-// How busy the service is, from two looks at /metrics.
+// The load of the service, from two reads of /metrics.
 
 import { send } from "./api.js";
 
 const EVERY = 2000; // milliseconds
-const WINDOW = 21_000; // milliseconds: the tenth look back is in it
+const WINDOW = 21_000; // milliseconds: includes the tenth read before the last
 
-/** Sum the samples of Prometheus' text by name, and a histogram's by its bound. */
+/** Sum the samples in Prometheus' text format by name, and a histogram's by bound. */
 export function parse(text) {
   const sums = { buckets: new Map(), model: "" };
   for (const line of text.split("\n")) {
@@ -22,7 +22,7 @@ export function parse(text) {
   return sums;
 }
 
-/** The four numbers between two looks, `seconds` apart; null where nothing happened. */
+/** Return the four figures between two reads, `seconds` apart; null if nothing happened. */
 export function between(earlier, later, seconds) {
   const change = (name) => (later[name] ?? 0) - (earlier[name] ?? 0);
   const batches = change("vit_batch_size_count");
@@ -31,7 +31,7 @@ export function between(earlier, later, seconds) {
     queue: later.vit_queue_depth ?? 0, p50: median(counts) };
 }
 
-/** The median of cumulative counts by upper bound, linear within its bucket as Prometheus' histogram_quantile; seconds. */
+/** Return the median in seconds of cumulative counts by upper bound, interpolated like histogram_quantile. */
 function median(counts) {
   const total = counts.at(-1)?.[1] ?? 0;
   if (total <= 0) return null;
@@ -43,7 +43,7 @@ function median(counts) {
   return null;
 }
 
-/** Show the load every two seconds, once there was any; `onOther()` hears that another model is served, or the service started again. */
+/** Show the load every two seconds; call `onOther()` when the model has changed or the service has restarted. */
 export function watchLoad(onOther) {
   const looks = [];
   let model = null;
@@ -62,7 +62,7 @@ export function watchLoad(onOther) {
       looks.length = 0;
       for (const id of ["rate", "batch", "queue", "p50"]) show(id, "–");
       document.querySelector("footer").classList.remove("empty");
-      show("note", error.code === "no_answer" ? "the service does not answer" : "the service does not show its metrics here");
+      show("note", error.code === "no_answer" ? "the service does not answer" : "the service does not expose its metrics to this page");
       return;
     }
     while (looks[0].at < looks.at(-1).at - WINDOW) looks.shift();

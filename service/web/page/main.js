@@ -1,4 +1,4 @@
-// The page: its parts, and what is on screen.
+// The page: its parts and its state.
 
 import { keyIsUsed, onUnauthorized, setKey } from "./api.js";
 import { curlCalls } from "./curl.js";
@@ -18,28 +18,28 @@ import { Teaching } from "./teach.js";
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 const TOP_K = [1, 3, 5, 10, 20, 50];
-const PAUSE = 250; // milliseconds: who goes through a list with the arrow keys asks for the last model alone
+const PAUSE = 250; // milliseconds: a user who steps through the list with arrow keys requests only the last model
 
 const sides = [...document.querySelectorAll(".side")]; // the answers of the first and of the second model
 const emptyMap = document.querySelector("figure.map").cloneNode(true);
 let shown = null; // the picture on screen
-let latest = []; // the pictures that came last
-let picked = false; // the shown one was chosen by the user, and not by the page
-let service = null; // the model that answers, null while it is being asked for
-let services = []; // it, and the one beside it
+let latest = []; // the pictures that were added last
+let picked = false; // the user, not the page, has chosen the shown picture
+let service = null; // the first model, null while its description is requested
+let services = []; // the first and the second model
 let starting = null; // the last start
 let timer = 0;
-let reached = false; // the service has answered, whatever it said
+let reached = false; // the service has answered, with any answer
 let keyTried = false;
 let panels = [];
-let changes = 0; // of the model, since an answer was one of the model that the page knows
+let changes = 0; // of the model, since the last answer of a known model
 const choice = new ModelChoice(byId("choice"), choose);
 const teaching = new Teaching(choice);
 const queue = new Queue(pictureChanged);
 const list = new PictureList(byId("pictures"), byId("many"), pick, (picture) => remove([picture]));
 
 function startIn(wait) {
-  starting = null; // what comes of the last start is not heard of any more
+  starting = null; // ignore the results of the previous start
   clearTimeout(timer);
   timer = setTimeout(start, wait);
 }
@@ -58,7 +58,7 @@ async function start() {
     reached = true;
     tell(byId("unready"), error, new File([], ""));
     showProgress();
-    startIn(1000 * Math.min(error.retryAfter ?? 2, 10)); // a model that loads, a service that starts again
+    startIn(1000 * Math.min(error.retryAfter ?? 2, 10)); // the model is loading, or the service restarts
     return;
   }
   reached = true;
@@ -66,9 +66,9 @@ async function start() {
   byId("model").textContent = services.map(({ title }) => title).join("; ");
   byId("words").hidden = !services.some(({ asksLabels }) => asksLabels);
   takeLabels();
-  for (const each of services) if (!each.asksLabels) each.fetchLabels().then(showKnowledge, () => {}); // without them the page lacks a sentence and the search
+  for (const each of services) if (!each.asksLabels) each.fetchLabels().then(showKnowledge, () => {}); // without labels the page lacks a sentence and the search
   showKnowledge();
-  teaching.reach().catch(() => {}); // without it the page has no tab for it
+  teaching.reach().catch(() => {}); // without an answer the page hides the tab
   fillTopK();
   panels = [];
   setPanels();
@@ -79,7 +79,7 @@ async function start() {
 
 function showKnowledge() { byId("knows").textContent = byId("knows").title = service?.knowledge ?? ""; }
 
-/** The words of the box are the classes of a model of texts. */
+/** Use the labels in the text box as the classes of models with a text tower. */
 function takeLabels() {
   const labels = [...new Set(byId("labels").value.split(",").map((label) => label.trim()).filter(Boolean))];
   for (const each of services) if (each.asksLabels) Object.assign(each, { labels, asked: JSON.stringify(labels) });
@@ -98,19 +98,19 @@ function setOptions() {
     side: byId("small").checked ? Math.max(...services.map((each) => each.side)) : 0 };
 }
 
-/** Another model is behind the page: what the old one said is dropped, and the pictures are given to the new one. */
+/** After a change of the model, drop its answers and classify the pictures with the new model. */
 function renew(gone) {
-  if (!service) return; // it is being asked for
+  if (!service) return; // its description is already requested
   changes += 1;
   tellChange(gone);
-  beginAnew(Math.min(10_000, 1000 * (changes - 1))); // two that take turns behind one address are not asked forever
+  beginAnew(Math.min(10_000, 1000 * (changes - 1))); // longer each time, because two models may alternate behind one address
 }
 
 function tellChange(gone) {
-  byId("notice").textContent = `${gone ? `${gone} does not answer any more` : "The model changed"}: the pictures are classified anew.`;
+  byId("notice").textContent = `${gone ? `${gone} no longer answers` : "The model has changed"}: the pictures are classified again.`;
 }
 
-/** The user chose other models. */
+/** Start again with the models that the user has chosen. */
 function choose() {
   byId("notice").textContent = "";
   beginAnew(PAUSE);
@@ -127,16 +127,16 @@ function beginAnew(wait) {
   startIn(wait);
 }
 
-/** The service may have begun anew: ask which model it has. */
+/** Check whether a restarted service has the same models. */
 async function checkModel() {
   if (!service) return;
   const known = services;
   try {
     const [gone] = await choice.ask();
-    const ready = known.filter(({ name }) => choice.isIn("ready", name)); // asking for one that was unloaded would load it again
+    const ready = known.filter(({ name }) => choice.isIn("ready", name)); // a request for an unloaded model would load it again
     const same = gone ? [false] : await Promise.all(ready.map(async (each) => each.equals(await Service.reach(each.name))));
     if (known === services && same.includes(false)) renew(gone);
-  } catch { /* a request for a picture will tell */ }
+  } catch { /* the next request for a picture shows the error */ }
 }
 
 function addPanel(of) {
@@ -149,7 +149,7 @@ function addPanel(of) {
   return panel;
 }
 
-/** One panel, or two where maps are compared, or models. A model without maps has one that shows the picture. */
+/** Show one panel, or two to compare maps or models. Without maps, the panel shows only the picture. */
 function setPanels() {
   const isPair = services.length > 1;
   const count = isPair ? 2 : service.methods.length ? 1 + byId("compare").checked : 1;
@@ -204,7 +204,7 @@ const hasNothing = (picture) => isUnanswered(picture) && !picture.answer && !pic
 const refusals = ({ error, answers: [, second] }) => [error, second?.error].filter(Boolean);
 const mayBeTried = (picture) => (isUnanswered(picture) ? !isFinal(picture.error) : !picture.isUnderWay && refusals(picture).some((error) => !isFinal(error)));
 
-/** Show the parts of the page that have something in them: a key that is needed comes alone. */
+/** Show the parts of the page that have content; while a key is missing, only its form. */
 function arrange() {
   const locked = !byId("key-form").hidden;
   const { pictures } = list;
@@ -228,7 +228,7 @@ function pictureChanged(picture) {
   list.update(picture);
   showProgress();
   if (picture === shown) showPicture();
-  // The first of them that is answered is shown, unless the user looks at another.
+  // Show the first answered picture unless the user has chosen another one.
   else if (picture.state === "answered" && !picked && hasNothing(shown) && latest.includes(picture)) show(picture);
   return undefined;
 }
@@ -264,14 +264,14 @@ function show(picture) {
 
 function showPicture() {
   const state = `${shown.state} ${shown.photo !== null} ${shown.look !== null}`;
-  if (shown.shownState === state) return; // progress alone
+  if (shown.shownState === state) return; // only the progress has changed
   shown.shownState = state;
   byId("photo-caption").textContent = shown.photo || !shown.answer ? shown.name : `${shown.name}, as the model saw it: this browser cannot show the file itself`;
   showAnswer();
   for (const panel of panels) panel.show(shown, classOf(panel));
 }
 
-/** The class whose map a panel shows first: the first answer, and beside it the second, or the first beside the second. */
+/** Return the class whose map a panel shows first: the best class, or the second best in a second panel. */
 function classOf(panel) {
   const [first, second] = (shown.answerBy(panel.service.place)?.predictions ?? []).map(({ index }) => index);
   const isSecond = panel !== panels[0] && services.length === 1;
@@ -288,16 +288,16 @@ function showAnswer() {
   byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${stateOf(shown)}`;
   teaching.offer(answer);
   const told = services.filter(({ place }) => shown.answerBy(place)?.predictions.length).map(headline).join("; ");
-  byId("headline").textContent = byId("headline").title = told || (shown.isUnderWay ? "Looking …" : answer?.abstained ? "Unlike all that it knows" : "No answer");
+  byId("headline").textContent = byId("headline").title = told || (shown.isUnderWay ? "Looking …" : answer?.abstained ? "Unlike all known classes" : "No answer");
   byId("said").textContent = told && `${shown.name}: ${told}`;
   if (state === "failed") tell(byId("error"), error, shown.file);
 }
 
-/** What one model says: its answers, or why it has none. */
+/** Show the answers of one model, or the reason why they are missing. */
 function showSide(side, place) {
   const find = (selector) => side.querySelector(selector);
   const answer = shown.answerBy(place);
-  const refusal = place ? shown.answers[place]?.error : null; // the first one's is the picture's
+  const refusal = place ? shown.answers[place]?.error : null; // the error of the first model is the picture's error
   side.hidden = place > 0 && services.length < 2;
   Object.assign(find(".of-model"), { hidden: services.length < 2, textContent: services[place]?.model.name ?? "" });
   find(".fits").hidden = answer?.set_size === undefined;
@@ -312,14 +312,14 @@ function showSide(side, place) {
 function headline({ place, model }) {
   const answer = shown.answerBy(place);
   const { predictions: [first] } = answer;
-  const isPair = services.length > 1; // then both are to have room: of several names of a class the first is enough
+  const isPair = services.length > 1; // with two models, use only the first name of a class to save room
   return `${isPair ? `${model.name}: ` : ""}${answer.abstained ? "Not sure: " : ""}${isPair ? first.label.split(",")[0] : first.label}, ${percent(first.score)}`;
 }
 
-/** Which labels hold the right one, of a calibrated model. */
+/** Return a sentence about the label set of a calibrated model. */
 function fitting({ set, set_size: size }) {
-  if (!size) return "Nothing that it knows fits.";
-  return `Of what it knows, ${size === 1 ? "one fits" : `${size} fit`}${set ? `: ${set.join("; ")}` : ""}.`;
+  if (!size) return "None of its labels fits.";
+  return `${size === 1 ? "One label fits" : `${size} labels fit`}${set ? `: ${set.join("; ")}` : ""}.`;
 }
 
 function bar({ label, index, score }, place) {
@@ -332,7 +332,7 @@ function bar({ label, index, score }, place) {
   row.addEventListener("click", () => {
     const panel = panels.find(({ service: of }) => of.place === place);
     panel?.choose({ class: index });
-    panel?.find(".stage").scrollIntoView({ block: "nearest" }); // further up on a phone
+    panel?.find(".stage").scrollIntoView({ block: "nearest" }); // above the visible part on a phone
   });
   const item = make("li");
   item.append(row);
@@ -355,7 +355,7 @@ function mapsChanged() {
   });
   showProgress();
   const drawn = panels.filter((panel) => panel.map);
-  const full = drawn.length > 1 ? Math.max(...drawn.map((panel) => panel.map.full)) : null; // two maps share a scale
+  const full = drawn.length > 1 ? Math.max(...drawn.map((panel) => panel.map.full)) : null; // two maps share one scale
   setLook({ full });
   byId("save-png").disabled = byId("save-json").disabled = !shown || !drawn.length;
   if (shown) byId("curl-text").textContent = curlCalls({ name: shown.name, ...queue.options, maps: panels.map((panel) => ({ ...panel.query, ...drawingOptions() })) });
@@ -369,7 +369,7 @@ function setLook(change) {
   }
 }
 
-/** What the service's PNG takes to look as the maps on screen. */
+/** Return the parameters of a PNG that looks like the maps on screen. */
 function drawingOptions() {
   return { alpha: byId("opacity").value / 100, view: "photo", smooth: byId("smooth").checked ? undefined : false };
 }
@@ -398,7 +398,7 @@ byId("use-labels").addEventListener("click", () => {
 });
 byId("cancel").addEventListener("click", () => {
   queue.cancel();
-  for (const picture of list.pictures) picture.cancel(); // its maps
+  for (const picture of list.pictures) picture.cancel(); // the requests for maps
 });
 byId("again").addEventListener("click", () => {
   queue.add(list.pictures.filter(mayBeTried));
@@ -413,7 +413,7 @@ byId("copy").addEventListener("click", async () => {
     await navigator.clipboard.writeText(byId("curl-text").textContent);
     byId("copied").textContent = "Copied";
   } catch {
-    getSelection().selectAllChildren(byId("curl-text")); // without https the browser gives no clipboard
+    getSelection().selectAllChildren(byId("curl-text")); // browsers offer the clipboard only over HTTPS
     byId("copied").textContent = "Selected: press Ctrl+C";
   }
 });
@@ -422,7 +422,7 @@ onUnauthorized(() => {
   const form = byId("key-form");
   if (keyTried || form.hidden) {
     if (keyIsUsed()) byId("key-note").textContent = "The service does not know this key.";
-    setTimeout(() => byId("key").select()); // when the form is there
+    setTimeout(() => byId("key").select()); // after the form is shown
   }
   keyTried = form.hidden = false;
   arrange();

@@ -1,13 +1,13 @@
-// Which models answer where the service has several: one is chosen, perhaps a second one beside it, and each has its say.
+// The choice of a model, and optionally of a second one, if the service has several.
 
 import { ApiError, send } from "./api.js";
 
-const STATES = { loading: "is being loaded", unloaded: "is loaded when asked", failed: "failed" };
+const STATES = { loading: "loading", unloaded: "loaded on demand", failed: "failed" };
 
 export class ModelChoice {
-  /** `row`: the element with the lists of the first and of the second model; `onChange()` runs when the user chose. */
+  /** `row`: the element with the lists of the first and second model; `onChange()` runs after the user's choice. */
   constructor(row, onChange) {
-    Object.assign(this, { row, listed: [], names: [undefined], shown: "" }); // undefined: the only model that there is
+    Object.assign(this, { row, listed: [], names: [undefined], shown: "" }); // undefined: the only model
     this.lists = [...row.querySelectorAll("select")];
     row.addEventListener("change", () => {
       this.names = [...new Set(this.lists.map(({ value }) => value))].filter(Boolean);
@@ -18,7 +18,7 @@ export class ModelChoice {
 
   isIn(state, name) { return this.listed.some((each) => each.state === state && (name ? each.name === name : each.default)); }
 
-  /** Ask which models there are. The default one replaces a first one that is gone or failed; returns the names of such. */
+  /** List the models. The default replaces a first model that is removed or failed; return the names of those. */
   async ask() {
     this.listed = await send("GET", "models");
     const isThere = (name) => this.listed.some((each) => each.name === name && each.state !== "failed");
@@ -36,7 +36,7 @@ export class ModelChoice {
     const [first, second = ""] = this.names;
     const options = this.listed.map(({ name, state, reason }) => [name, STATES[state] ? `${name} (${STATES[state]})` : name, state === "failed", reason]);
     const shown = JSON.stringify([options, first, second]);
-    if (shown === this.shown) return; // else a list that is open would close
+    if (shown === this.shown) return; // otherwise an open list would close
     this.shown = shown;
     const others = [["", "none"], ...options.filter(([name]) => name !== first)];
     [[options, first], [others, second]].forEach(([entries, value], at) => {
@@ -46,7 +46,7 @@ export class ModelChoice {
   }
 }
 
-/** The queries of /classify: one for all models, unless there are two and one compares words that are given. */
+/** Return the queries of /classify: one for all models, or one each if one of two models takes labels. */
 export function queriesOf(services, query) {
   const [{ name, asked }, second] = services;
   if (!second) return [{ ...query, model: name, labels: asked }];
@@ -54,7 +54,7 @@ export function queriesOf(services, query) {
   return services.map((each) => ({ ...query, top_k: Math.max(1, Math.min(query.top_k, each.classes)), model: each.name, labels: each.asked }));
 }
 
-/** What each model says, as `ask(query)` brings it: of one its answer, of two an answer or {error} each. */
+/** Return the models' answers from `ask(query)`; with two models each is an answer or {error}. */
 export async function answersOf(services, query, ask) {
   const [asked, other] = queriesOf(services, query);
   if (services.length === 1) return [await ask(asked)];

@@ -1,4 +1,4 @@
-// One picture with a map over it: its choices, what the colours say, and the share of the patch that is pointed at.
+// A picture under its map: the controls, the meaning of the colours, and the share of the patch under the pointer.
 
 import { explain, isFinal } from "./errors.js";
 import { dimOutside, drawHeat, drawRamp, multiple, percent, readMap } from "./heatmap.js";
@@ -7,13 +7,13 @@ const NAMES = { relevance: "Relevance for the class", cls: "Attention of one lay
   gae: "Generic attention explainability" };
 const WITHOUT_CLASS = ["cls", "rollout"];
 const WHOLE = { x: 0, y: 0, width: 1, height: 1 };
-const LITTLE = 0.2; // evidence below which the words say that little speaks for the class
+const LITTLE = 0.2; // below this evidence the caption says that there is little evidence
 const FOUND = 20; // classes that a search lists
 
 let lastPanel = 0;
 
 export class MapPanel {
-  /** `element`: its figure; `title`: of its model where there are two; `onChange` runs after a map is there; `onOther` when it is of another model. */
+  /** `element`: figure; `title`: model, if there are two; `onChange` runs after a new map, `onOther` if another model made it. */
   constructor(element, service, { title, onChange, onOther }) {
     this.service = service;
     this.title = title;
@@ -27,11 +27,11 @@ export class MapPanel {
     this.picture = null;
     this.document = null; // the map's JSON
     this.map = null; // its values as `readMap` returns them
-    this.look = { smooth: true, full: null }; // `full` may be another panel's: two maps share a scale
-    this.patch = null; // index of the one pointed at
-    this.held = false; // the photo alone is shown
-    this.failed = false; // another try may do better
-    this.classChosen = false; // by hand: another answer of the same picture does not change it
+    this.look = { smooth: true, full: null }; // `full` may come from another panel, because two maps share a scale
+    this.patch = null; // index of the patch under the pointer
+    this.held = false; // only the photo is shown
+    this.failed = false; // a retry may help
+    this.classChosen = false; // by the user: another answer to the same picture does not change it
     const { layers, heads } = service.model;
     fill(this.find(".method"), service.methods.map((name) => [name, NAMES[name] ?? name]));
     fill(this.find(".layer"), Array.from({ length: layers }, (_, index) => [index, index === layers - 1 ? `${index} (last)` : index]));
@@ -62,10 +62,10 @@ export class MapPanel {
     };
     holdWhile("pointerdown", ["pointerup", "pointerleave", "pointercancel"]);
     holdWhile("keydown", ["keyup", "blur"], ({ key }) => key === " " || key === "Enter");
-    hold.addEventListener("contextmenu", (event) => event.preventDefault()); // what a long touch would open
+    hold.addEventListener("contextmenu", (event) => event.preventDefault()); // a long touch would open it
   }
 
-  /** The class is searched by its name: a list of a thousand helps nobody. */
+  /** Let the user search a class by name, because a list of a thousand is too long. */
   searchClasses() {
     const [input, list] = [this.find(".class"), this.find("datalist")];
     list.id = `classes-${++lastPanel}`;
@@ -107,7 +107,7 @@ export class MapPanel {
 
   get classSpecific() { return this.service.methods.length > 0 && !WITHOUT_CLASS.includes(this.choice.method); }
 
-  /** The query of the map on screen, without what the service assumes by itself. */
+  /** Return the query of the map on screen, without the service's defaults. */
   get query() {
     const { method } = this.choice;
     const { asked: labels, name: model } = this.service;
@@ -142,7 +142,7 @@ export class MapPanel {
     this.element.classList.toggle("idle", !this.answer);
   }
 
-  /** Ask for the map of the choice and draw it, unless another was chosen meanwhile. */
+  /** Request the chosen map and draw it, unless the user has chosen another one since. */
   async refresh() {
     const { picture, service } = this;
     const wanted = (this.wanted = {});
@@ -165,8 +165,8 @@ export class MapPanel {
       this.document = found;
       this.map = readMap(found);
       const { width, height } = this.ground.region;
-      if (picture.photo === null) note.textContent = "Drawn over what the model saw of the picture";
-      else if (width * height < 0.99) note.textContent = "Darkened: what the model did not see";
+      if (picture.photo === null) note.textContent = "Drawn over the part of the picture that the model saw";
+      else if (width * height < 0.99) note.textContent = "Darkened: parts that the model did not see";
     } catch (error) {
       if (wanted !== this.wanted) return undefined;
       if (error.code === "unknown_model") return this.onOther();
@@ -181,7 +181,7 @@ export class MapPanel {
     return this.onChange();
   }
 
-  /** The picture under the map, and the part of it that the map covers. */
+  /** Return the picture under the map, and the region of it that the map covers. */
   get ground() {
     const { picture, document: found } = this;
     if (!picture?.photo) return { base: picture?.seen[this.service.place] ?? null, region: WHOLE };
@@ -208,12 +208,12 @@ export class MapPanel {
     this.element.classList.toggle("mapless", !this.map);
     stack.setAttribute("aria-label", this.picture?.name ?? "No picture yet");
     if (!this.map) return;
-    this.find(".ramp").style.opacity = this.map.strength; // the colours as they are drawn
-    stack.setAttribute("aria-label", `${this.picture.name}. Map, patch by patch: arrow keys move. Strongest: ${this.describe(this.map.strongest)}`);
+    this.find(".ramp").style.opacity = this.map.strength; // the same opacity as in the map
+    stack.setAttribute("aria-label", `${this.picture.name}. Map of patches: arrow keys move. Strongest: ${this.describe(this.map.strongest)}`);
     if (this.held) return;
     dimOutside(this.find(".base"), region);
     drawHeat(heat, this.map, region, { smooth: this.look.smooth, full });
-    const stage = this.find(".stage"); // what is long is scrolled to what the model saw
+    const stage = this.find(".stage"); // scroll a long picture to the part that the model saw
     stage.scrollTo({ left: (region.x + region.width / 2) * stack.clientWidth - stage.clientWidth / 2,
       top: (region.y + region.height / 2) * stack.clientHeight - stage.clientHeight / 2, behavior: "instant" });
   }
@@ -244,13 +244,13 @@ export class MapPanel {
     return `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}: ${percent(shares[patch])}, ${multiple(times[patch])} the average`;
   }
 
-  /** What the colours say, in a few words. Of the best class they need no judgement: it is the best. */
+  /** Return the meaning of the colours. The best class always has evidence. */
   get meaning() {
     if (!this.map) return "\u00a0";
-    if (!this.classSpecific) return "Coloured: where it looked, whatever the class";
+    if (!this.classSpecific) return "Coloured: where the model looked, for any class";
     const label = this.labelOf(this.choice.class);
     const isBest = Number(this.choice.class) === this.answer.predictions[0]?.index;
-    return !isBest && this.map.strength < LITTLE ? `Little speaks for ${label} here` : `Coloured: what spoke for ${label}`;
+    return !isBest && this.map.strength < LITTLE ? `Little evidence for ${label}` : `Coloured: evidence for ${label}`;
   }
 
   point(patch) {
@@ -270,7 +270,7 @@ export class MapPanel {
     });
   }
 
-  /** What a saved drawing says below: the class with its score, and how it was made. */
+  /** Return the caption of a saved drawing: the class with its score, and the method. */
   get caption() {
     const { method, layer, head } = this.query;
     const name = [NAMES[method] ?? method, this.title].filter(Boolean).join(", by ");

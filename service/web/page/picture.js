@@ -1,33 +1,33 @@
-// One picture on the page: its file, how it looks, the answer, and the maps that were asked for.
+// One picture on the page: its file, its drawing, its answers, and its requested maps.
 
 import { sendPatiently } from "./api.js";
 import { answersOf } from "./models.js";
 import { shrink } from "./shrink.js";
 
-const SIDES = [640, 1536]; // the longer side of what is kept for drawing: small pictures are enlarged, as their maps are not small
+const SIDES = [640, 1536]; // limits of the longer side for drawing: small pictures are enlarged to fit their maps
 
-export const FUSED = "relevance"; // comes with the classes
+export const FUSED = "relevance"; // the method of maps that come with the classes
 
 let lastNumber = 0;
-let decoding = Promise.resolve(); // one at a time: a photo takes 50 MB and more until it is drawn small
+let decoding = Promise.resolve(); // one at a time, because an undrawn photo takes 50 MB or more
 
 export class Picture {
   /** `onAsking()` runs when a request for a map begins or ends. */
   constructor(file, onAsking) {
     this.file = file;
-    this.sent = { file, pixel: [1, 1] }; // perhaps smaller, and the size of its pixels in the original
+    this.sent = { file, pixel: [1, 1] }; // the file to send, maybe shrunk, and the size of its pixels in the original
     this.onAsking = onAsking;
     this.number = ++lastNumber;
     this.name = file.name || `picture ${this.number}`;
     this.state = "waiting"; // then "sending" or "busy", and "answered", "failed" or "cancelled"
     this.progress = 0;
-    this.answers = []; // of one or two models; {error} of one of two that refused
+    this.answers = []; // of one or two models; {error} if one of two refused
     this.error = null;
     this.photo = null; // a canvas with the upright picture
     this.size = null; // [width, height] of the upright original
-    this.seen = []; // what each model saw, a canvas
+    this.seen = []; // a canvas for each model with the part that it saw
     this.maps = new Map();
-    this.asking = 0; // requests for maps under way
+    this.asking = 0; // number of requests for maps that have no answer yet
     this.controller = new AbortController();
   }
 
@@ -46,7 +46,7 @@ export class Picture {
     this.controller = new AbortController();
   }
 
-  /** Forget all that a model said: another is there. */
+  /** Forget all answers, because the model has changed. */
   forget() {
     this.cancel();
     this.error = null;
@@ -56,7 +56,7 @@ export class Picture {
     this.state = "waiting";
   }
 
-  /** Decode the picture where the browser can. Exif orientation is applied, as by the service. */
+  /** Decode the picture if the browser can, with its EXIF orientation, like the service. */
   decode() { return (this.decoded = decoding = decoding.then(() => this.decodeNow())); }
 
   async decodeNow() {
@@ -65,11 +65,11 @@ export class Picture {
       this.size = [bitmap.width, bitmap.height];
       this.photo = drawn(bitmap);
     } catch {
-      this.photo = null; // HEIC, TIFF: what the model saw is shown instead, when the service could read it
+      this.photo = null; // HEIC, TIFF: the page shows the part that the model saw, if the service can read it
     }
   }
 
-  /** Choose what is sent: the file, or less of it for models that resize pictures to `side` pixels at most. */
+  /** Choose what to send: the file, or a smaller one for models that resize pictures to `side` pixels. */
   async prepare(side) {
     const asItIs = { file: this.file, pixel: [1, 1] };
     await (side && this.decoded);
@@ -78,7 +78,7 @@ export class Picture {
     this.sent = await sent;
   }
 
-  /** What the service says of what was sent, said of the original. */
+  /** Convert the region of a map from the sent picture to the original. */
   ofOriginal(found) {
     const { region } = found;
     const [across, down] = this.sent.pixel;
@@ -96,14 +96,14 @@ export class Picture {
     const answered = services.filter(({ place }) => this.answerBy(place));
     for (const { name, place } of map ? answered : []) {
       const { id, attention, predictions: [first] } = answers[place];
-      if (first) this.maps.set(keyOf({ model: name, method: map, class: first.index }), { ...attention, id }); // a head may abstain
+      if (first) this.maps.set(keyOf({ model: name, method: map, class: first.index }), { ...attention, id }); // a classifier may abstain
     }
     await this.decoded;
     if (this.photo === null) await Promise.all(answered.map((service) => service.methods.includes(FUSED) && this.see(service)));
     if (answers[0].error) throw answers[0].error;
   }
 
-  /** The map of a choice {model, method, class, layer, head, labels}, asked for once. */
+  /** Return the map of a choice {model, method, class, layer, head, labels}; request it only once. */
   map(choice) {
     const name = keyOf(choice);
     if (!this.maps.has(name)) {
@@ -114,7 +114,7 @@ export class Picture {
     return this.maps.get(name);
   }
 
-  /** Draw what a model saw into `seen`: maps lie over this where the browser cannot show the picture. */
+  /** Draw the part that a model saw into `seen`, for browsers that cannot show the picture. */
   async see({ name, place }) {
     if (this.seen[place]) return;
     const png = await this.attention({ model: name, method: "cls", format: "png", alpha: 0, size: 1024 }, "blob");
@@ -122,7 +122,7 @@ export class Picture {
     this.seen[place] = drawn(bitmap);
   }
 
-  /** GET /attention of the kept picture; POST it again where it is not kept any more. */
+  /** GET /attention for the kept picture, or POST it again if the service no longer keeps it. */
   async attention(query, type) {
     const { signal } = this.controller;
     this.asking += 1;

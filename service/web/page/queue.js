@@ -1,4 +1,4 @@
-// The pictures that are to be classified, a few at a time.
+// Classify the pictures, a few at a time.
 
 const AT_ONCE = 4;
 
@@ -18,7 +18,7 @@ export class Queue {
     return this.round.reduce((sum, picture) => sum + (isDone(picture) ? 1 : 0.9 * picture.progress), 0) / Math.max(1, this.round.length);
   }
 
-  /** How many pictures of the round came to this end. */
+  /** Count the pictures of the round that `accepts` accepts. */
   count(accepts) { return this.round.filter(accepts).length; }
 
   add(pictures) {
@@ -38,14 +38,14 @@ export class Queue {
     for (const picture of this.running) picture.cancel();
   }
 
-  /** Drop everything; what comes of requests under way is not heard of any more. */
+  /** Drop all pictures, and ignore the results of running requests. */
   reset() {
     this.waiting = [];
     this.round = [];
     this.running = new Set();
   }
 
-  /** Leave out pictures that are gone. */
+  /** Remove pictures from the queue. */
   remove(pictures) {
     for (const name of ["waiting", "round"]) this[name] = this[name].filter((picture) => !pictures.includes(picture));
     for (const picture of pictures) {

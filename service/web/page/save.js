@@ -1,4 +1,4 @@
-// What is on screen as files.
+// Save the results on screen as files.
 
 export function savePng(picture, panels, opacity) {
   const drawn = panels.filter((panel) => panel.map);

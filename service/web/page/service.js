@@ -1,4 +1,4 @@
-// The model behind the page, and which answers are its own: the one place that knows the model of an answer.
+// The model behind the page; the only place that compares an answer with its model.
 
 import { send } from "./api.js";
 import { FUSED } from "./picture.js";
@@ -6,17 +6,17 @@ import { FUSED } from "./picture.js";
 const SHOWN = 12; // labels that the first view names
 
 export class Service {
-  /** `name`: as requests have it, undefined for the only model; `place`: 1 for one that answers beside another. */
+  /** `name`: in requests, undefined for the only model; `place`: 0 for the first model, 1 for the second. */
   constructor(model, name, place = 0) {
     Object.assign(this, { model, name, place });
-    this.asksLabels = Boolean(model.templates) && model.classes === 0; // it compares pictures with words that are given
-    // Labels that are given have relevance too, which a model without any does not name.
+    this.asksLabels = Boolean(model.templates) && model.classes === 0; // it compares pictures with the user's labels
+    // With the user's labels there is relevance too, which a model without classes does not list.
     this.methods = this.asksLabels && model.attention_methods.length ? [FUSED, ...model.attention_methods] : model.attention_methods;
     this.labels = [];
-    this.asked = undefined; // the labels as a request has them
+    this.asked = undefined; // the labels in the form of a request
   }
 
-  /** Ask which model answers now. Its labels come later: a thousand of them are not needed for the first answer. */
+  /** Request the description of the model. Its labels follow later, because the first answer does not need them. */
   static async reach(name, place) { return new Service(await send("GET", "model", { query: { model: name, prepare_maps: true } }), name, place); }
 
   async fetchLabels() {
@@ -26,13 +26,13 @@ export class Service {
 
   get classes() { return this.asksLabels ? this.labels.length : this.model.classes; }
 
-  /** The longer side in pixels of what it resizes pictures to. */
+  /** Return the longer side, in pixels, of the pictures after the model's resize. */
   get side() { return Math.max(...this.model.preprocessing.resize_size); }
 
-  /** Whether an answer of /classify is this model's. */
+  /** Return whether this model gave an answer of /classify. */
   gave(answer) { return answer.model === this.model.name; }
 
-  /** Whether another description is of this very model. */
+  /** Return whether another description is of the same model. */
   equals({ model }) {
     return ["name", "source", "revision", "content", "architecture", "classes", "device"].every((name) => model[name] === this.model[name]);
   }
@@ -43,14 +43,14 @@ export class Service {
     return `${name} on ${device}, ${dtype}, input ${rows}×${columns}, ${classes}`;
   }
 
-  /** What it knows, in a sentence. */
+  /** Return a sentence about the classes of the model. */
   get knowledge() {
-    if (this.asksLabels) return "This one compares your picture with words of your own.";
-    if (!this.model.classes) return "This one has no classes: it gives features, for programs.";
+    if (this.asksLabels) return "This model compares your picture with labels of your own.";
+    if (!this.model.classes) return "This model gives features for programs, without classes.";
     if (!this.labels.length) return "\u00a0";
     const step = Math.max(1, this.labels.length / SHOWN);
     const some = Array.from({ length: Math.min(SHOWN, this.labels.length) }, (_, at) => this.labels[Math.floor(at * step)].split(",")[0]);
     const all = some.length === this.labels.length;
-    return all ? `This one knows: ${some.join(", ")}.` : `This one knows ${this.labels.length.toLocaleString("en")} classes: ${some.join(", ")}, …`;
+    return all ? `This model knows: ${some.join(", ")}.` : `This model knows ${this.labels.length.toLocaleString("en")} classes: ${some.join(", ")}, …`;
   }
 }

@@ -1,28 +1,28 @@
-// The tab Teach: labels with their pictures, what the head then knows of itself, and a picture to try it on.
+// The tab Teach: labels with their pictures, the accuracy of the head, and a picture to try it.
 
 import { keyIsUsed, send, sendPatiently } from "./api.js";
 import { explain } from "./errors.js";
 import { percent } from "./heatmap.js";
 
 const AT_ONCE = 4;
-const LOOK = 400; // milliseconds between two looks whether the head is fitted
-const NAME = /^[A-Za-z0-9._-]{1,128}$/; // of a model, as the service takes it
-// Of a label, as the service takes it: no control characters, and not unseen ones alone.
+const LOOK = 400; // milliseconds between two requests for the state of the head
+const NAME = /^[A-Za-z0-9._-]{1,128}$/; // names of models that the service accepts
+// Labels that the service accepts: without control characters, and not only invisible ones.
 const LABEL = /^(?=.*[^\p{Cf}\p{Mn}\p{Zs}])[^\p{Cc}\u2028-\u202e\u2066-\u2069\ufffd]{1,256}$/u;
-const BAD_LABEL = "A label has 1 to 256 characters that print.";
-const LAST = "vitserve.classifier"; // where the browser keeps the name of the last one
+const BAD_LABEL = "A label has 1 to 256 printable characters.";
+const LAST = "vitserve.classifier"; // key in the browser's storage for the name of the last classifier
 const labelOf = (id) => byId(id).value.normalize("NFC").trim();
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 const counted = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
 
 export class Teaching {
-  /** `choice`: which models there are, a `ModelChoice`. */
+  /** `choice`: a `ModelChoice` with the models of the service. */
   constructor(choice) {
     this.choice = choice;
-    this.sent = new Map(); // file by the number of its example: what the service does not keep
-    this.labels = new Map(); // of the head: {item, count, failed} by label
-    this.waiting = []; // {label, file} that are not sent yet
+    this.sent = new Map(); // files by number of their example, because the service does not keep them
+    this.labels = new Map(); // {item, count, failed} by label of the head
+    this.waiting = []; // {head, label, file} to send
     this.running = 0;
     this.done = this.total = 0;
     this.heads = [];
@@ -38,7 +38,7 @@ export class Teaching {
     for (const [id, on] of [["tab-try", false], ["tab-teach", true]]) byId(id).addEventListener("click", () => this.show(on));
   }
 
-  /** Ask whether the service is taught; the tab is there if it is. */
+  /** Show the tab if the service can be taught. */
   async reach() {
     const { enabled, heads, thumbnails } = await send("GET", "heads");
     this.heads = heads;
@@ -52,16 +52,16 @@ export class Teaching {
 
   get name() { return byId("head-name").value.trim(); }
 
-  /** What is wrong with the name that was typed; nothing of a good one. */
+  /** Return the problem with the entered name, or an empty text. */
   get misnamed() {
     if (!NAME.test(this.name)) return "A classifier's name has 1 to 128 of the characters A-Z a-z 0-9 . _ -";
     return this.choice.listed.some(({ name, taught }) => name === this.name && !taught) ? `${this.name} is the name of a model: choose another one.` : "";
   }
 
-  /** The model whose features a new head reads: the one that is chosen. */
+  /** Return the model whose features a new head reads: the chosen one. */
   backboneOf(head) { return this.heads.includes(head) ? undefined : this.choice.names[0]; }
 
-  /** The name of a file as the service keeps it, if it does. */
+  /** Return the name of a file, if the service keeps it. */
   nameOf(file) { return this.keepsNames && LABEL.test(file.name) ? file.name : undefined; }
 
   show(on) {
@@ -80,7 +80,7 @@ export class Teaching {
     const { misnamed } = this;
     byId("label-form").hidden = Boolean(misnamed);
     byId("head-name").setAttribute("aria-invalid", Boolean(misnamed));
-    this.tell(misnamed || "Give each of two labels two pictures at least; twenty are better.");
+    this.tell(misnamed || "At least two labels with two pictures each are needed; twenty work better.");
     byId("tried").textContent = "";
     byId("tryout").hidden = true;
     byId("head-curl").textContent = curl(this.name);
@@ -113,7 +113,7 @@ export class Teaching {
     item.append(make("strong", { textContent: label }), " ", count, buttons, failed);
     item.addEventListener("drop", (event) => {
       event.preventDefault();
-      event.stopPropagation(); // it is not for the other tab
+      event.stopPropagation(); // the other tab must not receive it
       document.body.classList.remove("dragging");
       this.add(label, [...event.dataTransfer.files]);
     });
@@ -166,7 +166,7 @@ export class Teaching {
     for (const [label, { count }] of this.labels) count.textContent = label in examples ? counted(examples[label], "picture") : "no pictures yet";
   }
 
-  /** Look at the head until it is fitted to all that it was given. */
+  /** Poll the head until it is fitted to all its examples. */
   async look() {
     const head = this.name;
     const asked = (this.asked = {});
@@ -187,12 +187,12 @@ export class Teaching {
     byId("tryout").hidden = !accuracy;
     if (!accuracy) return this.tell(isDone ? `Not yet: ${reason}.` : "Learning …");
     const range = `${percent(accuracy.low)} to ${percent(accuracy.high)}`;
-    const lines = [`${percent(accuracy.value)} of ${counted(count, "picture")} right while the others alone were learned from; for pictures like these expect ${range}.`];
+    const lines = [`${percent(accuracy.value)} of ${counted(count, "picture")} right in cross-validation; expect ${range} for similar pictures.`];
     const [first] = confusion;
-    if (first) lines.push(`Most often ${first.label} is taken for ${first.answered}.`);
+    if (first) lines.push(`The most frequent confusion is ${first.answered} instead of ${first.label}.`);
     if (needs.length) lines.push(`More pictures would help: ${needs.join(", ")}.`);
     if (reason) lines.push(`It does not answer: ${reason}.`);
-    if (!isDone) lines.push("Learning anew …");
+    if (!isDone) lines.push("Learning again …");
     this.tell(lines.join(" "));
     byId("suspects-title").hidden = !suspects.length;
     byId("suspects").replaceChildren(...suspects.map((suspect) => this.suspect(suspect)));
@@ -231,7 +231,7 @@ export class Teaching {
     return item;
   }
 
-  /** Show what the service has of an example that was not sent from here: its picture and name, or when it came. */
+  /** Show what the service knows about an example that another page sent: its thumbnail and name, or its date. */
   async recognise(number, item, text, question) {
     let found;
     try { found = await send("GET", `heads/${encodeURIComponent(this.name)}/examples/${number}`); } catch { return; }
@@ -248,14 +248,14 @@ export class Teaching {
     try {
       const { predictions, abstained } = await sendPatiently("POST", "classify", { query: { model: this.name }, file, signal });
       const labels = predictions.map(({ label, score }) => `${label} ${percent(score)}`).join(", ");
-      out.textContent = abstained ? `${file.name}: unlike all its examples, so it does not say (nearest: ${labels}).`
+      out.textContent = abstained ? `${file.name}: unlike all its examples (nearest: ${labels}).`
         : `${file.name}: ${labels}`;
     } catch (error) {
       out.textContent = why(error, file);
     }
   }
 
-  /** "Not right?": the picture of an answer on the other tab goes under another label. */
+  /** Offer to add the picture of an answer on the other tab under another label. */
   offer(answer) {
     this.answer = answer;
     byId("correct").hidden = byId("tabs").hidden || !answer?.id;
@@ -285,7 +285,7 @@ export class Teaching {
   }
 }
 
-/** The classifier that was open last, where the browser keeps such things. */
+/** Return the name of the classifier that was open last, if the browser has stored it. */
 function recall() {
   try { return localStorage.getItem(LAST); } catch { return null; }
 }

@@ -88,7 +88,7 @@ def require_admin(request: Request, settings: Settings) -> None:
 
     Raises:
         Unauthorized: the key is missing or unknown.
-        Forbidden: the key is another one, or the service does not have an admin key.
+        Forbidden: the key is not the admin key, or VIT_ADMIN_KEY is not set.
     """
     authorization = request.headers.get("authorization", "")
     needed = "the admin key is needed: Authorization: Bearer KEY"

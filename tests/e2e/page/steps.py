@@ -32,7 +32,7 @@ def choose(page: Page, *files: Path | dict[str, object]) -> None:
 def map_shown(page: Page, index: int = 0) -> None:
     """Wait for a map."""
     expect(page.locator(".map .readout").nth(index)).to_contain_text(
-        re.compile("^(Coloured|Little speaks)")
+        re.compile("^(Coloured|Little evidence)")
     )
     expect(page.locator("figure.map").nth(index)).not_to_have_attribute("aria-busy", "true")
 

@@ -33,7 +33,7 @@ def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_bel
     found.refusals_expected = True
     choose(page, photo)
     expect(page.get_by_role("alert")).to_contain_text("larger than the service accepts")
-    page.get_by_label("Send large pictures smaller").check()
+    page.get_by_label("Shrink large pictures before sending").check()
     choose(page, photo)
     assert answers(page)[0] == "dog"
     map_shown(page)
@@ -100,7 +100,7 @@ def test_a_map_is_drawn_as_the_service_draws_it(page: Page, server: Served) -> N
     page.get_by_label("Smooth").uncheck()
     squares = pixels(page, ".heat")
     assert len(np.unique(squares[..., 3])) <= 64 < len(np.unique(smooth[..., 3]))
-    page.get_by_label("Opacity of the map").fill("25")
+    page.get_by_label("Map opacity").fill("25")
     expect(page.locator(".heat")).to_have_css("opacity", "0.25")
     # The photo alone, while the button is held.
     page.get_by_role("button", name="Hold to see the photo").hover()
@@ -159,7 +159,7 @@ def test_the_curl_calls_give_what_is_on_screen(page: Page, tmp_path: Path) -> No
         choose(page, tmp_path / "a dog, 'small'.jpg")
     labels = answers(page)
     map_shown(page)
-    page.get_by_text("The same with curl").click()
+    page.get_by_text("The same request with curl").click()
     classify, attention = page.locator("#curl-text").inner_text().splitlines()
     assert shlex.split(classify)[-1] == sent.value.url  # another request may have other scores
     run = partial(subprocess.run, cwd=tmp_path, capture_output=True, check=True, timeout=PATIENCE)
@@ -205,7 +205,7 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(
     page.keyboard.press("Enter")
     expect(page.locator(".class").nth(1)).to_have_value("frog (6)")
     expect(page.locator(".readout")).to_have_text(
-        [f"Little speaks for {label} here" for label in (labels[2], "frog")]
+        [f"Little evidence for {label}" for label in (labels[2], "frog")]
     )
     expect(page.locator(".ramp").first).to_have_css(
         "opacity", re.compile("^0")
@@ -244,4 +244,4 @@ def test_the_map_lies_where_the_model_looked_on_the_original(page: Page, server:
     box = page.locator(".map .stack").bounding_box()
     assert box is not None and box["height"] > 200  # not a strip of a few pixels
     assert left - 2 <= columns.min() <= columns.max() <= right + 2
-    expect(page.locator(".map-note")).to_have_text("Darkened: what the model did not see")
+    expect(page.locator(".map-note")).to_have_text("Darkened: parts that the model did not see")

@@ -97,7 +97,7 @@ def queries(page: Page) -> list[dict[str, str]]:
 
 
 def side_by_side(page: Page, second: str) -> None:
-    page.get_by_label("Beside it").select_option(second)
+    page.get_by_label("Second model").select_option(second)
     expect(page.locator("figure.map")).to_have_count(2)
     for index in (0, 1):
         map_shown(page, index)
@@ -129,7 +129,7 @@ def test_a_model_is_chosen_with_the_keyboard_and_answers_with_its_maps(page: Pag
     expect(page.locator(".readout")).to_contain_text(answers(page)[1])
     map_shown(page)
     assert [query["model"] for query in sent] == ["english", "german", "german"]
-    page.get_by_text("The same with curl").click()
+    page.get_by_text("The same request with curl").click()
     for line in page.locator("#curl-text").inner_text().splitlines():
         assert "model=german" in line
 
@@ -159,7 +159,7 @@ def test_two_models_stand_side_by_side_on_one_picture(page: Page, models_server:
     map_shown(page, 1)
     expect(chosen).to_have_attribute("aria-pressed", "true")
     expect(lists.nth(0).locator(".answer[aria-pressed=true] .label")).to_have_text("dog")
-    expect(page.locator(".readout").nth(0)).to_have_text("Coloured: what spoke for dog")
+    expect(page.locator(".readout").nth(0)).to_have_text("Coloured: evidence for dog")
     with page.expect_download() as saved:
         page.get_by_role("button", name="Download JSON").click()
     document = json.loads(Path(saved.value.path()).read_text())
@@ -173,7 +173,7 @@ def test_two_models_stand_side_by_side_on_one_picture(page: Page, models_server:
     np.testing.assert_allclose(
         large["values"], models_server.get(query).json()["values"], atol=1e-6
     )
-    page.get_by_label("Beside it").select_option("")
+    page.get_by_label("Second model").select_option("")
     expect(figures).to_have_count(1)
     map_shown(page)
     assert len(answers(page)) == 5
@@ -184,7 +184,7 @@ def test_a_heic_picture_is_shown_as_each_of_two_models_saw_it(page: Page) -> Non
     buffer = io.BytesIO()
     with Image.open(DOG) as picture:
         pillow_heif.from_pillow(picture.resize((240, 320))).save(buffer, quality=70)
-    page.get_by_label("Beside it").select_option("large")
+    page.get_by_label("Second model").select_option("large")
     choose(page, {"name": "IMG_2.HEIC", "mimeType": "image/heic", "buffer": buffer.getvalue()})
     expect(page.locator("#photo-caption")).to_contain_text("as the model saw it")
     for index, name in enumerate(("english", "large")):
@@ -208,7 +208,7 @@ def test_what_one_of_two_refuses_is_told_at_its_place(page: Page, models_server:
         document["models"][name] = {"error": problem | {"request_id": "r"}}
         route.fulfill(json=document)
 
-    page.get_by_label("Beside it").select_option("german")
+    page.get_by_label("Second model").select_option("german")
     for refused, answered, alert in (
         ("german", "dog", ".refusal:visible"),
         ("english", "Hund", "#error"),
@@ -225,8 +225,8 @@ def test_what_one_of_two_refuses_is_told_at_its_place(page: Page, models_server:
 
 def test_one_of_two_compares_words_and_has_a_map_of_each(page: Page) -> None:
     sent = queries(page)
-    page.get_by_label("Beside it").select_option("words")
-    page.get_by_label("What may it be?").fill("a cat, dog")
+    page.get_by_label("Second model").select_option("words")
+    page.get_by_label("Possible labels").fill("a cat, dog")
     page.get_by_role("button", name="Use these").click()
     choose(page, DOG)
     expect(page.locator(".answer")).to_have_count(7)
@@ -245,7 +245,7 @@ def test_one_of_two_compares_words_and_has_a_map_of_each(page: Page) -> None:
     )
 
 
-def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(
+def test_a_model_that_is_replaced_or_removed_under_way_starts_again(
     page: Page, found: Tab, models_server: Served
 ) -> None:
     def put(**settings: object) -> None:
@@ -265,7 +265,7 @@ def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(
     map_shown(page)
     expect(notice).to_be_empty()
     put(image_size=48)  # the page hears of it by /metrics
-    expect(notice).to_have_text("The model changed: the pictures are classified anew.")
+    expect(notice).to_have_text("The model has changed: the pictures are classified again.")
     expect(page.locator("#model")).to_contain_text("input 48\u00d748")
     map_shown(page)
     side_by_side(page, "german")
@@ -274,11 +274,9 @@ def test_a_model_that_is_replaced_or_removed_under_way_begins_anew(
     )  # so that a picture is the first to hear of it
     assert models_server.client.delete("/models/passing", headers=ADMIN).status_code == 204
     choose(page, CAT)
-    expect(notice).to_have_text(
-        "passing does not answer any more: the pictures are classified anew."
-    )
+    expect(notice).to_have_text("passing no longer answers: the pictures are classified again.")
     expect(which).to_have_value("english")
-    expect(page.get_by_label("Beside it")).to_have_value("german")
+    expect(page.get_by_label("Second model")).to_have_value("german")
     expect(page.locator("option", has_text="passing")).to_have_count(0)
     expect(page.locator("#pictures button[aria-label='dog.jpg: dog']")).to_have_count(1)
     for index in (0, 1):
@@ -295,7 +293,7 @@ def test_axe_finds_nothing_with_two_models(open_models: Open, options: dict[str,
             expect(page.locator(".map .stage")).to_be_in_viewport(ratio=1)
         side_by_side(page, "german")
         open_choices(page, 1)
-        page.get_by_text("The same with curl").click()
+        page.get_by_text("The same request with curl").click()
         send_event(page, "drop", [CAT] * 3)
         expect(page.locator("tbody tr")).to_have_count(4)
         expect(page.locator("#progress-text")).to_have_text("3 of 3 answered")

@@ -74,7 +74,7 @@ def test_an_empty_page_shows_only_how_to_give_it_a_picture(
         assert page.evaluate("document.documentElement.scrollHeight - innerHeight") <= 0
         choose(page, DOG)
         map_shown(page)
-        expect(page.get_by_text("Click an answer to see what spoke for it.")).to_be_visible()
+        expect(page.get_by_text("Click an answer to see the evidence for it.")).to_be_visible()
         expect(page.locator("select:visible")).to_have_count(1)
 
 
@@ -162,7 +162,7 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     expect(page.locator("tbody tr, #where:visible, #answer:visible")).to_have_count(0)
 
 
-def test_another_model_behind_the_page_begins_anew(page: Page, server: Served) -> None:
+def test_another_model_behind_the_page_starts_again(page: Page, server: Served) -> None:
     model, answer = (
         server.get("/model").json(),
         server.classify(DOG.read_bytes(), "attention=relevance").json(),
@@ -177,7 +177,7 @@ def test_another_model_behind_the_page_begins_anew(page: Page, server: Served) -
         "**/labels", lambda route: route.fulfill(json={"model": "other", "labels": ["loaf"] * 10})
     )
     choose(page, CAT)
-    expect(page.locator("#notice")).to_contain_text("The model changed")
+    expect(page.locator("#notice")).to_contain_text("The model has changed")
     expect(page.locator("#model")).to_contain_text("other on")
     expect(page.locator("#pictures button[aria-label$=': loaf']")).to_have_count(2)
     map_shown(page)
@@ -189,7 +189,7 @@ def test_another_model_behind_the_page_begins_anew(page: Page, server: Served) -
     page.route("**/attention?*", lambda route: route.fulfill(json=map_of_other))
     open_choices(page)
     page.locator(".class").fill("loaf (3)")
-    expect(page.locator("#notice")).to_contain_text("The model changed")
+    expect(page.locator("#notice")).to_contain_text("The model has changed")
     expect(page.locator("#pictures button[aria-label='dog.jpg: dog']")).to_have_count(1)
 
 
@@ -201,8 +201,8 @@ def test_a_model_of_words_has_a_box_for_them_and_one_without_maps_shows_the_pict
     page.route(re.compile(r"/model\?"), lambda route: route.fulfill(json=described))
     page.route("**/classify?*", lambda route: route.fulfill(json=answer))
     page.reload()
-    expect(page.locator("#knows")).to_contain_text("words of your own")
-    page.get_by_label("What may it be?").fill("a party hat, dog,")
+    expect(page.locator("#knows")).to_contain_text("labels of your own")
+    page.get_by_label("Possible labels").fill("a party hat, dog,")
     with page.expect_request("**/classify?*") as sent:
         page.get_by_role("button", name="Use these").click()
         choose(page, DOG)
@@ -220,9 +220,9 @@ def test_an_address_is_no_picture_and_answers_are_told_aloud(page: Page) -> None
           document.body.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, bubbles: true }));
         }"""
     )
-    expect(page.get_by_role("status").filter(has_text="This is an address")).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text="This is a URL")).to_be_visible()
     expect(page.locator("#knows")).to_have_text(
-        re.compile("^This one knows: airplane, automobile, ")
+        re.compile("^This model knows: airplane, automobile, ")
     )
     choose(page, DOG)
     expect(page.locator("#said[role=status]")).to_have_text(re.compile(r"^dog\.jpg: dog, 9\d"))
@@ -231,7 +231,7 @@ def test_an_address_is_no_picture_and_answers_are_told_aloud(page: Page) -> None
 def test_what_a_proxy_says_is_told_in_plain_words(page: Page, found: Tab) -> None:
     told = {
         413: "larger than the service accepts",
-        429: "more work than it can take",
+        429: "too much work",
         502: "not ready yet",
         504: "too busy to answer in time",
         500: "could not answer",
@@ -410,7 +410,7 @@ def test_axe_finds_nothing(open_page: Open, options: dict[str, object]) -> None:
         map_shown(page)
         page.get_by_label("Compare two maps").check()
         map_shown(page, 1)
-        page.get_by_text("The same with curl").click()
+        page.get_by_text("The same request with curl").click()
         open_choices(page)
         send_event(page, "drop", [CAT] * 3)
         expect(page.locator("tbody tr")).to_have_count(4)
@@ -463,15 +463,15 @@ def test_long_labels_stay_inside_and_the_set_is_told_in_plain_words(
         choose(page, DOG)
         assert answers(page)[1] == "<b>x</b>"  # labels are text, never markup
         expect(page.locator("#fits")).to_have_text(
-            re.compile("^Of what it knows, 2 fit: <i>; (Aufgabe){50}\\.$")
+            re.compile("^2 labels fit: <i>; (Aufgabe){50}\\.$")
         )
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         page.locator(".answer .score").first.scroll_into_view_if_needed()
         expect(page.locator(".answer .score").first).to_be_in_viewport(ratio=1)
         for text in (
-            "Nothing that it knows fits.",
-            "Of what it knows, one fits: dog.",
-            "Of what it knows, 140 fit.",
+            "None of its labels fits.",
+            "One label fits: dog.",
+            "140 labels fit.",
             None,
         ):
             sets.pop(0)

@@ -230,7 +230,7 @@ def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(page: Page) -> No
     expect(page.locator("#corrected")).to_contain_text(f"{MODEL} is the name of a model")
     begin(page, "good")
     expect(form).to_be_visible()
-    expect(page.locator("#known")).to_contain_text("Give each of two labels two pictures")
+    expect(page.locator("#known")).to_contain_text("At least two labels with two pictures each")
 
 
 def test_a_head_that_is_gone_is_not_called_a_picture(

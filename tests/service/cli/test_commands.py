@@ -40,7 +40,7 @@ def pictures(tmp_path: Path) -> Path:
     return folder
 
 
-def test_classify_walks_a_folder_in_order_and_leaves_other_files_alone(
+def test_classify_walks_a_folder_in_order(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upload = (pictures / "b.PNG").rename(
@@ -76,7 +76,7 @@ def test_classes_below_their_thresholds_are_left_out(
     assert json.loads(out) | {"predictions": [], "abstained": True} == json.loads(out)
 
 
-def test_numpy_takes_no_cores_from_a_services_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
     monkeypatch.delenv("OPENBLAS_NUM_THREADS")
     with pytest.raises(SystemExit):
@@ -86,7 +86,7 @@ def test_numpy_takes_no_cores_from_a_services_networks(monkeypatch: pytest.Monke
     )
 
 
-def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(checkpoint: Path) -> None:
+def test_closed_pipe_ends_a_command_quietly(checkpoint: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "service", "inspect", str(checkpoint)]
@@ -95,7 +95,7 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(checkpoint:
     assert (done.returncode, "Error" in done.stderr) == (1, False)
 
 
-def test_classify_reports_a_bad_file_and_answers_the_others(
+def test_classify_goes_on_after_a_bad_file(
     checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (pictures / "aa.png").write_bytes((pictures / "b.PNG").read_bytes()[:60])
@@ -110,7 +110,7 @@ def test_classify_reports_a_bad_file_and_answers_the_others(
     assert all(row["label"] in ("cat", "dog", "bird, flying") for row in rows if not row["error"])
 
 
-def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
+def test_pillow_does_not_log_in_commands(
     checkpoint: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -187,7 +187,7 @@ def test_pillow_logs_nothing_of_the_files_that_a_command_reads(
         ),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_exit_code_1(
+def test_errors_of_commands_are_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, *arguments)
@@ -207,7 +207,7 @@ def test_inspect_prints_what_was_understood(
         assert expected in out
 
 
-def test_convert_writes_a_folder_that_answers_the_same(
+def test_converted_folder_answers_the_same(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = run(capsys, "convert", checkpoint, "-o", tmp_path / "my converted")
@@ -227,7 +227,7 @@ def test_convert_writes_a_folder_that_answers_the_same(
     assert "not an empty folder" in err
 
 
-def test_the_example_is_inside_the_package_and_listed_as_its_data() -> None:
+def test_example_is_package_data() -> None:
     example = REPOSITORY / "service/cli/example.jpg"
     assert example.read_bytes() == (REPOSITORY / "examples" / "dog.jpg").read_bytes()
     package_data = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"][
@@ -266,14 +266,14 @@ def imported_by(*arguments: str) -> set[str]:
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
-def test_help_and_version_import_no_library_and_no_subcommand(flag: str) -> None:
+def test_help_imports_no_subcommand(flag: str) -> None:
     modules = imported_by(flag)
     assert not modules & HEAVY
     assert {name for name in modules if name.startswith("service.cli.")} == {"service.cli.main"}
 
 
 @pytest.mark.parametrize("name", ["serve", "classify", "train"])
-def test_a_subcommand_imports_no_other_and_shows_its_flags_without_torch(name: str) -> None:
+def test_flags_are_shown_without_torch(name: str) -> None:
     modules = imported_by(name, "--help")
     assert {other for other, command in commands().items() if command.module in modules} == {name}
     assert "torch" not in modules
@@ -302,7 +302,7 @@ def test_every_subcommand_is_in_the_table() -> None:
         (["serve", "--work", "2"], "--workers"),
     ],
 )
-def test_an_unknown_option_is_answered_with_the_nearest_and_no_usage(
+def test_unknown_option_names_the_nearest(
     line: list[str], near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -34,7 +34,7 @@ def names(file: Path) -> list[tuple[str, str]]:
         return [(row["row"], Path(row["file"]).name) for row in csv.DictReader(opened)]
 
 
-def test_a_checkpoint_without_a_head_is_embedded_and_drawn_but_not_classified(
+def test_headless_checkpoint_is_not_classified(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     headless, picture = write_checkpoint(tmp_path / "headless", ()), pictures / "b.png"
@@ -54,7 +54,7 @@ def test_a_checkpoint_without_a_head_is_embedded_and_drawn_but_not_classified(
     assert load_checkpoint(str(tmp_path / "again")).config.num_classes == 0
 
 
-def test_each_row_is_the_embedding_of_the_file_that_the_table_names(
+def test_table_names_the_file_of_each_row(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, options = (
@@ -173,7 +173,7 @@ def test_what_the_model_does_not_offer_is_one_line(
     assert len(err.splitlines()) == 1
 
 
-def test_a_bad_file_is_reported_and_the_others_are_drawn(
+def test_bad_file_spares_the_other_maps(
     cats: Path, three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (three / "bad.png").write_bytes(b"no picture")

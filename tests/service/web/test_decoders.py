@@ -117,7 +117,7 @@ COSTLY = tiff_of_tiles(240)
 
 
 @on_a_loop
-async def test_every_format_comes_back_as_if_it_were_decoded_here() -> None:
+async def test_processes_decode_like_the_service() -> None:
     image = scene(500, 400)
     if "HEIF" in SUPPORTED_FORMATS:
         importlib.import_module("pillow_heif").register_heif_opener()  # which encodes, too
@@ -148,7 +148,7 @@ async def test_every_format_comes_back_as_if_it_were_decoded_here() -> None:
 
 
 @on_a_loop
-async def test_the_sender_is_told_what_is_wrong_and_the_process_is_kept() -> None:
+async def test_bad_picture_keeps_its_process() -> None:
     async with pool(max_image_pixels=10_000) as decoders:
         whole = encode(noise(64, 48), "GIF")
         for data, error in (
@@ -164,9 +164,7 @@ async def test_the_sender_is_told_what_is_wrong_and_the_process_is_kept() -> Non
 
 
 @on_a_loop
-async def test_a_picture_that_takes_long_leaves_the_processor_to_others_and_keeps_nobody_waiting() -> (
-    None
-):
+async def test_slow_picture_gets_lower_priority() -> None:
     async with pool() as decoders:
         honest = encode(noise(64, 48), "WEBP")
         await decoders.decode(honest)
@@ -178,7 +176,7 @@ async def test_a_picture_that_takes_long_leaves_the_processor_to_others_and_keep
 
 
 @on_a_loop
-async def test_a_picture_that_needs_more_memory_than_is_allowed_is_refused(
+async def test_memory_limit_refuses_a_picture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_PIXEL_BYTES", 1)
@@ -190,7 +188,7 @@ async def test_a_picture_that_needs_more_memory_than_is_allowed_is_refused(
 
 
 @on_a_loop
-async def test_a_decoder_that_somebody_kills_costs_nobody_a_picture() -> None:
+async def test_killed_decoder_is_replaced() -> None:
     data = encode(noise(64, 48), "WEBP")
     async with pool() as decoders:
         await decoders.decode(data)
@@ -208,7 +206,7 @@ async def test_a_decoder_that_somebody_kills_costs_nobody_a_picture() -> None:
 
 
 @on_a_loop
-async def test_a_decoder_that_crashes_is_the_pictures_fault() -> None:
+async def test_crashed_decoder_refuses_its_picture() -> None:
     async with pool() as decoders:
         await decoders.decode(encode(noise(64, 48), "WEBP"))
         os.kill(children()[0], signal.SIGSEGV)
@@ -217,7 +215,7 @@ async def test_a_decoder_that_crashes_is_the_pictures_fault() -> None:
 
 
 @on_a_loop
-async def test_a_caller_that_leaves_ends_the_process_in_the_middle_of_its_picture() -> None:
+async def test_disconnect_ends_the_decoder() -> None:
     waiting = patch.object(
         subprocess.Popen, "wait", autospec=True, side_effect=subprocess.Popen.wait
     )
@@ -231,7 +229,7 @@ async def test_a_caller_that_leaves_ends_the_process_in_the_middle_of_its_pictur
 
 
 @on_a_loop
-async def test_a_process_knows_no_secret_and_ends_with_the_pool(
+async def test_decoder_process_knows_no_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VIT_API_KEYS", "secret-key")
@@ -244,7 +242,7 @@ async def test_a_process_knows_no_secret_and_ends_with_the_pool(
 
 
 @on_a_loop
-async def test_a_service_whose_interpreter_does_not_start_says_so(
+async def test_missing_interpreter_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -253,7 +251,7 @@ async def test_a_service_whose_interpreter_does_not_start_says_so(
             await decoders.decode(encode(noise(64, 48), "WEBP"))
 
 
-def test_a_lower_limit_of_memory_that_the_service_has_stays() -> None:
+def test_lower_memory_limit_is_kept() -> None:
     script = """from model.images import decoder_process as program
 program._limit_memory(1 << 60)
 print(program.resource.getrlimit(program.resource.RLIMIT_AS))"""
@@ -286,7 +284,7 @@ print("done")
 """
 
 
-def test_a_confined_process_has_no_files_no_network_no_programs_and_no_signals() -> None:
+def test_confined_process_reaches_nothing() -> None:
     pytest.importorskip(
         "seccomp" if _has("seccomp") else "pyseccomp",
         reason="libseccomp's binding is not installed",
@@ -319,7 +317,7 @@ def _has(name: str) -> bool:
         (0, bytes(5000), b""),
     ],
 )
-async def test_a_decoder_that_answers_what_it_should_not_is_not_believed(
+async def test_invalid_answer_of_decoder_is_refused(
     status: int, text: bytes, pixels: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = CONFINED + ANSWER.pack(status, len(text), len(pixels)) + text + pixels
@@ -337,7 +335,7 @@ async def test_a_decoder_that_answers_what_it_should_not_is_not_believed(
 # Through the service
 
 
-def test_only_what_its_header_bounds_is_decoded_in_the_service() -> None:
+def test_unbounded_formats_use_a_process() -> None:
     progressive = encode(noise(64, 48), "JPEG", progressive=True)
     plain = encode(noise(64, 48), "JPEG")
     assert (
@@ -380,7 +378,7 @@ async def test_a_costly_picture_is_422_and_counted(service: App) -> None:
 
 
 @on_a_loop
-async def test_libraries_print_nothing_between_the_lines_of_the_log(
+async def test_libraries_do_not_print_into_the_log(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     encoded = io.BytesIO()

@@ -34,7 +34,7 @@ def test_each_id_leads_to_its_own_picture() -> None:
         assert found.region == (value, 0.25, 3, 4)
 
 
-def test_a_picture_is_good_for_its_time_and_no_longer() -> None:
+def test_picture_expires_after_its_ttl() -> None:
     store, clock = kept(ttl=60)
     first = put(store, picture(1))
     clock.now += 30
@@ -47,7 +47,7 @@ def test_a_picture_is_good_for_its_time_and_no_longer() -> None:
     assert store.usage()[0] == 1
 
 
-def test_the_oldest_goes_when_memory_is_full_and_the_bound_holds() -> None:
+def test_full_memory_evicts_the_oldest() -> None:
     bound = 5_000
     store, _ = kept(max_bytes=bound)
     ids = [put(store, picture(value)) for value in range(50)]
@@ -59,7 +59,7 @@ def test_the_oldest_goes_when_memory_is_full_and_the_bound_holds() -> None:
     assert alive == [False] * (50 - count) + [True] * count
 
 
-def test_a_picture_larger_than_the_memory_is_not_kept_and_pushes_nothing_out() -> None:
+def test_huge_picture_evicts_nothing() -> None:
     store, _ = kept(max_bytes=2_000)
     image_id = put(store, picture(1))
     assert asyncio.run(store.put(picture(2, side=100))) is None

@@ -38,7 +38,7 @@ async def test_the_callers_request_id_comes_back(service: App, given: str) -> No
 
 @on_a_loop
 @pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a/b", "é", 'a"b', "a\tb"])
-async def test_an_id_that_is_not_fit_for_headers_and_logs_is_replaced_by_ours(given: str) -> None:
+async def test_invalid_request_id_is_replaced(given: str) -> None:
     response = await app().get("/healthz", **{"x-request-id": given})
     assert OURS.fullmatch(response.headers["x-request-id"])
 
@@ -62,9 +62,7 @@ async def test_an_id_that_is_not_fit_for_headers_and_logs_is_replaced_by_ours(gi
         "Bearer on",
     ],
 )
-async def test_without_a_key_every_path_but_the_public_ones_is_401(
-    path: str, authorization: str | None
-) -> None:
+async def test_missing_key_is_401_except_public_paths(path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
     service = app(api_keys="one,two")
     response = await service.get(path, **headers)
@@ -81,7 +79,7 @@ async def test_public_paths_need_no_key(path: str) -> None:
 
 @on_a_loop
 @pytest.mark.parametrize(("public", "status"), [("true", 200), ("false", 401)])
-async def test_metrics_are_open_unless_they_are_told_not_to_be(public: str, status: int) -> None:
+async def test_setting_decides_who_reads_metrics(public: str, status: int) -> None:
     service = app(api_keys="one", metrics_public=public)
     assert (await service.get("/metrics")).status == status
     assert (await service.get("/metrics", authorization="Bearer one")).status == 200
@@ -99,7 +97,7 @@ async def test_a_key_may_hold_any_character() -> None:
 
 
 @on_a_loop
-async def test_browsers_of_the_allowed_origins_may_read_answers_and_errors() -> None:
+async def test_allowed_origins_read_answers() -> None:
     service = app(cors_origins="https://a.example,https://b.example", api_keys="one")
     picture = {"origin": "https://b.example", "content-type": "image/png"}
     service.engine.error = KeyError("a defect")
@@ -203,7 +201,7 @@ async def test_a_path_cannot_start_a_log_line_of_its_own(caplog: pytest.LogCaptu
         (b"hello\r\n\r\n", "no request: ", "malformed_request"),
     ],
 )
-async def test_refusals_of_a_flood_are_all_counted_and_few_are_logged(
+async def test_flood_logs_few_refusals(
     sent: bytes, line: str, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -220,7 +218,7 @@ async def test_refusals_of_a_flood_are_all_counted_and_few_are_logged(
 
 
 @on_a_loop
-async def test_what_is_answered_otherwise_always_has_its_line(
+async def test_other_answers_always_have_a_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -246,7 +244,7 @@ async def test_what_is_answered_otherwise_always_has_its_line(
     ],
     ids=["TLS", "framing", "long", "no host"],
 )
-async def test_what_never_becomes_a_request_is_counted_and_logged(
+async def test_unparsed_bytes_are_counted(
     sent: bytes, status: int, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -264,7 +262,7 @@ def classify_as(service: App, key: str) -> asyncio.Task[object]:
     return asyncio.create_task(service.request("POST", "/classify", headers=headers, body=png(1)))
 
 
-def test_keys_have_the_names_that_they_are_given_or_those_of_their_places() -> None:
+def test_keys_without_name_are_numbered() -> None:
     assert parse_keys(["web:abc", "def", "night-run_2:x:y", "a.b:c"]) == [
         ApiKey("web", b"abc", True),
         ApiKey("key2", b"def"),
@@ -289,9 +287,7 @@ def test_keys_have_the_names_that_they_are_given_or_those_of_their_places() -> N
         ("PUT", "/models/", False),
     ],
 )
-def test_the_admin_key_is_asked_for_where_models_are_loaded(
-    method: str, path: str, asks: bool
-) -> None:
+def test_loading_needs_the_admin_key(method: str, path: str, asks: bool) -> None:
     assert needs_admin_key(method, path) is asks
 
 
@@ -309,9 +305,7 @@ def test_the_admin_key_is_asked_for_where_models_are_loaded(
         ({"authorization": "Bearer web:one"}, "unknown API key"),
     ],
 )
-async def test_a_missing_key_and_a_wrong_one_are_told_apart(
-    headers: dict[str, str], told: str
-) -> None:
+async def test_wrong_key_has_its_own_message(headers: dict[str, str], told: str) -> None:
     refused = await app(api_keys="web:one").get("/model", **headers)
     assert (refused.status, refused.code, refused.json["detail"]) == (401, "unauthorized", told)
 
@@ -332,7 +326,7 @@ def test_every_key_is_compared_whatever_was_offered(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("written", ["web:abc,web:def", "abc,abc", "web:abc,abc", "key2:abc,def"])
-def test_names_and_keys_that_stand_twice_are_refused_without_a_word_of_the_key(
+def test_repeated_keys_are_refused_unquoted(
     written: str,
 ) -> None:
     with pytest.raises(SettingsError) as refused:
@@ -342,14 +336,14 @@ def test_names_and_keys_that_stand_twice_are_refused_without_a_word_of_the_key(
 
 
 @pytest.mark.parametrize("written", ["web:", "abc,web: ", ",", " "])
-def test_a_key_whose_variable_was_not_set_is_no_open_door(written: str) -> None:
+def test_empty_key_is_refused(written: str) -> None:
     with pytest.raises(SettingsError, match=r"^VIT_API_KEYS=\*\*\*: expected a (key|value)"):
         load_settings({"api_keys": written})
     assert load_settings({"api_keys": ""}).api_keys == ()
 
 
 @on_a_loop
-async def test_logs_and_metrics_show_the_name_and_never_the_key(
+async def test_logs_show_the_name_of_a_key(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     service = app(api_keys="web:topsecret,other")
@@ -378,7 +372,7 @@ async def test_logs_and_metrics_show_the_name_and_never_the_key(
 
 
 @on_a_loop
-async def test_a_key_with_as_many_requests_as_it_may_have_is_refused_and_others_are_not() -> None:
+async def test_limit_of_requests_counts_per_key() -> None:
     service = app(api_keys="web:one,batch:two", key_max_requests=2, metrics_public="false")
     service.engine.gate.clear()
     held = [classify_as(service, "one") for _ in range(2)]
@@ -399,7 +393,7 @@ async def test_a_key_with_as_many_requests_as_it_may_have_is_refused_and_others_
 
 
 @on_a_loop
-async def test_a_caller_that_leaves_and_one_that_fails_give_their_turn_back() -> None:
+async def test_failed_request_releases_its_key() -> None:
     service = app(api_keys="web:one", key_max_requests=1)
     for _ in range(3):
         assert (await service.get("/nope", authorization="Bearer one")).status == 404

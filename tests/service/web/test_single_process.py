@@ -57,7 +57,7 @@ def test_the_hint_can_be_pasted_and_shows_no_key(hint: pytest.LogCaptureFixture)
         ),  # in a container, too, whatever is published of it
     ],
 )
-def test_the_hint_names_an_address_that_a_browser_can_open(
+def test_log_names_an_address_for_browsers(
     host: str, address: str, hint: pytest.LogCaptureFixture
 ) -> None:
     log_address(load_settings({"host": host}), 8000)
@@ -88,7 +88,7 @@ def test_the_hint_names_every_host_and_socket(
     assert [line for line in lines if line not in hint.text] == []
 
 
-def test_a_batch_that_never_ends_is_503_for_its_caller_and_ends_the_service_with_one(
+def test_endless_batch_ends_the_service(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "LocalEngine", partial(LocalEngine, batch_seconds=0.2))
@@ -140,7 +140,7 @@ TEXTS = model_info(
     ("info", "path"),
     [(model_info(), "classify"), (BARE, "embed"), (TEXTS, "classify?labels=cat,dog")],
 )
-def test_a_model_is_announced_once_and_each_next_one_logged_and_sigterm_ends_the_service_with_0(
+def test_each_loaded_model_is_logged(
     info: ModelInfo, path: str, hint: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()

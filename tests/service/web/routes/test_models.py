@@ -63,7 +63,7 @@ async def test_the_named_model_describes_itself_draws_its_maps_and_is_torchserve
 
 
 @on_a_loop
-async def test_who_asks_for_a_model_may_have_its_maps_prepared_once() -> None:
+async def test_maps_are_prepared_once() -> None:
     service, models = several()
     await service.get("/model", "model=few")
     for name in ("few", "few", "bare"):
@@ -92,7 +92,7 @@ async def test_an_unknown_name_is_404_with_the_names() -> None:
 
 
 @on_a_loop
-async def test_several_models_answer_one_picture_each_by_itself() -> None:
+async def test_several_models_answer_one_picture() -> None:
     service, models = several()
     answer = await classify(service, "model=few,cats,bare&top_k=5&attention=true")
     assert answer.status == 200
@@ -144,7 +144,7 @@ async def test_each_pass_takes_a_place_and_gives_it_back() -> None:
 
 
 @on_a_loop
-async def test_a_picture_kept_for_one_preprocessing_is_none_of_another() -> None:
+async def test_kept_picture_is_for_one_preprocessing() -> None:
     service, _ = several()
     image_id = (await classify(service, "model=cats")).json["id"]
     assert (await service.get("/attention", f"id={image_id}&format=json")).status == 200
@@ -154,7 +154,7 @@ async def test_a_picture_kept_for_one_preprocessing_is_none_of_another() -> None
 
 
 @on_a_loop
-async def test_a_request_for_a_model_that_is_not_loaded_waits_and_few_do() -> None:
+async def test_few_requests_wait_for_a_load() -> None:
     service, models = several(queue_size=8, request_timeout=60)
     models.engines["few"].state = "loading"
     models.engines["few"].gate.clear()
@@ -192,7 +192,7 @@ async def test_a_request_for_a_model_that_is_not_loaded_waits_and_few_do() -> No
         "/v2/models/few/stats",
     ],
 )
-async def test_an_unloaded_model_is_described_without_loading_it(path: str) -> None:
+async def test_description_does_not_load_a_model(path: str) -> None:
     service, models = several()
     answers = []
     for is_unloaded in (False, True):
@@ -264,7 +264,7 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version
 
 
 @on_a_loop
-async def test_a_wait_ends_with_the_requests_time_and_without_memory_at_once() -> None:
+async def test_wait_for_a_load_ends_at_the_deadline() -> None:
     service, models = several(request_timeout=0.05)
     models.engines["few"].state = "loading"
     models.engines["few"].gate.clear()
@@ -278,7 +278,7 @@ async def test_a_wait_ends_with_the_requests_time_and_without_memory_at_once() -
 
 
 @on_a_loop
-async def test_the_list_names_state_backbone_classes_and_the_default() -> None:
+async def test_list_of_models_has_all_fields() -> None:
     service, models = several()
     models.engines["few"].state, models.engines["few"].reason = "failed", "no such file"
     [bare, cats, few] = (await service.get("/models")).json
@@ -299,7 +299,7 @@ async def test_the_list_names_state_backbone_classes_and_the_default() -> None:
 
 
 @on_a_loop
-async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path) -> None:
+async def test_loads_are_guarded(tmp_path: Path) -> None:
     (tmp_path / "v2").mkdir()
     (tmp_path / "labels.txt").write_text("a")
     service, models = several(checkpoint_folder=str(tmp_path))
@@ -340,7 +340,7 @@ async def test_the_admin_key_and_the_folder_guard_what_is_loaded(tmp_path: Path)
 
 
 @on_a_loop
-async def test_who_puts_a_model_that_is_deleted_meanwhile_is_told_so() -> None:
+async def test_model_deleted_during_its_load_is_404() -> None:
     service, models = several(checkpoint_folder="/")
     models.gone = "few"
     answer = await service.request("PUT", "/models/few", headers=ADMIN, body=b'{"checkpoint": "x"}')
@@ -352,9 +352,7 @@ async def test_who_puts_a_model_that_is_deleted_meanwhile_is_told_so() -> None:
 @pytest.mark.parametrize(
     ("key", "status"), [("", 401), ("wrong", 401), ("user", 403), ("admin", None)]
 )
-async def test_with_api_keys_the_admin_key_alone_changes_models(
-    method: str, key: str, status: int | None
-) -> None:
+async def test_only_the_admin_key_changes_models(method: str, key: str, status: int | None) -> None:
     service, models = several(api_keys="user", checkpoint_folder="/")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     answer = await service.request(
@@ -365,7 +363,7 @@ async def test_with_api_keys_the_admin_key_alone_changes_models(
 
 
 @on_a_loop
-async def test_low_scores_are_left_out_and_the_answer_says_when_none_is_left() -> None:
+async def test_low_scores_are_left_out() -> None:
     service, _ = several()
     scores = [each["score"] for each in (await classify(service, "top_k=4")).json["predictions"]]
     assert scores == [0.5, 0.25, 0.125, 0.0625]
@@ -382,7 +380,7 @@ async def test_low_scores_are_left_out_and_the_answer_says_when_none_is_left() -
 
 
 @on_a_loop
-async def test_a_service_with_a_coverage_says_that_it_abstained_by_it(service: App) -> None:
+async def test_abstention_names_the_coverage(service: App) -> None:
     service.engine.info = model_info(coverage=0.9)
     answer = (await service.classify(png(10))).json
     assert (answer["abstained"], answer["abstained_by"]) == (True, "coverage")
@@ -390,7 +388,7 @@ async def test_a_service_with_a_coverage_says_that_it_abstained_by_it(service: A
 
 @on_a_loop
 @pytest.mark.parametrize("query", ["*", "cats,few,bare,unfitted,orphan"])
-async def test_models_that_do_not_answer_have_errors_of_their_own_beside_others(query: str) -> None:
+async def test_failed_model_spares_the_others(query: str) -> None:
     service, models = several()
     models.added = {
         "unfitted": AddedHead("unfitted", None, "cats", ""),
@@ -466,7 +464,7 @@ def checkpoint(path: str) -> dict[str, Any]:
 
 @on_a_loop
 @pytest.mark.parametrize("body", [None, {}, {"parameters": {}}])
-async def test_without_a_checkpoint_the_configured_one_is_loaded_again(body: Any) -> None:
+async def test_load_without_checkpoint_reloads(body: Any) -> None:
     service, loaded = swapping()
     answer = await post(service, body=body)
     assert (answer.status, loaded) == (200, [None])
@@ -487,9 +485,7 @@ async def test_a_checkpoint_below_the_folder_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["../elsewhere", "/etc", "out", "out/side", "v2/../../elsewhere", "circle"]
 )
-async def test_a_checkpoint_elsewhere_is_refused_whether_it_exists_or_not(
-    path: str, tmp_path: Path
-) -> None:
+async def test_checkpoint_elsewhere_is_refused(path: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -540,7 +536,7 @@ async def test_what_is_no_load_is_refused(body: Any, status: int, tmp_path: Path
 
 @on_a_loop
 @pytest.mark.parametrize("path", [LOAD, UNLOAD])
-async def test_without_an_admin_key_in_the_settings_nobody_may_load(path: str) -> None:
+async def test_loading_is_off_without_admin_key(path: str) -> None:
     service, loaded = swapping(admin_key=None)
     answer = await post(service, path)
     assert (answer.status, loaded) == (403, [])
@@ -548,7 +544,7 @@ async def test_without_an_admin_key_in_the_settings_nobody_may_load(path: str) -
 
 
 @on_a_loop
-async def test_the_admin_key_opens_loading_and_nothing_else() -> None:
+async def test_admin_key_opens_only_loading() -> None:
     service, loaded = swapping(api_keys="user")
     assert (await post(service)).status == 200
     assert loaded == [None]

@@ -30,7 +30,7 @@ def test_the_page_is_small() -> None:
     assert size(".jpg") < 60_000
 
 
-def test_nothing_comes_from_another_host_and_nothing_is_inline() -> None:
+def test_page_loads_only_from_its_host() -> None:
     for path in FILES:
         if path.suffix in {".html", ".css", ".js"}:
             text = path.read_text()
@@ -40,14 +40,14 @@ def test_nothing_comes_from_another_host_and_nothing_is_inline() -> None:
             assert not re.search(r'(src|href)="/', text), path.name
 
 
-def test_nothing_is_painted_before_the_whole_document_is_there() -> None:
+def test_page_waits_for_the_whole_document() -> None:
     """On a slow machine or line its parts would appear one by one, and move those before them."""
     text = (FOLDER / "index.html").read_text()
     [last] = re.findall(r'<link rel="expect" href="#([a-z-]+)" blocking="render">', text)
     assert last == re.findall(r'\bid="([^"]+)"', text)[-1]
 
 
-def test_every_module_that_is_imported_is_served_and_preloaded() -> None:
+def test_imported_modules_are_preloaded() -> None:
     preloaded = re.findall(r'modulepreload" href="(.+?)"', (FOLDER / "index.html").read_text())
     for path in FOLDER.glob("*.js"):
         for name in re.findall(r'from "\./(.+?)"', path.read_text()):
@@ -70,7 +70,7 @@ async def test_the_page_has_a_strict_policy(service: App) -> None:
 
 
 @on_a_loop
-async def test_a_module_is_asked_for_again_and_answered_with_304(service: App) -> None:
+async def test_unchanged_module_is_304(service: App) -> None:
     first = await service.get("/page/api.js")
     assert (first.headers["content-type"], first.headers["cache-control"]) == (
         "text/javascript; charset=utf-8",
@@ -119,7 +119,7 @@ async def test_every_route_is_documented(service: App) -> None:
 
 
 @on_a_loop
-async def test_attention_is_documented_with_all_its_parameters() -> None:
+async def test_all_parameters_of_maps_are_documented() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
     drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "caption"}
     names = {"model", "method", "class", "layer", "labels", "head", "format"} | drawing
@@ -138,7 +138,7 @@ def operations(document: dict[str, Any]) -> dict[str, Any]:
 
 
 @on_a_loop
-async def test_generated_clients_get_names_that_people_would_give() -> None:
+async def test_operation_ids_are_readable() -> None:
     assert set(operations((await app().get("/openapi.json")).json)) == {
         "add_examples",
         "classify",
@@ -179,7 +179,7 @@ async def test_generated_clients_get_names_that_people_would_give() -> None:
         ({"api_keys": "one", "metrics_public": False}, [{"api_key": []}], {"metrics"}),
     ],
 )
-async def test_the_operations_that_take_a_key_are_documented(
+async def test_operations_with_keys_are_documented(
     settings: dict[str, Any], security: list[dict[str, list[str]]], closed: set[str]
 ) -> None:
     document = (await app(**settings).get("/openapi.json")).json
@@ -196,7 +196,7 @@ async def test_the_operations_that_take_a_key_are_documented(
 
 
 @on_a_loop
-async def test_the_page_and_its_files_come_from_here_and_are_open_and_fresh() -> None:
+async def test_page_needs_no_key() -> None:
     service = app(api_keys="one")
     page = await service.get("/docs")
     assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
