@@ -19,6 +19,7 @@ from model.images.preprocess import Region
 from model.images.sheet import ContactSheet, draw_maps
 from model.outputs import AttentionMap, MapRequest
 from tests.model.images.pictures import difference, scene
+from tests.needs import needs_methods
 
 PICTURE = np.asarray(scene(96, 64))
 TURBO_ENDS = colour_table("turbo")[[0, 255]].astype(int)
@@ -309,9 +310,10 @@ def of_class(evidence: float = 1.0, score: float = 0.6312, index: int = 0) -> At
             AttentionMap(MapRequest.row(3, "max"), PEAK, 1.0),
             ("attention of one layer", "cls, layer 3, head max"),
         ),
-        (
+        pytest.param(
             AttentionMap(MapRequest("rollout"), PEAK, 1.0),
             ("attention through all layers", "rollout"),
+            marks=needs_methods,
         ),
     ],
 )

@@ -21,6 +21,7 @@ from model.runtime.torch_pass import Normalise
 from model.score_fit import Fit, scores_and_energies
 from tests.model.runtime.predictions import MODES, predict
 from tests.model.runtime.small_models import MEAN, STD, make_checkpoint, make_images
+from tests.needs import needs_methods
 
 
 def spoil_second_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +161,7 @@ def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: st
     assert (predictor.calibrated_on, plain.calibrated_on, plain.coverage) == (99, None, None)
 
 
+@needs_methods
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) -> None:
     checkpoint = make_checkpoint()

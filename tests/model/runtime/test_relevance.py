@@ -40,6 +40,7 @@ from model.runtime.torch_pass import Normalise
 from tests.model.explanation.random_models import FAMILIES, model_of
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import MODES, Predictions, predict
+from tests.needs import needs_methods
 
 RELEVANCE = MapRequest("relevance")
 MIXED = [RELEVANCE, None, MapRequest.row(0, 1), RELEVANCE, MapRequest.row(1, "max")]
@@ -286,8 +287,8 @@ ASKED = RequestedOutputs(3, logits=True)
 MAPS = [
     MapRequest("relevance"),
     MapRequest("relevance", 1),
-    MapRequest("gae", 2),
-    MapRequest("gae"),
+    pytest.param(MapRequest("gae", 2), marks=needs_methods),
+    pytest.param(MapRequest("gae"), marks=needs_methods),
     MapRequest.row(1),
 ]
 
@@ -449,6 +450,7 @@ def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(
     assert mixed.map.values.tobytes() == own.map.values.tobytes()
 
 
+@needs_methods
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["plain", "cls_mean", "attention"])
 def test_a_map_begins_where_its_head_reads(family: str, mode: str) -> None:

@@ -136,11 +136,11 @@ def test_classes_stand_beside_the_picture(
         "1",
     ]
     code, out, _ = run(
-        capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--method", "gae"
+        capsys, *common, "-o", tmp_path / "x.png", "--side-by-side", "--method", "relevance"
     )
     assert code == 0
     assert all(f"{label} (" in out for label in ("tabby, tabby cat", "tiger"))
-    assert out.count(", gae, evidence ") == 2
+    assert out.count(", relevance, evidence ") == 2
     assert size_of(tmp_path / "x.png")[0] == 3 * 384 + 2 * 4
     before = set(tmp_path.rglob("*"))
     sheet = tmp_path / "sheet.png"
@@ -151,11 +151,11 @@ def test_classes_stand_beside_the_picture(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--method", "magic"], "method 'magic': expected one of relevance, cls, "),
+        (["--method", "magic"], "method 'magic': expected one of relevance, cls"),
         (["--class", "lion"], "class 'lion' is unknown"),
         (["--class", "crane"], "ambiguous: 2, 3 are called that"),
         (["--class", "4"], "an index below 4"),
-        (["--class", "1", "--method", "rollout"], "class does not apply to method 'rollout'"),
+        (["--class", "1", "--method", "cls"], "class does not apply to method 'cls'"),
     ],
 )
 def test_what_the_model_does_not_offer_is_one_line(

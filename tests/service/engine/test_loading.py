@@ -38,6 +38,7 @@ from service.engine.devices import (
 )
 from service.engine.loading import keep_kernels, load_predictor
 from service.settings import load_settings
+from tests.needs import needs_methods
 from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE
 
@@ -192,6 +193,7 @@ def keep_graph(predictor: Predictor) -> None:
             thread.join()
 
 
+@needs_methods
 def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

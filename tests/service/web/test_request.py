@@ -195,7 +195,7 @@ async def test_waiting_in_a_side_lane_lends_the_slot() -> None:
     lane = inside.lanes.explanations
     turns = [lane.turn("other", 1, Deadline(inside.clock() + PATIENCE)) for _ in range(16)]
     answer = asyncio.create_task(
-        service.classify(query="method=rollout&format=json", path="/attention")
+        service.classify(query="method=relevance&class=1&format=json", path="/attention")
     )
     await until(lambda: lane.waiting == 1)
     assert inside.limiter.in_use == 0

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from model.methods import methods
 from service.errors import DeadlineExceeded
 from tests.model.images.pictures import encode
+from tests.needs import needs_methods
 from tests.service.fakes import SIZE, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, kept, service_in
 
@@ -82,12 +84,16 @@ async def test_a_posted_picture_is_explained(service: App) -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("method=gradcam", "relevance, cls, rollout, gae"),
+        ("method=gradcam", ", ".join(methods())),
         ("method=", "cls"),
         ("method=relevance&layer=0", "layer does not apply to method 'relevance'"),
-        ("method=gae&head=max", "head does not apply to method 'gae'"),
+        ("method=relevance&head=max", "head does not apply to method 'relevance'"),
         ("method=cls&class=3", "class does not apply to method 'cls'"),
-        ("method=rollout&class=3", "class does not apply to method 'rollout'"),
+        pytest.param(
+            "method=rollout&class=3",
+            "class does not apply to method 'rollout'",
+            marks=needs_methods,
+        ),
         ("layer=0&class=3", "class does not apply to method 'cls'"),
         ("class=10", "class '10' is unknown"),
         ("class=", "class '' is unknown"),
@@ -138,9 +144,15 @@ async def test_a_refusal_names_its_parameter(service: App, query: str, says: str
     ("query", "answered"),
     [
         ("", {"method": "relevance", "class": 7, "label": "label 7"}),
-        ("method=gae", {"method": "gae", "class": 7, "label": "label 7"}),
+        pytest.param(
+            "method=gae", {"method": "gae", "class": 7, "label": "label 7"}, marks=needs_methods
+        ),
         ("class=3", {"method": "relevance", "class": 3, "label": "label 3"}),
-        ("method=gae&class=Label%205", {"method": "gae", "class": 5, "label": "label 5"}),
+        pytest.param(
+            "method=gae&class=Label%205",
+            {"method": "gae", "class": 5, "label": "label 5"},
+            marks=needs_methods,
+        ),
         ("method=cls", {"method": "cls", "layer": 2, "head": "mean"}),
         ("layer=0", {"method": "cls", "layer": 0, "head": "mean"}),
         ("head=max", {"method": "cls", "layer": 2, "head": "max"}),

@@ -15,6 +15,7 @@ from model.features import Known
 from model.heads import Head
 from model.images.preprocess import ModelInput, Region
 from model.outputs import AttentionMap, MapRequest
+from model.parameters import methods_of
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from service.models.added_heads import AddedHead
 from service.settings import load_settings
@@ -109,7 +110,7 @@ async def test_a_missing_method_names_the_others(
     monkeypatch.setattr(service.engine, "info", replace(model_info(), config=config))
     refused = await service.classify(png(1), query="attention=relevance")
     assert (refused.status, refused.code) == (422, "invalid_parameter")
-    assert "expected one of gae, cls" in refused.json["detail"]
+    assert f"expected one of {', '.join(methods_of(config))}" in refused.json["detail"]
     assert (await service.classify(png(1), query="attention=true")).status == 200
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.methods import is_class_specific, methods
 from model.outputs import EmbeddingRequest
 from service.settings import load_settings
 from tests.service.fakes import SIZE, expected_embedding, model_info, on_a_loop, png
@@ -172,11 +173,11 @@ async def test_a_headless_model_embeds_pictures() -> None:
     response = await service.classify(png(9), "format=json", "/attention")
     assert (response.status, response.json["method"]) == (200, "cls")
     assert "class" not in response.json
-    assert (await service.classify(png(9), "method=rollout&format=npy", "/attention")).status == 200
+    assert (await service.classify(png(9), "method=cls&format=npy", "/attention")).status == 200
     assert (await service.classify(png(9), "", "/attention")).headers["content-type"] == "image/png"
     for query, detail in (
         ("method=relevance", REFUSAL),
-        ("method=gae&class=0", REFUSAL),
+        ("method=relevance&class=0", REFUSAL),
         ("class=0", REFUSAL),
     ):
         refused = await service.classify(png(9), query, "/attention")
@@ -189,7 +190,8 @@ async def test_a_headless_model_embeds_pictures() -> None:
 async def test_what_describes_the_model_says_so() -> None:
     service = headless()
     described = (await service.get("/model")).json
-    assert (described["classes"], described["attention_methods"]) == (0, ["cls", "rollout"])
+    offered = [name for name in methods() if not is_class_specific(name)]
+    assert (described["classes"], described["attention_methods"]) == (0, offered)
     assert (await service.get("/labels")).json["labels"] == []
     outputs = (await service.get("/v2/models/fake")).json["outputs"]
     assert [output["name"] for output in outputs] == ["attention", "embedding"]

@@ -4,6 +4,7 @@ tools.
 
 import pytest
 
+from model.methods import methods
 from tests.service.fakes import CLASSES, on_a_loop, png
 from tests.service.web.apps import App, app, inside
 
@@ -232,7 +233,7 @@ async def test_a_model_is_described_by_these_fields(service: App) -> None:
             "std": [0.5, 0.5, 0.5],
         },
         "attention_source": "cls",
-        "attention_methods": ["relevance", "cls", "rollout", "gae"],
+        "attention_methods": [*methods()],
         "templates": None,
         "assumed": [],
         "coverage": None,

@@ -25,6 +25,7 @@ from service.settings import load_settings
 from tests.extensions.inference_protocol.requests import encoded, infer, outputs
 from tests.model.checkpoint import whole_models
 from tests.model.images.pictures import encode
+from tests.needs import needs_methods
 from tests.service.fakes import (
     expected_embedding,
     model_info,
@@ -319,7 +320,9 @@ async def test_labels_of_v2_are_a_parameter() -> None:
     ("query", "detail"),
     [
         ({"class": "fox"}, "class 'fox' is unknown"),
-        ({"method": "gae"}, "labels does not apply to method 'gae'"),
+        pytest.param(
+            {"method": "gae"}, "labels does not apply to method 'gae'", marks=needs_methods
+        ),
         ({"layer": 0}, "labels does not apply to method 'cls'"),
     ],
 )
