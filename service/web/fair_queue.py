@@ -77,6 +77,38 @@ class _Share(Generic[E]):
     turn: int = -1
 
 
+class _Costs:
+    """The measured costs of jobs: decaying sums over the jobs that have worked."""
+
+    def __init__(self) -> None:
+        self._jobs = 0.0
+        self._sizes = 0.0
+        self._worked_seconds = 0.0
+        self._held_seconds = 0.0
+
+    def add(self, size: float, worked_seconds: float, held_seconds: float) -> None:
+        """Add a job that has worked."""
+        self._jobs = self._jobs * _DECAY + 1
+        self._sizes = self._sizes * _DECAY + size
+        self._worked_seconds = self._worked_seconds * _DECAY + worked_seconds
+        self._held_seconds = self._held_seconds * _DECAY + held_seconds
+
+    @property
+    def worked_per_size(self) -> float:
+        """Return the seconds of work for a unit of size."""
+        return self._worked_seconds / self._sizes if self._sizes else 0.0
+
+    @property
+    def held_per_size(self) -> float:
+        """Return the seconds for which a server is held per unit of size."""
+        return self._held_seconds / self._sizes if self._sizes else 0.0
+
+    @property
+    def held_per_job(self) -> float:
+        """Return the seconds for which a server is held per job, infinite before the first job."""
+        return self._held_seconds / self._jobs if self._jobs else math.inf
+
+
 class FairQueue(Generic[E]):
     """Jobs that wait for one of several servers, in turns by caller.
 
@@ -86,7 +118,7 @@ class FairQueue(Generic[E]):
     Args:
         servers: returns how many jobs may be under way.
         clock: monotonic seconds.
-        each: number of jobs of one caller that may be under way.
+        per_caller: number of jobs of one caller that may be under way.
         leaves_room: whether a caller that is not alone begins a job only while more servers are
             free than it holds, once jobs hold them for long. Use it if the servers are slots in a
             first-in, first-out queue: another caller's job then finds a slot and a short queue.
@@ -97,13 +129,13 @@ class FairQueue(Generic[E]):
         self,
         servers: Callable[[], int],
         clock: Callable[[], float],
-        each: float = math.inf,
+        per_caller: float = math.inf,
         *,
         leaves_room: bool = False,
     ) -> None:
         self._servers = servers
         self._clock = clock
-        self._each = each
+        self._per_caller = per_caller
         self._leaves_room = leaves_room
         self._last_share: _Share[E] | None = None
         self._shared_until = -math.inf
@@ -115,11 +147,7 @@ class FairQueue(Generic[E]):
         self.under_way = 0
         self._size_waiting = 0.0
         self._size_under_way = 0.0
-        # Decaying sums over the jobs that have worked.
-        self._job_count = 0.0
-        self._sizes = 0.0
-        self._worked_seconds = 0.0
-        self._held_seconds = 0.0
+        self._costs = _Costs()
 
     def add(self, entry: E, caller: Hashable) -> None:
         """Add a job of a caller; raises `QueueFull` if it cannot begin before its deadline."""
@@ -155,7 +183,7 @@ class FairQueue(Generic[E]):
             self.under_way += 1
             share.under_way += 1
             self._size_under_way += entry.size
-            self.charge(entry, entry.size * self._pace)
+            self.charge(entry, entry.size * self._costs.worked_per_size)
             return entry
         return None
 
@@ -177,11 +205,7 @@ class FairQueue(Generic[E]):
         elif entry.is_under_way:
             entry.is_under_way = False
             if worked:
-                held_seconds = self._clock() - entry.began
-                self._job_count = self._job_count * _DECAY + 1
-                self._sizes = self._sizes * _DECAY + entry.size
-                self._worked_seconds = self._worked_seconds * _DECAY + entry.charged
-                self._held_seconds = self._held_seconds * _DECAY + held_seconds
+                self._costs.add(entry.size, entry.charged, self._clock() - entry.began)
             entry.share.under_way -= 1
             self.under_way -= 1
             self._size_under_way -= entry.size
@@ -191,16 +215,6 @@ class FairQueue(Generic[E]):
     def is_crowded(self) -> bool:
         """Return whether jobs wait for a server, and not only behind their caller's own jobs."""
         return self.waiting > 0 and self.under_way >= self._servers()
-
-    @property
-    def _pace(self) -> float:
-        """Return the measured seconds of work for a unit of size."""
-        return self._worked_seconds / self._sizes if self._sizes else 0.0
-
-    @property
-    def _hold(self) -> float:
-        """Return the measured seconds for which a server is held per unit of size."""
-        return self._held_seconds / self._sizes if self._sizes else 0.0
 
     def _begins_at_once(self, share: _Share[E]) -> bool:
         """Return whether a job of a caller begins before all others.
@@ -223,10 +237,10 @@ class FairQueue(Generic[E]):
 
     def _most(self) -> float:
         """Return the number of jobs under way from which on a caller begins no other one."""
-        is_long = self._held_seconds >= _LONG_HOLD_SECONDS * self._job_count
+        is_long = self._costs.held_per_job >= _LONG_HOLD_SECONDS
         if not self._leaves_room or not is_long or self._clock() >= self._shared_until:
-            return self._each
-        return min(self._each, max(1, self._servers() - self.under_way))
+            return self._per_caller
+        return min(self._per_caller, max(1, self._servers() - self.under_way))
 
     def _wait(self, share: _Share[E], bound: float) -> float:
         """Return the seconds until a further job of a caller would begin.
@@ -235,10 +249,10 @@ class FairQueue(Generic[E]):
         waiting jobs together would take longer.
         """
         servers_of_caller = max(share.under_way, self._most())
-        seconds_of_caller = share.size * self._hold / servers_of_caller
+        seconds_of_caller = share.size * self._costs.held_per_size / servers_of_caller
         if seconds_of_caller > bound or self._seconds(self._size_waiting) <= bound:
             return seconds_of_caller
-        pace = self._pace or _LEAST_PACE
+        pace = self._costs.worked_per_size or _LEAST_PACE
         turn = share.used + share.size * pace
         size_ahead = share.size
         for other in self._shares.values():
@@ -249,7 +263,7 @@ class FairQueue(Generic[E]):
     def _seconds(self, size_ahead: float) -> float:
         """Return the seconds until jobs of this size, and half of those under way, have left."""
         size = size_ahead + self._size_under_way / 2
-        return size * self._hold / max(1, self._servers())
+        return size * self._costs.held_per_size / max(1, self._servers())
 
     def _share(self, caller: Hashable) -> _Share[E]:
         share = self._shares.get(caller)

@@ -35,7 +35,7 @@ _BATCHES_AHEAD: Final = 4
 # Requests whose texts are computed in turns, and how many of one caller: with more, all would be
 # late instead of some.
 _TEXTS_AT_ONCE: Final = 8
-_TEXTS_OF_EACH: Final = 2
+_TEXTS_PER_CALLER: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Lane:
             thread.
         threads: number of threads.
         clock: monotonic seconds.
-        each: number of jobs of one caller that may have begun and not left.
+        per_caller: number of jobs of one caller that may have begun and not left.
         leaves_room: see `FairQueue`.
     """
 
@@ -116,7 +116,7 @@ class Lane:
         *,
         threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        each: float = math.inf,
+        per_caller: float = math.inf,
         leaves_room: bool = False,
     ) -> None:
         self._name = name
@@ -125,7 +125,7 @@ class Lane:
         # Two jobs per thread: a job that ends before the event loop looks has a successor.
         self._free = 2 * threads if threads else math.inf
         self._queue: FairQueue[Job[Any]] = FairQueue(
-            servers or (lambda: 2 * threads), clock, each, leaves_room=leaves_room
+            servers or (lambda: 2 * threads), clock, per_caller, leaves_room=leaves_room
         )
         self._ended: list[Callable[[], None]] = []
         # The event loop that is about to look at the jobs that have ended.
@@ -311,7 +311,9 @@ class Lanes:
         self.documents = Lane("documents", threads=1, clock=clock)
         self.drawings = Lane("drawing", threads=1, clock=clock)
         self.heads = Lane("heads", threads=1, clock=clock)
-        self.texts = Lane("texts", lambda: _TEXTS_AT_ONCE, clock=clock, each=_TEXTS_OF_EACH)
+        self.texts = Lane(
+            "texts", lambda: _TEXTS_AT_ONCE, clock=clock, per_caller=_TEXTS_PER_CALLER
+        )
         self.explanations = Lane("explanations", explanations_ahead, clock=clock, leaves_room=True)
 
     def close(self) -> None:

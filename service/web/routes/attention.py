@@ -271,7 +271,7 @@ async def _answer(
     if query.format == "json":
         return _json(maps, labels, explained, headers)
     if query.format == "npy":
-        values = np.stack([each.values for each in maps]).astype(np.float32)
+        values = np.stack([attention.values for attention in maps]).astype(np.float32)
         return npy_response(values[0] if len(maps) == 1 else values, headers)
     shown = explained.photo or explained.picture
     draw = partial(_png, maps, labels, explained, query)
@@ -289,8 +289,8 @@ def _json(
     """Answer with one document, or with a list of documents for several maps."""
     region = region_document(explained.picture.region)
     documents = [
-        AttentionDocument(id=explained.image_id, region=region, **map_fields(each, labels))
-        for each in maps
+        AttentionDocument(id=explained.image_id, region=region, **map_fields(attention, labels))
+        for attention in maps
     ]
     content = MAPS.dump_json(
         documents[0] if len(documents) == 1 else documents, exclude_none=True, by_alias=True

@@ -199,7 +199,11 @@ def _with_form_fields(body: Json, parameters: Sequence[Json]) -> Json:
     form = body["content"].get("multipart/form-data")
     if form is None:
         return body
-    fields = {each["name"]: each["schema"] for each in parameters if each["in"] == "query"}
+    fields = {
+        parameter["name"]: parameter["schema"]
+        for parameter in parameters
+        if parameter["in"] == "query"
+    }
     schema = form["schema"]
     schema = {**schema, "properties": {**schema["properties"], **fields}}
     content = {**body["content"], "multipart/form-data": {"schema": schema}}

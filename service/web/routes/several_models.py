@@ -223,8 +223,8 @@ async def _infer_group(
             answers[name] = problem_item(admitted, outputs)
             continue
         admitted.count_image(name, outputs)
-        own_result = replace(result, outputs=outputs)
-        classified = Classified(model, requested, decoded, own_result, kept_id)
+        result_of_model = replace(result, outputs=outputs)
+        classified = Classified(model, requested, decoded, result_of_model, kept_id)
         answers[name] = classification_fields(admitted, classified, min_score)
     return _Pass(answers, (decoded, result), kept_id is not None)
 
@@ -241,12 +241,12 @@ def _combined(group: Group) -> RequestedOutputs:
 def _outputs_of_each(group: Group, outputs: Outputs) -> list[Outputs | Exception]:
     """Return the outputs of each model of a pass; a head that fails costs only its own answer."""
     answers: list[Outputs | Exception] = []
-    for (model, requested), own in zip(group, (outputs, *outputs.more), strict=True):
+    for (model, requested), outputs_of_model in zip(group, (outputs, *outputs.more), strict=True):
         if model.taught is None:
-            answers.append(own)
+            answers.append(outputs_of_model)
             continue
         try:
-            answers.append(scored(own, model.taught, requested))
+            answers.append(scored(outputs_of_model, model.taught, requested))
         except Exception as error:  # noqa: BLE001  it is the answer of this head
             answers.append(error)
     return answers
@@ -266,11 +266,11 @@ async def _load(
     loaded: Group = []
     failed: dict[str, dict[str, Any]] = {}
     for model, requested in group:
-        own = admitted.with_model(model)
+        with_model = admitted.with_model(model)
         try:
-            await load_model(own, share=_LOADING_SHARE)
+            await load_model(with_model, share=_LOADING_SHARE)
         except ServiceError as error:
             failed[model.info.name] = problem_item(admitted, error)
         else:
-            loaded.append((own.model, requested))
+            loaded.append((with_model.model, requested))
     return loaded, failed

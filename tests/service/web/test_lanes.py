@@ -218,7 +218,7 @@ def test_busy_callers_get_equal_shares(costs: list[float]) -> None:
 
 def test_a_job_that_begins_at_once_is_accepted() -> None:
     clock = Clock()
-    queue: FairQueue[Entry] = FairQueue(lambda: 8, clock, each=2)
+    queue: FairQueue[Entry] = FairQueue(lambda: 8, clock, per_caller=2)
     first, one, *many = (
         Entry(size, clock.now + 10 + size) for size in (250, 1, 250, 250, 250, 250)
     )

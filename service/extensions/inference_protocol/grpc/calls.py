@@ -198,12 +198,14 @@ class Calls:
             _FEWEST_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers
         )
         self.watches = Lane(
-            "watchers", lambda: _WATCHES, clock=service.clock, each=_WATCHES_OF_EACH
+            "watchers", lambda: _WATCHES, clock=service.clock, per_caller=_WATCHES_OF_EACH
         )
         self.reflections = Lane(
-            "reflection", lambda: _REFLECTIONS, clock=service.clock, each=_ARRIVALS_OF_EACH
+            "reflection", lambda: _REFLECTIONS, clock=service.clock, per_caller=_ARRIVALS_OF_EACH
         )
-        self._arrivals = Lane("messages", lambda: most, clock=service.clock, each=_ARRIVALS_OF_EACH)
+        self._arrivals = Lane(
+            "messages", lambda: most, clock=service.clock, per_caller=_ARRIVALS_OF_EACH
+        )
         self._pace = RefusalPace(service.clock, _REFUSALS_A_SECOND)
 
     async def answer(self, path: str, _: object, context: Any) -> bytes:

@@ -234,7 +234,7 @@ async def test_no_message_is_read_when_every_place_is_taken_or_the_service_drain
         with service_in(service).limiter.permit():
             full = caller.stream("ModelInfer")
             assert await full.code() == Code.UNAVAILABLE
-            assert "all 1 places" in await full.details()
+            assert "all 1 slots" in await full.details()
             assert (await full.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
         service.lifecycle.draining = True
         assert await caller.stream("ModelInfer").code() == Code.UNAVAILABLE
