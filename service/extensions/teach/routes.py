@@ -9,43 +9,38 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar, cast
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import CheckpointError
 from model.images.thumbnail import jpeg_thumbnail
-from model.label_texts import checked_label, checked_texts
-from model.outputs import EmbeddingRequest, RequestedOutputs
-from model.taught_heads import Features, TaughtHead
-from service.engine.messages import ModelInfo
+from model.label_texts import checked_label
+from model.taught_heads import TaughtHead
 from service.errors import (
     Forbidden,
     HeadWithoutBackbone,
-    InferenceFailed,
-    InvalidParameter,
     NameTaken,
     NotFound,
 )
 from service.extensions.teach.examples import Examples, HeadRow, KeptPicture
 from service.extensions.teach.heads import TaughtHeads, features_of
+from service.extensions.teach.new_examples import (
+    ExampleQuery,
+    features_of_head,
+    read_features,
+)
 from service.extensions.teach.settings import TeachSettings
 from service.models.folder import check_name
-from service.settings import Settings, settings_of
+from service.settings import settings_of
 from service.web.admitted import AdmittedRequest, admit
 from service.web.api_keys import holds_admin_key
-from service.web.gather import of_each
 from service.web.middleware import request_context
-from service.web.picture import infer_file, infer_pixels, require_file
 from service.web.routes.answers import to_json
-from service.web.routes.embed import embedding_of
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, NAME, SEVERAL_PICTURES, problems
-from service.web.routes.query import Absent, FormQuery
+from service.web.routes.query import FormQuery
 from service.web.service import model_of, service_of
-from service.web.upload import UploadedFile
 from vitserve.head_documents import (
     AddedExamples,
     ExampleCounts,
@@ -75,40 +70,6 @@ class LabelQuery(BaseModel, frozen=True):
     """The query of PUT /heads/NAME/examples/N."""
 
     label: Annotated[str, Field(description="label of the picture")]
-
-
-class ExampleQuery(BaseModel, frozen=True):
-    """The query of POST /heads/NAME/examples; its form may have the parameters as fields."""
-
-    label: Annotated[
-        str | Absent, Field(description="label of the pictures; required, here or in the form")
-    ] = None
-    id: Annotated[
-        str | Absent,
-        Field(description="id of a kept picture, from an answer of /classify, instead of a body"),
-    ] = None
-    backbone: Annotated[
-        str | Absent,
-        Field(
-            description="with the first example: the model whose features the head reads; "
-            "the default model if absent"
-        ),
-    ] = None
-    file_name: Annotated[
-        Annotated[str, Field(max_length=256)] | Absent,
-        Field(description="file name of the only picture; kept with VIT_TEACH_THUMBNAILS"),
-    ] = None
-
-    @property
-    def model(self) -> str | None:
-        """Return the name of the model whose features the head reads."""
-        return self.backbone
-
-    def requested(self, _: ModelInfo) -> str:
-        """Return the checked label; raises `InvalidParameter` if it is missing."""
-        if self.label is None:
-            raise InvalidParameter("label: missing: send ?label=cat, or a field of the form")
-        return checked_label(self.label)
 
 
 class PageQuery(BaseModel, frozen=True):
@@ -169,9 +130,9 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
         model = await model_of(request, backbone)
         admitted.choose(model)
         form = FormQuery(request, query, model, ExampleQuery.requested)
-        features, pixels = await _features(admitted, form, head)
+        features, pixels = await read_features(admitted, form, head)
         info = admitted.model.info
-        backbone_and_model = (features_of(info, _kind(head, info)), info.name)
+        backbone_and_model = (features_of(info, features_of_head(head, info)), info.name)
         creator = "" if _holds_admin_key(request) else owner or admitted.sender.caller
         file_name = form.query.file_name or ""
         label = form.requested
@@ -379,23 +340,6 @@ def _examples(request: Request) -> Examples:
     return examples
 
 
-def _checked_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> None:
-    """Raise `InvalidParameter` or `InputError` for a file name that cannot be kept.
-
-    Args:
-        count: number of pictures in the request.
-    """
-    if query.file_name is None:
-        return
-    if not settings_of(settings, TeachSettings).teach_thumbnails:
-        raise InvalidParameter(
-            "file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS"
-        )
-    if count != 1:
-        raise InvalidParameter(f"file_name: needs exactly one picture, got {count}")
-    checked_texts([query.file_name], "file_name", 1)
-
-
 def _require_own(request: Request, head: HeadRow) -> None:
     """Raise `Forbidden` unless the request has the head's key or the admin key, or no keys are set."""
     if head.owner != _owner(request) and service_of(request).settings.api_keys:
@@ -417,67 +361,3 @@ def _require_admin(request: Request) -> None:
 
 def _holds_admin_key(request: Request) -> bool:
     return holds_admin_key(request.headers.get("authorization", ""), service_of(request).settings)
-
-
-def _kind(head: HeadRow | None, info: ModelInfo) -> Features:
-    """Return the features that a head reads; None means a new head."""
-    return Features.of(info.config) if head is None else Features.named(head.backbone)
-
-
-async def _features(
-    admitted: AdmittedRequest, form: FormQuery[ExampleQuery, str], head: HeadRow | None
-) -> tuple[NDArray[np.float32], list[NDArray[np.uint8]]]:
-    """Compute the features of each picture of a request, finite [N, D].
-
-    The first error of a picture is the request's.
-
-    Returns:
-        The features, and the pixels of pictures whose thumbnails are kept.
-    """
-    query = form.query
-    settings = admitted.service.settings
-
-    def wanted() -> RequestedOutputs:
-        """Return the outputs for each picture; the form names the model first."""
-        return RequestedOutputs(
-            1, embedding=EmbeddingRequest(_kind(head, admitted.model.info).pool)
-        )
-
-    if query.id is not None:
-        if await admitted.body.read_whole():
-            raise InvalidParameter(
-                "id: the request has a body too: send pictures, or the id of a kept picture"
-            )
-        _checked_file_name(query, settings, count=1)
-        picture = await admitted.service.kept(query.id, admitted.model)
-        if picture is None:
-            raise InvalidParameter(
-                "id: no kept picture of this id in the form that the head's backbone reads"
-            )
-        await admitted.take(1)
-        rows = [
-            (
-                embedding_of(admitted, await infer_pixels(admitted, picture.pixels, wanted())),
-                picture.pixels,
-            )
-        ]
-    else:
-        pictures = await form.read_files(admitted)
-        if form.query.id is not None:
-            raise InvalidParameter(
-                "id: the request has pictures too: send pictures, or the id of a kept picture"
-            )
-        _checked_file_name(form.query, settings, count=len(pictures))
-        await admitted.take(len(pictures))
-
-        async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-            decoded, result = await infer_file(admitted, require_file(picture), wanted())
-            return embedding_of(admitted, result), decoded.picture.pixels
-
-        rows = await of_each(row, pictures)
-    features = np.stack([embedding for embedding, _ in rows])
-    if not np.isfinite(features).all():
-        raise InferenceFailed("the model gives features that are not finite")
-    if not settings_of(settings, TeachSettings).teach_thumbnails:
-        return features, []
-    return features, [pixels for _, pixels in rows]

@@ -1,0 +1,137 @@
+"""The pictures of a new example: their query, and the features that the head reads."""
+
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+
+from model.label_texts import checked_label, checked_texts
+from model.outputs import EmbeddingRequest, RequestedOutputs
+from model.taught_heads import Features
+from service.engine.messages import ModelInfo
+from service.errors import InferenceFailed, InvalidParameter
+from service.extensions.teach.examples import HeadRow
+from service.extensions.teach.settings import TeachSettings
+from service.settings import Settings, settings_of
+from service.web.admitted import AdmittedRequest
+from service.web.gather import of_each
+from service.web.picture import infer_file, infer_pixels, require_file
+from service.web.routes.embed import embedding_of
+from service.web.routes.query import Absent, FormQuery
+from service.web.upload import UploadedFile
+
+
+class ExampleQuery(BaseModel, frozen=True):
+    """The query of POST /heads/NAME/examples; its form may have the parameters as fields."""
+
+    label: Annotated[
+        str | Absent, Field(description="label of the pictures; required, here or in the form")
+    ] = None
+    id: Annotated[
+        str | Absent,
+        Field(description="id of a kept picture, from an answer of /classify, instead of a body"),
+    ] = None
+    backbone: Annotated[
+        str | Absent,
+        Field(
+            description="with the first example: the model whose features the head reads; "
+            "the default model if absent"
+        ),
+    ] = None
+    file_name: Annotated[
+        Annotated[str, Field(max_length=256)] | Absent,
+        Field(description="file name of the only picture; kept with VIT_TEACH_THUMBNAILS"),
+    ] = None
+
+    @property
+    def model(self) -> str | None:
+        """Return the name of the model whose features the head reads."""
+        return self.backbone
+
+    def requested(self, _: ModelInfo) -> str:
+        """Return the checked label; raises `InvalidParameter` if it is missing."""
+        if self.label is None:
+            raise InvalidParameter("label: missing: send ?label=cat, or a field of the form")
+        return checked_label(self.label)
+
+
+def features_of_head(head: HeadRow | None, info: ModelInfo) -> Features:
+    """Return the features that a head reads; None means a new head."""
+    return Features.of(info.config) if head is None else Features.named(head.backbone)
+
+
+async def read_features(
+    admitted: AdmittedRequest, form: FormQuery[ExampleQuery, str], head: HeadRow | None
+) -> tuple[NDArray[np.float32], list[NDArray[np.uint8]]]:
+    """Compute the features of each picture of a request, finite [N, D].
+
+    The first error of a picture is the request's.
+
+    Returns:
+        The features, and the pixels of pictures whose thumbnails are kept.
+    """
+    query = form.query
+    settings = admitted.service.settings
+
+    def wanted() -> RequestedOutputs:
+        """Return the outputs for each picture; the form names the model first."""
+        return RequestedOutputs(
+            1, embedding=EmbeddingRequest(features_of_head(head, admitted.model.info).pool)
+        )
+
+    if query.id is not None:
+        if await admitted.body.read_whole():
+            raise InvalidParameter(
+                "id: the request has a body too: send pictures, or the id of a kept picture"
+            )
+        _check_file_name(query, settings, count=1)
+        picture = await admitted.service.kept(query.id, admitted.model)
+        if picture is None:
+            raise InvalidParameter(
+                "id: no kept picture of this id in the form that the head's backbone reads"
+            )
+        await admitted.take(1)
+        rows = [
+            (
+                embedding_of(admitted, await infer_pixels(admitted, picture.pixels, wanted())),
+                picture.pixels,
+            )
+        ]
+    else:
+        pictures = await form.read_files(admitted)
+        if form.query.id is not None:
+            raise InvalidParameter(
+                "id: the request has pictures too: send pictures, or the id of a kept picture"
+            )
+        _check_file_name(form.query, settings, count=len(pictures))
+        await admitted.take(len(pictures))
+
+        async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+            decoded, result = await infer_file(admitted, require_file(picture), wanted())
+            return embedding_of(admitted, result), decoded.picture.pixels
+
+        rows = await of_each(row, pictures)
+    features = np.stack([embedding for embedding, _ in rows])
+    if not np.isfinite(features).all():
+        raise InferenceFailed("the model gives features that are not finite")
+    if not settings_of(settings, TeachSettings).teach_thumbnails:
+        return features, []
+    return features, [pixels for _, pixels in rows]
+
+
+def _check_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> None:
+    """Raise `InvalidParameter` or `InputError` for a file name that cannot be kept.
+
+    Args:
+        count: number of pictures in the request.
+    """
+    if query.file_name is None:
+        return
+    if not settings_of(settings, TeachSettings).teach_thumbnails:
+        raise InvalidParameter(
+            "file_name: not kept here: the service was started without VIT_TEACH_THUMBNAILS"
+        )
+    if count != 1:
+        raise InvalidParameter(f"file_name: needs exactly one picture, got {count}")
+    checked_texts([query.file_name], "file_name", 1)
