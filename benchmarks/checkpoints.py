@@ -65,9 +65,11 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     timm = shared_folder() / "weights" / "deit_tiny_imagenet" / "model.safetensors"
     if shape is VIT224 and timm.exists():
-        tensors, origin = load_file(timm), "deit_tiny_patch16_224 (timm)"
+        tensors = load_file(timm)
+        origin = "deit_tiny_patch16_224 (timm)"
     else:
-        tensors, origin = _random(shape, seed), f"random, seed {seed}"
+        tensors = _random(shape, seed)
+        origin = f"random, seed {seed}"
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
     (folder / "preprocessor_config.json").write_text(json.dumps(_preprocessor(shape), indent=1))
     save_file(_renamed(tensors), folder / "model.safetensors", metadata={"format": "pt"})
@@ -129,7 +131,8 @@ def _config(shape: Shape) -> dict[str, Any]:
 
 
 def _preprocessor(shape: Shape) -> dict[str, Any]:
-    square, half = {"height": shape.size, "width": shape.size}, [0.5, 0.5, 0.5]
+    square = {"height": shape.size, "width": shape.size}
+    half = [0.5, 0.5, 0.5]
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -166,7 +169,8 @@ def _random(shape: Shape, seed: int) -> dict[str, Any]:
         mlp_width=4 * shape.width,
         num_classes=shape.classes,
     )
-    tensors, generator = VisionTransformer(config).state_dict(), torch.Generator().manual_seed(seed)
+    tensors = VisionTransformer(config).state_dict()
+    generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if tensor.dim() > 1:
             gain = {"cls_token": 0.3, "pos_embed": 1.4, "head.weight": 4.0}.get(name, 1.0)

@@ -170,7 +170,8 @@ def quarter_share(relevance: Tensor, quarter: int) -> float:
     of an even map.
     """
     positive = relevance.double().clamp_min(0).repeat_interleave(2, 0).repeat_interleave(2, 1)
-    (row, column), (rows, columns) = divmod(quarter, 2), relevance.shape
+    row, column = divmod(quarter, 2)
+    rows, columns = relevance.shape
     part = positive[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
     return float(part.sum() / positive.sum()) if positive.any() else 0.25
 
@@ -220,7 +221,8 @@ def measure(
     labels: list[int] = []
     for number in tqdm(range(count), desc="deletion, insertion", disable=None):
         picture = read(number)
-        blurred, none = blur(picture), picture.new_zeros(())
+        blurred = blur(picture)
+        none = picture.new_zeros(())
         with torch.no_grad():
             best = score(picture.unsqueeze(0)).argmax(dim=1)
         label = int(best)
@@ -265,7 +267,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not files:
         parser.error(f"{arguments.data}: no pictures")
     checkpoint = load_checkpoint(arguments.checkpoint)
-    model, normalise = checkpoint.build(), Normalise(checkpoint.preprocess)
+    model = checkpoint.build()
+    normalise = Normalise(checkpoint.preprocess)
 
     def read(number: int) -> Tensor:
         pixels = torch.from_numpy(preprocess(files[number].read_bytes(), checkpoint.preprocess))

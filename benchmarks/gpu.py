@@ -130,13 +130,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0))
     arguments.workers = arguments.workers or [max(2, share * cores // 16) for share in (8, 12)]
     if arguments.smoke:
-        arguments.batches, arguments.dtype, arguments.rounds, arguments.seconds = (
-            [4],
-            "float32",
-            1,
-            0.3,
-        )
-        arguments.workers, arguments.connections, arguments.load_processes = [2], 4, 1
+        arguments.batches = [4]
+        arguments.dtype = "float32"
+        arguments.rounds = 1
+        arguments.seconds = 0.3
+        arguments.workers = [2]
+        arguments.connections = 4
+        arguments.load_processes = 1
         arguments.out = arguments.out / "smoke"
     return arguments
 

@@ -68,7 +68,8 @@ class Bench:
     """What a step needs: the record, the command line, the checkpoint and the pictures."""
 
     def __init__(self, record: Record, arguments: argparse.Namespace) -> None:
-        self.record, self.arguments = record, arguments
+        self.record = record
+        self.arguments = arguments
         self.folder = checkpoints.ensure(SMOKE if arguments.smoke else VITB16)[0]
         self.files, source = pictures.ensure()
         name = "none" if arguments.device == "cpu" else torch.cuda.get_device_name(arguments.device)
@@ -127,8 +128,10 @@ class Reference:
     def __init__(self, bench: Bench, checkpoint: Checkpoint) -> None:
         import timm  # noqa: PLC0415  it may not run, as with a torchvision of another build
 
-        config, arguments = checkpoint.vit, bench.arguments
-        self.checkpoint, self.device = checkpoint, torch.device(arguments.device)
+        config = checkpoint.vit
+        arguments = bench.arguments
+        self.checkpoint = checkpoint
+        self.device = torch.device(arguments.device)
         dtype = getattr(torch, arguments.dtype)
         network = timm.models.VisionTransformer(
             img_size=config.image_size,
@@ -179,7 +182,8 @@ def rate_of(work: Callable[[], None], images: int, seconds: float) -> float:
     """Images a second of calls that do so many images each."""
     for _ in range(3):  # compiles, and records CUDA graphs
         work()
-    done, began = 0, time.perf_counter() + 0.25 * seconds
+    done = 0
+    began = time.perf_counter() + 0.25 * seconds
     while (now := time.perf_counter()) < began + seconds:
         work()
         done += images * (now >= began)
@@ -209,7 +213,9 @@ def meter(bench: Bench) -> Iterator[list[str]]:
 
 def smoke(bench: Bench) -> None:
     """A tiny model: computed, compiled, and one answer over HTTP. And what the machine is."""
-    note, name, folder = bench.record.note, "tiny model", checkpoints.ensure(SMOKE)[0]
+    note = bench.record.note
+    name = "tiny model"
+    folder = checkpoints.ensure(SMOKE)[0]
     note("compiled" if is_compiled() else "Pillow's", name, "resize")
     note(Ours(bench, [4], folder).rate(RequestedOutputs(_TOP_K), 4, 0.2), name, "images/s")
     with _server(bench, 2, VIT_CHECKPOINT=str(folder)) as server:
@@ -225,18 +231,17 @@ def maps(bench: Bench) -> None:
     """Logits, classes and maps of photographs and noise beside float32's on the CPU, the worst
     picture counting.
     """
-    note, section, ours = (
-        bench.record.note,
-        "beside float32 on the CPU",
-        Ours(bench, [16], bench.folder),
-    )
+    note = bench.record.note
+    section = "beside float32 on the CPU"
+    ours = Ours(bench, [16], bench.folder)
     images = random_pictures(ours.checkpoint, 16, seed=9)
     for index, file in enumerate(bench.files[:8]):
         images[index] = preprocess(file.read_bytes(), ours.checkpoint.preprocess)
     exact = Predictor(
         ours.checkpoint, device="cpu", dtype="float32", compile_mode="off", max_batch=len(images)
     )
-    last, classes = ours.checkpoint.vit.depth - 1, ours.checkpoint.config.num_classes
+    last = ours.checkpoint.vit.depth - 1
+    classes = ours.checkpoint.config.num_classes
     for name, request in (("row", MapRequest.row(last)), ("relevance", MapRequest("relevance"))):
         asked = [RequestedOutputs(min(2, classes), request)] * len(images)
         pairs = list(
@@ -257,7 +262,8 @@ def maps(bench: Bench) -> None:
 
 def engine(bench: Bench) -> None:
     """Rounds of one measurement each, for each batch size; ratios are taken within a round."""
-    sizes, note = bench.arguments.batches, bench.record.note
+    sizes = bench.arguments.batches
+    note = bench.record.note
     ours = Ours(bench, sizes, bench.folder)
     asked = {
         "ours": RequestedOutputs(_TOP_K),
@@ -393,7 +399,8 @@ def _engine_process(bench: Bench, size: int) -> Iterator[EngineProcess]:
     """Start a service, and measure the rate of its engine's process: asked as by web workers, who
     decode nothing.
     """
-    workers, pictures = bench.arguments.workers[0], _UNDER_WAY * size
+    workers = bench.arguments.workers[0]
+    pictures = _UNDER_WAY * size
     with (
         tempfile.TemporaryDirectory(prefix="vitserve-bench-") as folder,
         _server(bench, 2, TMPDIR=folder, VIT_MAX_BATCH=str(size)) as server,
@@ -409,7 +416,8 @@ def engine_rate(socket: Path, *, workers: int, pictures: int, seconds: float) ->
     Args:
         pictures: under way, of all workers together.
     """
-    spawn, share = multiprocessing.get_context("spawn"), -(-pictures // workers)
+    spawn = multiprocessing.get_context("spawn")
+    share = -(-pictures // workers)
     with ProcessPoolExecutor(
         workers, spawn, initializer=_meet, initargs=(spawn.Barrier(workers),)
     ) as pool:
@@ -430,15 +438,18 @@ async def _ask(socket: Path, pictures: int, seconds: float) -> int:
     on.
     """
     begin = time.monotonic() + _HEAD_START
-    models, connected = RemoteModels([EngineClient(socket, "auto")]), asyncio.Event()
+    models = RemoteModels([EngineClient(socket, "auto")])
+    connected = asyncio.Event()
     models.start(lambda: connected.set() if models.default.current.engine.ready else None)
     await connected.wait()
     engine = models.default.current.engine
     assert engine.info is not None, "it is ready"
-    noise, shape = np.random.default_rng(0), engine.info.input_shape
+    noise = np.random.default_rng(0)
+    shape = engine.info.input_shape
     asked = RequestedOutputs(min(_TOP_K, engine.info.config.num_classes))
     requests = [InferenceRequest(noise.integers(0, 256, shape, np.uint8), asked) for _ in range(16)]
-    turn, answered = itertools.cycle(requests), 0
+    turn = itertools.cycle(requests)
+    answered = 0
 
     async def one() -> None:
         nonlocal answered
@@ -455,9 +466,11 @@ async def _ask(socket: Path, pictures: int, seconds: float) -> int:
 
 def profile(bench: Bench) -> None:
     """The kernels of one batch, as torch's own table has them."""
-    size, on_gpu = bench.arguments.batches[0], bench.arguments.device != "cpu"
+    size = bench.arguments.batches[0]
+    on_gpu = bench.arguments.device != "cpu"
     ours = Ours(bench, [size], bench.folder)
-    images, asked = random_pictures(ours.checkpoint, size), [RequestedOutputs(_TOP_K)] * size
+    images = random_pictures(ours.checkpoint, size)
+    asked = [RequestedOutputs(_TOP_K)] * size
     ours.predictor.predict(images, asked)
     activity = (
         torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
@@ -471,7 +484,8 @@ def profile(bench: Bench) -> None:
 
 def http(bench: Bench) -> None:
     """Each number of workers, then half of the best rate as an open loop."""
-    arguments, seconds = bench.arguments, bench.arguments.seconds
+    arguments = bench.arguments
+    seconds = bench.arguments.seconds
     load = Loader(bench.files, OURS, processes=arguments.load_processes)
     for workers in arguments.workers:
         with _server(bench, workers) as server:
@@ -603,7 +617,8 @@ def pixels(bench: Bench) -> None:
 
 def pair(bench: Bench) -> None:
     """Two engine processes on one device, each asked by half of the workers at once."""
-    size, seconds = bench.arguments.batches[0], bench.arguments.seconds
+    size = bench.arguments.batches[0]
+    seconds = bench.arguments.seconds
     with (
         _engine_process(bench, size) as first,
         _engine_process(bench, size) as second,
@@ -684,7 +699,8 @@ def _settings(bench: Bench, workers: int) -> dict[str, str]:
 @contextmanager
 def _server(bench: Bench, workers: int, **more: str) -> Iterator[Running]:
     """Start a service of what is measured, or with other settings."""
-    config, picture = _settings(bench, workers) | more, bench.files[0].read_bytes()
+    config = _settings(bench, workers) | more
+    picture = bench.files[0].read_bytes()
     with running(
         VITSERVE, Path(config["VIT_CHECKPOINT"]), config, picture=picture, timeout=300
     ) as server:

@@ -105,7 +105,8 @@ class Loader:
         latencies = list(itertools.chain.from_iterable(each[0] for each in found))
         ms = sorted(1000 * latency for latency in latencies) or [0.0]
         cuts = statistics.quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else ms * 99
-        refused, broken = sum(each[1] for each in found), sum(each[2] for each in found)
+        refused = sum(each[1] for each in found)
+        broken = sum(each[2] for each in found)
         return Load(len(latencies) / seconds, cuts[49], cuts[98], ms[-1], refused, broken)
 
 
@@ -113,7 +114,8 @@ async def arrivals(rate: float, seconds: float, seed: int | str) -> AsyncIterato
     """Wait for each moment of a Poisson process of so many a second, and yield it, in seconds of
     the clock.
     """
-    gaps, at = random.Random(seed), time.perf_counter()
+    gaps = random.Random(seed)
+    at = time.perf_counter()
     end = at + seconds
     while (at := at + gaps.expovariate(rate)) < end:
         await asyncio.sleep(max(0.0, at - time.perf_counter()))
@@ -129,11 +131,10 @@ async def _send(
     seed: int,
 ) -> _Sent:
     """Send in a closed loop over the connections, or at the rate where there are none."""
-    turn, idle = (
-        itertools.cycle(requests),
-        list[tuple[asyncio.StreamReader, asyncio.StreamWriter]](),
-    )
-    latencies, counts = list[float](), Counter[str]()
+    turn = itertools.cycle(requests)
+    idle = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
+    latencies = list[float]()
+    counts = Counter[str]()
 
     async def one(moment: float, end: float = float("inf")) -> None:
         """Send the next request and count its answer, if it came before the end."""

@@ -46,7 +46,8 @@ def write_models(checkpoint: str, folder: Path, count: int) -> list[str]:
     base = load_checkpoint(checkpoint)
     names = [f"head{number:02}" for number in range(count)]
     for number, name in enumerate(names):
-        generator, tensors = torch.Generator().manual_seed(number), dict(base.tensors)
+        generator = torch.Generator().manual_seed(number)
+        tensors = dict(base.tensors)
         weight = tensors["head.weight"]
         tensors["head.weight"] = (
             torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
@@ -103,7 +104,8 @@ def load(url: str, names: list[str], files: list[Path], connections: int, second
 
 def starts(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
     """The first start of a checkpoint and later ones: seconds, and MiB then."""
-    checkpoint, found = arguments.checkpoint or "bundled", list[tuple[float, float]]()
+    checkpoint = arguments.checkpoint or "bundled"
+    found = list[tuple[float, float]]()
     for _ in range(1 + arguments.rounds):
         with serving(root / "cache", VIT_CHECKPOINT=checkpoint) as (service, ready):
             found.append((round(ready, 2), resident_mib(service.process.pid)))

@@ -178,7 +178,8 @@ async def ask(path: Path, load: Load, size: int, results: Any) -> None:
     ready = asyncio.Event()
     models.start(lambda: ready.set() if models.default.current.engine.ready else None)
     await ready.wait()
-    generator, requested = np.random.default_rng(0), RequestedOutputs(_TOP_K)
+    generator = np.random.default_rng(0)
+    requested = RequestedOutputs(_TOP_K)
     noise = [generator.integers(0, 256, (size, size, 3), np.uint8) for _ in range(16)]
     answered = 0
 
@@ -191,7 +192,8 @@ async def ask(path: Path, load: Load, size: int, results: Any) -> None:
 
     tasks = [asyncio.create_task(one()) for _ in range(_UNDER_WAY // load.clients)]
     await asyncio.sleep(_HEAD_START)
-    began, before = time.process_time(), answered
+    began = time.process_time()
+    before = answered
     await asyncio.sleep(load.seconds)
     results[0] = answered - before
     results[1] = time.process_time() - began
@@ -236,13 +238,13 @@ def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
                     _started(fork, core, partial(ask, path, load, arguments.size, each))
                 )
             time.sleep(_HEAD_START)
-            before, images, launched = _thread_seconds(engine.pid or 0), batches[0], batches[1]
+            before = _thread_seconds(engine.pid or 0)
+            images = batches[0]
+            launched = batches[1]
             time.sleep(load.seconds)
-            after, images, launched = (
-                _thread_seconds(engine.pid or 0),
-                batches[0] - images,
-                batches[1] - launched,
-            )
+            after = _thread_seconds(engine.pid or 0)
+            images = batches[0] - images
+            launched = batches[1] - launched
             while not all(each[1] for each in results):
                 time.sleep(0.05)
         finally:

@@ -47,10 +47,8 @@ def main() -> None:
             ):  # else Pillow resizes there
                 shutil.copy(library, other / "model" / "images")
             # -P: the folder that it is started in is this tree, whichever is to be measured.
-            start, trees = (
-                ("-P", "-m", "service", "serve"),
-                {"before": other, "after": checkpoints.REPOSITORY},
-            )
+            start = ("-P", "-m", "service", "serve")
+            trees = {"before": other, "after": checkpoints.REPOSITORY}
             servers = {
                 which: Server("vitserve", start, OURS, "vitserve", extra={"PYTHONPATH": str(tree)})
                 for which, tree in trees.items()
@@ -99,9 +97,11 @@ def _load(server: Running, load: Loader, connections: int, seconds: float) -> di
     """
     # The nanoseconds that the first thread has run (proc(5)).
     event_loop = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
-    cpu, loop = server.processor_seconds(), int(event_loop.read_text().split()[0])
+    cpu = server.processor_seconds()
+    loop = int(event_loop.read_text().split()[0])
     found = load.run(server.url, connections=connections, seconds=seconds)
-    cpu, loop = server.processor_seconds() - cpu, int(event_loop.read_text().split()[0]) - loop
+    cpu = server.processor_seconds() - cpu
+    loop = int(event_loop.read_text().split()[0]) - loop
     requests = found.rate * seconds
     took = {"cpu_ms": round(1000 * cpu / requests, 3), "loop_ms": round(1e-6 * loop / requests, 3)}
     return {**found.as_json(), **took}

@@ -90,8 +90,10 @@ class Running:
     start_seconds = 0.0
 
     def __init__(self, server: Server, config: Config) -> None:
-        port, mark = str(free_port()), uuid.uuid4().hex
-        self.url, self._mark = f"http://127.0.0.1:{port}", f"{_MARK}={mark}".encode()
+        port = str(free_port())
+        mark = uuid.uuid4().hex
+        self.url = f"http://127.0.0.1:{port}"
+        self._mark = f"{_MARK}={mark}".encode()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  `stop` closes it
         self._command = [str(server.python), *(part.format(port=port) for part in server.command)]
         own = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
@@ -241,7 +243,8 @@ def ask(url: str, protocol: Protocol, picture: bytes) -> int:
 
 def resident_mib(pid: int) -> float:
     """MiB resident of a process and its children; a page that several map counts once (PSS)."""
-    total, pids = 0, [pid]
+    total = 0
+    pids = [pid]
     for each in pids:
         with contextlib.suppress(OSError):  # it has ended
             for thread in Path(f"/proc/{each}/task").iterdir():

@@ -69,7 +69,8 @@ def _measure(url: str, files: list[Path], rounds: int, seconds: float) -> dict[s
         found: dict[str, Any] = {"files": len(files), "dtype": model.dtype, "pictures": []}
         pairs: list[tuple[Path, Path]] = []
         for file in files:
-            data, began = file.read_bytes(), time.process_time()
+            data = file.read_bytes()
+            began = time.process_time()
             sent = shrink(data, max(model.preprocessing["resize_size"])).data
             milliseconds = 1000 * (time.process_time() - began)
             if sent != data:

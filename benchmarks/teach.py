@@ -125,7 +125,8 @@ class Groups:
     """
 
     def __init__(self, pictures: Pictures, groups: Numbers, parts: int) -> None:
-        self.features, self.groups = pictures.features, groups
+        self.features = pictures.features
+        self.groups = groups
         self._names = {"head": "", "transfer": f"-transfer{parts}"}
 
     def draw(self, taught: int, seed: int) -> tuple[Numbers, Numbers]:
@@ -153,7 +154,8 @@ class Groups:
         from sklearn import linear_model, neighbors, pipeline, preprocessing  # noqa: PLC0415  only this needs it
 
         own, others = self.draw(taught, seed)
-        y, found = self.groups, dict[str, float]()
+        y = self.groups
+        found = dict[str, float]()
         for pool in _POOLS:
             head, known = self.learn(pool, own, y[own])
             right = float((answers(head, self.features[pool][others]) == y[others]).mean())
@@ -183,7 +185,8 @@ class Groups:
         each pool.
         """
         own, _ = self.draw(taught, seed)
-        random, labels = np.random.default_rng(seed), self.groups[own].copy()
+        random = np.random.default_rng(seed)
+        labels = self.groups[own].copy()
         wrong = random.permutation(len(own))[: max(1, round(_WRONG * len(own)))]
         count = int(self.groups.max()) + 1
         labels[wrong] = (labels[wrong] + random.integers(1, count, len(wrong))) % count
@@ -200,13 +203,15 @@ class Groups:
         at 95 % kept.
         """
         own, others = self.draw(taught, seed)
-        y, found = self.groups, dict[str, float]()
+        y = self.groups
+        found = dict[str, float]()
         for pool in _POOLS:
             x = self.features[pool]
             head, _ = self.learn(pool, own, y[own])
             known = head.head.known
             assert known is not None
-            right, strangers = x[others][answers(head, x[others]) == y[others]], x[y < 0]
+            right = x[others][answers(head, x[others]) == y[others]]
+            strangers = x[y < 0]
             limit = float(np.quantile(known.distances(right), _KEPT))
             found |= {
                 f"right ones kept, {pool}": 1 - float(known.far(right).mean()),
@@ -267,10 +272,8 @@ class Teacher:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._data, self._unseen = (
-            read_files(_folder("cifar-10-batches-bin"), TEST_FILES),
-            itertools.count(),
-        )
+        self._data = read_files(_folder("cifar-10-batches-bin"), TEST_FILES)
+        self._unseen = itertools.count()
 
     def add(
         self, head: str, pictures: int = 1, pause: float = 0.0, stop: Event | None = None
@@ -305,10 +308,8 @@ def beside(model: Path, rounds: int, seconds: float) -> dict[str, Any]:
     `steady`: a head of 20 pictures gets one each second. `restless`: one of 1,000 gets five a
     second.
     """
-    photograph, caller = (
-        REPOSITORY / "examples" / "dog.jpg",
-        Loader([REPOSITORY / "examples" / "dog.jpg"], OURS),
-    )
+    photograph = REPOSITORY / "examples" / "dog.jpg"
+    caller = Loader([REPOSITORY / "examples" / "dog.jpg"], OURS)
     with (
         TemporaryDirectory() as folder,
         running(VITSERVE, model, {"VIT_TEACH": folder}, picture=photograph.read_bytes()) as server,

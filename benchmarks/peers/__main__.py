@@ -41,7 +41,8 @@ _START_SECONDS = 400
 class _Logits(torch.nn.Module):
     def __init__(self, network: torch.nn.Module, normalise: torch.nn.Module) -> None:
         super().__init__()
-        self.network, self.normalise = network, normalise
+        self.network = network
+        self.normalise = normalise
 
     def forward(self, images: Tensor) -> Tensor:
         """Pictures, uint8 [B, H, W, C], to logits."""
@@ -95,11 +96,9 @@ def _start(
     """Start the servers, and compare their answers; the record says why some do not start. The
     last: may it be held?
     """
-    started, pictures_, expected = (
-        {},
-        [file.read_bytes() for file in files],
-        _reference(model, files),
-    )
+    started = {}
+    pictures_ = [file.read_bytes() for file in files]
+    expected = _reference(model, files)
     chosen = [
         (server, name)
         for server in SERVERS
@@ -107,10 +106,8 @@ def _start(
         if server.name in (VITSERVE.name, *names)
     ]
     for server, name in chosen:
-        row, config = (
-            f"{server.name}, {name}",
-            {"PEER_ENGINE": name.split(",")[0], **server.configs[name]},
-        )
+        row = f"{server.name}, {name}"
+        config = {"PEER_ENGINE": name.split(",")[0], **server.configs[name]}
         try:
             record.section("servers")[server.name] = server.version()
             one = running(server, model, config, picture=pictures_[0], timeout=_START_SECONDS)

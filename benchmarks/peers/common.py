@@ -72,7 +72,8 @@ class Decoder:
                 self._edge * picture.height // min(picture.size),
             )
         picture = picture.resize(size, self._resample)
-        left, top = (picture.width - self._side) // 2, (picture.height - self._side) // 2
+        left = (picture.width - self._side) // 2
+        top = (picture.height - self._side) // 2
         return np.asarray(picture.crop((left, top, left + self._side, top + self._side)))
 
 
@@ -101,7 +102,8 @@ class FileClassifier:
 
     def __init__(self) -> None:
         options = Options()
-        self._decode, self._classify = Decoder(options.model), classifier_of(options)
+        self._decode = Decoder(options.model)
+        self._classify = classifier_of(options)
         self._pool = ThreadPoolExecutor(options.decoders)
 
     def __call__(self, files: Sequence[bytes]) -> list[dict[str, float]]:

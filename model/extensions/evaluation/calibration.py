@@ -129,7 +129,7 @@ def calibrate(
     Args:
         logits: [N, K], of pictures that the model was not trained on.
         truth: int64 [N], their classes.
-        fit: the checkpoint's fit, which is kept if the pictures are too few for another one.
+        fit: the checkpoint's fit, which stays if there are too few pictures for a new fit.
         data: name of the pictures.
         coverages: the first must be possible; others are measured if half of the pictures is
             enough for them.

@@ -31,7 +31,7 @@ def read(folder: Path, names: tuple[str, ...]) -> Images:
     """Read the images of some files, in file order.
 
     Raises:
-        DatasetError: a file is missing, empty, cut short, or holds a label that is no class.
+        DatasetError: a file is missing, empty, cut short, or has a label without a class.
     """
     parts = []
     for path in (folder / name for name in names):

@@ -26,12 +26,12 @@ class Dataset:
     """A training set, a validation set and perhaps a test set.
 
     Attributes:
-        name: what a model card calls them.
+        name: name for a model card.
         labels: names of the classes, in index order.
-        train, validation: no picture is in both; every class is in each.
-        test: not for training, nor for any choice made while training; None where there is none.
-        own_validation: whether the validation set was given, and not split off.
-        image_size: (rows, columns) of all pictures; None where they differ.
+        train, validation: disjoint sets of pictures; each has every class.
+        test: not used for training, nor for any choice during training; may be None.
+        own_validation: whether the data have a validation set; if not, it was split off.
+        image_size: (rows, columns) of all pictures; None if sizes differ.
     """
 
     name: str
@@ -56,15 +56,16 @@ class Dataset:
 
 
 def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
-    """Open a folder of either kind, log what is used, and split its training pictures unless it has
-    a validation set.
+    """Open a folder of pictures or of CIFAR-10, and log the use of its splits.
+
+    Without a validation set, a part of the training pictures becomes one.
 
     Args:
-        validation: size of the validation set, as a number or as a share of the training pictures.
+        validation: size of the validation set, a number or a share of the training pictures.
         seed: decides which pictures are in it.
 
     Raises:
-        DatasetError: neither kind, or data that cannot be trained on.
+        DatasetError: the folder is of neither kind, or its data cannot be trained on.
     """
     if cifar10.is_cifar10(root):
         labels = cifar10.read_labels(root)
@@ -87,7 +88,7 @@ def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
 
 
 def _uses(folder: PictureFolder) -> str:
-    """Return one line on what each split is used for in training."""
+    """Return one line that names the use of each split in training."""
     names = folder.folders
     validated = (
         f"{names[VALIDATION]}/ validates" if VALIDATION in names else "a part of it validates"
@@ -113,7 +114,8 @@ def stratify(
     """
     counts = np.bincount(files.labels, minlength=len(names))
     if counts.min() < 2:
-        name, pictures = names[int(counts.argmin())], "1 picture" if counts.min() else "no pictures"
+        name = names[int(counts.argmin())]
+        pictures = "1 picture" if counts.min() else "no pictures"
         raise DatasetError(
             f"class {name!r} has {pictures}: it needs one to train on and one to validate on"
         )
@@ -132,11 +134,11 @@ class EvaluationSet:
     """Labelled pictures to measure a model on.
 
     Attributes:
-        source: as the user wrote it, for messages.
-        split: `test`, `validation`, or empty where the data are not split.
+        source: the path as the user wrote it, for messages.
+        split: `test` or `validation`; empty without splits.
         names: names of the classes, in index order.
         files: the pictures; their labels are indices of `names`.
-        notes: a line each on the split that is used, and on what is left out.
+        notes: lines about the split in use, and about skipped files.
     """
 
     source: str
@@ -176,10 +178,10 @@ def open_evaluation_set(
     Args:
         root: the folder.
         wanted: splits in order of preference.
-        purpose: verb that says what the pictures are for, for messages.
+        purpose: verb for the use of the pictures, for messages.
 
     Raises:
-        DatasetError: neither, not readable, or without these splits.
+        DatasetError: the folder is of neither kind, not readable, or without these splits.
     """
     if cifar10.is_cifar10(root):
         files = cifar10.read_files(root, cifar10.TEST_FILES)

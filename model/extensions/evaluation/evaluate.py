@@ -1,4 +1,4 @@
-"""Evaluation of a served model on labelled pictures, through the same predictor that serves them."""
+"""Evaluation of a model on labelled pictures, through the predictor that serves it."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -90,7 +90,7 @@ def outputs_of(
         the model's size.
 
     Raises:
-        DatasetError: a file that cannot be read or does not decode.
+        DatasetError: a file cannot be read or decoded.
     """
 
     def read(number: int) -> NDArray[np.uint8]:
@@ -117,10 +117,8 @@ def scores_and_members(
     """Return the score of each class, and whether it is in the set of labels: float32 and bool
     [count, classes].
     """
-    scores, members = (
-        np.empty((count, classes), dtype=np.float32),
-        np.zeros((count, classes), dtype=np.bool_),
-    )
+    scores = np.empty((count, classes), dtype=np.float32)
+    members = np.zeros((count, classes), dtype=np.bool_)
     for row, each in enumerate(outputs):
         scores[row, each.indices] = each.scores
         if each.label_set is not None:

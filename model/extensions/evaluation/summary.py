@@ -12,41 +12,34 @@ from model.network.vit import count_parameters
 
 
 def summarise(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return headings and what was understood of a checkpoint, in the order to print them."""
-    config, preprocess = checkpoint.config, checkpoint.preprocess
+    """Return the lines of the summary by their headings, in order."""
+    config = checkpoint.config
+    preprocess = checkpoint.preprocess
     parameters = count_parameters(meta_network(config))
+    source = checkpoint.source
+    if checkpoint.revision:
+        source += f" (commit {checkpoint.revision})"
+    channels = "channel" if config.in_channels == 1 else "channels"
     rows = {
         "name": checkpoint.name,
-        "source": checkpoint.source
-        + (f" (commit {checkpoint.revision})" if checkpoint.revision else ""),
+        "source": source,
         "content": checkpoint.content,
         "format": checkpoint.format,
         "family": checkpoint.architecture,
-        "input": f"{_by(config.image_size)} px, {config.in_channels} channel{'s' if config.in_channels > 1 else ''}",
+        "input": f"{_by(config.image_size)} px, {config.in_channels} {channels}",
         **(_transformer(config) if isinstance(config, ViTConfig) else _library(config)),
-        "preprocessing": f"{preprocess.resize} to {_by(preprocess.resize_size)}, {preprocess.interpolation}, "
-        f"centre crop {_by(preprocess.size)}",
+        "preprocessing": (
+            f"{preprocess.resize} to {_by(preprocess.resize_size)}, "
+            f"{preprocess.interpolation}, centre crop {_by(preprocess.size)}"
+        ),
         "mean, std": f"{_list(preprocess.mean)}, {_list(preprocess.std)}",
-        # Quoted, as the names of ImageNet's classes have commas themselves.
-        "labels": f"{len(checkpoint.labels):,}: {json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]}"
-        + (", …" if len(checkpoint.labels) > 3 else "")
-        if checkpoint.labels
-        else "none"
-        + (": set VIT_LABELS, or send labels= with a request" if checkpoint.zero_shot else ""),
-        "scores": f"{'sigmoid' if checkpoint.multi_label or config.num_classes == 1 else 'softmax'}"
-        f"{' of scaled cosines' if isinstance(config, ViTConfig) and config.normalized_head else ''}, "
-        f"temperature {checkpoint.temperature:g}"
-        + (
-            f", power {checkpoint.form.power:g}, crowding {checkpoint.form.crowding:g}"
-            if checkpoint.form != SOFTMAX
-            else ""
-        )
-        if config.num_classes
-        else "of the labels of a request"
-        if checkpoint.zero_shot
-        else "none: no classification head; /embed serves it",
+        "labels": _labels(checkpoint),
+        "scores": _scores(checkpoint),
         "parameters": f"{parameters:,}",
-        "memory": f"{_mebibytes(4 * parameters)} in float32, {_mebibytes(2 * parameters)} in bfloat16 or float16",
+        "memory": (
+            f"{_mebibytes(4 * parameters)} in float32, "
+            f"{_mebibytes(2 * parameters)} in bfloat16 or float16"
+        ),
     }
     if checkpoint.zero_shot is not None:
         rows["text tower"] = (
@@ -63,10 +56,37 @@ def summarise(checkpoint: Checkpoint) -> dict[str, str]:
     return rows
 
 
+def _labels(checkpoint: Checkpoint) -> str:
+    """Describe the labels, of which the first three are quoted."""
+    if checkpoint.labels:
+        first = json.dumps(checkpoint.labels[:3], ensure_ascii=False)[1:-1]
+        more = ", …" if len(checkpoint.labels) > 3 else ""
+        return f"{len(checkpoint.labels):,}: {first}{more}"
+    if checkpoint.zero_shot:
+        return "none: set VIT_LABELS, or send labels= with a request"
+    return "none"
+
+
+def _scores(checkpoint: Checkpoint) -> str:
+    """Describe how logits become scores."""
+    config = checkpoint.config
+    if not config.num_classes and checkpoint.zero_shot:
+        return "of the labels of a request"
+    if not config.num_classes:
+        return "none: no classification head; /embed serves it"
+    is_sigmoid = checkpoint.multi_label or config.num_classes == 1
+    text = "sigmoid" if is_sigmoid else "softmax"
+    if isinstance(config, ViTConfig) and config.normalized_head:
+        text += " of scaled cosines"
+    text += f", temperature {checkpoint.temperature:g}"
+    form = checkpoint.form
+    if form != SOFTMAX:
+        text += f", power {form.power:g}, crowding {form.crowding:g}"
+    return text
+
+
 def _transformer(config: ViTConfig) -> dict[str, str]:
-    """Return what the tokens are, and each field of the architecture that is not as in the ViT
-    paper.
-    """
+    """Describe the tokens, and the fields of the architecture that differ from the ViT paper."""
     settings = config.model_dump(
         exclude_defaults=True, exclude={"image_size", "in_channels", "num_classes"}
     )
@@ -85,7 +105,10 @@ def _transformer(config: ViTConfig) -> dict[str, str]:
         "attention maps": {
             "cls": "the CLS token's row",
             "patch_mean": "the mean over all patches' rows",
-            "pool_query": "the pooling query's row (last layer); the mean over all patches' rows (earlier layers)",
+            "pool_query": (
+                "the pooling query's row (last layer); "
+                "the mean over all patches' rows (earlier layers)"
+            ),
         }[config.attention_source],
     }
 
@@ -93,9 +116,11 @@ def _transformer(config: ViTConfig) -> dict[str, str]:
 def _library(config: NetworkConfig) -> dict[str, str]:
     assert isinstance(config, LibraryConfig)
     arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in config.arguments.items())
+    runtime = f"{config.library} {version(config.library)}"
+    if arguments:
+        runtime += f", with {arguments}"
     return {
-        "runtime": f"{config.library} {version(config.library)}"
-        + (f", with {arguments}" if arguments else ""),
+        "runtime": runtime,
         "head": f"reads {config.width} numbers",
         "attention maps": "none",
     }

@@ -41,8 +41,10 @@ _POSITION_SCALE: Final = 0.3
 
 @dataclass(frozen=True)
 class BestWeights:
-    """The weights that did best on the validation images, float32 on the CPU, and their epoch,
-    counted from 1.
+    """The weights with the best validation accuracy, float32 on the CPU.
+
+    Attributes:
+        epoch: their epoch, counted from 1.
     """
 
     epoch: int
@@ -55,15 +57,15 @@ class Trainer:
     Args:
         config: the architecture, fitted to the data.
         data: at least a batch of training images.
-        folder: where state and metrics go; made if absent.
+        folder: folder for state and metrics; created if absent.
         initial: all weights by the model's parameter names, instead of the recipe's initialisation.
 
     Attributes:
-        epoch: number of epochs done.
-        history: their metrics.
-        best: of the epoch with the best validation accuracy so far, and of equals the lowest loss;
-            None before the first.
-        teacher: what the teacher reached and cost; None without one, and before `run`.
+        epoch: number of finished epochs.
+        history: metrics of each finished epoch.
+        best: weights of the epoch with the best validation accuracy, and among equals with the
+            lowest loss; None before the first epoch.
+        teacher: accuracy and cost of the teacher; None without a teacher, and before `run`.
 
     Raises:
         TrainingError: the architecture does not fit the recipe.
@@ -82,13 +84,11 @@ class Trainer:
             raise TrainingError(
                 "patch_dropout: not with relative or rotary positions, which need every patch"
             )
-        self.recipe, self.config, self.data, self.folder, self.device = (
-            recipe,
-            config,
-            data,
-            folder,
-            device,
-        )
+        self.recipe = recipe
+        self.config = config
+        self.data = data
+        self.folder = folder
+        self.device = device
         if recipe.threads:
             torch.set_num_threads(recipe.threads)
         self.epoch = 0
@@ -106,9 +106,7 @@ class Trainer:
         self._teacher: TeacherNet | None = None
         if recipe.teacher is not None:
             self._teacher = TeacherNet(recipe.teacher.widths, config.num_classes)
-            self._inherit_stem(
-                self._teacher
-            )  # another stem is refused before the teacher is trained
+            self._inherit_stem(self._teacher)  # refuses a stem that does not fit before training
         self.steps_per_epoch = len(data.train) // recipe.batch_size
 
     @property
@@ -122,11 +120,12 @@ class Trainer:
         return self.history[-1]["seconds"] if self.history else 0.0
 
     def run(self, on_epoch: Callable[[EpochMetrics], None] = lambda _: None) -> BestWeights:
-        """Train from `epoch` to the recipe's end, after the teacher; write state and metrics after
-        each epoch.
+        """Train the teacher, then train from `epoch` to the recipe's end.
+
+        State and metrics are written after each epoch.
 
         Raises:
-            TrainingError: the loss is no longer finite.
+            TrainingError: the loss has become infinite or NaN.
         """
         if self._teacher is not None:
             if self.teacher is None:
@@ -206,8 +205,10 @@ class Trainer:
                 self.recipe.seed * 1_000_003 + self.epoch
             )  # PatchDropout draws from it
             loss_sum, correct, rate = self._train()
-        trained, images = time.monotonic(), self.steps_per_epoch * self.recipe.batch_size
-        logits, labels = self.validation_logits(), torch.from_numpy(self.data.validation.labels)
+        trained = time.monotonic()
+        images = self.steps_per_epoch * self.recipe.batch_size
+        logits = self.validation_logits()
+        labels = torch.from_numpy(self.data.validation.labels)
         metrics = EpochMetrics(
             epoch=self.epoch + 1,
             learning_rate=rate,
@@ -246,10 +247,8 @@ class Trainer:
                 where = self._position(step)
                 rate = self._optimiser.set_rate(where)
                 self._follow(where)
-                pixels, labels = (
-                    self.data.normalise(images.to(self.device)),
-                    classes.to(self.device),
-                )
+                pixels = self.data.normalise(images.to(self.device))
+                labels = classes.to(self.device)
                 targets = F.one_hot(labels, self.config.num_classes).float()
                 if begin.progress < self.recipe.mixing.until:
                     pixels, targets = mix(pixels, targets, self.recipe.mixing, generators[1])
@@ -266,10 +265,9 @@ class Trainer:
         )
 
     def _follow(self, where: Position) -> None:
-        """Let the model drop patches, and freeze its stem, as the recipe says for this point of the
-        schedule.
-        """
-        dropout, teacher = self.recipe.patch_dropout, self.recipe.teacher
+        """Set patch dropout and the frozen stem for this point of the schedule."""
+        dropout = self.recipe.patch_dropout
+        teacher = self.recipe.teacher
         self.model.patch_dropout = dropout.rate if where.progress < dropout.until else 0.0
         if teacher is not None and teacher.frozen_stem:
             learns = where.restarted or where.progress >= teacher.frozen_stem
@@ -290,7 +288,8 @@ class Trainer:
             logits = self.model(pixels.contiguous(memory_format=torch.channels_last)).logits.float()
         loss = F.cross_entropy(logits, targets, label_smoothing=self.recipe.label_smoothing)
         if self._teacher is not None and self.recipe.teacher is not None:
-            weight, temperature = self.recipe.teacher.weight, self.recipe.teacher.temperature
+            weight = self.recipe.teacher.weight
+            temperature = self.recipe.teacher.temperature
             divergence = distillation_loss(
                 logits, answers(self._teacher, pixels, self.arithmetic), temperature
             )
@@ -324,9 +323,8 @@ def initial_model(
         return model
     model.reset_parameters(torch.Generator().manual_seed(seed))
     assert model.pos_embed is not None  # recipes train models with learned positions
-    # The frequencies are those of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): of
-    # q of them, the lowest is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes
-    # first.
+    # Frequencies of MoCo v3 (Chen et al. 2021, https://arxiv.org/abs/2104.02057): the lowest of q
+    # frequencies is `_TEMPERATURE` to the power -(q - 1) / q. The code of the row comes first.
     quarter = config.width // 4
     code = sincos2d_position_embedding(
         config.grid, config.width, temperature=_TEMPERATURE ** ((quarter - 1) / quarter)

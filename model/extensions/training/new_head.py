@@ -3,7 +3,7 @@
     data -> features, once -> head (see `model.linear_probe`) -> config, weights, confusion matrix
 
 A Vision Transformer's new head reads transfer features (see `model.network.transfer`). A head of
-another library's network reads what the old one reads.
+another library's network reads the features of its old head.
 """
 
 import logging
@@ -48,9 +48,9 @@ from model.taught_heads import Features
 logger = logging.getLogger(__name__)
 
 _ROUNDING: Final = 0.1
-"""Largest distance of logits from those of the embedding, relative to their norm.
+"""Largest difference between the network's logits and the head's, relative to the norm.
 
-In bfloat16 they are some percent apart.
+In bfloat16 the difference is some percent.
 """
 
 
@@ -179,7 +179,7 @@ def _fitted(
     """Fit a head with the very numbers that are stored, and return it with its cross-validation.
 
     Args:
-        kind: what the features are; every part of them counts alike.
+        kind: kind of the features, whose parts get equal weight.
         features, truth, labels, folds: see `model.linear_probe.fit_head`.
     """
     scales = kind.scales(features)
@@ -209,7 +209,7 @@ def _measured(
 
 
 def _write_split(out: Path, dataset: Dataset, start: str) -> None:
-    """Record which pictures the served head is fitted to, with those that chose its penalty."""
+    """Record the pictures that the served head is fitted to, and the test pictures."""
     sets = {TRAIN: PictureFiles.joined(dataset.train, dataset.validation)}
     if dataset.test is not None:
         sets[TEST] = dataset.test
@@ -217,7 +217,7 @@ def _write_split(out: Path, dataset: Dataset, start: str) -> None:
 
 
 def library_head(config: LibraryConfig) -> str:
-    """Return the name of the one linear layer that a library's network ends in.
+    """Return the name of the last, linear layer of a library's network.
 
     Raises:
         CheckpointError: the network does not end in one linear layer.

@@ -63,7 +63,7 @@ def layer_of(name: str, depth: int) -> int:
 
 
 def muon(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return torch's Muon, or raise TrainingError where this torch has none."""
+    """Return torch's Muon; raises TrainingError if this version of torch lacks it."""
     if not hasattr(torch.optim, "Muon"):
         raise TrainingError(f"recipe: muon needs torch 2.9 or later, this is {torch.__version__}")
     return torch.optim.Muon(groups, **settings)
@@ -86,8 +86,10 @@ def as_matrices(filters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def step_all(optimisers: Iterable[torch.optim.Optimizer], filters: Mapping[Tensor, Tensor]) -> None:
-    """Update the weights by their gradients, which are cleared; those of filters go to their
-    matrices.
+    """Update the weights by their gradients, and clear the gradients.
+
+    Args:
+        filters: matrix of each convolution's filters; the matrix gets the gradient.
     """
     for parameter, matrix in filters.items():
         matrix.grad = None if parameter.grad is None else parameter.grad.flatten(1)
@@ -98,7 +100,7 @@ def step_all(optimisers: Iterable[torch.optim.Optimizer], filters: Mapping[Tenso
 
 
 class ModelOptimiser:
-    """AdamW and, where the recipe asks for it, Muon on the weights of a model.
+    """AdamW, and Muon if the recipe asks for it, on the weights of a model.
 
     With layer-wise decay each layer has its own rate. Muon takes matrices: a stem's filters are the
     rows of one.
@@ -108,7 +110,8 @@ class ModelOptimiser:
     """
 
     def __init__(self, model: VisionTransformer, settings: Optimiser) -> None:
-        self._model, self._settings = model, settings
+        self._model = model
+        self._settings = settings
         parameters = dict(model.named_parameters())
         self._filters = as_matrices(
             p for name, p in parameters.items() if name.startswith(_STEM) and p.ndim == 4
@@ -138,7 +141,7 @@ class ModelOptimiser:
             )
 
     def set_rate(self, where: Position) -> float:
-        """Set all learning rates for this point of the schedule, and return AdamW's for the head."""
+        """Set learning rates for this point of the schedule and return AdamW's for the head."""
         factor = rate_factor(where.progress, self._settings.warmup)
         if where.restarted:
             factor *= self._settings.restart_rate

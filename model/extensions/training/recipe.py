@@ -39,7 +39,7 @@ class Architecture(Frozen):
     conv_stem: ConvolutionalStem | None = None
 
     def config(self, image_size: Size, num_classes: int) -> ViTConfig:
-        """Return the whole architecture, or raise TrainingError where it does not fit these data."""
+        """Return the whole architecture; raises TrainingError if it does not fit the data."""
         try:
             return ViTConfig(**self.model_dump(), image_size=image_size, num_classes=num_classes)
         except ValidationError as error:
@@ -90,9 +90,9 @@ class Augmentation(Frozen):
             area, sides 3:4 to 4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`). 0:
             parts are cut out, not resized.
         flip: half of the images are mirrored left to right.
-        resample: share of the images that are enlarged and shrunk again, which blurs them as
-        pictures from users are.
-        trivial_augment: share of the images that one random operation changes (TrivialAugment).
+        resample: share of the images that are enlarged and shrunk again, which blurs them like
+            pictures from users.
+        trivial_augment: share of the images that get a random operation (TrivialAugment).
     """
 
     crop_padding: Annotated[int, Field(ge=0)] = 4
@@ -148,8 +148,8 @@ class Teacher(Frozen):
         learning_rate: the peak rate of Muon for the convolutions: an update's share of the filters'
             norm; it falls linearly to zero.
         resample: as in `Augmentation`, over the whole schedule.
-        weight: share of the model's loss that is the divergence from the teacher's scores; the rest
-            is that of the labels.
+        weight: share of the divergence from the teacher's scores in the model's loss; the rest is
+            the loss of the labels.
         temperature: both logits are divided by it before the softmax; the divergence is multiplied
         by its square.
         frozen_stem: share of the schedule, or of its first cycle, over which the model's stem stays
@@ -176,18 +176,18 @@ class Recipe(Frozen):
     """All choices that determine a run's result; written into its checkpoint.
 
     Attributes:
-        validation: size of the validation set, as a number or as a share of the training images: no
-            gradient sees it; it is for choices and for the temperature. Not used where the data
-            bring a validation split of their own.
+        validation: size of the validation set, a number or a share of the training images. It
+            decides choices and the temperature, and no gradient uses it. No effect if the data
+            have a validation split.
         label_smoothing: share of each target that is spread evenly over all classes (Szegedy et al.
         2015).
-        precision: dtype of activations and gradients; weights and optimiser state are float32
-        whatever it is.
+        precision: dtype of activations and gradients; weights and optimiser state are always
+            float32.
         threads: threads of one operator on the CPU; 0: torch's own choice.
         checkpoint: the checkpoint to fine-tune (a folder or a hub id), instead of an `architecture`
             from scratch.
-        image_size: (rows, columns) of the model's input in pixels; absent: the checkpoint's, or
-        that of the data.
+        image_size: (rows, columns) of the model's input in pixels; absent: size of the
+            checkpoint, or of the data.
         architecture: the architecture to train from scratch; not used for fine-tuning.
         teacher: absent: the model learns from the labels alone.
 
@@ -249,7 +249,7 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe from TOML, or from the JSON of a run's record.
 
     Raises:
-        TrainingError: the file cannot be read, or holds what a recipe may not.
+        TrainingError: the file cannot be read, or is not a valid recipe.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark

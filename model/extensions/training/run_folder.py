@@ -1,7 +1,6 @@
-"""The folder of a run: checks before the run, and the files that the run writes; its model card by
-a template.
+"""The folder of a run: checks before the run, the files of the run, and its model card.
 
-Each file is whole or absent, whenever the process ends. The state to resume from never holds code.
+Each file is whole or absent, even if the process is killed. A state to resume never contains code.
 """
 
 import csv
@@ -31,36 +30,35 @@ METRICS_FILE: Final = "metrics.csv"
 RECIPE_FILE: Final = "recipe.json"
 CARD_FILE: Final = "MODEL_CARD.md"
 _MARKUP: Final = re.compile(r"[\\`*_\[\]|#!]")
-# Up to this many classes are named in the card's first sentence.
+# Most classes that the card's first sentence names.
 _LISTED_CLASSES: Final = 20
-# Up to this many have a line each in its table; of more, the worst `_LISTED_CLASSES`.
+# With more classes than this, the card's table has only the worst `_LISTED_CLASSES`.
 _TABLED_CLASSES: Final = 100
-# What a run that was ended before its first epoch may have left behind.
+# Files of a run that ended before its first epoch.
 _LEFT_BEFORE_FIRST_EPOCH: Final = frozenset({RECIPE_FILE, SPLIT_FILE})
 
 
 # A row of `metrics.csv`, by the names of its columns:
 #
 #   epoch: counted from 1.
-#   learning_rate: of AdamW (of the head, where it differs by layer), at the epoch's last step.
-#   train_loss, train_accuracy: means over the epoch's augmented images as they were seen; a mixed image counts as its
-#       own, unmixed label.
+#   learning_rate: AdamW's rate for the head at the epoch's last step.
+#   train_loss, train_accuracy: means over the epoch's augmented images; a mixed image counts for
+#       its own, unmixed label.
 #   validation_loss, validation_accuracy: without augmentation or smoothing.
 #   images_per_second: of training alone.
-#   seconds: wall time since the run began, evaluation included, interruptions and the teacher not.
+#   seconds: wall time of the run with evaluation, without interruptions and the teacher.
 EpochMetrics = dict[str, float]
 
 
 def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
-    """Make the folder of a run, and check that a run may begin or resume in it.
+    """Create the folder of a run, and check that a run may begin or resume in it.
 
     Raises:
-        TrainingError: it lies in the data, holds something already, or nothing that could be
-        resumed.
+        TrainingError: the folder is inside the data, is not empty, or has no run to resume.
     """
     if out.resolve().is_relative_to(data.resolve()):
         raise TrainingError(
-            f"{out}: lies in the data, where it would be taken for a class; choose another folder"
+            f"{out}: is inside the data and would become a class; choose another folder"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -71,25 +69,23 @@ def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
         raise TrainingError(f"{out}: nothing to resume: no {STATE_FILE}")
     if not resume and STATE_FILE in there:
         raise TrainingError(f"{out}: holds a run already; resume it or choose another folder")
-    if not resume and (others := there - _LEFT_BEFORE_FIRST_EPOCH):
+    others = there - _LEFT_BEFORE_FIRST_EPOCH
+    if not resume and others:
         raise TrainingError(f"{out}: is not empty ({min(others)}); choose another folder")
 
 
 def record_start(out: Path, recipe: Recipe, split: SplitRecord) -> None:
-    """Write recipe and split down or, where a run is resumed, check that the split is still the
-    same.
+    """Write the recipe and the split; if the run is resumed, check that the split is unchanged.
 
     Raises:
-        TrainingError: the pictures or their split are not those that the run began with; or nothing
-        can be written.
+        TrainingError: the pictures or their split have changed since the start of the run; or a
+            file cannot be written.
     """
     path = out / SPLIT_FILE
+    begun: str | None = None
     try:
-        begun = (
-            path.read_text(encoding="utf-8")
-            if (out / STATE_FILE).exists() and path.exists()
-            else None
-        )
+        if (out / STATE_FILE).exists() and path.exists():
+            begun = path.read_text(encoding="utf-8")
         if begun is not None and not split.has_same_split(begun):
             raise TrainingError(
                 f"{path}: the data now hold other files, or split them otherwise; start afresh"
@@ -129,10 +125,10 @@ def read_state(folder: Path, recipe: Recipe, device: torch.device) -> dict[str, 
 
     Args:
         recipe: the run's recipe, which the state's must equal.
-        device: where the tensors go.
+        device: device for the tensors.
 
     Raises:
-        TrainingError: no state there, unreadable, or of another recipe.
+        TrainingError: the state is missing, unreadable, or of another recipe.
     """
     path = folder / STATE_FILE
     try:
@@ -154,9 +150,7 @@ def read_state(folder: Path, recipe: Recipe, device: torch.device) -> dict[str, 
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """Yield where to write; what is written there then takes the place of the file at `path`, at
-    once.
-    """
+    """Yield a path to write to; its file then replaces the file at `path` atomically."""
     part = path.with_name(f"{path.name}.part")
     yield part
     part.replace(path)

@@ -46,8 +46,7 @@ _SMALLEST: Final = 9
 
 
 class TeacherNet(nn.Module):
-    """Whitening filters, three groups of two convolutions that halve the resolution, the maximum
-    over what is left.
+    """Whitening filters, three groups of two convolutions that halve the resolution, and a maximum.
 
     Args:
         widths: channels of the groups.
@@ -182,7 +181,7 @@ def stem_weights(net: TeacherNet, stem: ConvolutionalStem) -> dict[str, Tensor]:
 def train_teacher(
     net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arithmetic
 ) -> dict[str, float]:
-    """Train a network by a recipe that has a `teacher`; afterwards it answers, and learns no more.
+    """Train a network by a recipe with a `teacher`, and switch it to evaluation.
 
     Returns:
         Its `validation_accuracy`, 0...1, the `seconds` of its training, and the number of its
@@ -209,7 +208,8 @@ def train_teacher(
     optimisers = _optimisers(net, teacher, filters)
     settings = Augmentation(crop_padding=4, flip=False, resample=teacher.resample)
     mirrored_first = np.random.default_rng(recipe.seed).random(len(data.train)) < 0.5
-    accuracy, steps = 0.0, len(data.train) // teacher.batch_size
+    accuracy = 0.0
+    steps = len(data.train) // teacher.batch_size
     for epoch in range(teacher.epochs):
         net.train()
         loss_sum = torch.zeros((), device=run.device)

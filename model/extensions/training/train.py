@@ -49,7 +49,7 @@ class Start:
 
     Attributes:
         config: the architecture, fitted to the data's classes.
-        preprocess: what the service will do; from scratch, mean and std are yet to be measured.
+        preprocess: preprocessing of the service; from scratch, mean and std are measured later.
         weights: float32 on the CPU by name; None from scratch.
         name: name of the checkpoint that is fine-tuned; None from scratch.
     """
@@ -70,7 +70,8 @@ def default_recipe(data: Path, checkpoint: str | None) -> Path:
         return RECIPES / "finetune.toml"
     if not is_cifar10(data):
         raise TrainingError(
-            "--from CHECKPOINT: needed for a folder of pictures, unless a --recipe has an architecture"
+            "--from CHECKPOINT: needed for a folder of pictures, unless a --recipe has an "
+            "architecture"
         )
     return RECIPES / "cifar10.toml"
 
@@ -103,7 +104,8 @@ def run(
     dataset = open_dataset(data, recipe.validation, recipe.seed)
     run_folder.prepare_folder(out, data, resume=resume)
     start = start_from(recipe, len(dataset.labels), dataset.image_size)
-    if (count := len(dataset.train)) < recipe.batch_size:
+    count = len(dataset.train)
+    if count < recipe.batch_size:
         raise TrainingError(
             f"recipe: batch_size {recipe.batch_size}: there are only {count} training images"
         )
@@ -112,7 +114,9 @@ def run(
     _record_start(out, recipe, dataset)
     train = decode(dataset.train, _training_size(recipe, start, dataset), out)
     validation = decode(dataset.validation, start.preprocess, out)
-    test = None if dataset.test is None else decode(dataset.test, start.preprocess, out)
+    test = None
+    if dataset.test is not None:
+        test = decode(dataset.test, start.preprocess, out)
     if start.weights is None:
         mean, std = channel_statistics(train.pixels)
         start = replace(
@@ -139,7 +143,8 @@ def run(
     predictor = Predictor(checkpoint, device=device, compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, validation.pixels)
     checkpoint = calibrated(checkpoint, logits, validation.labels)
-    reported = measured = _measure(logits, validation, checkpoint)
+    measured = _measure(logits, validation, checkpoint)
+    reported = measured
     record = _record(trainer, start, dataset, checkpoint) | {
         "validation": measured.record(),
         "test": None,
@@ -147,29 +152,38 @@ def run(
     if test is not None:
         reported = _measure(predict_logits(predictor, test.pixels), test, checkpoint)
         record["test"] = reported.record()
-    # The folder is servable when all else is written, and not before.
-    run_folder.write_confusion(out, reported, checkpoint.labels)
-    run_folder.write_text(out / run_folder.CARD_FILE, run_folder.model_card(record, checkpoint))
-    native.write(out, checkpoint, dtype=STORED_DTYPE, training=record)
-    if (
-        checkpoint.calibration is not None
-    ):  # of the rounded weights, so it holds for them in any dtype
-        native.write_calibration(out, checkpoint.calibration)
+    _write(out, checkpoint, record, reported)
     text = "%s: accuracy %.2f%% of %d images that were not trained on, after %.0f s of training"
     logger.info(text, data, 100 * reported.accuracy, reported.count, record["seconds"])
     return record
 
 
+def _write(
+    out: Path, checkpoint: Checkpoint, record: dict[str, Any], evaluation: Evaluation
+) -> None:
+    """Write the files of a finished run."""
+    # The config is written last, so that the service never loads half a folder.
+    run_folder.write_confusion(out, evaluation, checkpoint.labels)
+    run_folder.write_text(out / run_folder.CARD_FILE, run_folder.model_card(record, checkpoint))
+    native.write(out, checkpoint, dtype=STORED_DTYPE, training=record)
+    if checkpoint.calibration is not None:  # of the rounded weights, so valid for any dtype
+        native.write_calibration(out, checkpoint.calibration)
+
+
 def _record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Write recipe and split down, and warn of pictures to measure on that the start was trained
-    on.
+    """Write the recipe and the split.
+
+    Warn if the start was trained on pictures that the run measures on.
     """
     split = SplitRecord.of(dataset.sets(), SplitRecord.read(recipe.checkpoint))
     run_folder.record_start(out, recipe, split)
     for name, files in dataset.sets().items():
         seen = split.trained_before(name)
         if seen and name != TRAIN:
-            text = "%d of %d %s pictures were trained on by %s: new pictures are answered worse than these"
+            text = (
+                "%d of %d %s pictures were trained on by %s: "
+                "new pictures are answered worse than these"
+            )
             logger.warning(text, seen, len(files), name, recipe.checkpoint)
 
 
@@ -178,11 +192,12 @@ def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
 
     Args:
         classes: number of classes of the new head.
-        image_size: (rows, columns) of the data's pictures, where all are of one size.
+        image_size: (rows, columns) of the data's pictures; None if sizes differ.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or not be resized.
-        TrainingError: neither a checkpoint nor an architecture, or it does not fit the data.
+        TrainingError: the recipe has neither a checkpoint nor an architecture, or it does not fit
+            the data.
     """
     if recipe.checkpoint is not None:
         return _from_checkpoint(recipe, recipe.checkpoint, classes)
@@ -213,7 +228,7 @@ def read_start(recipe: Recipe, source: str) -> Checkpoint:
     Raises:
         CheckpointError: it cannot be read, or not be resized.
     """
-    # The old head's labels go with it, and some formats have none.
+    # The old head's labels are not needed, and some formats lack labels.
     return load_checkpoint(source, image_size=recipe.image_size, labels="numbers")
 
 
@@ -282,7 +297,7 @@ def _measure(logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint
 def _record(
     trainer: Trainer, start: Start, dataset: Dataset, checkpoint: Checkpoint
 ) -> dict[str, Any]:
-    """Return what a run did and cost, teacher included, as JSON types."""
+    """Return the record of a run and of its teacher, as JSON types."""
     teacher = trainer.teacher
     assert trainer.best is not None
     return {

@@ -1,8 +1,7 @@
-"""The pictures of a run, an epoch's batches of them, and random changes: of each by itself, by
-Pillow, and of pairs.
+"""The pictures of a run, the batches of an epoch, and random changes of pictures and pairs.
 
-TrivialAugment: Müller and Hutter 2021, https://arxiv.org/abs/2103.10158, table 1 (the "RA" space
-that they use beside the wide one). What comes into view is black.
+TrivialAugment: Müller and Hutter 2021, https://arxiv.org/abs/2103.10158, table 1 (the "RA" space).
+Pixels from outside the picture are black.
 """
 
 import math
@@ -32,7 +31,8 @@ class Arithmetic:
     """
 
     def __init__(self, precision: str, device: torch.device) -> None:
-        self.device, self.dtype = device, choose_dtype(precision, device)
+        self.device = device
+        self.dtype = choose_dtype(precision, device)
         if (
             self.dtype == torch.float16
         ):  # would need loss scaling; only devices older than 2020 get here
@@ -71,8 +71,9 @@ class TrainingData:
     def epoch(
         self, batch_size: int, settings: Augmentation, generator: np.random.Generator
     ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
-        """Yield an epoch's batches, each augmented while the one before it is used; a last, smaller
-        one is left out.
+        """Yield an epoch's batches; a smaller last batch is left out.
+
+        Each batch is augmented while the caller uses the previous batch.
 
         Yields:
             Indices of training images, int64 [B]; their pixels, uint8 [B, C, rows, columns]; their
@@ -88,7 +89,8 @@ class TrainingData:
         with ThreadPoolExecutor(1) as reader:
             following = reader.submit(read, batches[0])
             for each in batches[1:]:
-                present, following = following, reader.submit(read, each)
+                present = following
+                following = reader.submit(read, each)
                 yield present.result()
             yield following.result()
 
@@ -176,21 +178,24 @@ def random_resized_crop(
     """Resize a random part of a picture to `size`.
 
     Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6; torchvision's
-    `RandomResizedCrop`. Where no part of an allowed shape was drawn (very long pictures), it is the
-    largest part of allowed shape in the middle.
+    `RandomResizedCrop`. If no part of an allowed shape is drawn, as in very long pictures, the
+    part is the largest one of an allowed shape in the middle.
 
     Args:
         least_share: of the picture's area that the part covers, above 0 and up to 1.
     """
     width = min(image.width, round(image.height * _CROP_RATIO[1]))
     height = min(image.height, round(image.width / _CROP_RATIO[0]))
-    left, top = (image.width - width) // 2, (image.height - height) // 2
+    left = (image.width - width) // 2
+    top = (image.height - height) // 2
     for _ in range(_ATTEMPTS):
         area = generator.uniform(least_share, 1) * image.width * image.height
         ratio = math.exp(generator.uniform(math.log(_CROP_RATIO[0]), math.log(_CROP_RATIO[1])))
-        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        wide = round(math.sqrt(area * ratio))
+        high = round(math.sqrt(area / ratio))
         if 0 < wide <= image.width and 0 < high <= image.height:
-            width, height = wide, high
+            width = wide
+            height = high
             left, top = (
                 int(generator.integers(room + 1))
                 for room in (image.width - wide, image.height - high)
@@ -214,7 +219,11 @@ def _enhance(
 def _shift(
     image: Image.Image, across: tuple[float, float], down: tuple[float, float]
 ) -> Image.Image:
-    """Move a picture by (constant, factor of the distance from the middle) pixels across and down."""
+    """Move a picture across and down.
+
+    Args:
+        across, down: constant in pixels, and factor of the distance from the middle.
+    """
     matrix = (
         1,
         across[1],
@@ -267,7 +276,8 @@ def mix(
         edge = math.sqrt(1 - generator.beta(mixing.cutmix, mixing.cutmix))
         box = []
         for length in pixels.shape[2:]:
-            half, middle = int(length * edge) // 2, int(generator.integers(length))
+            half = int(length * edge) // 2
+            middle = int(generator.integers(length))
             box.append(slice(max(middle - half, 0), min(middle + half, length)))
         mixed = pixels.clone()
         mixed[:, :, box[0], box[1]] = pixels.flip(0)[:, :, box[0], box[1]]

@@ -1,6 +1,4 @@
-"""`vitserve calibrate CHECKPOINT`: its temperature, and what sets of labels are made by, from
-labelled pictures.
-"""
+"""`vitserve calibrate CHECKPOINT`: fit scores and sets of labels to labelled pictures."""
 
 import argparse
 from dataclasses import replace
@@ -29,15 +27,15 @@ from service.engine.loading import checkpoint_from, load_predictor
 from service.settings import Settings
 
 _COVERAGE: Final = 0.95
-# The most that are made use of.
+# Most pictures that a calibration uses.
 _MOST_PICTURES: Final = 12_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve calibrate`."""
     parser.description = (
-        "Fit a checkpoint's temperature to labelled pictures, and write what its sets of labels are made by "
-        "(docs/training.md). The folder is then served with any VIT_COVERAGE that the pictures are enough for."
+        "Fit a checkpoint's scores and sets of labels to labelled pictures (docs/training.md). "
+        "The service then takes any VIT_COVERAGE for which there are enough pictures."
     )
     add_checkpoint(parser)
     parser.add_argument(
@@ -45,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="labelled pictures like those to come, one folder a class, or CIFAR-10's files; of the data that `train` "
-        "was given, the pictures that it held out are used",
+        help="typical labelled pictures, one folder for each class, or CIFAR-10's files; "
+        "pictures that `train` used for training are left out",
     )
     parser.add_argument(
         "-o",
@@ -54,14 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="write the checkpoint as vitserve's own folder here; without it, CHECKPOINT is such a folder, and gets a "
-        "file more",
+        help="write the checkpoint as vitserve's own folder here; without this flag, CHECKPOINT "
+        "is such a folder, and gets one more file",
     )
     add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "coverage"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Calibrate a checkpoint, and print how well its sets of labels do."""
+    """Calibrate a checkpoint, and print the quality of its sets of labels."""
     require_checkpoint(arguments, "calibrate")
     settings = settings_from(arguments)
     coverage = settings.coverage or _COVERAGE
@@ -92,16 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(
             "data", f"{info.name}: gives scores that are not finite for these pictures"
         )
-    coverages = (coverage, *(each for each in (0.8, 0.9, 0.95, 0.99) if each != coverage))
+    coverages = (coverage, *(other for other in (0.8, 0.9, 0.95, 0.99) if other != coverage))
     before = Fit(checkpoint.temperature, checkpoint.form)
     found = calibrate(logits, truth[drawn], before, arguments.data.name, coverages)
-    calibration, left = found.calibration, len(drawn) - found.fitted
+    calibration = found.calibration
+    left = len(drawn) - found.fitted
     folder = arguments.out or Path(settings.checkpoint).expanduser()
     with writing(folder):
         if arguments.out is None:
             native.write_calibration(folder, calibration)
         else:
-            # Read again: a predictor of a kept graph has no tensors.
+            # Read again, because a predictor of a kept graph does not hold the tensors.
             whole = checkpoint_from(settings)
             calibrated = replace(
                 whole,
@@ -117,12 +116,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
-    """Open labelled pictures; of those that the checkpoint was trained with, the ones that it was
-    not trained on.
+    """Open labelled pictures, without the pictures that the checkpoint was trained on.
 
     Raises:
         DatasetError: the data cannot be read.
-        InputError: pictures that were trained on, without any that the training held out.
+        InputError: the checkpoint was trained on some pictures, and its training held out none.
     """
     record = SplitRecord.read(checkpoint)
     splits = (VALIDATION, TEST) if record is None or record.holds_out else (TEST, VALIDATION)
@@ -143,24 +141,27 @@ def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
             f"{data}: {count} of {len(trained)} pictures were trained on by {checkpoint}: {remedy}",
         )
     left = np.flatnonzero(~trained)
-    note = f"{data}: {len(left)} pictures that {checkpoint} was not trained on are used, {count} others are not"
+    note = (
+        f"{data}: {len(left)} pictures that {checkpoint} was not trained on are used, "
+        f"{count} others are not"
+    )
     return replace(pictures, files=pictures.files.take(left), notes=(*pictures.notes, note))
 
 
 def _print(name: str, found: Calibrated, left: int) -> None:
-    """Print how scores do on the pictures that they were not fitted to, and the sets of each
-    coverage.
-    """
+    """Print the quality of the scores on held-out pictures, and of the sets of each coverage."""
     why = ": nothing fits better" if found.fitted else ": too few, or all right"
     how = f"by {found.form}, fitted to {found.fitted}" if found.form else f"as they were{why}"
     (loss, error), (now, remaining) = found.before, found.after
     print(f"{name}: {left + found.fitted} pictures; scores {how}")
     print(
-        f"  on the other {left}: log loss {loss:.4f} -> {now:.4f}, calibration error {error:.2%} -> {remaining:.2%}"
+        f"  on the other {left}: log loss {loss:.4f} -> {now:.4f}, "
+        f"calibration error {error:.2%} -> {remaining:.2%}"
     )
     if found.sets:
         print(
-            f"sets of labels, measured on halves of {left} pictures while the other halves calibrate:"
+            f"sets of labels, measured on halves of {left} pictures while the other halves "
+            "calibrate:"
         )
         print("  coverage  holds the right label  labels in a set  abstained")
     for coverage, sets in found.sets.items():
@@ -168,7 +169,7 @@ def _print(name: str, found: Calibrated, left: int) -> None:
 
 
 def _require_own_folder(settings: Settings) -> None:
-    """Raise `InputError` where a calibration cannot be put beside the checkpoint."""
+    """Raise `InputError` if the checkpoint's folder cannot take a calibration."""
     from model.checkpoint.files import Files  # noqa: PLC0415  torch takes seconds to import
     from model.checkpoint.native import recognises  # noqa: PLC0415
 

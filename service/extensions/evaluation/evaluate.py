@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         wrong = "not a folder" if arguments.data.exists() else "no such folder"
         raise InputError(
             "data",
-            f"{arguments.data}: {wrong}: give one folder of pictures a class, or CIFAR-10's .bin files; "
-            f"they are the binary version at {CIFAR10_HOME}, to be unpacked",
+            f"{arguments.data}: {wrong}: give one folder of pictures a class, or CIFAR-10's .bin "
+            f"files; they are the binary version at {CIFAR10_HOME}, to be unpacked",
         )
     known = None if arguments.data is None else open_evaluation_set(arguments.data)
     print_notes([] if known is None else known.notes)
@@ -78,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
             "" if info.coverage is None else f"; {(~members.any(axis=1)).mean():.1%} abstained"
         )
         print(
-            f"{len(files)} pictures of none of its classes: the best score is {best.mean():.1%} on average, and above "
-            f"{_SURE:.0%} for {(best > _SURE).mean():.1%}{abstained}"
+            f"{len(files)} pictures of none of its classes: the best score is {best.mean():.1%} "
+            f"on average, and above {_SURE:.0%} for {(best > _SURE).mean():.1%}{abstained}"
         )
         return 0
     found = measure(scores, truth, info.labels)
@@ -107,5 +107,6 @@ def _print_trained_on(files: PictureFiles, checkpoint: str) -> None:
     count = int(record.trained_on(digests_of(files)).sum())
     if count:
         print(
-            f"{count} of these {len(files)} pictures were trained on: new pictures are answered worse"
+            f"{count} of these {len(files)} pictures were trained on: "
+            "new pictures are answered worse"
         )

@@ -18,10 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read a checkpoint, check its weights, and print what was understood of it."""
+    """Read a checkpoint, check its weights, and print a summary."""
     checkpoint = checkpoint_from(settings_from(arguments))
     checkpoint.network()  # names, shapes and values of the weights are checked here
-    from model.extensions.evaluation.summary import summarise  # noqa: PLC0415  torch takes seconds to import
+    from model.extensions.evaluation.summary import summarise  # noqa: PLC0415  torch is slow
 
     rows = summarise(checkpoint)
     width = max(map(len, rows))

@@ -1,4 +1,4 @@
-"""Adds heads that the service learns from labelled pictures: VIT_TEACH, /heads, `vitserve teach`."""
+"""Add heads that learn from labelled pictures: VIT_TEACH, /heads, `vitserve teach`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from vitserve.head_documents import Accuracy, Confusion, Knowledge, Suspect
 
 logger = logging.getLogger("vitserve")
 
-# A label with fewer pictures needs more. So does a label with less than half of its pictures right.
+# A label with fewer pictures needs more, as does one with less than half of its pictures right.
 _FEW: Final = 5
 # An example is a suspect if another label is this many times as likely as its own.
 _DOUBT: Final = 4.0
@@ -43,8 +43,8 @@ _LISTED: Final = 100
 # Rounds of cross-validation with fewer than `_MANY` examples, because small folds say little.
 _ROUNDS: Final = 4
 _MANY: Final = 1000
-# On a busy machine, a fit then gets a tenth of a core. At 19 it got a hundredth, and a fit to twenty
-# pictures took ten seconds.
+# On a busy machine, a fit then gets a tenth of a core. At 19 it got a hundredth, and took ten
+# seconds for twenty pictures.
 _NICENESS: Final = 10
 # Share of a core's time for all fits. A fit slows the other threads of its core by about a fifth,
 # at any priority.

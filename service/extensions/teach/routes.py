@@ -341,13 +341,13 @@ def _examples(request: Request) -> Examples:
 
 
 def _require_own(request: Request, head: HeadRow) -> None:
-    """Raise `Forbidden` unless the request has the head's key or the admin key, or no keys are set."""
+    """Raise `Forbidden` if keys are set and the request lacks the head's and the admin key."""
     if head.owner != _owner(request) and service_of(request).settings.api_keys:
         _require_admin(request)
 
 
 def _owner(request: Request) -> str:
-    """Return the owner that heads store for a request; empty without keys, and for the admin key."""
+    """Return the owner that heads store for a request; empty without keys or for the admin key."""
     return _examples(request).owner_of(request_context(request.scope).key_owner or "")
 
 

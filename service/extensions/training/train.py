@@ -1,6 +1,4 @@
-"""`vitserve train`: train or fine-tune on CIFAR-10 or any folder of pictures; the result is served
-at once.
-"""
+"""`vitserve train`: train or fine-tune on a folder of pictures, or on CIFAR-10."""
 
 import argparse
 import logging
@@ -38,7 +36,8 @@ _NOT_OF_PROBE = ("recipe", "resume", "set", "epochs", "batch-size", "validation"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve train`."""
     parser.description = (
-        "Train or fine-tune on CIFAR-10's binary files or on any folder of pictures (docs/training.md). "
+        "Train or fine-tune on CIFAR-10's binary files or on any folder of pictures "
+        "(docs/training.md). "
         "The result is a folder that `vitserve serve --checkpoint` takes."
     )
     parser.add_argument(
@@ -46,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="one folder of pictures a class, in DIR or in splits (DIR/train, DIR/val); or CIFAR-10's binary files",
+        help="one folder of pictures a class, in DIR or in splits (DIR/train, DIR/val); "
+        "or CIFAR-10's binary files",
     )
     parser.add_argument(
         "-o",
@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         metavar="FILE",
-        help="TOML, or a bundled one's name (docs/training.md lists them); default: by --data and --from",
+        help="TOML, or the name of a bundled recipe (docs/training.md lists them); "
+        "default: by --data and --from",
     )
     parser.add_argument(
         "--probe", action="store_true", help="with --from: fit a new head alone, in seconds"
@@ -118,7 +119,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device)
     if not (arguments.out / CALIBRATION_FILE).exists():
-        text = "%s: without %s, so without --coverage: `vitserve calibrate` makes it, of pictures that were not trained on"
+        text = (
+            "%s: without %s, so without --coverage: "
+            "`vitserve calibrate` makes it, of pictures that were not trained on"
+        )
         logger.info(text, arguments.out, CALIBRATION_FILE)
     print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")
     return 0
@@ -143,7 +147,8 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
         begun: Path = arguments.out / RECIPE_FILE
         if not begun.is_file():
             raise TrainingError(
-                f"--resume: {arguments.out} holds no run ({RECIPE_FILE}): leave --resume out to begin one"
+                f"--resume: {arguments.out} holds no run ({RECIPE_FILE}): "
+                "leave --resume out to begin one"
             )
         return begun
     return default_recipe(arguments.data, arguments.checkpoint)
@@ -164,9 +169,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Parse a TOML value; text that is none is taken as it stands, so that a string needs no
-    quotes.
-    """
+    """Parse a TOML value; other text is a string, which then needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

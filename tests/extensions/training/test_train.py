@@ -146,7 +146,7 @@ def test_a_folder_with_something_in_it_is_not_overwritten(
         TrainingError, match=r"other: is not empty \(config\.json\); choose another folder"
     ):
         run(cifar, other, recipe, device="cpu")
-    with pytest.raises(TrainingError, match="lies in the data"):
+    with pytest.raises(TrainingError, match="is inside the data"):
         run(cifar, cifar / "out", recipe, device="cpu")
     assert [path.name for path in other.iterdir()] == ["config.json"]
     assert not (cifar / "out").exists()
