@@ -107,7 +107,7 @@ def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions)
     checkpoint = activated(checkpoint, options.activation)
     notes = checkpoint.notes + files.notes + unread_files(files)
     if isinstance(files, Repository) and files.from_cache:
-        notes += (files.place,)
+        notes += (files.title,)
     parts = (
         files.digest,
         checkpoint.config.model_dump_json(),

@@ -112,12 +112,12 @@ class Checkpoint(Description):
         Raises:
             CheckpointError: the sizes differ.
         """
-        given = _by(self.preprocess.size)
+        size = _by(self.preprocess.size)
         taken = _by(self.config.image_size)
-        if given != taken:
+        if size != taken:
             raise CheckpointError(
-                f"{self.source}: the preprocessing gives {given} pixels, the model takes {taken}: "
-                f"--image-size {given} (VIT_IMAGE_SIZE) resizes the model's positions, "
+                f"{self.source}: the preprocessing gives {size} pixels, the model takes {taken}: "
+                f"--image-size {size} (VIT_IMAGE_SIZE) resizes the model's positions, "
                 f"--image-size {taken} resizes the pictures instead"
             )
         return self

@@ -36,7 +36,7 @@ class Files:
 
     Attributes:
         source: the source as the operator wrote it.
-        place: name of the folder, file or repository in messages.
+        title: name of the folder, file or repository in messages.
         folder: path of the folder.
         revision: commit of a hub repository; None for a folder on this machine.
         digest: hash of the tensors, once they have been read.
@@ -60,7 +60,7 @@ class Files:
 
     def __init__(self, folder: Path, source: str) -> None:
         self.source = source
-        self.place = str(folder)
+        self.title = str(folder)
         self.folder = folder
         self.read_names: set[str] = set()
         self._config: dict[str, Any] | None = None
@@ -97,7 +97,7 @@ class Files:
 
     def where(self, name: str) -> str:
         """Return the name of a file in messages."""
-        return f"{self.place}/{name}"
+        return f"{self.title}/{name}"
 
     def required(self, name: str) -> Path:
         """Return the path of a file, as `path` does; raise `CheckpointError` if it is missing."""
@@ -119,7 +119,7 @@ class Files:
     def subfolder(self, name: str) -> "Files":
         """Return the files of a subfolder; raise `CheckpointError` if it is outside the folder."""
         if not all(re.fullmatch(r"\w[\w.-]*", part) for part in name.split("/")):
-            raise CheckpointError(f"{self.place}: {name!r:.100} is not the name of a subfolder")
+            raise CheckpointError(f"{self.title}: {name!r:.100} is not the name of a subfolder")
         inner = self._within(name)
         inner.parent = self
         return inner
@@ -129,7 +129,7 @@ class Files:
 
     def models_within(self) -> list[str]:
         """Return the names of the subfolders that hold a model."""
-        with reading(self.place):
+        with reading(self.title):
             folders = sorted(path for path in self.folder.iterdir() if path.is_dir())
         return [
             folder.name
@@ -160,8 +160,8 @@ class Files:
         Raises:
             CheckpointError: they are only a part of a network, or the adapter does not fit.
         """
-        unwrapped, self.notes = without_wrappers(stored, self.place)
-        refuse_incomplete(unwrapped, self.place)
+        unwrapped, self.notes = without_wrappers(stored, self.title)
+        refuse_incomplete(unwrapped, self.title)
         floats = {name: tensor for name, tensor in unwrapped.items() if tensor.is_floating_point()}
         others = {name: tensor for name, tensor in unwrapped.items() if name not in floats}
         tensors: Mapping[str, Tensor] = floats | self.without(others, _BUFFERS)
@@ -193,7 +193,7 @@ class Files:
         name = next((name for name in self.weights if self.path(name) is not None), None)
         if name is None:
             raise CheckpointError(
-                f"{self.place}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]})"
+                f"{self.title}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]})"
             )
         if name in (INDEX_FILE, PICKLE_INDEX_FILE):
             return self._sharded(name)

@@ -85,7 +85,7 @@ class Repository(Files):
             raise self._error(f"it is not in the cache and {self.from_cache}") from None
         self.folder = Path(snapshot) / self._subfolder
         self.revision = Path(snapshot).name
-        self.place += f" (from the cache: {self.from_cache})"
+        self.title += f" (from the cache: {self.from_cache})"
 
     @property
     def name(self) -> str:

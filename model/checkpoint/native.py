@@ -70,7 +70,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         config=native.architecture,
         preprocess=options.preprocess_or(native.preprocess, where),
         labels=options.labels_or(native.labels, native.architecture.num_classes, where),
-        tensors=native_tensors(files.tensors(), native.architecture, files.place),
+        tensors=native_tensors(files.tensors(), native.architecture, files.title),
         temperature=native.temperature,
         form=native.form,
         multi_label=native.multi_label,
@@ -120,7 +120,7 @@ def _calibrated(
 def _digest(calibration: Calibration, files: Files) -> str:
     """Return the SHA-256 of a calibration, the weights and the preprocessing that it is for."""
     weights_path = files.required(WEIGHTS_FILE)
-    with open_file(weights_path, files.where(WEIGHTS_FILE)) as file, reading(files.place):
+    with open_file(weights_path, files.where(WEIGHTS_FILE)) as file, reading(files.title):
         weights = hashlib.file_digest(file, "sha256").hexdigest()
     model = [weights, files.config.get("architecture"), files.config.get("preprocess")]
     # Calibrations of older versions lack a form, so their digest does not cover one.

@@ -176,8 +176,8 @@ def _vit(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> _Ne
         vit = parsed.vit_config()
     stored = files.without(_stored(files), "mask_token")
     if vit.num_classes:
-        stored = with_head(stored, files.place, "head")
-    tensors = native_tensors(native_names(stored, parsed, vit, files.place), vit, files.place)
+        stored = with_head(stored, files.title, "head")
+    tensors = native_tensors(native_names(stored, parsed, vit, files.title), vit, files.title)
     if not parsed.dynamic_img_size or vit.relative_position_bias:
         return _Network(vit, tensors)
     # timm's `dynamic_img_size` resizes positions at each forward pass; once is enough.
@@ -214,7 +214,7 @@ def _library_network(files: Files, config: Mapping[str, Any], pretrained: Pretra
             fixed_size=pretrained.fixed_input_size,
         )
     tensors = library.renamed_by_library(network, _stored(files))
-    return _Network(network, native_tensors(tensors, network, files.place))
+    return _Network(network, native_tensors(tensors, network, files.title))
 
 
 def _stored(files: Files) -> dict[str, Tensor]:

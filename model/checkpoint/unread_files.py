@@ -49,7 +49,7 @@ def refuse_unread(
     for setting, value in of_state_dicts.items():
         if value is not None:
             raise CheckpointError(
-                f"{files.place}: states its own architecture and names; {setting} is for plain "
+                f"{files.title}: states its own architecture and names; {setting} is for plain "
                 "state dicts"
             )
     _refuse_fields(files)

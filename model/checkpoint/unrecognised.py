@@ -30,7 +30,7 @@ def unrecognised(
     readable = f"folders of {', '.join(formats)}; extensions: {', '.join(extensions) or 'none'}"
     if isinstance(files, SingleFile):
         return CheckpointError(
-            f"{files.place}: no reader for a single file is installed ({readable})"
+            f"{files.title}: no reader for a single file is installed ({readable})"
         )
     if files.path(ADAPTER_CONFIG) is not None:
         return CheckpointError(
@@ -41,7 +41,7 @@ def unrecognised(
             f"{files.where(CONFIG_FILE)}: not a format that is read ({readable})"
         )
     return CheckpointError(
-        f"{files.place}: has no {CONFIG_FILE}: {_inner_models(files)}expected {CONFIG_FILE}, "
+        f"{files.title}: has no {CONFIG_FILE}: {_inner_models(files)}expected {CONFIG_FILE}, "
         f"{WEIGHTS_FILE} and {PREPROCESSOR_FILE}, as save_pretrained writes them (a Trainer into "
         "checkpoint-N); to read a file of weights alone, name that file"
     )
@@ -70,7 +70,7 @@ def _lone_weights(files: Files) -> str:
             f"{adapter} is an adapter without its {ADAPTER_CONFIG}: add that file to the folder, "
             "and name the base with --base CHECKPOINT (VIT_BASE); else "
         )
-    with reading(files.place):
+    with reading(files.title):
         names = sorted(
             path.name for path in files.folder.iterdir() if path.suffix.lower() in SUFFIXES
         )

@@ -51,27 +51,27 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         f"neither {PREPROCESSOR_FILE} nor {PROCESSOR_FILE}: save the processor into this folder: "
         "processor.save_pretrained(FOLDER), or"
     )
-    preprocess = options.preprocess_or(carried and carried.preprocess, files.place, missing)
+    preprocess = options.preprocess_or(carried and carried.preprocess, files.title, missing)
     tensors = files.tensors()
     texts = None
     if family in (CLIP, SIGLIP):
         tensors, texts = read_texts(tensors, files, options, vit.projection_width or vit.width)
-    tensors = renamed(files.without(tensors, family.unused), family.rules, files.place)
+    tensors = renamed(files.without(tensors, family.unused), family.rules, files.title)
     if texts is None and not is_backbone:
-        tensors = with_head(tensors, files.place, "classifier")
+        tensors = with_head(tensors, files.title, "classifier")
     classes = 0
     if not is_backbone and (texts is None or texts.labels):
         head = tensors.get("head.weight")
         classes = head.shape[0] if head is not None and head.ndim else 0
         if not classes:
             raise CheckpointError(
-                f"{files.place}: missing key 'head.weight', its classifier, or it has no classes"
+                f"{files.title}: missing key 'head.weight', its classifier, or it has no classes"
             )
     # A class without a head gives only the CLS token.
     pool = "cls" if is_backbone and vit.pool == "cls_mean" else vit.pool
     vit = vit.model_copy(update={"num_classes": classes, "pool": pool})
     labels = Labels(texts.labels) if texts else _labels(stated, classes, options)
-    vit, native = family.native(tensors, vit, options.image_size or preprocess.size, files.place)
+    vit, native = family.native(tensors, vit, options.image_size or preprocess.size, files.title)
     return Checkpoint(
         name=files.name,
         source=files.source,
@@ -80,7 +80,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         config=vit,
         preprocess=preprocess,
         labels=labels.names,
-        tensors=native_tensors(native, vit, files.place),
+        tensors=native_tensors(native, vit, files.title),
         multi_label=texts.zero_shot.independent if texts else stated.multi_label,
         zero_shot=texts and texts.zero_shot,
         embed_texts=texts and texts.tower,

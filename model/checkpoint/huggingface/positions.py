@@ -58,8 +58,8 @@ def place_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> P
         if shared is None:
             tensors[name] = taken(tensors, name, shape, where)
         else:
-            own = taken(tensors, name, shape, where) if name in tensors else torch.zeros(shape)
-            tensors[name] = own + shared
+            table = taken(tensors, name, shape, where) if name in tensors else torch.zeros(shape)
+            tensors[name] = table + shared
     if config.position_embedding == "learned":
         positions = (1, config.position_tokens, config.width)
         tensors["pos_embed"] = taken(tensors, "pos_embed", positions, where)

@@ -112,8 +112,8 @@ def read_texts(
     of_texts = {name: tensor for name, tensor in stored.items() if name.startswith(_PREFIXES)}
     tower = TextEmbedder(files, of_texts, width)
     independent = not tower.config.causal
-    scale = math.exp(_scalar(tensors, "logit_scale", files.place))
-    bias = _scalar(tensors, "logit_bias", files.place) if independent else 0.0
+    scale = math.exp(_scalar(tensors, "logit_scale", files.title))
+    bias = _scalar(tensors, "logit_bias", files.title) if independent else 0.0
     zero_shot = ZeroShot(scale, bias, independent, (DEFAULT_TEMPLATE,))
     if labels:
         head = zero_shot.head(labels, tower(zero_shot.prompts(labels)))
@@ -143,7 +143,7 @@ class TextEmbedder:
 
     def __init__(self, files: Files, tensors: Mapping[str, Tensor], width: int) -> None:
         config = files.config
-        where = files.place
+        where = files.title
         self.config = _tower_config(config, width, files.where(CONFIG_FILE))
         with torch.device("meta"):
             self._tower = TextTower(self.config)
@@ -233,12 +233,12 @@ def _tokenizer(files: Files, model_type: str) -> Any:
         from transformers import AutoTokenizer  # noqa: PLC0415
     except ImportError:
         raise CheckpointError(
-            f"{files.place}: a text tower needs transformers: {_INSTALL}"
+            f"{files.title}: a text tower needs transformers: {_INSTALL}"
         ) from None
     paths = {name: path for name in _TOKENIZER_FILES if (path := files.path(name)) is not None}
     if not paths.keys() & set(_VOCABULARIES):
         raise CheckpointError(
-            f"{files.place}: no tokenizer (tokenizer.json) for the text tower: "
+            f"{files.title}: no tokenizer (tokenizer.json) for the text tower: "
             "save it into this folder: processor.save_pretrained(FOLDER)"
         )
     config = files.json(_TOKENIZER_CONFIG) if files.path(_TOKENIZER_CONFIG) is not None else {}

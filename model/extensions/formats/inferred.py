@@ -63,7 +63,7 @@ class InferredNetwork:
     Attributes:
         where: name of the file in messages.
         name: name of timm's architecture, or `vit`, or empty if none was stated.
-        given: arguments that the operator stated.
+        arguments: arguments that the operator stated.
         layout: layout of the file's tensors.
         tensors: tensors under timm's names.
         stated: the given arguments, else the habits of the layout; inferred arguments are added.
@@ -71,7 +71,7 @@ class InferredNetwork:
 
     where: str
     name: str
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     layout: Layout
     tensors: dict[str, Tensor]
     stated: dict[str, Any]
@@ -110,7 +110,7 @@ class InferredNetwork:
         """
         tensors = self.tensors
         is_own = self.has_own_sizes
-        if "num_classes" in self.given and self.classes:
+        if "num_classes" in self.arguments and self.classes:
             raise CheckpointError(
                 f"{self.where}: its tensors tell num_classes={self.classes}, but VIT_ARCHITECTURE "
                 "says num_classes=0"
@@ -121,8 +121,8 @@ class InferredNetwork:
         is_flat = len(patch) == 2 and math.isqrt(patch[1]) ** 2 != patch[1]
         is_of_eva = not is_own and is_eva(self.name)
         needed = {
-            "num_heads": is_own or "embed_dim" in self.given,
-            "norm_order": is_own or (bool(self.given.keys() & _SIZES) and not is_of_eva),
+            "num_heads": is_own or "embed_dim" in self.arguments,
+            "norm_order": is_own or (bool(self.arguments.keys() & _SIZES) and not is_of_eva),
             "act_layer": is_own,
             "norm_eps": is_own,
             "global_pool": is_own,
@@ -148,7 +148,7 @@ class InferredNetwork:
             name = next((name for name in names if name in self.tensors), None)
             if name is None:
                 absent.append(part)
-            elif self.has_own_sizes and self.given.get(part) is False:
+            elif self.has_own_sizes and self.arguments.get(part) is False:
                 raise CheckpointError(
                     f"{self.where}: VIT_ARCHITECTURE has {part}=false, but {name!r} is there"
                 )
@@ -176,7 +176,7 @@ class InferredNetwork:
         return tuple(
             f"{key}={value}, {sources[key]} (VIT_ARCHITECTURE)"
             for key, value in values.items()
-            if key not in self.given
+            if key not in self.arguments
         )
 
     def native_tensors(self, config: ViTConfig) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ class InferredNetwork:
         of_name = {} if self.has_own_sizes else architectures()[self.name]
         is_of_eva = of_name.get("family") == "eva"
         fields = (EvaArguments if is_of_eva else TimmArguments).model_fields
-        known = (fields.keys() | self.given.keys()) - OF_LAYOUT
+        known = (fields.keys() | self.arguments.keys()) - OF_LAYOUT
         stated = {key: value for key, value in self.stated.items() if key in known}
         inferred = {
             "num_classes": self.classes,

@@ -63,7 +63,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
     if not isinstance(files, SingleFile) or files.file.suffix.lower() != ".npz":
         return None
     refuse_unread(files, options)
-    where = files.place
+    where = files.title
     arrays = _network_arrays(files.prepared(network_in(files.content(), None, where).tensors))
     if "conv_root/kernel" in arrays:
         raise CheckpointError(

@@ -75,7 +75,7 @@ def read(files: Files, options: CheckpointOptions) -> Files | None:
         return None
     if files.path(CONFIG_FILE) is not None and options.base is None:
         raise CheckpointError(
-            f"{files.place}: holds a model ({CONFIG_FILE}) and an adapter ({ADAPTER_CONFIG}), and "
+            f"{files.title}: holds a model ({CONFIG_FILE}) and an adapter ({ADAPTER_CONFIG}), and "
             f"no file says whether they are merged: --base {_base_name(files, None)} (VIT_BASE) "
             f"reads the adapter; without {ADAPTER_CONFIG} the model is read"
         )
@@ -120,15 +120,15 @@ def _open_base(adapter: Files, options: CheckpointOptions) -> Files:
     is_here = resolved_source(Path(name).expanduser(), name) is not None
     if not is_hub_id(name) and not is_here:
         raise CheckpointError(
-            f"{adapter.place}: an adapter, whose base {name!r:.200} is not on this machine: set "
+            f"{adapter.title}: an adapter, whose base {name!r:.200} is not on this machine: set "
             "VIT_BASE (--base) to the checkpoint that it adapts"
         )
-    is_cached = any(part.startswith("models--") for part in Path(adapter.place).parts)
+    is_cached = any(part.startswith("models--") for part in Path(adapter.title).parts)
     if not isinstance(adapter, Repository) and not is_cached:
         return open_source(name)
     if not is_hub_id(name):
         raise CheckpointError(
-            f"{adapter.place}: comes from the hub and names {name!r:.200} as its base, which is "
+            f"{adapter.title}: comes from the hub and names {name!r:.200} as its base, which is "
             "not a hub id: set VIT_BASE to the checkpoint that it adapts"
         )
     return Repository(name)
@@ -146,7 +146,7 @@ def _require_below(adapter: Files, name: str, options: CheckpointOptions) -> Non
         "VIT_CHECKPOINT_FOLDER or VIT_MODELS" if options.hub_bases else "VIT_CHECKPOINT_FOLDER"
     )
     raise CheckpointError(
-        f"{adapter.place}: its base {name!r:.200} does not lie below {folders}: set VIT_BASE"
+        f"{adapter.title}: its base {name!r:.200} does not lie below {folders}: set VIT_BASE"
     )
 
 
@@ -157,7 +157,7 @@ def _adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
         CheckpointError: the adapter's weights cannot be read, or no file states the labels of its
             head.
     """
-    where = f"{adapter.place} (base {base.place})"
+    where = f"{adapter.title} (base {base.title})"
     base.source = adapter.source
     base.overlay = adapter
     config = adapter.json(ADAPTER_CONFIG)
@@ -179,7 +179,7 @@ def _adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
         _resize_native_head(base.config, head.shape[0])
 
     def merge(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        base.notes += (f"the LoRA adapter {adapter.place} is merged into {base.place}",)
+        base.notes += (f"the LoRA adapter {adapter.title} is merged into {base.title}",)
         return merged(renaming(tensors), changes, config, renaming, where)
 
     base.merge = merge
@@ -192,7 +192,7 @@ def _transformers_renaming(base: Files, adapter_config: Mapping[str, Any]) -> Re
     if any(family.class_name == class_name for family in huggingface.FAMILIES):
         base.config["architectures"] = [class_name]
     family, _ = huggingface.family_of(base.config, base.where(CONFIG_FILE))
-    return partial(renamed, rules=family.rules, where=base.place)
+    return partial(renamed, rules=family.rules, where=base.title)
 
 
 def _resize_timm_head(config: dict[str, Any], classes: int) -> None:
@@ -233,9 +233,9 @@ def _take_classes(base: Files, adapter: Files, classes: int, options: Checkpoint
     if options.labels is None and not is_named and not is_numbered and config:
         same = f"; if they are the base's, to {base.path(CONFIG_FILE)}" if has_as_many else ""
         raise CheckpointError(
-            f"{adapter.place}: no labels for its {classes} classes: set VIT_LABELS to a file, to "
+            f"{adapter.title}: no labels for its {classes} classes: set VIT_LABELS to a file, to "
             f"names like cat,dog or to numbers{same} (the adapter has a head of its own, and the "
-            f"labels of {base.place} are of another)"
+            f"labels of {base.title} are of another)"
         )
     if is_named or not is_numbered:
         pretrained = config.get("pretrained_cfg")

@@ -156,7 +156,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
         config=network,
         preprocess=options.preprocess_or(carried, where),
         labels=(),
-        tensors=native_tensors(tensors, network, files.place),
+        tensors=native_tensors(tensors, network, files.title),
         multi_label=False,
         revision=files.revision,
         notes=(_NOTE,),
@@ -237,9 +237,9 @@ def _own_tower(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _T
         "projection_width": width,
     }
     config = ViTConfig.model_validate(fields)
-    tensors = renamed(_visual(files), _NAMES, files.place)
+    tensors = renamed(_visual(files), _NAMES, files.title)
     if config.norm_after_pool:
-        tensors = renamed(tensors, ((r"^norm\.", "fc_norm."),), files.place)
+        tensors = renamed(tensors, ((r"^norm\.", "fc_norm."),), files.title)
     for name, dimensions in (("cls_token", 1), ("pos_embed", 2)):
         if name in tensors and tensors[name].ndim == dimensions:
             tensors[name] = tensors[name].reshape(1, -1, tower.width)
@@ -279,5 +279,5 @@ def _timm_tower(files: Files, tower: _Tower, width: int, name: str) -> _Tensors:
         tensors[_PROJECTION] = tensors.pop("head.weight")
         bias = tensors.pop("head.bias", None)
         if bias is not None and bias.any():
-            raise CheckpointError(f"{files.place}: its projection has a bias, which is not read")
-    return _Tensors(config, native_names(tensors, parsed, config, files.place))
+            raise CheckpointError(f"{files.title}: its projection has a bias, which is not read")
+    return _Tensors(config, native_names(tensors, parsed, config, files.title))

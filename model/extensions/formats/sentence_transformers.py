@@ -35,7 +35,7 @@ def model_folder(files: Files) -> Files:
     first, *others = (str(module.get("path", "")) for module in modules)
     inner = files.subfolder(first)
     if others:
-        remedy = inner.source if inner.source != files.source else inner.place
+        remedy = inner.source if inner.source != files.source else inner.title
         raise CheckpointError(
             f"{where}: {', '.join(others):.200} would change the embeddings of {first}, and is not "
             f"computed: give {remedy} to serve the model without"

@@ -43,12 +43,12 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
         return None
     keys = read_key_map(options.keys)
     name = ""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if options.architecture:
-        name, given = parse_architecture(options.architecture)
-    network = network_in(files.content(), keys.weights, files.place)
+        name, arguments = parse_architecture(options.architecture)
+    network = network_in(files.content(), keys.weights, files.title)
     tensors = mapped(files.prepared(network.tensors), keys)
-    state_dict = _StateDict(files, options, network, name, given)
+    state_dict = _StateDict(files, options, network, name, arguments)
     if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
         return state_dict.of_library(tensors)
     return state_dict.of_vit(tensors, keys)
@@ -63,37 +63,37 @@ class _StateDict:
         options: options of the operator.
         network: the network within the file.
         name: name of the stated architecture; empty if none is stated.
-        given: arguments of the stated architecture.
+        arguments: arguments of the stated architecture.
     """
 
     files: SingleFile
     options: CheckpointOptions
     network: Network
     name: str
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
     def of_library(self, tensors: Mapping[str, Tensor]) -> Checkpoint:
         """Return a network that timm's own code runs, with the classes that the head has."""
         self._require([], has_classes=True)
-        where = self.files.place
+        where = self.files.title
         preprocess = self.options.preprocess_or(None, where)
         layers = library.published(self.name).get("classifier") or "head"
         head = layers if isinstance(layers, str) else layers[0]
         classes = shape_of(tensors, f"{head}.weight", where, 1, 2, 4)[0]
         with validating(where):
             config = library.library_config(
-                self.name, self.given, classes, len(preprocess.mean), preprocess.size
+                self.name, self.arguments, classes, len(preprocess.mean), preprocess.size
             )
         return self._checkpoint(self.name, config, library.renamed_by_library(config, tensors))
 
     def of_vit(self, tensors: Mapping[str, Tensor], keys: KeyMap) -> Checkpoint:
         """Return a Vision Transformer that vitserve's own code runs."""
-        where = self.files.place
+        where = self.files.title
         layout, tensors = in_layout(tensors, where)
-        stated = {**layout.habits, **self.given}
-        if keys.renames_fused_projections and "qkv_order" not in self.given:
+        stated = {**layout.habits, **self.arguments}
+        if keys.renames_fused_projections and "qkv_order" not in self.arguments:
             del stated["qkv_order"]  # the layout's habit does not hold for other names
-        vit = InferredNetwork(where, self.name, self.given, layout, tensors, stated)
+        vit = InferredNetwork(where, self.name, self.arguments, layout, tensors, stated)
         architecture = self.name or vit.take_torchvision_model()
         missing = vit.missing_arguments()
         if not missing and not architecture:
@@ -111,7 +111,7 @@ class _StateDict:
         tensors: Mapping[str, Tensor],
         assumed: tuple[str, ...] = (),
     ) -> Checkpoint:
-        where = self.files.place
+        where = self.files.title
         return Checkpoint(
             name=self.files.file.stem,
             source=self.files.source,
@@ -141,7 +141,7 @@ class _StateDict:
         if "num_classes" in missing:
             hint += "; num_classes=0 is a network without a head, which gives embeddings"
         raise CheckpointError(
-            f"{self.files.place}: no file says its {', '.join(missing)}: with the values of its "
+            f"{self.files.title}: no file says its {', '.join(missing)}: with the values of its "
             f"training code, this serves it: {command} "
             f"({hint}: docs/checkpoints.md#plain-state-dicts)"
         )
@@ -154,7 +154,7 @@ class _StateDict:
             if argument != "architecture"
         }
         architecture = [self.name or OWN]
-        for argument, example in (self.given | examples).items():
+        for argument, example in (self.arguments | examples).items():
             text = example if isinstance(example, str) else json.dumps(example)
             architecture.append(f"{argument}={text}")
         options = self.options

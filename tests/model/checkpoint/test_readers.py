@@ -25,7 +25,7 @@ def read_text(files: Files, options: CheckpointOptions) -> Checkpoint | None:
     """Read a file `.txt`, whose content counts for nothing."""
     if not isinstance(files, SingleFile) or files.file.suffix != ".txt":
         return None
-    labels = options.labels_or(("a", "b", "c"), CONFIG.num_classes, files.place)
+    labels = options.labels_or(("a", "b", "c"), CONFIG.num_classes, files.title)
     tensors = files.prepared(tiny())
     return Checkpoint("mine", files.source, "text", "tiny", CONFIG, PREPROCESS, labels, tensors)
 
