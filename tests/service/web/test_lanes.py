@@ -52,13 +52,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.under_way: list[tuple[str, Numbered]] = []
         self.begun: list[int] = []
 
-    @initialize(each=st.sampled_from([1, 2, math.inf]))
-    def build(self, each: float) -> None:
-        self.each = each
-        self.queue: FairQueue[Numbered] = FairQueue(lambda: self.servers, self.clock, each)
+    @initialize(per_caller=st.sampled_from([1, 2, math.inf]))
+    def build(self, per_caller: float) -> None:
+        self.per_caller = per_caller
+        self.queue: FairQueue[Numbered] = FairQueue(lambda: self.servers, self.clock, per_caller)
 
     def may_begin(self, caller: str) -> bool:
-        return [whose for whose, _ in self.under_way].count(caller) < self.each
+        return [whose for whose, _ in self.under_way].count(caller) < self.per_caller
 
     @rule(caller=st.sampled_from("abc"), size=st.integers(1, 100), seconds=st.floats(0.01, 20))
     def add(self, caller: str, size: int, seconds: float) -> None:
@@ -68,7 +68,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.add(entry, caller)
         except QueueFull:
             callers = [whose for whose, _ in self.waiting.values()]
-            waits = caller in callers or self.each == math.inf or not self.may_begin(caller)
+            waits = caller in callers or self.per_caller == math.inf or not self.may_begin(caller)
             assert callers and (waits or len(self.under_way) >= self.servers), (
                 "whoever begins at once is not refused"
             )
@@ -83,9 +83,9 @@ class QueueMachine(RuleBasedStateMachine):
             if entry.deadline > self.clock.now and self.may_begin(caller)
         ]
         entry = self.queue.begin()
-        for number, (_, each) in list(self.waiting.items()):
-            if not each.is_waiting and each is not entry:
-                assert each.deadline <= self.clock.now, "what is dropped is late"
+        for number, (_, other) in list(self.waiting.items()):
+            if not other.is_waiting and other is not entry:
+                assert other.deadline <= self.clock.now, "only late jobs are dropped"
                 del self.waiting[number]
         if entry is None:
             assert not timely or len(self.under_way) >= self.servers, (
@@ -135,22 +135,18 @@ TestQueue.settings = settings(max_examples=100, stateful_step_count=40, deadline
 
 @dataclass
 class Simulation:
-    """Jobs arrive at moments and take seconds of one server; the outcome of each is counted by
-    caller.
-    """
+    """Jobs that arrive at moments and take seconds of a server, with outcomes by caller."""
 
     servers: int = 1
-    each: float = math.inf
+    per_caller: float = math.inf
     clock: Clock = field(default_factory=Clock)
     answered: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     waits: list[tuple[str, float]] = field(default_factory=list)
 
     def run(self, arrivals: list[tuple[float, str, float]], *, patience: float = 10.0) -> None:
-        """Serve `arrivals` (moment, caller, seconds of work), each with `patience` seconds to begin
-        in.
-        """
-        queue: FairQueue[Arrival] = FairQueue(lambda: self.servers, self.clock, self.each)
+        """Serve arrivals (moment, caller, seconds of work) that must begin within `patience`."""
+        queue: FairQueue[Arrival] = FairQueue(lambda: self.servers, self.clock, self.per_caller)
         numbers, start = count(), self.clock.now
         jobs = [
             Arrival(caller, seconds, start + moment, patience)

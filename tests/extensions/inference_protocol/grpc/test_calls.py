@@ -146,7 +146,7 @@ def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
         (
             changed(lambda request: setattr(request, "model_name", "other")),
             Code.NOT_FOUND,
-            "no such model",
+            "unknown model 'other'",
         ),
         (
             changed(lambda request: setattr(request, "model_version", "2")),

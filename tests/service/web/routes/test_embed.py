@@ -124,7 +124,10 @@ async def test_embeddings_do_not_count_as_classes(service: App) -> None:
     assert service.metric("vit_top1_score_count") == 1
 
 
-REFUSAL = "the model has no classification head: it gives embeddings (POST /embed, vitserve embed) and attention maps"
+REFUSAL = (
+    "the model has no classification head: it gives embeddings (POST /embed, vitserve embed) "
+    "and attention maps"
+)
 
 
 def headless() -> App:
