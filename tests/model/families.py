@@ -63,6 +63,7 @@ HUGGING_FACE: Final[dict[str, list[dict[str, Any]]]] = {
 NATIVE: Final[dict[str, dict[str, Any]]] = {
     "max": {"pool": "max", "qk_norm": True},
     "mean-max": {"pool": "mean_max", "norm_after_pool": True},
+    "transfer": {"pool": "transfer"},
     "linear patches, sincos, not square": {
         "image_size": (16, 24),
         "patch_embedding": "linear",

@@ -79,9 +79,10 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
             )
         assert outputs["scores"].shape == (2, 3)
         assert ("attention" in outputs, "relevance" in outputs) == (bool(request.layers), relevance)
-        assert (
-            kernels.count("topk") == 2 * relevance
-        )  # the rivals of the best class, and the strongest tokens
+        # One finds the rivals of the best class, another the strongest tokens; a head that reads
+        # several blocks needs more.
+        counts = range(2, 5) if config.pool == "transfer" else (2,)
+        assert kernels.count("topk") in (counts if relevance else (0,))
     return kernels
 
 
