@@ -38,7 +38,7 @@ from model.runtime.backend import Aim, Backend, BatchOutputs, HostOutputs, Image
 from model.runtime.batch_request import BatchRequest
 from model.runtime.batch_sizes import captured_sizes
 from model.runtime.predictor import Predictor
-from service.engine.local import Backbones
+from service.engine.backbones import Backbones
 from service.engine.messages import BatchReport, InferenceRequest, ModelInfo
 from service.extensions.cluster.engine_process import EngineServer
 from service.extensions.cluster.remote_model import EngineClient, RemoteModels

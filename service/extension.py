@@ -20,7 +20,7 @@ from model.extension import extensions as installed
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from service.engine.local import Loader
+    from service.engine.backbones import Loader
     from service.observe.metrics import Metrics
     from service.settings import Settings
     from service.web.image_stores import ImageStore

@@ -1,6 +1,4 @@
-"""The protocols of an engine, which the web side calls, and of the model runner, which an engine
-calls.
-"""
+"""The protocols of an engine, which web code calls, and of a model runner, which an engine calls."""
 
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Protocol
@@ -13,13 +11,14 @@ from service.engine.messages import EngineStatus, InferenceRequest, InferenceRes
 
 
 class ModelRunner(Protocol):
-    """The part of `model.runtime.predictor.Predictor` that an engine needs; an engine itself
-    imports no torch.
+    """The part of `model.runtime.predictor.Predictor` that an engine needs.
+
+    An engine imports no torch.
 
     Attributes:
-        max_batch: images in one batch at most.
-        streams: threads that may be inside `predict` at the same time, beside the thread of maps.
-        size: bytes that it takes, once it is warm.
+        max_batch: largest number of images in one batch.
+        streams: number of threads that may call `predict` at once, beside the thread of maps.
+        size: bytes that the warm model takes.
     """
 
     max_batch: int
@@ -28,31 +27,31 @@ class ModelRunner(Protocol):
 
     @property
     def heads(self) -> MutableMapping[str, Any]:
-        """Return the heads of the models that share it, by name."""
+        """Return by name the heads of the models that share the runner."""
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:
-        """Return the fixed launch sizes; None when any size up to `max_batch` is launched."""
+        """Return the fixed launch sizes; None if any size up to `max_batch` is launched."""
 
     @property
     def compiled(self) -> str:
-        """Return `compiled`, `compiling`, or why not."""
+        """Return `compiled`, `compiling`, or the reason why the model is not compiled."""
 
     @property
     def device(self) -> str:
         """Return the device's name, `cpu` or `cuda:N`."""
 
     def warm_up(self, *, compile_later: bool = False) -> None:
-        """Run the model once before the first request; raises `DeviceError` when it does not run."""
+        """Run the model once before the first request; raises `DeviceError` if it does not run."""
 
     def finish_warm_up(self) -> None:
-        """Compile beside the batches what `warm_up` has left for later; raises as `warm_up`."""
+        """Compile what `warm_up` left for later, while batches run; raises as `warm_up`."""
 
     def check(self) -> None:
-        """Run the smallest batch; raises `DeviceError` when the device no longer computes."""
+        """Run the smallest batch; raises `DeviceError` if the device no longer computes."""
 
     def defers(self, requested: RequestedOutputs) -> bool:
-        """Return whether `predict` of an image would first load something, for a second or two."""
+        """Return whether `predict` would first load something, which takes a second or two."""
 
     def launch_size(self, count: int) -> int:
         """Return the number of rows launched for a batch of `count` images."""
@@ -60,13 +59,12 @@ class ModelRunner(Protocol):
     def predict(
         self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]
     ) -> Sequence[Outputs]:
-        """Return the requested outputs of each image, see
-        `model.runtime.predictor.Predictor.predict`.
-        """
+        """Return the outputs of each image; see `model.runtime.predictor.Predictor.predict`."""
 
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the features of texts, float32 [N, D]; for models with a text tower. One thread
-        calls it.
+        """Return the features of texts, float32 [N, D]; only for models with a text tower.
+
+        Only one thread calls it.
         """
 
 
@@ -83,33 +81,32 @@ class Device(Protocol):
 
 
 class Engine(Device, Protocol):
-    """The interface of an engine, which computes images for the web side."""
+    """The interface of an engine, which computes images for web code."""
 
     @property
     def engines(self) -> Sequence[Device]:
-        """Return the engines that compute, one a device."""
+        """Return the engines that compute, one for each device."""
 
     @property
     def ready(self) -> bool:
-        """Return whether `status` says "ready"; cheap enough for each request."""
+        """Return whether `status` is "ready"; cheap enough for every request."""
 
     async def infer(self, request: InferenceRequest, *, timeout: float) -> InferenceResult:
-        """Return the result of one image, which must be launched within `timeout` seconds from now.
+        """Return the result of one image, which must be launched within `timeout` seconds.
 
-        Cancelling the call takes the image out of the queue if it was not launched.
+        If the call is cancelled before the launch, the image leaves the queue.
 
         Raises:
-            DeadlineExceeded: it was not launched in time.
-            InferenceFailed: the model gave no answer for this image.
-            EngineUnavailable: no model is ready.
+            DeadlineExceeded: the image was not launched in time.
+            InferenceFailed: the model did not answer for this image.
+            EngineUnavailable: the model is not ready.
             QueueFull: too many images wait.
         """
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> NDArray[np.float32]:
-        """Return the features of texts, float32 [N, D], which must be there within `timeout`
-        seconds.
+        """Return the features of texts, float32 [N, D], within `timeout` seconds.
 
-        Only an engine whose `info.zero_shot` is there has a text tower.
+        Only an engine with `info.zero_shot` has a text tower.
 
         Raises:
             DeadlineExceeded, InferenceFailed, EngineUnavailable, QueueFull: as `infer`.

@@ -1,7 +1,7 @@
-"""The messages between web code and engines: frozen, typed, free of torch and of HTTP.
+"""The messages between web code and engines: frozen and typed, without torch or HTTP.
 
-Only intervals cross from the engine to the web side, never clock readings: two processes need not
-share a clock.
+Only intervals go from the engine to web code, never clock readings, because two processes may have
+different clocks.
 """
 
 from collections.abc import Iterable
@@ -15,21 +15,20 @@ from model.config import NetworkConfig, PreprocessConfig
 from model.heads import SOFTMAX, Form, ZeroShot
 from model.outputs import Outputs, Pooling, RequestedOutputs
 
-# Why a batch was launched: enough images waited, the device was idle, or the oldest image had
-# waited long enough.
+# Why a batch was launched: it was full, the device was idle, or the oldest image's delay was over.
 Release = Literal["full", "idle", "delay"]
 
-# The state of an engine; it takes images only when it is ready.
+# The state of an engine, which takes images only when it is ready.
 EngineState = Literal["loading", "ready", "failed", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One image to be computed.
+    """One image for the model.
 
     Attributes:
         pixels: uint8 [H, W, C], the model's input size.
-        requested: the outputs to compute.
+        requested: outputs to compute.
     """
 
     pixels: NDArray[np.uint8]
@@ -41,10 +40,10 @@ class InferenceResult:
     """The model's answer for one image.
 
     Attributes:
-        outputs: the requested outputs.
-        batch_size: images that were launched together.
-        queue_seconds: from entering the queue to launch.
-        inference_seconds: from launch to result, of the whole batch.
+        outputs: requested outputs.
+        batch_size: number of images in the batch.
+        queue_seconds: time from entering the queue to the launch.
+        inference_seconds: time from the launch to the result of the whole batch.
     """
 
     outputs: Outputs
@@ -58,8 +57,8 @@ class BatchReport:
     """The report of one launched batch, for metrics.
 
     Attributes:
-        size: images in it.
-        padding: rows added to reach a fixed launch size.
+        size: number of images.
+        padding: number of rows added to reach a fixed launch size.
     """
 
     device: str
@@ -70,16 +69,17 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The loaded model; each field is an attribute of that name of the checkpoint or of the model
-    runner.
+    """The description of a loaded model.
+
+    Each field is an attribute of the same name of the checkpoint or of the model runner.
 
     Attributes:
         loaded_at: date of the load, in seconds since 1970.
-        backbone: the same for models that share one.
-        head: its name among the heads of the backbone; see `RequestedOutputs.head`.
+        backbone: name of the backbone; equal for models that share it.
+        head: name among the heads of the backbone; see `RequestedOutputs.head`.
         taught: whether it is a taught head, which abstains from pictures far from its examples.
-        has_thresholds: whether its classes have least scores; see `Outputs.least`.
-        features: which embedding its head reads.
+        has_thresholds: whether its classes have thresholds; see `Outputs.least`.
+        features: embedding that its head reads.
     """
 
     name: str
@@ -113,7 +113,7 @@ class ModelInfo:
 
     @property
     def can_abstain(self) -> bool:
-        """Return whether its head may say of a picture that none of its labels fits."""
+        """Return whether the head may answer that none of its labels fits a picture."""
         return self.taught or self.coverage is not None or self.has_thresholds
 
     @property
@@ -127,12 +127,12 @@ class EngineStatus:
     """The status of an engine.
 
     Attributes:
-        device: on which it runs; until it is loaded, as the settings name it.
-        reason: why it is not ready, or computes no batch to its end though it is; else empty.
-        compiled: `compiled`, `compiling`, or why not.
-        batch_sizes: fixed launch sizes, None when any size is launched.
-        queue_depth: images waiting.
-        restarts: how often it was started again after a failure.
+        device: name of the device; before the load, the name in the settings.
+        reason: why the engine is not ready, or may hang although it is; else empty.
+        compiled: `compiled`, `compiling`, or the reason why the model is not compiled.
+        batch_sizes: fixed launch sizes; None if any size is launched.
+        queue_depth: number of waiting images.
+        restarts: number of restarts after a failure.
     """
 
     device: str
@@ -145,7 +145,7 @@ class EngineStatus:
 
 
 def attributes(names: Iterable[str], *sources: object) -> dict[str, Any]:
-    """Read each name off the first source that has it; names that no source has are left out."""
+    """Return each attribute from the first source that has it; skip names without a source."""
     return {
         name: getattr(source, name)
         for source in reversed(sources)

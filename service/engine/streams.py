@@ -1,11 +1,10 @@
-"""The threads of an engine: each stream takes the next batch from the queue that all share, and
-launches it.
+"""The threads of an engine: each stream takes the next batch from a shared queue, and launches it.
 
-Every image of a launch gets an outcome, and an image that the model fails on fails alone.
+Every launched image gets an outcome. An image on which the model fails, fails alone.
 
-Maps that need a pass of their own have a queue and a thread of their own, behind classification: a
-small batch is launched only while no other image waits, or when maps have waited for long. Images
-for which the runner has still to load something, as torch, go there too, until that is loaded.
+Maps that need a pass of their own have their own queue and thread, so that classification goes
+first. A batch of maps is launched when no other image waits, or when the maps have waited for long.
+Images for which the runner must first load something, such as torch, go there, too.
 """
 
 import logging
@@ -22,53 +21,55 @@ from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 
 logger = logging.getLogger(__name__)
 
-# Images in a batch of explanations at most, so that it does not hold the device for long, and the
-# seconds that it takes beyond one image: on a processor it competes with classification.
 MAX_EXPLANATION_BATCH: Final = 8
+"""Largest batch of maps, so that it does not hold the device for long."""
+
 EXPLANATION_SECONDS: Final = 0.1
+"""Longest batch of several maps, because on a CPU it competes with classification."""
 
-# Seconds that a batch of maps waits for classification at most, which under constant load never
-# pauses.
 MAX_EXPLANATION_WAIT: Final = 1.0
+"""Seconds that maps wait for classification, which may never pause."""
 
-# An image in the queue, or taken out of it.
 Outcome = InferenceResult | ServiceError
+
+# An image that is, or was, in a queue.
 Waiting = Entry[InferenceRequest]
 
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 
 
 class _Lane(NamedTuple):
-    """A queue, and the condition that its threads wait for; all lanes of an engine share a lock."""
+    """A queue, and the condition that its threads wait for; all lanes share a lock."""
 
     queue: BatchQueue[InferenceRequest]
     wake: threading.Condition
 
 
 class Streams:
-    """Two batch queues behind a lock, with a thread for each stream of the runner, and a thread for
-    explanations.
+    """Two batch queues behind a lock, with a thread for each stream and a thread for maps.
 
-    Each queue has a condition of its own: to wake the thread of explanations with each image that
-    is to be classified would cost a request two switches of threads.
+    Each queue has its own condition: waking the thread of maps for each classified image would cost
+    a request two switches of threads.
 
     Args:
-        queue_size, max_delay, clock: see `BatchQueue`; each queue is of that size, and explanations
-        are never delayed.
+        queue_size: capacity of each queue, see `BatchQueue`.
+        max_delay: see `BatchQueue`; maps are never delayed.
         deliver: called on a stream's thread after each launch, with each image's outcome and the
             report of the launch, or None if the launch ended the engine.
+        clock: see `BatchQueue`.
     """
 
     def __init__(
         self, *, queue_size: int, max_delay: float, deliver: Deliver, clock: Callable[[], float]
     ) -> None:
         self._lock = threading.Lock()
-        self._images, self._maps = (
-            _Lane(
-                BatchQueue(capacity=queue_size, max_delay=delay, clock=clock),
-                threading.Condition(self._lock),
-            )
-            for delay in (max_delay, 0.0)
+        self._images = _Lane(
+            BatchQueue(capacity=queue_size, max_delay=max_delay, clock=clock),
+            threading.Condition(self._lock),
+        )
+        self._maps = _Lane(
+            BatchQueue(capacity=queue_size, max_delay=0.0, clock=clock),
+            threading.Condition(self._lock),
         )
         self._deliver = deliver
         self._clock = clock
@@ -78,13 +79,11 @@ class Streams:
         self._failure: BaseException | None = None
 
     def __len__(self) -> int:
-        """Return the number of images that wait."""
+        """Return the number of waiting images."""
         return len(self._images.queue) + len(self._maps.queue)
 
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
-        """Add an image that must be launched within `timeout` seconds from now; raises as
-        `BatchQueue.put`.
-        """
+        """Queue an image, to be launched within `timeout` seconds; raises as `BatchQueue.put`."""
         with self._lock:
             is_slow = request.requested.needs_pass or self._defers(request.requested)
             lane = self._maps if is_slow else self._images
@@ -93,16 +92,15 @@ class Streams:
         return entry
 
     def cancel(self, entry: Waiting) -> None:
-        """Take an image out of the queue if it is still there."""
+        """Take an image out of its queue; no effect once it was launched."""
         with self._lock:
             for lane in (self._images, self._maps):
                 lane.queue.cancel(entry)
 
     def look(self, seconds: float) -> float:
-        """Return for how long the oldest batch under way has been looked at, of which `seconds`
-        have passed just now.
+        """Add the seconds since the last look to each running batch; return the longest total.
 
-        So time does not count in which this process stood still, or the whole machine.
+        Seconds in which this process, or the machine, was suspended do not count.
         """
         with self._lock:
             self._under_way = {
@@ -111,13 +109,12 @@ class Streams:
             return max(self._under_way.values(), default=0.0)
 
     def run(self, runner: ModelRunner) -> None:
-        """Launch batches until `stop`: on this thread, a thread for each further stream, and a
-        thread for explanations.
+        """Launch batches until `stop`.
 
-        One more thread finishes the warm-up beside the batches. `stop` does not wait for a
-        compiler.
+        This thread is one stream; each further stream and the maps have a thread. One more thread
+        finishes the warm-up meanwhile, and `stop` does not wait for it.
 
-        The error of the first stream that fails ends the others too, and is raised.
+        The error of the first thread that fails ends the others, and is raised here.
         """
         self._defers = runner.defers
         maps = min(runner.max_batch, MAX_EXPLANATION_BATCH)
@@ -139,19 +136,19 @@ class Streams:
         self._launch_all(runner, self._images, runner.max_batch)
         for thread in others:
             thread.join()
-        self._defers = lambda _: False  # whoever holds this engine does not hold the model
+        self._defers = lambda _: False  # drop the reference to the model
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> None:
-        """End each stream after the batch that it computes; what waits is left in the queue."""
+        """End each stream after its current batch; waiting images stay in the queue."""
         with self._lock:
             self._stopping = True
             self._images.wake.notify_all()
             self._maps.wake.notify_all()
 
     def close(self) -> None:
-        """Refuse further images, and forget those that wait."""
+        """Refuse new images, and drop the waiting ones."""
         with self._lock:
             self._images.queue.close()
             self._maps.queue.close()
@@ -161,14 +158,15 @@ class Streams:
         most = max_batch
         try:
             while (poll := self._next(lane, most)) is not None:
-                batch, began = poll.batch, self._clock()
+                batch = poll.batch
+                began = self._clock()
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)
                 if lane is self._maps:
                     took = max(self._clock() - began, 1e-9)
                     most = max(1, min(max_batch, int(len(batch) * EXPLANATION_SECONDS / took)))
         except BaseException as error:  # noqa: BLE001  raised by `run`
-            # Whatever ends the engine, the callers of this batch get an error.
+            # Whatever ends the engine, the images of this batch get an error.
             self._deliver([(entry, EngineUnavailable(reason_of(error))) for entry in batch], None)
             self._failure = self._failure or error
             self.stop()
@@ -181,9 +179,7 @@ class Streams:
             self.stop()
 
     def _next(self, lane: _Lane, max_batch: int) -> Poll[InferenceRequest] | None:
-        """Return the next batch of a lane as soon as its queue releases it, or None when the stream
-        is to end.
-        """
+        """Wait for the next batch of a lane and return it, or None if the stream should end."""
         thread = threading.get_ident()
         with self._lock:
             self._under_way.pop(thread, None)
@@ -203,24 +199,22 @@ class Streams:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why an engine ended: errors of ours speak for themselves, others need their type's
-    name.
-    """
-    return (
-        str(error)
-        if isinstance(error, VitError | ServiceError)
-        else f"{type(error).__name__}: {error}"
-    )
+    """Return why an engine ended: the message of an error of ours, or type and message."""
+    if isinstance(error, VitError | ServiceError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def launch(
     runner: ModelRunner, batch: Sequence[Waiting], release: Release, clock: Callable[[], float]
 ) -> tuple[list[Outcome], BatchReport]:
-    """Compute a batch, and if that fails on a device that still computes, its images one by one.
+    """Compute a batch, or its images one by one if the batch fails and the device still works.
 
     Args:
-        batch: at least one image, and at most `runner.max_batch`.
-        clock: monotonic seconds, the same that the queue reads.
+        runner: model to run.
+        batch: one to `runner.max_batch` images.
+        release: why the batch is launched.
+        clock: monotonic seconds, the same clock as the queue's.
 
     Returns:
         The outcome of each image, in the batch's order, and the report of the launch.
@@ -251,21 +245,21 @@ def _predict(
 ) -> list[Outcome]:
     requests = [entry.item for entry in batch]
     outputs = runner.predict(
-        [each.pixels for each in requests], [each.requested for each in requests]
+        [request.pixels for request in requests], [request.requested for request in requests]
     )
     seconds = clock() - launched
-    return [
-        InferenceResult(each, len(batch), launched - entry.arrived, seconds)
-        if each.finite
-        else InferenceFailed("the model gave no finite score for this image")
-        for each, entry in zip(outputs, batch, strict=True)
-    ]
+    outcomes: list[Outcome] = []
+    for output, entry in zip(outputs, batch, strict=True):
+        if output.finite:
+            queue_seconds = launched - entry.arrived
+            outcomes.append(InferenceResult(output, len(batch), queue_seconds, seconds))
+        else:
+            outcomes.append(InferenceFailed("the model's scores for this image are not finite"))
+    return outcomes
 
 
 def _require_device(runner: ModelRunner) -> None:
-    """Raise EngineUnavailable if an empty image fails, too: the device is lost, and the engine
-    ends.
-    """
+    """Raise `EngineUnavailable`, which ends the engine, if an empty image fails, too."""
     try:
         runner.check()
     except VitError as error:
@@ -275,10 +269,10 @@ def _require_device(runner: ModelRunner) -> None:
 def _predict_alone(
     runner: ModelRunner, entry: Waiting, launched: float, clock: Callable[[], float]
 ) -> Outcome:
-    """Compute one image of a batch that failed: only the images that fail alone are at fault.
+    """Compute one image of a failed batch; only images that fail alone are at fault.
 
     Raises:
-        EngineUnavailable: the image has cost the device.
+        EngineUnavailable: the device no longer computes.
     """
     try:
         return _predict(runner, [entry], launched, clock)[0]

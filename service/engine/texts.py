@@ -1,8 +1,8 @@
-"""Features of texts: computed by the text tower on a thread of its own, each text once, beside the
-batches of images.
+"""Features of texts, computed by the text tower on a thread of its own, each text once.
 
-Requests take turns, a few texts each: one with many new texts delays others by a few of its own at
-a time.
+The tower computes a few texts at a time, first in, first out. A request with many new texts puts
+its next ones at the end of the queue, so it delays others by a few texts only. Callers take turns
+where requests are admitted: see docs/decisions/fairness.md.
 """
 
 import asyncio
@@ -19,38 +19,39 @@ from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed
 
 logger = logging.getLogger(__name__)
 
-# Texts to features, float32 [N, D]; called on a thread.
 Floats = NDArray[np.float32]
+
+# From texts to features, float32 [N, D]; called on a thread.
 Tower = Callable[[Sequence[str]], Floats]
 
-# Texts that the tower computes at once.
+# Number of texts that the tower computes at once.
 _CHUNK: Final = 16
 
-# What a text and its place take at most, beside its feature.
 _CACHE_BYTES: Final = 32 << 20
+
+# Largest memory of a text and its cache entry, without the feature.
 _TEXT_BYTES: Final = 1500
 
 
 class TextFeatures:
-    """Computes features of texts, for callers on one event loop.
+    """Computes features of texts, for requests on one event loop.
 
     Args:
-        cache_bytes: memory for the features of texts that may come again, oldest out first.
+        cache_bytes: memory for features of texts that may come again; the oldest are evicted.
     """
 
     def __init__(self, *, cache_bytes: int = _CACHE_BYTES) -> None:
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[str, Floats] = OrderedDict()
-        self._turn = asyncio.Lock()  # first come, first served
+        self._tower_lock = asyncio.Lock()  # first in, first out
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
 
     async def embed(self, texts: Sequence[str], tower: Tower, *, timeout: float) -> Floats:
-        """Return the features of texts, float32 [N, D], which must be there within `timeout`
-        seconds.
+        """Return the features of texts, float32 [N, D], within `timeout` seconds.
 
         Raises:
-            DeadlineExceeded: they were not computed in time.
+            DeadlineExceeded: the tower did not compute them in time.
             InferenceFailed: the tower failed on them.
             EngineUnavailable: the engine is closed.
         """
@@ -58,10 +59,10 @@ class TextFeatures:
         missing = self._take(dict.fromkeys(texts), features)
         try:
             async with asyncio.timeout(timeout):
-                for first in range(0, len(missing), _CHUNK):
-                    async with self._turn:
-                        # Others may have asked for some meanwhile.
-                        new = self._take(missing[first : first + _CHUNK], features)
+                for start in range(0, len(missing), _CHUNK):
+                    async with self._tower_lock:
+                        # Other requests may have had some of them computed meanwhile.
+                        new = self._take(missing[start : start + _CHUNK], features)
                         if new:
                             features |= await self._compute(new, tower)
         except TimeoutError:
@@ -69,14 +70,12 @@ class TextFeatures:
         return np.stack([features[text] for text in texts])
 
     def close(self) -> None:
-        """Refuse what waits; a chunk that is computed ends on its thread."""
+        """Refuse waiting texts; the thread finishes the texts that it computes."""
         self._closed = True
         self._thread.shutdown(wait=False)
 
     def _take(self, texts: Iterable[str], features: dict[str, Floats]) -> list[str]:
-        """Add the features that are there, which are the newest from now on, and return the other
-        texts.
-        """
+        """Add the cached features, which become the newest, and return the other texts."""
         missing = [text for text in texts if text not in self._cache]
         for text in set(texts).difference(missing):
             features[text] = self._cache[text]

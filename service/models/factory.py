@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from service.engine.local import ModelEngine, What
+from service.engine.backbones import ModelEngine, What
 from service.models.folder import Entry
 from service.models.generation import LocalModel, Version
 from service.settings import Settings

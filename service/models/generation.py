@@ -21,8 +21,8 @@ from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from service.background import Tasks
+from service.engine.backbones import ModelEngine, What
 from service.engine.base import Engine
-from service.engine.local import ModelEngine, What
 from service.engine.messages import EngineStatus, ModelInfo
 from service.models.states import ModelState, State, require_transition
 

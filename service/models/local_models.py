@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from service.engine.local import ModelEngine, What
+from service.engine.backbones import ModelEngine, What
 from service.errors import (
     CheckpointRefused,
     EngineUnavailable,

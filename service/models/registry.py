@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from service.background import Tasks
-from service.engine.local import What
+from service.engine.backbones import What
 from service.engine.messages import EngineStatus
 from service.errors import (
     DefaultModel,

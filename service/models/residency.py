@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Final
 
 from service.background import Tasks
-from service.engine.local import ModelEngine
+from service.engine.backbones import ModelEngine
 from service.errors import ModelsFull
 from service.models.generation import Generation, LocalModel
 

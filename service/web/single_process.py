@@ -7,7 +7,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from service.addresses import ANY, UNIX, in_url, tcp_hosts
-from service.engine.local import Backbones, Loader, ModelEngine
+from service.engine.backbones import Backbones, Loader, ModelEngine
 from service.engine.messages import ModelInfo
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
 from service.models.configured import configured_models

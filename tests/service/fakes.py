@@ -19,8 +19,9 @@ from PIL import Image
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
+from service.engine.backbones import What
 from service.engine.base import Engine
-from service.engine.local import LocalEngine, What
+from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden
 from service.extensions.cluster.engine_process import EngineServer

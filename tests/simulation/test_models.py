@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, Outputs, RequestedOutputs
-from service.engine.local import LocalEngine, What
+from service.engine.backbones import What
+from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
     CheckpointRefused,

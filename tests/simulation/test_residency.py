@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.engine.local import Backbones
+from service.engine.backbones import Backbones
 from service.engine.messages import ModelInfo
 from service.errors import ModelsFull
 from service.models.configured import configured_models

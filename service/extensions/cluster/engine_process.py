@@ -30,7 +30,7 @@ import uvloop
 
 from model.errors import NewProcessNeeded
 from service.background import Tasks, keep_running
-from service.engine.local import Backbones, Loader, ModelEngine
+from service.engine.backbones import Backbones, Loader, ModelEngine
 from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
 from service.extensions.cluster import frames
 from service.extensions.cluster.processes import SERVING, Report

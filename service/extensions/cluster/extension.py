@@ -9,7 +9,7 @@ from service.errors import SettingsError
 from service.extension import Extension
 
 if TYPE_CHECKING:
-    from service.engine.local import Loader
+    from service.engine.backbones import Loader
     from service.settings import Settings
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from model.images.preprocess import ModelInput
 from service.background import keep_running
-from service.engine.local import What
+from service.engine.backbones import What
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, ServiceError, SwapUnderWay
 from service.extensions.cluster import frames

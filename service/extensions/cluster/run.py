@@ -15,7 +15,7 @@ from prometheus_client import values
 from prometheus_client.multiprocess import mark_process_dead
 
 from service.addresses import SocketFiles, listen, port_of
-from service.engine.local import Loader
+from service.engine.backbones import Loader
 from service.errors import SettingsError
 from service.extensions.cluster.engine_process import STOP, run_engine
 from service.extensions.cluster.processes import RUNNING, SERVING, OperatingSystem, Report

@@ -16,9 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.errors import first_problem
+from service.engine.backbones import Backbones, Loader, ModelEngine, What
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
-from service.engine.local import BATCH_SECONDS, Backbones, Loader, ModelEngine, What
+from service.engine.local import BATCH_SECONDS
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.extension import check
 from service.lifecycle import freeze_objects, trim_regularly

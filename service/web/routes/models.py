@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.engine.local import What
+from service.engine.backbones import What
 from service.errors import Forbidden, InvalidParameter, NameTaken, Unauthorized, UnknownModel
 from service.model_settings import PATHS
 from service.models.folder import check_name, located, model_settings

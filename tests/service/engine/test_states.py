@@ -142,7 +142,7 @@ async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Ru
     predictor.gate.clear()
     async with running(predictor, ready=False) as rig:
         await until(
-            lambda: "the model is compiled, which takes minutes" in rig.engine.status.reason
+            lambda: "the model is being compiled" in rig.engine.status.reason
         )
         assert rig.engine.status.state == "loading"
         predictor.gate.set()

@@ -14,7 +14,8 @@ from typing import Any, cast
 import pytest
 
 from model.errors import CheckpointError
-from service.engine.local import LocalEngine, What
+from service.engine.backbones import What
+from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, SwapUnderWay
 from service.models.generation import Generation, LocalModel

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from model.errors import CheckpointError
-from service.engine.local import Backbones
+from service.engine.backbones import Backbones
 from service.engine.messages import ModelInfo
 from service.errors import (
     CheckpointRefused,

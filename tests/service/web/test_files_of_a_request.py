@@ -9,8 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from service.engine.backbones import Backbones
 from service.engine.loading import load_predictor
-from service.engine.local import Backbones
 from service.lifecycle import Lifecycle
 from service.models.local_models import LocalModels
 from service.observe.metrics import Metrics
