@@ -1,4 +1,4 @@
-"""The protocols of an engine, which web code calls, and of a model runner, which an engine calls."""
+"""The protocols of an engine, for web code, and of a model runner, for an engine."""
 
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ class ModelRunner(Protocol):
 
     Attributes:
         max_batch: largest number of images in one batch.
-        streams: number of threads that may call `predict` at once, beside the thread of maps.
+        streams: number of threads that may call `predict` at once, besides the thread of maps.
         size: bytes that the warm model takes.
     """
 

@@ -1,7 +1,7 @@
 """The GPUs of this machine as an operator names them, and as one engine's process sees them.
 
-Nothing here loads CUDA, which does not survive a fork: the supervisor asks, and its children
-compute.
+This file does not load CUDA, because CUDA does not survive a fork: the supervisor looks for GPUs,
+and its children compute on them.
 """
 
 import math
@@ -20,25 +20,26 @@ from service.settings import Settings
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
-# Cores that decode for one GPU at most: an H200 computed 12,100 images/s, and 16 cores decoded
-# 3,900 JPEGs of 124 kB.
+# Most cores that decode for one GPU: an H200 computed 12,100 images/s, and 16 cores decoded 3,900
+# JPEGs of 124 kB.
 _CORES_OF_A_GPU: Final = 48
-# Cores that decode beside a model on the CPU at most: the model needs the others.
+# Most cores that decode for a model on the CPU, which needs the others.
 _CORES_BESIDE_A_CPU: Final = 16
-# Web processes at most, see `Settings.workers`.
+# Most web processes, see `Settings.workers`.
 _MOST_WORKERS: Final = 256
 
-# What an engine takes on CUDA where the settings say nothing.
+# Streams and largest batch of an engine on CUDA, unless the settings name others.
 _STREAMS: Final = 2
 _MAX_BATCH: Final = 64
 
 
 def fit_to_machine(settings: Settings) -> Settings:
-    """Return the settings with what was left to this machine filled in: `all` devices, web workers,
-    the queue's size.
+    """Return the settings with the devices, web workers and queue size that suit this machine.
+
+    Only values that are not set are chosen, and devices for `all`.
 
     Raises:
-        DeviceError: `device` is `all`, and there is no GPU.
+        DeviceError: `device` is `all`, and the machine has no GPU.
     """
     chosen: dict[str, object] = {}
     if settings.device == "all":
@@ -48,16 +49,14 @@ def fit_to_machine(settings: Settings) -> Settings:
         cores = min(allowed_cores(), count * _CORES_OF_A_GPU)
         chosen["workers"] = min(_MOST_WORKERS, max(1, cores // 2))
     if "queue_size" not in settings.model_fields_set:
-        # Each stream's batch is computed while the next one is received and decoded.
+        # While a stream computes a batch, its next one is received and decoded.
         images = 2 * _STREAMS * (settings.max_batch or _MAX_BATCH) * count
         chosen["queue_size"] = max(settings.queue_size, images)
     return settings.model_copy(update=chosen)
 
 
 def decode_threads(settings: Settings) -> int:
-    """Return how many threads of each web worker decode pictures: all together one a core, within
-    bounds.
-    """
+    """Return the number of decode threads of each web worker: about one a core in all workers."""
     most = _CORES_BESIDE_A_CPU
     if uses_gpu(settings):
         most = _CORES_OF_A_GPU * len(settings.devices)
@@ -65,8 +64,9 @@ def decode_threads(settings: Settings) -> int:
 
 
 def uses_gpu(settings: Settings) -> bool:
-    """Return whether engines are to run on GPUs, and in processes of their own: these survive what
-    a GPU does not.
+    """Return whether engines run on GPUs.
+
+    Such engines have processes of their own, so that the service survives the fault of a GPU.
     """
     if not sys.platform.startswith("linux") or settings.device == "cpu":
         return False
@@ -74,7 +74,7 @@ def uses_gpu(settings: Settings) -> bool:
 
 
 def gpus_are_here(folder: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this machine or container was given GPUs, whether or not CUDA can use them."""
+    """Return whether this machine or container has GPUs, even if CUDA cannot use them."""
     if environment.get(VISIBLE) in ("", "-1"):
         return False
     return any(re.fullmatch(r"nvidia\d+|dxg", node.name) for node in folder.iterdir())
@@ -83,13 +83,14 @@ def gpus_are_here(folder: Path = Path("/dev"), environment: Mapping[str, str] = 
 def all_gpus(
     environment: Mapping[str, str] = os.environ, listing: Callable[[], str] | None = None
 ) -> tuple[str, ...]:
-    """Return the device of each GPU, and of each MIG instance where a GPU is divided.
+    """Return the device of each GPU, or of each MIG instance if a GPU is divided.
 
     Args:
-        listing: returns what `nvidia-smi -L` prints; that command by default.
+        environment: environment of this process.
+        listing: returns the output of `nvidia-smi -L`; by default runs that command.
 
     Raises:
-        DeviceError: there is none, or the driver does not answer.
+        DeviceError: the driver lists no GPU, or does not answer.
     """
     visible = environment.get(VISIBLE)
     if visible:
@@ -114,24 +115,24 @@ def _listing() -> str:
 
 
 def visible_devices(device: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what `CUDA_VISIBLE_DEVICES` is to be in a process for which this device alone is
-    there, as `cuda:0`.
+    """Return the `CUDA_VISIBLE_DEVICES` of a process that sees only this device, as `cuda:0`.
 
-    So an instance of MIG, which CUDA shows alone, has a name, and compiled kernels serve every GPU
-    of a kind.
+    This gives a name to a MIG instance, of which CUDA shows only one, and lets all GPUs of a kind
+    share compiled kernels.
 
     Args:
-        device: `cuda`, `cuda:N`, or `cuda:` and an identifier. N counts the devices that are
-        visible so far.
+        device: `cuda`, `cuda:N`, or `cuda:` and an identifier. N counts the visible devices.
+        environment: environment of this process.
 
     Raises:
-        DeviceError: fewer than N devices are visible.
+        DeviceError: at most N devices are visible.
     """
-    own = device.removeprefix("cuda").removeprefix(":") or "0"
+    identifier = device.removeprefix("cuda").removeprefix(":") or "0"
     visible = environment.get(VISIBLE)
-    if not visible or not own.isdecimal():
-        return own
-    listed = visible.split(",")
-    if int(own) >= len(listed):
-        raise DeviceError(f"device {device!r}: {VISIBLE}={visible} names {len(listed)}")
-    return listed[int(own)].strip()
+    if not visible or not identifier.isdecimal():
+        return identifier
+    devices = visible.split(",")
+    index = int(identifier)
+    if index >= len(devices):
+        raise DeviceError(f"device {device!r}: {VISIBLE}={visible} names {len(devices)}")
+    return devices[index].strip()

@@ -1,20 +1,19 @@
-"""Builds the predictor that the settings name; no other file of the service loads a model, and
-torch with it.
+"""Builds the predictor that the settings name, from kept graphs if there are some, or with torch.
 
-    graphs that were kept, else torch
+No other file of the service loads a model, or torch.
 
-Torch and what it reads stay resident for good: beside the bundled model's 210 MiB they are 300. So
-a process that serves by OpenVINO and loads another checkpoint leaves that to a child (`python -m
-service.engine.loading`), which makes the graphs with torch, and they are kept then.
+Torch stays resident once it is imported. It takes 300 MiB, and the bundled model 210 MiB. So a
+process that serves with OpenVINO does not load another checkpoint itself. It starts a child
+(`python -m service.engine.loading`) that makes the graphs with torch and keeps them, and then loads
+these graphs.
 
-A model whose backbone a predictor of this process has already is a further head of that predictor,
-which is returned.
+If a predictor of this process already has the backbone of a model, the model becomes a further head
+of that predictor.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -23,8 +22,6 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,10 +35,11 @@ from model.heads import Head
 from model.outputs import embedding_width
 from model.runtime.backend import WITHOUT_GRAPHS
 from service.children import COMMON, LOADING, start_python
+from service.engine.cache import GRAPH_SETTINGS, graph_entry, keep_kernels
+from service.engine.checkpoint_files import checkpoint_from
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
 from service.extension import extensions
-from service.model_settings import PATHS
 from service.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -49,100 +47,13 @@ if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
     from model.description import Description
     from model.features import Floats
-    from model.runtime.openvino.kept import Entry, Keep
+    from model.runtime.openvino.kept import Keep
     from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
-# The settings that change a graph, or what it is compared with, or whether the checkpoint is read
-# at all.
-_MATTER: Final = (
-    *(
-        "checkpoint",
-        "image_size",
-        "preprocess",
-        "labels",
-        "activation",
-        "architecture",
-        "keys",
-        "base",
-    ),
-    *("models", "checkpoint_folder", "dtype"),
-)
-
-# The folders of torch's compilers in the cache folder, by the variables that name them.
-_KERNELS: Final = {
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "CUDA_CACHE_PATH": "cuda",
-}
-
 # The predictors of this process, by the keys of their backbones.
 _LIVE: Final[WeakValueDictionary[str, Predictor]] = WeakValueDictionary()
-
-
-def checkpoint_from(settings: Settings) -> Checkpoint:
-    """Read the checkpoint that the settings name; raises `CheckpointError` if it cannot be read
-    exactly.
-    """
-    from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
-    from model.checkpoint.options import SETTINGS  # noqa: PLC0415
-
-    models = () if settings.models is None else (Path(settings.models).expanduser(),)
-    named = () if settings.checkpoint_folder is None else (Path(settings.checkpoint_folder),)
-    folders = (*models, *named)
-    for name in PATHS:
-        _require_inside(name, getattr(settings, name), folders)
-    options = {name: getattr(settings, name) for name in SETTINGS}
-    below = folders if _lies_below(settings.checkpoint, folders) else None
-    return load_checkpoint(
-        settings.checkpoint,
-        bases_below=below,
-        hub_bases=_lies_below(settings.checkpoint, models),
-        **options,
-    )
-
-
-def _lies_below(source: str, folders: Iterable[Path]) -> bool:
-    """Return whether a checkpoint lies below one of some folders, by its path or once all links are
-    followed.
-    """
-    path = Path(source)
-    with suppress(OSError, RuntimeError):
-        return any(
-            path.absolute().is_relative_to(folder.absolute())
-            or path.resolve().is_relative_to(folder.resolve())
-            for folder in folders
-        )
-    return True
-
-
-def _require_inside(name: str, value: str | None, folders: Sequence[Path]) -> None:
-    """Refuse a path that begins in one of some folders and leads out of all of them: a link may be
-    set at any time.
-
-    The operator's own settings may name files anywhere.
-
-    Raises:
-        CheckpointError: it leads out.
-    """
-    path = Path(value or "")
-    if not any(path.is_relative_to(folder.absolute()) for folder in folders):
-        return
-    with suppress(OSError, RuntimeError):  # symbolic links in a circle
-        if any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
-            return
-    raise CheckpointError(
-        f"{name} {value!r:.200}: a symbolic link out of its folder: put the file itself there"
-    )
-
-
-def _needs_transfer_features(settings: Settings) -> bool:
-    return any(
-        extension.reads_transfer_features is not None
-        and extension.reads_transfer_features(settings)
-        for extension in extensions()
-    )
 
 
 def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
@@ -153,18 +64,25 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         DeviceError: the device, dtype or backend is not available here.
     """
     kept = _load_kept(settings)
-    if kept is None and _LIVE and "torch" not in sys.modules and _entry(settings) is not None:
+    if kept is not None:
+        return kept
+    if _LIVE and "torch" not in sys.modules and graph_entry(settings) is not None:
         _keep_in_child(settings)
         kept = _load_kept(settings)
     return kept or _load(settings)
 
 
+# In a child
+
+
 def _keep_in_child(settings: Settings) -> None:
-    """Let a child make the graphs of a checkpoint and keep them; raises `CheckpointError` if it
-    does not load.
+    """Start a child that makes and keeps the graphs of a checkpoint.
+
+    Raises:
+        CheckpointError: the child could not load the checkpoint.
     """
-    own = settings.model_dump(
-        mode="json", include={*_MATTER, "cache_dir", "compile", "coverage", "device"}
+    written = settings.model_dump(
+        mode="json", include={*GRAPH_SETTINGS, "cache_dir", "compile", "coverage", "device"}
     )
     with start_python(
         __name__,
@@ -173,18 +91,18 @@ def _keep_in_child(settings: Settings) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # else it had the signals of this process's terminal
+        start_new_session=True,  # keeps the signals of this process's terminal from the child
     ) as child:
         assert child.stdin is not None, "it is a pipe"
         assert child.stdout is not None, "it is a pipe"
-        # It stays open: the child ends when this process does.
-        print(json.dumps([own, list(_LIVE), str(Path.cwd())]), file=child.stdin, flush=True)
+        # The pipe stays open, because the child ends when it is closed.
+        print(json.dumps([written, list(_LIVE), str(Path.cwd())]), file=child.stdin, flush=True)
         lines = child.stdout.read().splitlines()
     reason = ""
     if child.returncode:
-        reason = (
-            lines.pop() if lines else f"the process that loaded it ended with {child.returncode}"
-        )
+        reason = f"the process that loaded it ended with {child.returncode}"
+        if lines:
+            reason = lines.pop()
     for line in lines:
         logger.warning("%s", line)
     if reason:
@@ -192,17 +110,17 @@ def _keep_in_child(settings: Settings) -> None:
 
 
 def _keep() -> None:
-    """Make and keep the graphs of the settings that are read from standard input, as the child.
+    """Make and keep the graphs of the settings on standard input; runs in the child.
 
-    Of a backbone that the parent has, the head alone.
+    If the parent has the backbone, only the head is kept.
     """
-    own, live, folder = json.loads(sys.stdin.readline())
-    os.chdir(folder)  # which the settings' paths are relative to; nothing is imported from it
+    written, live_keys, folder = json.loads(sys.stdin.readline())
+    os.chdir(folder)  # paths in the settings are relative to it; no module is imported from it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        settings = load_settings(own)
+        settings = load_settings(written)
         read = _read(settings)
-        if read.key in live:
+        if read.key in live_keys:
             read.keep_head("float32")
         else:
             _build(settings, read)
@@ -215,31 +133,43 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+# In this process
+
+
 def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
-    """Return what `load_predictor` does where its graphs were kept, else None."""
-    # OpenMP threads that spin between operators starve the decode threads beside them. Read when
-    # torch loads.
+    """Load the predictor from kept graphs; return None if they were not kept."""
+    # OpenMP threads that spin between operators starve the decode threads. torch reads this when it
+    # is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    entry = _entry(settings)
+    entry = graph_entry(settings)
     manifest = None if entry is None else entry.manifest()
     if entry is None or manifest is None:
         return None
     key = _key(settings, manifest.backbone)
-    if (shared := _LIVE.get(key)) is not None:
+    shared = _LIVE.get(key)
+    if shared is not None:
         _label_sets(settings, manifest.checkpoint)
         return shared, _described(settings, manifest.checkpoint, shared, key, entry.head(manifest))
     from model.runtime.start import kept_predictor  # noqa: PLC0415
 
     def on_read(checkpoint: Description) -> None:
-        _label_sets(settings, checkpoint)  # a wrong coverage is refused before anything is compiled
+        _label_sets(settings, checkpoint)  # refuses a wrong coverage before a compilation
 
     read = partial(checkpoint_from, settings)
     kept = kept_predictor(entry, read, on_read, manifest=manifest, max_batch=settings.max_batch)
-    return None if kept is None else (kept, _described(settings, kept.checkpoint, kept, key))
+    if kept is None:
+        return None
+    return kept, _described(settings, kept.checkpoint, kept, key)
 
 
 class _Read(NamedTuple):
-    """A checkpoint that was read, with the key of its backbone, its head, and what keeps its graph."""
+    """A checkpoint that was read.
+
+    Attributes:
+        key: key of its backbone.
+        head: its head, for a predictor that another model has brought.
+        keep: keeps its graph; None if graphs are not kept.
+    """
 
     checkpoint: Checkpoint
     key: str
@@ -247,17 +177,16 @@ class _Read(NamedTuple):
     keep: Keep | None
 
     def keep_head(self, dtype: str, parameters: int = 0) -> None:
-        """Keep the head alone: another model keeps the graph, or this one does when it is loaded
-        without it.
-        """
+        """Keep only the head, because another model of the same backbone has the graph."""
         if self.keep is not None:
             self.keep(None, self.checkpoint, parameters, dtype)
 
 
 def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
-    """Return what `load_predictor` does, made of the checkpoint with torch."""
+    """Load the predictor from the checkpoint, with torch."""
     read = _read(settings)
-    if (shared := _LIVE.get(read.key)) is None:
+    shared = _LIVE.get(read.key)
+    if shared is None:
         return _build(settings, read)
     info = _described(settings, read.checkpoint, shared, read.key, read.head)
     read.keep_head(shared.dtype, info.parameters)
@@ -265,18 +194,19 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
 
 
 def _key(settings: Settings, backbone: str) -> str:
-    """Return what models have in common that share a predictor."""
+    """Return the key that models with the same predictor have in common."""
     return f"{backbone}-{settings.dtype}"
 
 
 def _read(settings: Settings) -> _Read:
     if settings.device.startswith("cuda"):
         _show_alone(settings.device)
-    from model.checkpoint.checkpoint import backbone_and_head  # noqa: PLC0415  torch takes seconds to import
+    # torch takes seconds to import.
+    from model.checkpoint.checkpoint import backbone_and_head  # noqa: PLC0415
     from model.checkpoint.local_files import recording  # noqa: PLC0415
     from model.runtime.openvino.kept import Keep  # noqa: PLC0415
 
-    entry = _entry(settings)
+    entry = graph_entry(settings)
     with recording() as files:
         checkpoint = checkpoint_from(settings)
     _label_sets(settings, checkpoint)
@@ -286,22 +216,23 @@ def _read(settings: Settings) -> _Read:
 
 
 def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
-    from model.runtime.device import unusable_reason  # noqa: PLC0415  torch takes seconds to import
+    # torch takes seconds to import.
+    from model.runtime.device import unusable_reason  # noqa: PLC0415
     from model.runtime.predictor import Predictor  # noqa: PLC0415
 
     keep_kernels(settings)
-    device = "cuda:0" if settings.device.startswith("cuda") else settings.device
-    compile_mode: str = (
-        settings.compile
-    )  # a process whose capture broke off starts its successor without graphs
+    is_cuda = settings.device.startswith("cuda")
+    # A process whose capture of graphs broke off is started again without graphs.
+    compile_mode: str = settings.compile
+    has_graphs = compile_mode != WITHOUT_GRAPHS
     predictor = Predictor(
         read.checkpoint,
-        device=device,
+        device="cuda:0" if is_cuda else settings.device,
         device_name=settings.device if settings.device.startswith("cuda:") else None,
         dtype=settings.dtype,
-        compile_mode="auto" if compile_mode == WITHOUT_GRAPHS else settings.compile,
+        compile_mode=settings.compile if has_graphs else "auto",
         max_batch=settings.max_batch,
-        graphs=compile_mode != WITHOUT_GRAPHS,
+        graphs=has_graphs,
         transfer=_needs_transfer_features(settings),
         keep=read.keep,
     )
@@ -312,34 +243,19 @@ def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
 
 @functools.cache
 def _show_alone(device: str) -> None:
-    """Let this process see one device alone; what it loads later finds that done."""
+    """Make only one device visible to this process, at the first load."""
     os.environ[VISIBLE] = visible_devices(device)
 
 
-def _label_sets(settings: Settings, checkpoint: Description) -> LabelSets | None:
-    """Return what gives the sets of labels, None where none are asked; raises where it is not
-    calibrated for them.
-    """
-    from model.calibration import label_sets_of  # noqa: PLC0415
-
-    coverage = settings.coverage
-    return (
-        None
-        if coverage is None
-        else label_sets_of(checkpoint.calibration, coverage, checkpoint.source)
+def _needs_transfer_features(settings: Settings) -> bool:
+    return any(
+        extension.reads_transfer_features is not None
+        and extension.reads_transfer_features(settings)
+        for extension in extensions()
     )
 
 
-def _thresholds(settings: Settings, checkpoint: Description) -> Floats | None:
-    """Return the least score of each class; raises where one is of no class."""
-    if settings.thresholds is None:
-        return None
-    unknown = next((label for label in settings.thresholds if label not in checkpoint.labels), None)
-    if unknown is not None:
-        raise CheckpointError(f"thresholds: {unknown!r:.80} is no label of {checkpoint.source}")
-    return np.array(
-        [settings.thresholds.get(label, 0.0) for label in checkpoint.labels], np.float32
-    )
+# The description of a model
 
 
 def _described(
@@ -349,45 +265,42 @@ def _described(
     key: str,
     head: Head | None = None,
 ) -> ModelInfo:
-    """Return the description of a model, whose head the predictor has from now on.
+    """Add a model's head to its predictor, and return the model's description.
 
     Args:
-        head: of a model that shares the predictor of another, if it has one of its own.
+        settings: settings of the model.
+        checkpoint: description of its checkpoint.
+        predictor: predictor of its backbone.
+        key: key of its backbone.
+        head: its own head, if another model has brought the predictor.
     """
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
         logger.info("%s: %s", checkpoint.name, note)
+    thresholds = _thresholds(settings, checkpoint)
+    suffix = "" if thresholds is None else f"-{zlib.crc32(thresholds.tobytes()):x}"
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
-    facts |= {
-        "name": settings.model_name or checkpoint.name,
-        "loaded_at": int(time.time()),
-        "backbone": key,
-    }
-    least = _thresholds(settings, checkpoint)
-    known_by = "" if least is None else f"-{zlib.crc32(least.tobytes()):x}"
-    facts |= {
-        "coverage": settings.coverage,
-        "head": f"{checkpoint.content}-{settings.coverage}{known_by}",
-    }
-    facts["has_thresholds"] = least is not None
+    facts["name"] = settings.model_name or checkpoint.name
+    facts["loaded_at"] = int(time.time())
+    facts["backbone"] = key
+    facts["coverage"] = settings.coverage
+    facts["head"] = f"{checkpoint.content}-{settings.coverage}{suffix}"
+    facts["has_thresholds"] = thresholds is not None
     if key not in _LIVE:
         if settings.coverage is not None:
             predictor.set_coverage(settings.coverage)
-        predictor.own, _LIVE[key] = replace(predictor.own, thresholds=least), predictor
+        predictor.own = replace(predictor.own, thresholds=thresholds)
+        _LIVE[key] = predictor
     elif head is not None:
-        more = (checkpoint.config.logits - predictor.config.logits) * (
-            1 + embedding_width(checkpoint.config)
-        )
+        further_logits = checkpoint.config.logits - predictor.config.logits
+        weights_a_logit = 1 + embedding_width(checkpoint.config)
+        facts["parameters"] = predictor.parameters + further_logits * weights_a_logit
         calibration = checkpoint.calibration
-        facts |= {
-            "calibrated_on": calibration and len(calibration.scores),
-            "parameters": predictor.parameters + more,
-        }
-        head = replace(head, label_sets=_label_sets(settings, checkpoint), thresholds=least)
-    elif not np.array_equal(
-        np.asarray(least), np.asarray(predictor.own.thresholds)
-    ):  # of None, too
+        facts["calibrated_on"] = calibration and len(calibration.scores)
+        head = replace(head, label_sets=_label_sets(settings, checkpoint), thresholds=thresholds)
+    # `np.asarray` compares None, too.
+    elif not np.array_equal(np.asarray(thresholds), np.asarray(predictor.own.thresholds)):
         raise CheckpointError(
             "thresholds: another model of these weights has others, and the head is a part of both"
         )
@@ -395,68 +308,32 @@ def _described(
     return ModelInfo(**facts)
 
 
-def _entry(settings: Settings) -> Entry | None:
-    """Return where graphs of these settings are kept, or None where none are."""
-    on_gpu = settings.device != "cpu" and (settings.device != "auto" or gpus_are_here())
-    folder = cache_folder(settings, "graphs")
-    if folder is None or on_gpu or settings.compile != "auto":
-        return None
-    if importlib.util.find_spec("openvino") is None:
-        return None
-    from model.runtime.openvino.kept import Entry  # noqa: PLC0415  an optional package
+def _label_sets(settings: Settings, checkpoint: Description) -> LabelSets | None:
+    """Return the label sets of the settings' coverage, or None without one.
 
-    return Entry(folder, {name: _resolved(getattr(settings, name)) for name in _MATTER})
-
-
-def keep_kernels(settings: Settings, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch's compilers keep their kernels in the cache folder, unless the environment names
-    another one.
-
-    By themselves they keep them in the folder for temporary files, which containers and systems
-    empty.
+    Raises:
+        CheckpointError: the checkpoint is not calibrated.
     """
-    for name in _KERNELS.keys() - environment.keys():
-        folder = cache_folder(settings, _KERNELS[name], environment)
-        if folder is None:
-            continue
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            logger.warning(
-                "compiled kernels are not kept: %s; set VIT_CACHE_DIR to a folder that can be written",
-                error,
-            )
-            return
-        environment[name] = str(folder)
+    from model.calibration import label_sets_of  # noqa: PLC0415
+
+    if settings.coverage is None:
+        return None
+    return label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
 
 
-def cache_folder(
-    settings: Settings, kind: str, environment: Mapping[str, str] = os.environ
-) -> Path | None:
-    """Return the folder that the settings name for what is kept of a kind, or None where nothing is
-    kept.
+def _thresholds(settings: Settings, checkpoint: Description) -> Floats | None:
+    """Return the least score of each class, or None without thresholds.
+
+    Raises:
+        CheckpointError: a threshold's label is unknown.
     """
-    if settings.cache_dir == "off":
+    thresholds = settings.thresholds
+    if thresholds is None:
         return None
-    if settings.cache_dir is not None:
-        return Path(settings.cache_dir).expanduser().absolute() / kind
-    base = environment.get("XDG_CACHE_HOME", "")
-    try:
-        home = Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()
-    except RuntimeError:  # no home
-        return None
-    return home / "vitserve" / kind
-
-
-def _resolved(value: object) -> object:
-    """Return a setting's value; of one that names a file or folder here, the absolute path."""
-    if not isinstance(value, str) or value == "bundled":
-        return value
-    try:
-        path = Path(value).expanduser().absolute()
-        return str(path) if path.exists() else value
-    except (OSError, ValueError, RuntimeError):
-        return value
+    unknown = next((label for label in thresholds if label not in checkpoint.labels), None)
+    if unknown is not None:
+        raise CheckpointError(f"thresholds: {checkpoint.source} has no label {unknown!r:.80}")
+    return np.array([thresholds.get(label, 0.0) for label in checkpoint.labels], np.float32)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ _STALL_SHARE: Final = 1 / 3
 
 
 class HandedOver(Exception):
-    """Another engine computes what was loaded; this engine ends."""
+    """This engine ends, because another one computes the loaded model."""
 
 
 class LocalEngine:
@@ -223,7 +223,7 @@ class LocalEngine:
             await asyncio.sleep(seconds)
 
     def _end(self, state: EngineState, reason: str) -> None:
-        """Fail the waiting images, and take no more."""
+        """Fail the waiting images, and refuse new ones."""
         self._deliver([(entry, EngineUnavailable(reason)) for entry in list(self._futures)])
         self._change(state, reason)
 

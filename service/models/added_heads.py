@@ -1,4 +1,4 @@
-"""A head beside the models: it scores the features of one of them, and is answered like a model."""
+"""A head that is answered like a model, although it only scores the features of another model."""
 
 from dataclasses import dataclass, field, replace
 
@@ -9,7 +9,7 @@ from service.engine.messages import ModelInfo
 
 @dataclass(slots=True)
 class AddedHead:
-    """A head beside the models.
+    """A head that scores the features of a model.
 
     Attributes:
         head: the head itself; None before it is fitted.
@@ -27,7 +27,7 @@ class AddedHead:
     )
 
     def info(self, model: ModelInfo) -> ModelInfo:
-        """Return the description of the head as a model, from that of the model with its backbone.
+        """Describe the head as a model, from the description of the model with its backbone.
 
         The result is kept until the model has another description.
         """

@@ -1,4 +1,4 @@
-"""The models that the settings name: the entries of the folder of models, or the one checkpoint."""
+"""The models that the settings name: entries of the folder of models, or a single checkpoint."""
 
 import logging
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ def configured_models(
         log: level at which broken entries are logged.
 
     Raises:
-        SettingsError: the folder has no models, or not the default model; or, if the settings are
-            strict, an entry is broken.
+        SettingsError: the folder is empty, or the default model is missing; or, if the settings
+            are strict, an entry is broken.
     """
     if settings.models is None:
         return {"": Entry({}, {})}
@@ -73,7 +73,7 @@ def _read(settings: Settings, models: str) -> tuple[dict[str, Entry], dict[str, 
 
 
 def notes_on_folder(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
-    """Return a line for each setting or file of the folder of models that has no effect."""
+    """Return a line for each setting or file of the folder that is not used."""
     if settings.models is None:
         return []
     lines = []

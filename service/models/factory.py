@@ -16,7 +16,7 @@ class ModelFactory:
     Args:
         settings: see `LocalModels`.
         make: returns an engine, not started yet, for a model's own settings.
-        configured: entries of the folder of models; None for the one checkpoint.
+        configured: entries of the folder of models; None for a single checkpoint.
         versions: versions by name that are served, or deleted, instead of the configured ones.
         on_retired: called when an old version of a model is closed and forgotten.
 

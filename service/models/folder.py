@@ -1,11 +1,11 @@
-"""The folder of models: each entry is a model named as the entry, whatever it is made of.
+"""The folder of models: each entry is a model with the entry's name.
 
     FOLDER/cats/            a checkpoint's folder
-          /dogs.safetensors a file of weights, perhaps with `dogs.toml` beside it
-          /birds.toml       the settings of one model, with the `checkpoint` that it is made of
+          /dogs.safetensors a file of weights, perhaps with settings in `dogs.toml`
+          /birds.toml       the settings of one model, which name its `checkpoint`
 
-Names of files in a `NAME.toml` are relative to the folder, and lead to files below it, or below
-VIT_CHECKPOINT_FOLDER. Other files, and what begins with a dot, are no entries.
+Paths in a `NAME.toml` are relative to the folder, and lead to files below it, or below
+VIT_CHECKPOINT_FOLDER. Other files, and names that begin with a dot, are not entries.
 """
 
 import os
@@ -30,29 +30,34 @@ from service.model_settings import PATHS, ModelSettings
 
 T = TypeVar("T")
 
-# Suffixes of files of weights.
+# Suffixes of files with weights.
 WEIGHTS: Final = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz"})
 _TOML: Final = ".toml"
 
-# Files that the folder of one model has, and a folder of models has not.
+# Files of one model's folder that a folder of models does not have.
 _OF_ONE_MODEL: Final = (
-    *("config.json", "adapter_config.json", "preprocessor_config.json"),
-    *("open_clip_config.json", "modules.json"),
+    "config.json",
+    "adapter_config.json",
+    "preprocessor_config.json",
+    "open_clip_config.json",
+    "modules.json",
 )
 
-# The checkpoints that come with the service, which a `NAME.toml` may name by their paths.
+# The checkpoints of the service itself, which a `NAME.toml` may name by their paths.
 _PACKAGED: Final = Path(model.__file__).resolve().parent / "weights"
 
-# A reference that names something else where no such file is here.
+# A reference to the hub, unless a file here has this name.
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(:\w[\w./-]*)?")
 _SUFFIX: Final = re.compile(r"\.[A-Za-z0-9]{1,12}\Z")
 
 _MAX_PATH: Final = 4000
 _MAX_TOML_BYTES: Final = 1 << 20
 
-# Files of one entry that are looked at for changes, and seconds in which a folder is read.
+# Most files of one entry, all of which are checked for changes.
 _MAX_FILES: Final = 100_000
+
 READ_SECONDS: Final = 30.0
+"""Longest time for reading a folder."""
 
 _NAME: Final = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
@@ -61,9 +66,9 @@ class Entry(NamedTuple):
     """A model of the folder.
 
     Attributes:
-        settings: its own, instead of the service's.
-        files: sizes and times of change of what it is made of, by path: where they differ it is
-        another version.
+        settings: settings of the model, which override the service's.
+        files: size and time of change of each of its files, by path; other values mean another
+            version of the model.
     """
 
     settings: Mapping[str, Any]
@@ -71,7 +76,7 @@ class Entry(NamedTuple):
 
 
 def check_name(name: str) -> str:
-    """Return the name of a model; raises `InvalidParameter` where it is none."""
+    """Return a model's name; raises `InvalidParameter` if it is not allowed."""
     if not _NAME.fullmatch(name):
         raise InvalidParameter(
             f"{name!r:.80}: a model's name has 1 to 128 of the characters A-Z a-z 0-9 . _ -"
@@ -80,7 +85,7 @@ def check_name(name: str) -> str:
 
 
 def model_settings(written: object) -> dict[str, Any]:
-    """Return the settings of one model as a caller or a file gives them; raises `InvalidParameter`."""
+    """Return the settings of one model from a request or a file; raises `InvalidParameter`."""
     if not isinstance(written, Mapping):
         raise InvalidParameter("expected the settings of a model, by name")
     try:
@@ -90,9 +95,7 @@ def model_settings(written: object) -> dict[str, Any]:
 
 
 def _nearest_setting(error: ValidationError) -> str:
-    """Return what was meant by the unknown name that an error tells of, or an empty text where it
-    tells another one.
-    """
+    """Return a hint if an error is about an unknown name, or an empty text."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] != "extra_forbidden":
         return ""
@@ -102,39 +105,37 @@ def _nearest_setting(error: ValidationError) -> str:
 
 
 def located(setting: str, value: object, folder: Path, others: Sequence[Path] = ()) -> str | None:
-    """Return the absolute path of the file that a setting of `PATHS` names, or None where the value
-    names no file.
+    """Return the absolute path of the file that a setting names, or None if it does not name one.
 
     Args:
-        setting: name of the setting.
-        value: as somebody other than the operator wrote it.
-        folder: folder that the value is relative to, and below which the file lies.
-        others: further folders below which it may lie.
+        setting: name of a setting in `PATHS`.
+        value: value that may come from a client.
+        folder: folder that the value is relative to, and that contains the file.
+        others: further folders that may contain the file.
 
     Raises:
         InvalidParameter: the value cannot be a path.
-        Forbidden: the file does not lie below these folders once all links are followed.
+        Forbidden: the file is outside these folders, once all links are followed.
     """
     if not isinstance(value, str) or not value.isprintable() or len(value.encode()) > _MAX_PATH:
         raise InvalidParameter(f"{setting}: expected a path of at most {_MAX_PATH} bytes")
     is_here = _exists(folder / value)
     if not is_here and not _names_file(setting, value):
         return None
-    with suppress(
-        OSError, RuntimeError
-    ):  # symbolic links in a circle, a home folder that is not known
+    # Symbolic links in a circle, or an unknown home folder.
+    with suppress(OSError, RuntimeError):
         path = folder / Path(value).expanduser()
-        if any(path.resolve().is_relative_to(each.resolve()) for each in (folder, *others)):
+        if any(path.resolve().is_relative_to(top.resolve()) for top in (folder, *others)):
             return str(path.absolute())
     below = " or ".join(map(str, (folder, *others)))
     remedy = "" if others else ", or name a folder that holds it in VIT_CHECKPOINT_FOLDER"
     raise Forbidden(
-        f"{setting} {value!r:.200}: it does not lie below {below}: put the file there{remedy}"
+        f"{setting} {value!r:.200}: this file is not below {below}: put it there{remedy}"
     )
 
 
 def _names_file(setting: str, value: str) -> bool:
-    """Return whether a value is a path, though there is no such file in the folder."""
+    """Return whether a value is a path, although the folder does not contain this file."""
     if setting in ("checkpoint", "base"):
         is_elsewhere = value != "bundled" and _exists(Path(value))
         return is_elsewhere or not (value == "bundled" or _HUB_ID.fullmatch(value))
@@ -157,17 +158,18 @@ def _is_file(path: Path) -> bool:
 
 
 def in_time(read: Callable[[], T], what: str) -> T:
-    """Return the result of a function that reads files, which runs on a thread of its own.
+    """Run a function that reads files on a thread of its own, and return its result.
 
     Raises:
-        TimeoutError: it takes longer than `READ_SECONDS`; the thread ends with the process.
+        TimeoutError: it takes longer than `READ_SECONDS`; its thread goes on until the process
+            ends.
     """
     result: Future[T] = Future()
 
     def run() -> None:
         try:
             result.set_result(read())
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is read
+        except BaseException as error:  # noqa: BLE001  raised by `result.result`
             result.set_exception(error)
 
     Thread(target=run, name="read-folder", daemon=True).start()
@@ -182,22 +184,23 @@ def in_time(read: Callable[[], T], what: str) -> T:
 
 
 def unread_names(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
-    """Return the names of what lies in a folder of models and is not read, junk aside; raises
-    `OSError`.
-    """
-    read = {Path(path) for entry in entries.values() for path in entry.files}
+    """Return the names of files and folders that are not read, except junk; raises `OSError`."""
+    paths_read = {Path(path).absolute() for entry in entries.values() for path in entry.files}
     names = []
     for path in sorted(folder.iterdir()):
-        is_one = path.is_dir() or path.suffix.lower() in {*WEIGHTS, _TOML}
-        if path.absolute() in {each.absolute() for each in read} or is_junk(path.name):
+        if path.absolute() in paths_read or is_junk(path.name):
             continue
-        if not is_one or _is_key_map(path):
+        if not _may_be_model(path) or _is_key_map(path):
             names.append(path.name)
     return names
 
 
+def _may_be_model(path: Path) -> bool:
+    return path.is_dir() or path.suffix.lower() in {*WEIGHTS, _TOML}
+
+
 def _is_key_map(path: Path) -> bool:
-    """Return whether a file is a map of a state dict's names, which `keys` of a `NAME.toml` names."""
+    """Return whether a file maps the names of a state dict; `keys` in a `NAME.toml` names it."""
     if path.suffix.lower() != _TOML:
         return False
     try:
@@ -208,23 +211,24 @@ def _is_key_map(path: Path) -> bool:
 
 
 def _require_folder_of_models(folder: Path) -> None:
-    """Raise `InvalidParameter` where a folder is that of one model."""
+    """Raise `InvalidParameter` if the folder is one model's."""
     part = next((name for name in _OF_ONE_MODEL if (folder / name).is_file()), None)
     if part is not None:
         raise InvalidParameter(
-            f"this is the folder of one model, with its {part}: --checkpoint {folder} (VIT_CHECKPOINT) serves it; "
-            "a folder of models has a folder or a file for each"
+            f"this is the folder of one model, because it has {part}: "
+            f"--checkpoint {folder} (VIT_CHECKPOINT) serves it; "
+            "a folder of models has a folder or a file for each model"
         )
 
 
 def read_folder(
     folder: Path, others: Sequence[Path] = ()
 ) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the models of a folder by name, in order, and a line for each entry that is none.
+    """Return the models of a folder by name, sorted, and the problem of each broken entry.
 
     Args:
         folder: the folder of models.
-        others: further folders below which the files of a `NAME.toml` may lie.
+        others: further folders that may contain the files of a `NAME.toml`.
 
     Raises:
         OSError: the folder cannot be read.
@@ -234,10 +238,12 @@ def read_folder(
     parts: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         name = path.name if path.is_dir() else path.stem
-        is_one = path.is_dir() or path.suffix.lower() in {*WEIGHTS, _TOML}
-        if is_one and not is_junk(path.name) and not is_taught_head(path) and not _is_key_map(path):
+        if not _may_be_model(path) or is_junk(path.name):
+            continue
+        if not is_taught_head(path) and not _is_key_map(path):
             parts.setdefault(name, []).append(path)
-    entries, problems = dict[str, Entry](), dict[str, str]()
+    entries: dict[str, Entry] = {}
+    problems: dict[str, str] = {}
     for name, paths in sorted(parts.items()):
         try:
             entries[check_name(name)] = _entry(folder, paths, others)
@@ -247,51 +253,63 @@ def read_folder(
 
 
 def _entry(folder: Path, paths: list[Path], others: Sequence[Path]) -> Entry:
-    """Return the model that is made of some paths; raises Forbidden, InvalidParameter, OSError or
-    ValueError.
+    """Return the model that these paths make up.
+
+    Raises:
+        Forbidden, InvalidParameter, OSError, ValueError: the entry is broken.
     """
     weights = [path for path in paths if path.is_dir() or path.suffix.lower() != _TOML]
     tomls = [path for path in paths if path not in weights]
     for several in (weights, tomls):
         if len(several) > 1:
-            raise InvalidParameter(
-                f"there are several models of this name: {', '.join(path.name for path in several)}"
-            )
+            names = ", ".join(path.name for path in several)
+            raise InvalidParameter(f"several models have this name: {names}")
     settings = model_settings(_toml(tomls[0], folder)) if tomls else {}
     if weights and "checkpoint" in settings:
-        raise InvalidParameter(f"it names a checkpoint, and {weights[0].name} lies beside it")
+        raise InvalidParameter(
+            f"it names a checkpoint, but the folder also has {weights[0].name}: remove one of them"
+        )
     if not weights and "checkpoint" not in settings:
-        raise InvalidParameter("it names no checkpoint, and no weights of this name lie beside it")
+        raise InvalidParameter(
+            "it does not name a checkpoint, and the folder has no weights of this name"
+        )
     if weights and weights[0].is_dir() and not any(map(_is_part, weights[0].iterdir())):
-        raise InvalidParameter("there are neither weights nor a configuration in this folder")
+        raise InvalidParameter("this folder has neither weights nor a configuration")
     files = list(paths)
-    for setting in (each for each in PATHS if settings.get(each) is not None):
-        is_packaged = setting == "checkpoint" and Path(
-            os.path.realpath(settings[setting])
-        ).is_relative_to(_PACKAGED)
-        path = None if is_packaged else located(setting, settings[setting], folder, others)
+    for setting in PATHS:
+        value = settings.get(setting)
+        if value is None or (setting == "checkpoint" and _is_packaged(value)):
+            continue
+        path = located(setting, value, folder, others)
         if path is not None:
             settings[setting] = path
             files.append(Path(path))
-    if weights:  # an operator may let an entry itself be a link out of the folder
-        settings["checkpoint"] = str(
-            weights[0].resolve() if weights[0].is_symlink() else weights[0].absolute()
-        )
+    if weights:
+        # The entry itself may be a link out of the folder, because the operator has set it.
+        is_link = weights[0].is_symlink()
+        checkpoint = weights[0].resolve() if is_link else weights[0].absolute()
+        settings["checkpoint"] = str(checkpoint)
     return Entry(settings, dict(_times(files)))
 
 
+def _is_packaged(checkpoint: str) -> bool:
+    return Path(os.path.realpath(checkpoint)).is_relative_to(_PACKAGED)
+
+
 def _is_part(path: Path) -> bool:
-    """Return whether a file of a folder makes that a checkpoint's, perhaps a broken one."""
+    """Return whether a file shows that its folder is a checkpoint's, perhaps a broken one."""
     return path.suffix.lower() in WEIGHTS or path.name.endswith("config.json")
 
 
 def _toml(path: Path, folder: Path) -> dict[str, Any]:
-    """Return the content of a `NAME.toml`; raises Forbidden, InvalidParameter, OSError or
-    ValueError.
+    """Return the content of a `NAME.toml`.
+
+    Raises:
+        Forbidden, InvalidParameter, OSError, ValueError: the file cannot be read.
     """
     if not path.resolve().is_relative_to(folder.resolve()):
         raise Forbidden("a symbolic link out of its folder: put the file itself there")
-    # Of a pipe without a writer, a plain `open` would not return.
+    # A plain `open` of a pipe without a writer would not return.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -306,8 +324,10 @@ def _toml(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _times(paths: list[Path]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Return the size and time of change of each regular file; raises InvalidParameter where they
-    are too many.
+    """Yield the size and time of change of each regular file.
+
+    Raises:
+        InvalidParameter: the entry has too many files.
     """
     count = 0
     for path in sorted(paths):

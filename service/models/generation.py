@@ -1,11 +1,10 @@
 """One name that is served, and its model's versions: a generation is one version with an engine.
 
 A request belongs to one generation from its headers to its answer, and so to its labels, input size
-and preprocessing. The next generation is loaded beside the current one:
+and preprocessing. The next generation is loaded while the current one serves:
 
-    load(checkpoint) -> prepare: read, check, warm up -> take over -> the old one's last request ends
-                        fails: CheckpointRefused         -> the old one is closed
-                        and the old one stays
+    prepare: read, check, warm up -> take over -> last request of the old one ends -> close it
+             fails: CheckpointRefused, and the old one stays
 
 `service.models.states` draws the states of a generation. `LocalModel` has its engines in this
 process. With several processes it runs in each engine's process, and web workers have
@@ -53,8 +52,8 @@ class Generation(Generic[E_co]):
         number: counts up with each version that is loaded.
         checkpoint: the loaded checkpoint; None for the configured one.
         requests: number of requests that have not ended.
-        held: number of requests that only keep the version for another process, which may have no
-            work for it.
+        held: number of requests that only keep the version for another process, perhaps without
+            work.
         on_work: called when the first request begins, and when the last one has ended.
     """
 
@@ -102,7 +101,7 @@ class Generation(Generic[E_co]):
 
     @contextmanager
     def request(self, *, held: bool = False) -> Iterator[None]:
-        """Keep the generation until the context ends, even if another one takes over."""
+        """Keep the generation until the context ends, even if the next one takes over."""
         self.begin()
         self.held += held
         try:
@@ -175,7 +174,7 @@ class LocalModel(ServedModel):
         on_retired: called when an old generation is closed and forgotten.
 
     Attributes:
-        is_default: whether the process has nothing to serve if this model cannot be loaded.
+        is_default: whether the process cannot serve without this model.
         broke: whether it failed after it had served.
         loaded: monotonic seconds of its last load, 0 before the first.
         on_change: called on the event loop when another generation is current, or the current one's
@@ -230,14 +229,14 @@ class LocalModel(ServedModel):
         return await self.load(self.current)
 
     def take_over(self, following: Generation[ModelEngine]) -> None:
-        """Make a loaded version the current one; close the version before after its last request."""
+        """Make a loaded version current; close the version before it after its last request."""
         previous = self.current
         self.current = following
         self.is_being_replaced = False
         self._retiring = self._tasks.begin(self._retire(previous))
 
     async def unload(self) -> None:
-        """Give back its memory, and wait until its last request has ended; `bring` loads it again."""
+        """Give back its memory after its last request; `bring` loads it again."""
         previous = self._renew()
         self.current.move("unloaded")
         self.on_change()
@@ -273,7 +272,7 @@ class LocalModel(ServedModel):
         self._open.discard(generation)
 
     def _renew(self) -> Generation[ModelEngine]:
-        """Put a new generation of the same version in the current one's place, which is returned."""
+        """Replace the current generation by a new one of the same version; return the old one."""
         previous = self.current
         self._last_used = self.last_used
         self._info = self.info
@@ -303,3 +302,16 @@ class LocalModel(ServedModel):
         await self.forget(generation)
         self._on_retired()
         logger.info("the old model is closed")
+
+
+class Prepared(NamedTuple):
+    """A version of a model that is being loaded, or is loaded and has not taken over."""
+
+    key: str
+    model: LocalModel
+    following: Generation[ModelEngine]
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether this is the first version of the model."""
+        return self.following is self.model.current

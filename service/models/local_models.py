@@ -1,6 +1,6 @@
 """The models whose engines are in this process: loaded one at a time, replaced, unloaded, deleted.
 
-    put       prepare (load beside the served version) -> take_over, or discard -> fit the memory
+    put       prepare (load the next version) -> take_over, or discard -> fit the memory
     available load an unloaded model, once for all requests that wait for it
     unload    give the memory back until a request comes
     delete    remove the name, and close its versions after their last requests
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from service.engine.backbones import ModelEngine, What
 from service.errors import (
@@ -29,7 +29,7 @@ from service.errors import (
 from service.models.configured import configured_models
 from service.models.factory import ModelFactory
 from service.models.folder import Entry
-from service.models.generation import Generation, LocalModel, Version
+from service.models.generation import LocalModel, Prepared, Version
 from service.models.registry import SWAP_UNDER_WAY, Models
 from service.models.residency import Residency, load_caller
 from service.settings import Settings
@@ -40,24 +40,11 @@ LOAD_SECONDS: Final = 600.0
 """Longest load of a next checkpoint, warm-up included; the first load may take any time."""
 
 
-class _Prepared(NamedTuple):
-    """A version that is loaded, or is being loaded, and has not taken over."""
-
-    key: str
-    model: LocalModel
-    following: Generation[ModelEngine]
-
-    @property
-    def is_new(self) -> bool:
-        """Return whether the model has no other version."""
-        return self.following is self.model.current
-
-
 class LocalModels(Models):
     """Models whose engines are in this process.
 
     Args:
-        settings: the settings, with the folder or the one checkpoint, and the memory of models.
+        settings: settings of the service.
         make: returns an engine, not started yet, for a model's own settings.
         configured: entries of the folder, see `configured_models`.
         versions: versions by name that another process served instead of the configured ones.
@@ -93,7 +80,7 @@ class LocalModels(Models):
             tasks=self._tasks,
             clock=clock,
         )
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
         self._turn = asyncio.Lock()
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._waiters: Counter[str] = Counter()
@@ -105,14 +92,12 @@ class LocalModels(Models):
         It cannot if the default model failed, a model that had served, or every model; with strict
         settings, if any model failed.
         """
-        models = list(self.served.values())
-        failed = [model for model in models if model.state == "failed"]
-        fatal = [
-            model for model in failed if model.broke or model.is_default or self._settings.strict
-        ]
-        if len(failed) == len(models):
-            fatal = failed
-        return fatal[0].current.engine.status.reason if fatal else ""
+        failed = [model for model in self.served.values() if model.state == "failed"]
+        all_are_fatal = self._settings.strict or len(failed) == len(self.served)
+        for model in failed:
+            if all_are_fatal or model.broke or model.is_default:
+                return model.current.engine.status.reason
+        return ""
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading, the default first; see `Models.start`."""
@@ -176,7 +161,8 @@ class LocalModels(Models):
 
     async def _load(self, key: str, *, at_start: bool) -> None:
         if key in self.served:
-            # A worker that releases the old generation would release this one, of the same number.
+            # A worker that releases the old generation would release the new one: their numbers are
+            # equal.
             await self.served[key].retired()
         async with self._turn:
             model = self.served.get(key)
@@ -206,7 +192,7 @@ class LocalModels(Models):
                 self._memory.charge(caller, model, has_evicted=has_evicted)
 
     def _pass_default_on(self, key: str) -> None:
-        """Make another model the default if this one is, and failed, and was not named as such."""
+        """Make another model the default, if the failed one was not named as the default."""
         if key == self.default_name:
             others = (name for name, model in self.served.items() if model.state != "failed")
             self.default_name = next(others, key)
@@ -255,7 +241,7 @@ class LocalModels(Models):
         return model is None
 
     def take_over(self) -> str:
-        """Let the prepared version answer new requests, and return its model's key."""
+        """Make the prepared version answer new requests, and return its model's key."""
         assert self._prepared is not None, "a version was prepared"
         prepared = self._prepared
         self._prepared = None
@@ -301,19 +287,18 @@ class LocalModels(Models):
         return is_new
 
     async def _prepare(self, key: str, what: What) -> None:
-        """Load a version of a model beside the served one; raises as `put`."""
+        """Load a version of a model while the current one serves; raises as `put`."""
         if key in self.served:
             model = self.served[key]
             following = model.generation(what, model.current.number + 1)
             checkpoint = what.get("checkpoint") if isinstance(what, Mapping) else what
-            logger.info(
-                "loading %s beside the model that is served",
-                checkpoint or "the configured checkpoint",
-            )
+            described = checkpoint or "the configured checkpoint"
+            logger.info("loading %s beside the model that is served", described)
         else:
-            model = self._factory.model(key, Version(self._factory.version(key).number + 1, what))
+            number = self._factory.version(key).number + 1
+            model = self._factory.model(key, Version(number, what))
             following = model.current
-        self._prepared = _Prepared(key, model, following)
+        self._prepared = Prepared(key, model, following)
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 reason = await model.load(following)
@@ -332,7 +317,7 @@ class LocalModels(Models):
         long, others may load.
 
         Raises:
-            SwapUnderWay: another load has the turn, and this one does not wait.
+            SwapUnderWay: another load has the turn, and `waits` is false.
         """
         while waits or not self._turn.locked():
             await self._turn.acquire()
@@ -343,7 +328,7 @@ class LocalModels(Models):
             await model.retired()
         raise SwapUnderWay(SWAP_UNDER_WAY)
 
-    async def _refuse(self, prepared: _Prepared, reason: str, error: BaseException | None) -> None:
+    async def _refuse(self, prepared: Prepared, reason: str, error: BaseException | None) -> None:
         if not isinstance(error, asyncio.CancelledError):
             logger.error("the next checkpoint is refused, and the old one stays: %s", reason)
         self.results["refused"] += 1

@@ -1,8 +1,8 @@
 """All models of a service by name: how they are found, listed and described.
 
-`LocalModels` has the models of this process, and `service.extensions.cluster.remote_model` those of
-other processes. The folder of models is the truth: models that were loaded or deleted over HTTP
-stay so until the folder is read again.
+`LocalModels` has the models of this process, and `service.extensions.cluster.remote_model` the
+models of other processes. The folder of models is the truth: a load or deletion over HTTP lasts
+until the folder is read again.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Models(ABC):
         default: key of the model that requests without a name ask.
 
     Attributes:
-        added: heads that are answered beside the models; no model has the name of one.
+        added: heads that are answered like models, under names that no model has.
         results: number of loads by result, of swaps that were `served` or `refused`, and of
             backbones that were `evicted`.
         refused: keys of models whose last swap was refused.
@@ -88,11 +88,11 @@ class Models(ABC):
     def key(self, name: str | None, *, is_new: bool = False) -> str:
         """Return the key of a model; None is the default's name.
 
-        The key of a head is that of the model whose features it scores.
+        A head has the key of the model whose features it scores.
 
         Args:
             name: name of a model or head.
-            is_new: whether the name may be that of a new model, whose key is its name.
+            is_new: whether a new model may get this name, which is then its key.
 
         Raises:
             UnknownModel: no model or head has this name, and it may not be new.

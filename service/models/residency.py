@@ -1,8 +1,8 @@
 """The memory of models: which backbones are loaded, who fits, and which one is unloaded for others.
 
 A load takes all cores for a good part of a second. So a backbone that was loaded for a caller stays
-for some seconds, and others are unloaded for the same caller only once in that time. Loads of the
-operator have no caller, and unload any backbone.
+for some seconds, and others are unloaded for the same caller only once in that time. An operator's
+load has an empty caller, and may unload any backbone.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Residency:
     """Memory of the models of this process.
 
     Args:
-        served: the models by key, as they are at any time.
+        served: live mapping of the models by key.
         capacity: bytes that backbones may take; None if they are not limited.
         kept: returns the keys of models that stay loaded.
         results: counts the backbones that were `evicted`.
@@ -83,7 +83,7 @@ class Residency:
         return sizes
 
     def lacking(self, key: str) -> int:
-        """Return the bytes that a model lacks beside the loaded ones; 0 if it fits."""
+        """Return the bytes by which a model exceeds the memory left by others; 0 if it fits."""
         if self._capacity is None:
             return 0
         loaded = self.loaded()
@@ -120,7 +120,7 @@ class Residency:
     # Unloading
 
     async def make_room(self, key: str) -> None:
-        """Unload backbones until a model fits beside the others.
+        """Unload backbones until a model fits.
 
         Raises:
             ModelsFull: the other models have work, or stay for some seconds.
@@ -198,7 +198,7 @@ class Residency:
         return ready
 
     def _idle(self, ready: Mapping[str, list[LocalModel]], kept: Collection[str]) -> list[str]:
-        """Return the backbones whose models have no work, except the kept ones."""
+        """Return the backbones whose models are idle, except the kept ones."""
         kept_infos = [self._served[key].info for key in kept if key in self._served]
         kept_backbones = {info.backbone for info in kept_infos if info is not None}
         return [

@@ -66,7 +66,7 @@ class Simulation:
         self._random = random.Random(3)
 
     def run(self, busy: Sequence[str], *, light_rate: float = 0.0, seconds: float = 16) -> None:
-        """Let busy callers have three times the lane's slots in pictures, and a light caller some."""
+        """Run busy callers, with three times the lane's slots in pictures, and a light caller."""
         start = self.clock.now
         for number in range(3 * BATCHES_AHEAD * self.max_batch):
             self._send(start + self._random.random() / 100, busy[number % len(busy)])

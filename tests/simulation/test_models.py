@@ -1,9 +1,8 @@
-"""Random sequences of events on queue, engine and models: requests, deadlines, callers that leave,
-failures, swaps.
+"""Random sequences of requests, deadlines, disconnects, failures and swaps on engine and models.
 
-Threads of engines run, but nothing depends on their speed: the clock of the queues is injected,
-each batch waits for its turn, and after each event the machine waits until everything that can
-happen has happened. Hypothesis prints the shortest sequence that breaks a promise.
+Engines have threads, but the tests do not depend on their speed. The queues' clock is injected,
+each batch waits for its turn, and after each event the machine waits until all threads and tasks
+wait. Hypothesis prints the shortest sequence that breaks a promise.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ from tests.service.fakes import PATIENCE, model_info
 CAPACITY = 6
 MAX_BATCH = 3
 SECONDS = 10
-"""Of the injected clock, in which an image must be launched."""
+"""Seconds of the injected clock within which an image must be launched."""
 
 MOST = 20
 """Requests that are under way."""
@@ -189,9 +188,7 @@ class ModelMachine(RuleBasedStateMachine):
         return int(info.name)
 
     async def settle(self) -> None:
-        """Let everything happen that can: threads take what waits, and callers hear what has been
-        computed.
-        """
+        """Wait until threads have taken all waiting images, and callers have their answers."""
         quiet, before = 0, object()
         while quiet < 3:
             await asyncio.sleep(0.0005)
@@ -219,8 +216,8 @@ class ModelMachine(RuleBasedStateMachine):
 
     # What callers do
 
-    # Threads decide when a batch is launched, so what is drawn depends on no state: a rule that has
-    # nothing to do does nothing.
+    # Threads decide when a batch is launched, so the drawn values do not depend on any state. A
+    # rule without work returns.
 
     @rule()
     def head(self) -> None:

@@ -23,7 +23,8 @@ from service.cli.setting_flags import (
     serve_command,
     settings_from,
 )
-from service.engine.loading import checkpoint_from, load_predictor
+from service.engine.checkpoint_files import checkpoint_from
+from service.engine.loading import load_predictor
 from service.settings import Settings
 
 _COVERAGE: Final = 0.95

@@ -8,7 +8,7 @@ from service.cli.setting_flags import (
     add_setting_flags,
     settings_from,
 )
-from service.engine.loading import checkpoint_from
+from service.engine.checkpoint_files import checkpoint_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

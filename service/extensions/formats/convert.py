@@ -13,7 +13,7 @@ from service.cli.setting_flags import (
     serve_command,
     settings_from,
 )
-from service.engine.loading import checkpoint_from
+from service.engine.checkpoint_files import checkpoint_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

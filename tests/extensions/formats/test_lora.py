@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
-from service.engine.loading import checkpoint_from
+from service.engine.checkpoint_files import checkpoint_from
 from service.settings import Settings
 from tests.model.checkpoint.folders import (
     adapter_folder,

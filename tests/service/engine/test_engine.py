@@ -1,7 +1,7 @@
 """The engine's promise: every submitted image gets exactly one outcome, and its own.
 
-Maps that need a pass of their own run in batches of their own, behind classification. Features of
-texts are computed once each, in turn with others', bounded, and beside the images.
+Maps that need a pass of their own have batches of their own, after classification. The features of
+a text are computed once, within bounds, while batches of images run.
 """
 
 import asyncio
@@ -120,7 +120,9 @@ async def test_they_share_no_batch_with_classification_and_are_few_at_once(
     readings = [0.0]
     async with running(FakePredictor(max_batch=20), clock=lambda: readings[0]) as rig:
         tasks = [await rig.keep_busy(0), rig.ask_soon(100, map=GAE)]
-        await rig.predictor.wait_until_busy()  # beside the first one, as nothing waits
+        await (
+            rig.predictor.wait_until_busy()
+        )  # while the first one computes, because no image waits
         tasks += [rig.ask_soon(red, map=GAE) for red in range(101, 112)]
         tasks += [rig.ask_soon(red, map=MapRequest.row(2)) for red in range(1, 4)]
         await rig.until_queued(14)
@@ -157,11 +159,11 @@ async def test_they_wait_while_another_image_waits_and_no_longer_and_not_for_lon
 
 @on_a_loop
 async def test_what_has_something_to_load_first_holds_up_no_batch(running: Running) -> None:
-    """As an answer of torch's, where the service started without it."""
+    """An answer of torch is an example, if the service started without torch."""
     predictor, asked = FakePredictor(slow_embeddings=True), {"embedding": EmbeddingRequest("head")}
     async with running(predictor) as rig:
         tasks = [await rig.keep_busy(0), rig.ask_soon(100, **asked)]
-        await predictor.wait_until_busy()  # beside the first one
+        await predictor.wait_until_busy()  # while the first one computes
         tasks += [rig.ask_soon(red, **asked) for red in (101, 102)]
         left = rig.ask_soon(103, **asked)
         await rig.until_queued(3)
@@ -254,7 +256,7 @@ async def test_callers_of_the_same_new_texts_wait_for_one_computation_until_the_
             )
     assert (
         sum(map(len, rig.predictor.embedded)) <= len(texts) + 16
-    )  # what was computed for the one who left
+    )  # and a chunk for the cancelled request
 
 
 @on_a_loop

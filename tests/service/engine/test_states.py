@@ -1,6 +1,4 @@
-"""An engine's states: loading, ready, failed and closed, who hears of each change, and a device
-that is lost.
-"""
+"""An engine's states: loading, ready, failed and closed, their listeners, and a lost device."""
 
 import asyncio
 import gc
@@ -141,9 +139,7 @@ async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Ru
     predictor = Compiling()
     predictor.gate.clear()
     async with running(predictor, ready=False) as rig:
-        await until(
-            lambda: "the model is being compiled" in rig.engine.status.reason
-        )
+        await until(lambda: "the model is being compiled" in rig.engine.status.reason)
         assert rig.engine.status.state == "loading"
         predictor.gate.set()
         await rig.until_state("ready")

@@ -1,6 +1,4 @@
-"""One launch: what each image of a batch gets; and several batches at the same time, out of one
-queue.
-"""
+"""One launch and the outcomes of its images; several batches at once from one queue."""
 
 import asyncio
 import logging
@@ -161,10 +159,11 @@ def test_an_image_that_loses_the_device_is_the_last() -> None:
 def test_times_are_counted_from_the_launch() -> None:
     predictor = FakePredictor(batch_sizes=(1, 4), device="cuda:3")
     outcomes, report = launch(predictor, entries(1, 2, 3), "delay", ticking())
-    assert [(outcome.queue_seconds, outcome.inference_seconds, outcome.batch_size, outcome.outputs.indices.tolist())
-            for outcome in outcomes if isinstance(outcome, InferenceResult)] == [
-        (10.0, 1.0, 3, expected_indices(1, 3)),
-        (9.0, 1.0, 3, expected_indices(2, 3)),
-        (8.0, 1.0, 3, expected_indices(3, 3)),
-    ]  # fmt: skip
+    results = [outcome for outcome in outcomes if isinstance(outcome, InferenceResult)]
+    assert [result.queue_seconds for result in results] == [10.0, 9.0, 8.0]
+    assert [result.inference_seconds for result in results] == [1.0, 1.0, 1.0]
+    assert [result.batch_size for result in results] == [3, 3, 3]
+    assert [result.outputs.indices.tolist() for result in results] == [
+        expected_indices(red, 3) for red in (1, 2, 3)
+    ]
     assert (report.device, report.size, report.padding, report.release) == ("cuda:3", 3, 1, "delay")

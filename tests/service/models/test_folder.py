@@ -1,4 +1,4 @@
-"""The folder of models: what is an entry, what is not, and how broken ones are named."""
+"""The folder of models: its entries, other files, and the messages about broken entries."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ import pytest
 from model.checkpoint import BUNDLED
 from model.checkpoint.tensor_files import SUFFIXES
 from model.errors import CheckpointError
-from service.engine.loading import checkpoint_from
+from service.engine.checkpoint_files import checkpoint_from
 from service.errors import SettingsError
 from service.model_settings import PATHS
 from service.models import folder as folder_module
@@ -81,9 +81,9 @@ def test_weights_are_what_checkpoints_may_be() -> None:
     [
         (
             {"a__pth": "", "a__safetensors": ""},
-            "there are several models of this name: a.pth, a.safetensors",
+            "several models have this name: a.pth, a.safetensors",
         ),
-        ({"a": None, "a__pt": ""}, "there are several models of this name: a, a.pt"),
+        ({"a": None, "a__pt": ""}, "several models have this name: a, a.pt"),
         (
             {"a__toml": 'nonsense = "x"\ncheckpoint = "b"'},
             "nonsense: unknown name; available: checkpoint, ",
@@ -99,7 +99,7 @@ def test_weights_are_what_checkpoints_may_be() -> None:
         ({"a__toml": f"labels = {'[' * 9999}"}, "a.toml: it is not UTF-8, or nested too deeply"),
         (
             {"a__toml": 'checkpoint = "b"', "a__TOML": ""},
-            "there are several models of this name: a.TOML, a.toml",
+            "several models have this name: a.TOML, a.toml",
         ),
         (
             {"a__toml": "not toml"},
@@ -107,17 +107,17 @@ def test_weights_are_what_checkpoints_may_be() -> None:
         ),
         (
             {"a__toml": 'labels = "numbers"'},
-            "it names no checkpoint, and no weights of this name lie beside it",
+            "it does not name a checkpoint, and the folder has no weights of this name",
         ),
         (
             {"a__toml": 'checkpoint = "b"', "a__pth": ""},
-            "it names a checkpoint, and a.pth lies beside it",
+            "it names a checkpoint, but the folder also has a.pth",
         ),
         ({"a__toml": 'checkpoint = "b"\ndtype = "int8"'}, "dtype: expected 'auto'"),
         ({"a b__pth": ""}, "'a b': a model's name has 1 to 128 of the characters"),
         (
             {"data__toml": "", "data/x__txt": ""},
-            "there are neither weights nor a configuration in this folder",
+            "this folder has neither weights nor a configuration",
         ),
         ({f"{'x' * 200}__pth": ""}, "a model's name has 1 to 128 of the characters"),
     ],
@@ -166,7 +166,7 @@ def test_an_entry_is_another_one_when_a_file_of_it_changes(tmp_path: Path) -> No
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Return a folder of models beside a file with a secret."""
+    """Return a folder of models, and make a file with a secret outside."""
     (tmp_path / "secret.env").write_text("VIT_ADMIN_KEY=hunter2")
     (tmp_path / "models").mkdir()
     return tmp_path / "models"
@@ -192,7 +192,7 @@ def test_a_path_out_of_the_models_is_refused(setting: str, value: str, models: P
     (models / "a.toml").write_text(f'{others}{setting} = "{path}"')
     entries, problems = read_folder(models)
     assert entries == {}
-    assert f"{setting} '{path}': it does not lie below {models}" in problems["a"]
+    assert f"{setting} '{path}': this file is not below {models}" in problems["a"]
     assert "VIT_CHECKPOINT_FOLDER" in problems["a"]
     assert "hunter2" not in problems["a"]
 
@@ -328,4 +328,4 @@ def test_the_bundled_checkpoint_is_named_by_its_path(models: Path) -> None:
     (models / "a.toml").write_text(f'checkpoint = "{BUNDLED}"')
     assert settings_of(models) == {"a": {"checkpoint": str(BUNDLED)}}
     (models / "a.toml").write_text(f'checkpoint = "{BUNDLED}/../../../pyproject.toml"')
-    assert "it does not lie below" in read_folder(models)[1]["a"]
+    assert "this file is not below" in read_folder(models)[1]["a"]

@@ -1,6 +1,4 @@
-"""Swapping a model: who answers whom, what a failed load leaves, and when the old model is given
-back.
-"""
+"""Swapping a model: which version answers a request, failed loads, and closing the old version."""
 
 import asyncio
 import gc
@@ -111,9 +109,7 @@ def ask(
 
 
 @on_a_loop
-async def test_requests_that_began_with_the_old_model_are_answered_by_it_and_others_by_the_next() -> (
-    None
-):
+async def test_a_request_is_answered_by_its_own_version() -> None:
     async with running() as (swap, models):
         old, before = swap.current, models.predictors["configured"]
         with old.request():
@@ -238,10 +234,15 @@ async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(
         await load(models, None)
         await until(lambda: models.retired == 2)
         assert models.changes == ["configured", "other", "configured"]
-    beside, closed = "beside the model that is served", "the old model is closed"
-    assert [message for message in caplog.messages if message.startswith(("loading", "the old"))] == [
-        f"loading other {beside}", closed, f"loading the configured checkpoint {beside}", closed
-    ]  # fmt: skip
+    beside = "beside the model that is served"
+    closed = "the old model is closed"
+    lines = [line for line in caplog.messages if line.startswith(("loading", "the old"))]
+    assert lines == [
+        f"loading other {beside}",
+        closed,
+        f"loading the configured checkpoint {beside}",
+        closed,
+    ]
 
 
 @on_a_loop

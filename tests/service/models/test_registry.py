@@ -78,7 +78,7 @@ def entry(folder: Path) -> None:
 async def running(
     folder: Path, *names: str, **settings: Any
 ) -> AsyncIterator[tuple[LocalModels, Disk]]:
-    """The models of a folder; without names, of the one checkpoint."""
+    """Run the models of a folder; without names, a single checkpoint."""
     disk = Disk()
     broken = [name for name in names if name.startswith("!")]
     disk.broken = {name[1:] for name in broken}
@@ -139,7 +139,7 @@ async def test_a_model_that_is_closed_as_its_backbone_is_handed_over_does_not_ke
     one.start(lambda: None)
     await until(lambda: one.ready)
     two.start(lambda: told.append(two.status.state))
-    while len(pool.users[one.backbone]) < 2:  # the event loop stands still: it does not hear of it
+    while len(pool.users[one.backbone]) < 2:  # the event loop is blocked, and does not see it
         time.sleep(0.001)
     await two.close()
     assert (set(disk.live["a"].heads), told) == ({"a.1"}, ["ready"])

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from model.heads import ZeroShot
-from service.engine import local
+from service.engine import backbones
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.settings import load_settings
@@ -91,7 +91,7 @@ def test_the_hint_names_every_host_and_socket(
 def test_endless_batch_ends_the_service(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "LocalEngine", partial(LocalEngine, batch_seconds=0.2))
+    monkeypatch.setattr(backbones, "LocalEngine", partial(LocalEngine, batch_seconds=0.2))
     predictor, port = FakePredictor(), free_port()
     predictor.gate.clear()
     settings = load_settings({"port": port, "drain_delay": 600, "drain_timeout": 600})

@@ -1,0 +1,67 @@
+"""Reads the checkpoint that the settings name, from the files that it may read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from model.errors import CheckpointError
+from service.model_settings import PATHS
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from model.checkpoint import Checkpoint
+
+
+def checkpoint_from(settings: Settings) -> Checkpoint:
+    """Read the checkpoint; raises `CheckpointError` if it cannot be read exactly."""
+    from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
+    from model.checkpoint.options import SETTINGS  # noqa: PLC0415
+
+    models = () if settings.models is None else (Path(settings.models).expanduser(),)
+    named = () if settings.checkpoint_folder is None else (Path(settings.checkpoint_folder),)
+    folders = (*models, *named)
+    for name in PATHS:
+        _require_inside(name, getattr(settings, name), folders)
+    options = {name: getattr(settings, name) for name in SETTINGS}
+    below = folders if _lies_below(settings.checkpoint, folders) else None
+    return load_checkpoint(
+        settings.checkpoint,
+        bases_below=below,
+        hub_bases=_lies_below(settings.checkpoint, models),
+        **options,
+    )
+
+
+def _lies_below(source: str, folders: Iterable[Path]) -> bool:
+    """Return whether a path is below one of the folders, before or after following its links."""
+    path = Path(source)
+    with suppress(OSError, RuntimeError):
+        return any(
+            path.absolute().is_relative_to(folder.absolute())
+            or path.resolve().is_relative_to(folder.resolve())
+            for folder in folders
+        )
+    return True
+
+
+def _require_inside(name: str, value: str | None, folders: Sequence[Path]) -> None:
+    """Refuse a path that starts in one of the folders and leads out of all of them.
+
+    It is checked at each load, because a link may be set at any time. The operator's own settings
+    may name files anywhere.
+
+    Raises:
+        CheckpointError: the path leads out.
+    """
+    path = Path(value or "")
+    if not any(path.is_relative_to(folder.absolute()) for folder in folders):
+        return
+    with suppress(OSError, RuntimeError):  # symbolic links in a circle
+        if any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
+            return
+    raise CheckpointError(
+        f"{name} {value!r:.200}: a symbolic link out of its folder: put the file itself there"
+    )
