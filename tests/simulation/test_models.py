@@ -206,6 +206,13 @@ class ModelMachine(RuleBasedStateMachine):
             is_quiet = now == before and taken == sum(
                 runner.waiting for runner in self.runners.values()
             )
+            # A thread that was woken may not have looked into the queue yet.
+            is_quiet &= not any(
+                engine.ready
+                and len(engine._streams._images.queue)
+                and len(engine._streams._under_way) < Runner.streams
+                for engine in engines_open
+            )
             quiet, before = (quiet + 1 if is_quiet else 0), now
 
     def look_at_states(self) -> None:
