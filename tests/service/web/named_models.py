@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from service.engine.local import What
+from service.engine.backbones import What
 from service.errors import EngineUnavailable, ModelsFull
 from service.models.generation import LocalModel
 from service.settings import load_settings

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.engine.local import What
+from service.engine.backbones import What
 from service.errors import ModelsFull
 from service.models.added_heads import AddedHead
 from service.models.generation import Generation
