@@ -70,7 +70,7 @@ async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting() 
 @on_a_loop
 async def test_a_compiler_that_fails_late_ends_the_engine() -> None:
     late = NewProcessNeeded("cuda:0: the capture failed", "compile", "no-graphs")
-    async with running(FakePredictor(late_failure=late)) as rig:
+    async with running(FakePredictor(late_failure=late), ready=False) as rig:
         await rig.until_state("failed")
         with pytest.raises(EngineUnavailable, match="the capture failed"):
             await rig.ask(1)
