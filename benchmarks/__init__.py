@@ -1,1 +1,1 @@
-"""Benchmarks of vitserve on the CPU, alone and beside its peers. See README.md."""
+"""Benchmarks of vitserve on the CPU, alone and compared with its peers. See README.md."""

@@ -1,7 +1,7 @@
-"""The models that are measured, as transformers' folders that vitserve and every peer load alike.
+"""The measured models, as transformers' folders that vitserve and every peer load alike.
 
 (a) `vit32`:   32 px, patch 4, 192 wide, 9 layers, 10 classes; random weights from a seed
-(b) `vit224`:  ViT-Ti/16 at 224 px, 1000 classes: DeiT-Tiny's weights where they are at hand, else random
+(b) `vit224`:  ViT-Ti/16 at 224 px, 1000 classes: DeiT-Tiny's weights if available, else random
 """
 
 import functools
@@ -43,7 +43,7 @@ SHAPES = {shape.name: shape for shape in (VIT32, VIT224)}
 
 
 def shared_folder() -> Path:
-    """Where real checkpoints and pictures may be: `VIT_SHARED`, or `shared` beside the repository."""
+    """Return the folder of real checkpoints: `VIT_SHARED`, or `shared` next to the repository."""
     return Path(os.environ.get("VIT_SHARED", REPOSITORY.parent / "shared"))
 
 

@@ -1,20 +1,19 @@
-"""Which maps are faithful to the model: `python -m benchmarks.explanations --data DIR`. It picks
-the default.
+"""Faithfulness of explanation methods: `python -m benchmarks.explanations --data DIR`.
 
 Each map is of the class that the model itself puts first, so pictures need no labels. Three
 measures:
 
-- Deletion and insertion (Petsiuk et al. 2018, RISE, https://arxiv.org/abs/1806.07421): patches are taken in descending
-  order of the map. Deletion replaces them by the mean colour: after a good map the score falls at
-  once, and the area under it is small. Insertion puts them into a blurred picture: the score rises
-  at once, and the area is large.
-- Mosaic, after the Focus of Arias-Duart et al. 2022 (https://arxiv.org/abs/2109.15035): four pictures at half size
-  stand in a 2 x 2 mosaic, and the number is the share of a class's map that lies in its own
+- Deletion and insertion (Petsiuk et al. 2018, RISE, https://arxiv.org/abs/1806.07421): patches are
+  taken in descending order of the map. Deletion replaces them by the mean colour: after a good map
+  the score falls at once, and the area under it is small. Insertion puts them into a blurred
+  picture: the score rises at once, and the area is large.
+- Mosaic, after the Focus of Arias-Duart et al. 2022 (https://arxiv.org/abs/2109.15035): four
+  pictures at half size form a 2 x 2 mosaic, and the figure is the share of a class's map in its own
   quarter; chance is 0.25.
 
-Pictures with patches missing are unlike those that the model was trained on, and only the order of
-a map counts (Wu et al. 2024, https://arxiv.org/abs/2404.01415): compare methods on the same model
-and pictures, beside the random baseline.
+Pictures with missing patches differ from the training pictures, and only the order of a map counts
+(Wu et al. 2024, https://arxiv.org/abs/2404.01415). Compare methods on the same model and pictures,
+and with the random baseline.
 """
 
 import argparse
@@ -102,11 +101,9 @@ def replace_patches(start: Tensor, end: Tensor, relevance: Tensor, counts: Tenso
 def area_under_score(
     score: Score, start: Tensor, end: Tensor, relevance: Tensor, label: int, steps: int
 ) -> float:
-    """Return the area, 0...1, under the score of class `label` while a picture's patches are
-    replaced in a map's order.
+    """Return the area, 0...1, under the score of a class as patches are replaced in a map's order.
 
-    The area is that of trapezoids over the share of patches that are replaced; see
-    `replace_patches`.
+    The area is a sum of trapezoids over the share of replaced patches: see `replace_patches`.
     """
     counts = torch.tensor(
         sorted({round(step * relevance.numel() / steps) for step in range(steps + 1)})
@@ -163,8 +160,7 @@ def counted_quarters(scores: Tensor, classes: Tensor) -> list[int]:
 
 
 def quarter_share(relevance: Tensor, quarter: int) -> float:
-    """Return the share, 0...1, of the positive part of a map, [rows, columns], that lies in a
-    quarter of it.
+    """Return the share, 0...1, of a map's positive part in one of its quarters.
 
     A middle row or column of patches counts by halves. A map without a positive part has the share
     of an even map.
@@ -177,9 +173,7 @@ def quarter_share(relevance: Tensor, quarter: int) -> float:
 
 
 def methods_of(model: VisionTransformer) -> dict[str, Maps]:
-    """Return what can be measured, by name: noise as the baseline, the CLS row, and each
-    explanation.
-    """
+    """Return the measured methods by name: noise as the baseline, the CLS row, and explanations."""
     generator = torch.Generator().manual_seed(0)
     config = model.config
 
@@ -285,7 +279,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     found = measure(score, methods, read, len(files), steps=arguments.steps)
     print(
-        f"{checkpoint.name}: {len(files)} pictures, {arguments.steps} steps, {len(found[RANDOM].shares)} quarters count"
+        f"{checkpoint.name}: {len(files)} pictures, {arguments.steps} steps, "
+        f"{len(found[RANDOM].shares)} quarters count"
     )
     rows = [
         (name, *("-" if each is None else f"{each:.3f}" for each in one.means()))

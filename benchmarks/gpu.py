@@ -1,17 +1,20 @@
 """vitserve on a GPU: `python -m benchmarks.gpu`. ViT-B/16 at 224 pixels, bfloat16, random weights.
 
     smoke      a tiny model: does it compute, compile and answer over HTTP here?
-    maps       maps and classes beside those of float32 on the CPU
-    engine     images a second at each batch size: from host memory, with maps, with relevance, in an engine process
-               that workers ask; timm under torch.compile, with pixels that lie on the device; 20 s
-               of one size
+    maps       maps and classes, compared with float32 on the CPU
+    engine     images a second at each batch size: from host memory, with maps, with relevance, in
+               an engine process that workers ask; timm under torch.compile, with pixels on the
+               device; 20 s of one size
     profile    the kernels of one batch
-    http       JPEGs of about 500 x 375 and 124 kB over HTTP, with several numbers of web workers; p99 at half load
-    start      seconds from start to the first answer and to compiled, with an empty and with a warm compile cache
-    decode     nvJPEG through torchvision: rate, host time a picture, levels beside Pillow's, odd files
-    pixels     pictures of the model's size over HTTP, as the Open Inference Protocol has them: nothing is decoded
+    http       JPEGs of about 500 x 375 and 124 kB over HTTP, with several numbers of web workers;
+               p99 at half load
+    start      seconds from start to the first answer and to compiled, with an empty and with a warm
+               compile cache
+    decode     nvJPEG through torchvision: rate, host time a picture, difference to Pillow, and odd
+               files
+    pixels     raw pixels of the model's size over HTTP, by the Open Inference Protocol
     pair       two engine processes on one GPU, asked at once
-    reload     40 loads and unloads beside a model that is served: all answers are those of the first
+    reload     40 loads and unloads while a model is served: all answers stay the same
     faults     kill -9 of the engine under load, by `benchmarks.reliability`
     tests      the tests of CUDA
 
@@ -23,8 +26,8 @@ is there. `--device cpu --smoke` runs all of it in tiny form, to test the script
 `--device null` measures the host side alone, on any machine: `benchmarks.null_device`. GPU.md says
 what to run in an hour.
 
-benchmarks/results/gpu.json has what an H200 gave: smoke, maps, http and engine. The other steps
-have no record yet.
+benchmarks/results/gpu.json has the figures of an H200 for smoke, maps, http and engine. The other
+steps are not recorded yet.
 """
 
 import argparse
@@ -62,8 +65,9 @@ STEPS |= {"decode": 60, "pixels": 90, "pair": 150, "reload": 200}
 
 
 def environment_of_steps(kit: Path, folder: Path) -> dict[str, str]:
-    """Return the environment of the steps, which import what is in the kit; its compiled resize
-    goes to its place.
+    """Return the environment of the steps, which import packages from the kit.
+
+    The kit's compiled resize is copied into the tree.
 
     Args:
         kit: see `benchmarks.gpu_kit`; it may be absent.

@@ -19,7 +19,7 @@ from benchmarks.checkpoints import REPOSITORY
 
 # What the machine has: its torch is of its CUDA, and its numpy of its torch.
 _THERE = {"torch", "numpy", "jinja2"}
-# What the tests of CUDA import beside what vitserve requires.
+# Further packages that the tests of CUDA import.
 _MORE = ("pytest>=8.3", "pytest-timeout")
 _RESIZE = REPOSITORY / "model" / "images" / "_resample.abi3.so"
 # Minor versions of glibc 2 that wheels are built for: pip compares them for equality.

@@ -212,7 +212,7 @@ def meter(bench: Bench) -> Iterator[list[str]]:
 
 
 def smoke(bench: Bench) -> None:
-    """A tiny model: computed, compiled, and one answer over HTTP. And what the machine is."""
+    """Compute and compile a tiny model, answer once over HTTP, and record the machine."""
     note = bench.record.note
     name = "tiny model"
     folder = checkpoints.ensure(SMOKE)[0]
@@ -228,9 +228,7 @@ def smoke(bench: Bench) -> None:
 
 
 def maps(bench: Bench) -> None:
-    """Logits, classes and maps of photographs and noise beside float32's on the CPU, the worst
-    picture counting.
-    """
+    """Compare logits, classes and maps with float32 on the CPU, by the worst picture."""
     note = bench.record.note
     section = "beside float32 on the CPU"
     ours = Ours(bench, [16], bench.folder)
@@ -382,7 +380,7 @@ def _thread_seconds(processes: Sequence[int]) -> dict[tuple[int, int], float]:
 
 
 def _processor_ticks() -> dict[str, int]:
-    """Return what the machine's processors did since its start, in ticks: see proc_stat(5)."""
+    """Return the machine's processor times since its start, in ticks: see proc_stat(5)."""
     ticks = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
     names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
     return dict(zip(names, ticks, strict=False))
@@ -537,8 +535,9 @@ def start(bench: Bench) -> None:
 
 
 def decode(bench: Bench) -> None:
-    """JPEGs decoded by the device beside Pillow's pixels; a decoder of our own is worth it from
-    6,000 a second on.
+    """Decode JPEGs on the device, and compare the pixels with Pillow's.
+
+    A decoder on the device is worth its code from 6,000 pictures per second.
     """
     try:
         from torchvision.io import ImageReadMode, decode_jpeg  # noqa: PLC0415  it may not run, as of another build
@@ -636,9 +635,7 @@ def pair(bench: Bench) -> None:
 
 
 def reload(bench: Bench) -> None:
-    """Load and unload a model again and again beside one that is served, and compare the answers of
-    both.
-    """
+    """Load and unload a model repeatedly while another is served, and compare their answers."""
     size = bench.arguments.batches[0]
     served = Ours(bench, [size], bench.folder)
     images = random_pictures(served.checkpoint, size)
@@ -652,9 +649,7 @@ def reload(bench: Bench) -> None:
 
 
 def faults(bench: Bench) -> None:
-    """kill -9 of the engine while requests come, by `benchmarks.reliability`, whose record lies
-    beside this one.
-    """
+    """Kill the engine under load, by `benchmarks.reliability`, which writes its own record."""
     options = ["--only", "kill-engine", "--workers", "2", "--rate", "50", "--seconds", "10"]
     options += itertools.chain.from_iterable(
         ["--setting", f"{n}={v}"] for n, v in _settings(bench, 2).items()
@@ -681,7 +676,7 @@ def _become(module: str, *options: str) -> None:
 
 
 def _settings(bench: Bench, workers: int) -> dict[str, str]:
-    """The environment of a service that serves what is measured."""
+    """Return the environment of the measured service."""
     arguments = bench.arguments
     return {
         "VIT_CHECKPOINT": str(bench.folder),
@@ -698,7 +693,7 @@ def _settings(bench: Bench, workers: int) -> dict[str, str]:
 
 @contextmanager
 def _server(bench: Bench, workers: int, **more: str) -> Iterator[Running]:
-    """Start a service of what is measured, or with other settings."""
+    """Start the measured service, with further settings."""
     config = _settings(bench, workers) | more
     picture = bench.files[0].read_bytes()
     with running(
@@ -727,7 +722,7 @@ STEPS: Final = {
 
 
 def run_step(arguments: argparse.Namespace, name: str) -> None:
-    """Run one step in this process; what it raises is recorded."""
+    """Run one step in this process, and record its error if it raises."""
     record = Record(arguments.out / "gpu.json", dtype=arguments.dtype, about={})
     try:
         STEPS[name](Bench(record, arguments))

@@ -130,7 +130,7 @@ async def _send(
     connections: int,
     seed: int,
 ) -> _Sent:
-    """Send in a closed loop over the connections, or at the rate where there are none."""
+    """Send in a closed loop over the connections; without connections, at the rate."""
     turn = itertools.cycle(requests)
     idle = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
     latencies = list[float]()
@@ -169,9 +169,7 @@ async def _send(
         if tasks:  # the rate may be so low that no moment came
             done, waiting = await asyncio.wait(tasks, timeout=_GIVE_UP)
             counts["broken"] += len(waiting)
-            await asyncio.gather(
-                *done
-            )  # what is not a broken connection is a fault of this program
+            await asyncio.gather(*done)  # errors other than broken connections are bugs here
     return latencies, counts["refused"], counts["broken"]
 
 

@@ -2,14 +2,14 @@
 of the record.
 
     starts    seconds to ready, and memory: of a start with an empty cache folder, and of later ones
-    heads     twelve heads on one backbone beside one model: start, memory, rate, one picture to eight
-    fair      a lone caller of one model, alone and beside thirty of another on the same cores
+    heads     twelve heads on one backbone, and one model: start, memory, rate, one picture to eight
+    fair      a lone caller of one model, alone and with thirty callers of another
 
-Of heads: models of random heads on the same backbone lie in a folder. Told are, for the first of
-them alone and for all: seconds until every model is ready with an empty cache and with what was
-kept, MiB twelve seconds later (proportional set size), milliseconds of one picture to one model and
-to eight at once, and answers a second of 36 connections (to all models in turn, or all to the one).
-Rounds of the two alternate; ratios are taken within rounds.
+For `heads`, a folder has models with random heads on the same backbone. The record has, for the
+first model alone and for all models: seconds until every model is ready with an empty and with a
+full cache, MiB twelve seconds later (proportional set size), milliseconds of one picture to one
+model and to eight at once, and answers per second over 36 connections, to all models in turn or to
+the first. Rounds of the two alternate, and ratios are within rounds.
 """
 
 import argparse
@@ -58,9 +58,7 @@ def write_models(checkpoint: str, folder: Path, count: int) -> list[str]:
             replace(base, name=name, tensors=tensors, calibration=None),
             dtype=torch.float32,
         )
-        for file in (
-            folder / name
-        ).iterdir():  # what was written just now is read again at each start
+        for file in (folder / name).iterdir():  # a start reads files anew if they are recent
             os.utime(file, (0, 0))
     return names
 
@@ -113,7 +111,7 @@ def starts(root: Path, record: Record, files: list[Path], arguments: argparse.Na
 
 
 def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
-    """Twelve heads on one backbone beside one model."""
+    """Compare twelve heads on one backbone with one model."""
     checkpoint = arguments.checkpoint or str(checkpoints.ensure(checkpoints.VIT224)[0])
     names = {
         folder: write_models(checkpoint, root / folder, count)
@@ -139,7 +137,7 @@ def heads(root: Path, record: Record, files: list[Path], arguments: argparse.Nam
 
 
 def fair(root: Path, record: Record, files: list[Path], arguments: argparse.Namespace) -> None:
-    """Thirty callers of one model do not starve the one caller of another."""
+    """Measure a lone caller of one model while thirty callers use another model."""
     root.mkdir()
     (root / "vit32").symlink_to(checkpoints.ensure(checkpoints.VIT32)[0])
     for seed, name in enumerate(("vit224", "thirty")):

@@ -1,9 +1,9 @@
 """The host side of an engine process, with a device that only takes time: `python -m benchmarks.gpu
 --device null`.
 
-Frames, queue, streams, predictor and the copy to pinned memory are those of the service; what
-computes is a sleep, of batches one after another, at `--rate` images a second. So the path is
-measured where there is no GPU.
+Frames, queue, streams, predictor and the copy to pinned memory are the service's own. The device
+only sleeps, for one batch after another, at `--rate` images per second. This measures the path on
+machines without a GPU.
 
 Each measurement has an engine process on the first core, and 1 or 2 clients on the others. The
 clients together keep 512 pictures of 224 pixels under way. The record has pictures/s, the mean
@@ -203,7 +203,7 @@ async def ask(path: Path, load: Load, size: int, results: Any) -> None:
 
 
 def _run(core: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a process's part on one core, as the service's processes run: see `service.lifecycle`."""
+    """Run a process's part on one core, set up like the service's: see `service.lifecycle`."""
     os.sched_setaffinity(0, {core})
     gc.set_threshold(NEW_OBJECTS)
     bound_heaps()
@@ -219,7 +219,7 @@ def _thread_seconds(process: int) -> dict[int, float]:
 
 
 def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
-    """Start an engine and its clients, and return what they did and took; see the module's text."""
+    """Start an engine and its clients, and return the figures that the module names."""
     fork = multiprocessing.get_context("fork")
     cores = sorted(os.sched_getaffinity(0))
     batches = fork.Array("d", 2, lock=False)

@@ -27,9 +27,8 @@ def ensure() -> tuple[list[Path], str]:
         found = photographs or _examples()
         for index, picture in enumerate(found):
             (folder / f"{index:02}.jpg").write_bytes(jpeg_of_size(picture, _BYTES))
-        source.write_text(
-            f"{len(found)} {'ImageNet photographs' if photographs else 'pictures: the examples, turned'}"
-        )
+        kind = "ImageNet photographs" if photographs else "pictures: the examples, turned"
+        source.write_text(f"{len(found)} {kind}")
     return sorted(folder.glob("*.jpg")), source.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Records: what was measured, on what, with which versions, by which command.
+"""Records of measurements, with machine, versions and command.
 
 Saved after every measurement.
 """
@@ -42,9 +42,9 @@ class Record:
     on.
 
     Args:
-        path: of the file.
-        dtype: of the network, as the servers were told or chose.
-        about: what else a reader has to know (checkpoints, pictures).
+        path: path of the file.
+        dtype: dtype of the network, set or chosen by the servers.
+        about: further facts for readers (checkpoints, pictures).
     """
 
     def __init__(self, path: Path, *, dtype: str, about: Mapping[str, Any]) -> None:
@@ -70,11 +70,11 @@ class Record:
         it.
         """
         *sections, name = path
-        found = self.section(*sections)[name] = (
-            round(value, 3) if isinstance(value, float) else value
-        )
+        if isinstance(value, float):
+            value = round(value, 3)
+        self.section(*sections)[name] = value
         self.save()
-        print(f"{', '.join(path)}: {found}", flush=True)
+        print(f"{', '.join(path)}: {value}", flush=True)
 
     def save(self) -> None:
         """Write the whole record; a reader sees the old one or the new one."""

@@ -1,12 +1,11 @@
-"""This tree beside another revision of it: `python -m benchmarks.revisions REVISION`. Has a change
-made it slower?
+"""Compare the speed of this tree with another revision: `python -m benchmarks.revisions REVISION`.
 
-Both serve the same weights at the same time and are loaded in turn (A B B A ...), a few seconds
-each, so that a drift of the machine counts for neither; the one that is not loaded idles. What is
-told is the median of the rounds' ratios, of requests answered per second, of the server's CPU time
-per request, and of that of its event loop (the process's first thread). With several counts of
-`--connections` each is a row of its own; 1 is a lone request on an idle server. The other revision
-is checked out into a temporary folder and runs with the packages of this environment.
+Both revisions serve the same weights at the same time. They get load in turn (A B B A ...), a few
+seconds each, so that a drift of the machine affects both alike. The record has medians of the
+rounds' ratios: requests per second, the server's CPU time per request, and the CPU time of its
+event loop (the process's first thread). Each count of `--connections` is a row; 1 is a lone request
+on an idle server. The other revision is checked out into a temporary folder, and runs with the
+packages of this environment.
 """
 
 import argparse
@@ -92,9 +91,7 @@ def _measure(
 
 
 def _load(server: Running, load: Loader, connections: int, seconds: float) -> dict[str, Any]:
-    """Return what the clients saw, and the milliseconds that a request took the server; see the
-    module.
-    """
+    """Return the clients' figures, and the server's CPU milliseconds per request."""
     # The nanoseconds that the first thread has run (proc(5)).
     event_loop = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/schedstat")
     cpu = server.processor_seconds()

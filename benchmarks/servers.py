@@ -38,13 +38,12 @@ class Server:
 
     Attributes:
         command: python's arguments; `{port}` is filled in.
-        environment: folder of the environment under `.peers`; None is the one that runs the
-        benchmark.
+        environment: folder of the environment under `.peers`; None for this environment.
         distribution: package whose version the record names.
-        configs: by name what is measured: of a peer what was the fastest of several on two cores,
+        configs: measured configurations by name; for a peer, the fastest of several on two cores:
             see `tune` in results/peers.json.
         extra: environment that every configuration has.
-        held: whether it may be held (SIGSTOP) while another is measured.
+        held: whether it may be stopped (SIGSTOP) while another server is measured.
     """
 
     name: str
@@ -66,8 +65,10 @@ class Server:
         )
 
     def version(self) -> str:
-        """Of its distribution; raises `OSError` or `subprocess.CalledProcessError` where it is not
-        installed.
+        """Return the version of the distribution.
+
+        Raises:
+            OSError, subprocess.CalledProcessError: it is not installed.
         """
         code = f"import importlib.metadata as m; print(m.version({self.distribution!r}))"
         return subprocess.run(
@@ -79,7 +80,8 @@ class Running:
     """A started server, with a port of its own on this machine.
 
     Args:
-        config: its environment, beside what every server gets; without the `VIT_*` of this process.
+        config: its environment, in addition to the environment of every server; `VIT_*` variables
+            of this process are left out.
 
     Attributes:
         answer_seconds: until it answered first.
@@ -128,12 +130,12 @@ class Running:
         )
 
     def log_end(self) -> str:
-        """Return the last of what it has written."""
+        """Return the end of the log."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), 3000, max(0, size - 3000)).decode(errors="replace")
 
     def pids(self) -> list[int]:
-        """Every process of this server, daemons included: those that inherited its mark."""
+        """Return all processes of this server: they inherit its mark, including daemons."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -199,7 +201,8 @@ def running(
         while not (_answers(server, found, picture, started) and _is_compiled(server, found.url)):
             if found.process.poll() is not None or time.monotonic() > started + timeout:
                 raise RuntimeError(
-                    f"{server.name} was not ready after {timeout:g} s or has ended:\n{found.log_end()}"
+                    f"{server.name} was not ready after {timeout:g} s or has ended:\n"
+                    f"{found.log_end()}"
                 )
             time.sleep(0.02)
         found.start_seconds = time.monotonic() - started
@@ -279,7 +282,10 @@ def _raw(path: str, *answer: str | int) -> Protocol:
     return Protocol(path, {"Content-Type": "image/jpeg"}, bytes, _json(*answer))
 
 
-_TENSOR = '{"inputs":[{"name":"image","shape":[1,1],"datatype":"BYTES","parameters":{"binary_data_size":%d}}]}'
+_TENSOR = (
+    '{"inputs":[{"name":"image","shape":[1,1],"datatype":"BYTES",'
+    '"parameters":{"binary_data_size":%d}}]}'
+)
 _HEADER_BYTES = 200
 
 
@@ -318,7 +324,7 @@ VITSERVE = Server(
     OURS,
     "vitserve",
     configs={"openvino": {}, "torch": {"VIT_COMPILE": "off"}},
-    held=False,  # it polls nothing, and its watchdog ends a process that has stood still
+    held=False,  # it does not poll, and its watchdog ends a stopped process
 )
 
 # The table of who is measured: ours first. The first word of a configuration is the peer's engine.

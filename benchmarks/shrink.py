@@ -1,14 +1,13 @@
-"""Large pictures that are shrunk before they are sent, beside the originals: `python -m
-benchmarks.shrink FOLDER...`
+"""Pictures that the client shrinks, and their originals: `python -m benchmarks.shrink FOLDER...`
 
-Of the pictures in each folder that the client shrinks: bytes, the client's time, whether the best
-class is that of the original, and the largest difference of a score, over HTTP. And the requests a
-second that the server answers of either, in turn (A B B A ...); the ratio is the median of the
-rounds' ratios. In results/shrink.json, `photos` are the 45 JPEGs of 8 to 25 Mpx in
+For the pictures in each folder that the client shrinks, the record has: bytes, the client's time,
+the share with the same best class as the original, and the largest difference of a score, over
+HTTP. It also has the requests per second for both kinds, in turn (A B B A ...); the ratio is the
+median of the rounds' ratios. In results/shrink.json, `photos` are the 45 JPEGs of 8 to 25 Mpx in
 drewnoakes/metadata-extractor-images@4beba640 that decode, and three of other repositories;
 `imagenet-sample-images` is that repository of EliSchwartz @bc69043e: one picture for each of 1,000
 classes. Few of them are large enough, so they are measured at a smaller input as well
-(`--image-size`), where the model is unsure.
+(`--image-size`), for which the model is unsure.
 """
 
 import statistics

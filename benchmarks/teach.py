@@ -1,14 +1,13 @@
-"""What a taught head reaches: `python -m benchmarks.teach`. It needs scikit-learn, whose models it
-is compared with.
+"""Accuracy of taught heads: `python -m benchmarks.teach`. Needs scikit-learn for comparison.
 
-Two kinds of groups are taught. Each of ImageNet's pictures belongs to another class, so a head of
-*dog*, *bird* and so on has to generalise; pictures of none of the groups are strangers. Of CIFAR-10
-the groups are its classes. The backbone is DeiT-tiny, which was trained on ImageNet. Features are
-those that the checkpoint's own head reads (`head`), and those that taught heads read (`transfer`).
-A figure is a mean over draws of pictures.
+Two kinds of groups are taught. Each picture of ImageNet belongs to another class, so a head of
+*dog*, *bird* and other groups has to generalise. Pictures outside all groups are strangers. For
+CIFAR-10, the groups are its classes. The backbone is DeiT-tiny, trained on ImageNet. Features are
+the input of the checkpoint's own head (`head`), or of taught heads (`transfer`). A figure is a mean
+over draws of pictures.
 
-`python -m benchmarks.teach --beside ROUNDS` measures a server that is taught: how soon it knows,
-and whom it disturbs.
+`python -m benchmarks.teach --beside ROUNDS` measures a server while it is taught: the time until a
+new picture counts, and the rate of other callers.
 """
 
 import csv
@@ -89,7 +88,7 @@ _GROUPS: Final[dict[str, dict[str, frozenset[int]]]] = {
         "building": frozenset((442, 448, 498, 500, 538, 580, 624, 634, 660, 668, 698, 832, 900)),
     },
 }
-# Pictures that a head has, and the seconds after which it gets another one.
+# Number of a head's pictures, and seconds between new pictures.
 _TEACHING: Final = {"steady": (20, 1.0), "restless": (1000, 0.2)}
 
 
@@ -130,8 +129,9 @@ class Groups:
         self._names = {"head": "", "transfer": f"-transfer{parts}"}
 
     def draw(self, taught: int, seed: int) -> tuple[Numbers, Numbers]:
-        """Return the pictures that teach, at most so many of a group, and those that test, at least
-        one of each.
+        """Draw pictures to teach, at most `taught` for each group, and pictures to test.
+
+        Each group has at least one picture to test.
         """
         random = np.random.default_rng(seed)
         own: list[Numbers] = []
@@ -144,7 +144,7 @@ class Groups:
         return np.concatenate(own), np.concatenate(others)
 
     def learn(self, pool: Pooling, own: Numbers, labels: Numbers) -> tuple[TaughtHead, Knowledge]:
-        """Return the head that these pictures teach, and what it knows of itself."""
+        """Fit a head to these pictures, and return it with its statistics."""
         return learn(self.features[pool][own], labels, self._names[pool])
 
     def accuracy(self, taught: int, seed: int) -> dict[str, float]:
@@ -181,8 +181,9 @@ class Groups:
         }
 
     def suspects(self, taught: int, seed: int) -> dict[str, float]:
-        """Return what is found of wrong labels among as many suspects as there are wrong ones, for
-        each pool.
+        """Return the share of wrong labels that are among the first suspects, for each pool.
+
+        As many suspects count as there are wrong labels.
         """
         own, _ = self.draw(taught, seed)
         random = np.random.default_rng(seed)
@@ -252,9 +253,7 @@ def groups_of(model: Path) -> dict[str, Groups]:
 
 
 def learn(features: Floats, classes: Numbers, name: str = "") -> tuple[TaughtHead, Knowledge]:
-    """Return the head that these pictures teach, and what it knows of itself; labels are the
-    numbers of classes.
-    """
+    """Fit a head to features, and return it with its statistics; labels are class numbers."""
     head = taught_head(features, [str(each) for each in classes], range(len(classes)), name, "")
     return head, Knowledge.model_validate_json(head.statistics)
 
@@ -302,11 +301,10 @@ class Teacher:
 
 
 def beside(model: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Return the rates of a lone caller beside teaching, as shares of those just before and after,
-    and `known` heads.
+    """Return the rates of a lone caller during teaching, relative to the rates before and after.
 
-    `steady`: a head of 20 pictures gets one each second. `restless`: one of 1,000 gets five a
-    second.
+    `steady`: a head of 20 pictures gets a picture each second. `restless`: a head of 1,000 pictures
+    gets five each second.
     """
     photograph = REPOSITORY / "examples" / "dog.jpg"
     caller = Loader([REPOSITORY / "examples" / "dog.jpg"], OURS)
@@ -323,7 +321,7 @@ def beside(model: Path, rounds: int, seconds: float) -> dict[str, Any]:
             teaching = pool.submit(teacher.add, head, 100_000 if pause else 0, pause, stop)
             measured = caller.run(server.url, connections=1, seconds=seconds).rate
             stop.set()
-            teaching.result()  # raises what it raised
+            teaching.result()  # raises the error of the thread
             teacher.known(head)
             return measured
 

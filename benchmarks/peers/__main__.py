@@ -1,9 +1,8 @@
-"""vitserve beside its peers: `python -m benchmarks.peers`. Medians over interleaved rounds, and
-ratios within them.
+"""Compare vitserve with its peers: `python -m benchmarks.peers`.
 
-Servers are started and warmed before the first of them is measured, and all but the one that is
-loaded are held (SIGSTOP): some poll while they are idle. Every measurement is saved as soon as it
-is made.
+Figures are medians over interleaved rounds, and ratios within rounds. All servers start and warm up
+before the first measurement. Idle servers are stopped (SIGSTOP), because some poll. Every
+measurement is saved at once.
 """
 
 import argparse
@@ -143,7 +142,7 @@ def _reference(model: Path, files: Sequence[Path]) -> list[tuple[int, float]]:
 
 
 def report(data: Mapping[str, Any]) -> str:
-    """Markdown: each model's servers, the fastest first, beside vitserve within the same rounds."""
+    """Return each model's servers as Markdown, fastest first, relative to vitserve's rounds."""
     lines = []
     for name, model in data["models"].items():
         rows = []

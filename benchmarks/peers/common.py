@@ -30,13 +30,13 @@ class Options(BaseSettings):
 
     Attributes:
         model: folder in transformers' layout.
-        threads: of the engine: torch's for one forward pass, or OpenVINO's.
-        decoders: threads that decode, where the peer has room for them.
+        threads: threads of the engine: torch's for one forward pass, or OpenVINO's.
+        decoders: decoding threads, if the peer supports them.
         batch: largest batch.
         wait_ms: how long an incomplete batch waits.
-        dtype: of the network.
+        dtype: dtype of the network.
         engine: `torch`, `compile` (torch.compile) or `openvino`.
-        workers: processes with an engine each, where the peer has room for them.
+        workers: engine processes, if the peer supports them.
     """
 
     model_config = SettingsConfigDict(env_prefix="PEER_")

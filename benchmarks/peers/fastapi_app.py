@@ -20,7 +20,7 @@ queue: asyncio.Queue[tuple[Pixels, asyncio.Future[dict[str, float]]]] = asyncio.
 
 
 async def batches(classifier: Classifier) -> None:
-    """Take what waits, up to a batch; run it; answer."""
+    """Answer waiting pictures in batches."""
     loop = asyncio.get_running_loop()
     while True:
         taken = [await queue.get()]

@@ -1,9 +1,9 @@
 """Make an environment for each peer under benchmarks/.peers: `python -m
 benchmarks.peers.make_environments [NAME...]`.
 
-Each is a virtual environment that sees this one's packages behind its own (torch is large), so that
-peers with requirements that contradict each other can be measured on the same torch. A peer that
-cannot be installed is told, and the others go on.
+Each is a virtual environment that falls back to the packages of this environment, because torch is
+large. Peers with conflicting requirements then run on the same torch. If a peer cannot be
+installed, its name is printed, and the others go on.
 """
 
 import site

@@ -11,7 +11,7 @@ from benchmarks.peers.common import FileClassifier, Options
 
 
 class Whole(Worker):
-    """The worker of the one stage."""
+    """The worker of the only stage."""
 
     def __init__(self) -> None:
         self.classifier = FileClassifier()

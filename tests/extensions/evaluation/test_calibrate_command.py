@@ -1,4 +1,4 @@
-"""`vitserve calibrate`, what its folder then answers, and `vitserve evaluate`, as a user runs them."""
+"""`vitserve calibrate`, the answers of its folder, and `vitserve evaluate`, as a user runs them."""
 
 import csv
 import io
@@ -51,7 +51,8 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
     model = ("--checkpoint", checkpoint, *HERE)
     code, out, _ = run(capsys, "evaluate", "--data", labelled, "--coverage", "0.9", *model)
     sets = re.search(
-        r"sets for a coverage of 0.9: ([\d.]+)% hold the right label, ([\d.]+) labels .*, [\d.]+% abs",
+        r"sets for a coverage of 0.9: ([\d.]+)% hold the right label, "
+        r"([\d.]+) labels .*, [\d.]+% abs",
         out,
     )
     assert code == 0

@@ -255,7 +255,8 @@ def test_no_key_is_guessed_from_what_heads_show(store: Examples, tmp_path: Path)
     with closing(sqlite3.connect(store.path)) as db, db:  # as an earlier version kept the owner
         db.execute("DELETE FROM secrets")
         db.execute(
-            "INSERT INTO heads (name, backbone, model, owner, creator) VALUES ('pets', 'b', 'm', ?1, ?1)",
+            "INSERT INTO heads (name, backbone, model, owner, creator) "
+            "VALUES ('pets', 'b', 'm', ?1, ?1)",
             [digest],
         )
         db.execute("INSERT INTO examples VALUES (1, 1, 'cat', 0, ?, x'00000000')", [digest])

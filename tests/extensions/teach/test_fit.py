@@ -17,32 +17,8 @@ from model.taught_heads import TaughtHead
 from service.extensions.teach import fit as module
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.fit import Clock, fit_changed, taught_head
+from tests.extensions.teach.clusters import LABELS, pictures, taught, teach
 from vitserve.head_documents import Knowledge
-
-LABELS = ("cat", "dog", "cow")
-
-
-def pictures(
-    count: int, *, seed: int = 0, spread: float = 0.4
-) -> tuple[NDArray[np.float32], list[str]]:
-    """Features of so many pictures of each label, near its own direction."""
-    generator = np.random.default_rng(seed)
-    labels = [label for label in LABELS for _ in range(count)]
-    centres = np.repeat(3 * np.eye(3, 24), count, axis=0)
-    return (centres + spread * generator.normal(size=centres.shape)).astype(np.float32), labels
-
-
-def taught(count: int = 10) -> tuple[TaughtHead, Knowledge]:
-    features, labels = pictures(count)
-    head = taught_head(features, labels, range(1, len(labels) + 1), "b", "deit")
-    return head, Knowledge.model_validate_json(head.statistics)
-
-
-def teach(store: Examples, count: int = 4, seed: int = 0) -> None:
-    features, labels = pictures(count, seed=seed)
-    for label in LABELS:
-        places = [place for place, each in enumerate(labels) if each == label]
-        store.add("pets", label, features[places], "", ("b", "deit"))
 
 
 def test_the_head_answers_pictures_that_it_has_not_seen() -> None:

@@ -20,7 +20,7 @@ from service.extensions.teach import heads as module
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.heads import TaughtHeads, features_of
 from service.models.generation import LocalModel
-from tests.extensions.teach.test_fit import taught, teach
+from tests.extensions.teach.clusters import taught, teach
 from tests.service.fakes import FixedModels, on_a_loop
 from tests.service.web.fake_engine import FakeEngine
 

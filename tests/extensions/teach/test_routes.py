@@ -1,4 +1,4 @@
-"""The routes of taught heads: each takes a slot, has a deadline, and ends when its caller leaves."""
+"""The routes of taught heads: each takes a slot, has a deadline, and ends at a disconnect."""
 
 import base64
 import io
