@@ -245,13 +245,12 @@ class LocalModels(Models):
         assert self._prepared is not None, "a version was prepared"
         prepared = self._prepared
         self._prepared = None
-        key = prepared.key
-        model = prepared.model
+        key, model, following = prepared
         if prepared.is_new:
             self.served[key] = model
             model.on_change = self.on_change
         else:
-            model.take_over(prepared.following)
+            model.take_over(following)
             self.results["served"] += 1
             self.refused.discard(key)
         if key in self.served:  # otherwise it was deleted meanwhile
@@ -341,8 +340,7 @@ class LocalModels(Models):
         """Give a model's memory back; see `Models.unload`."""
         self._require_changeable(name)
         async with self._turn:
-            model = self.find(name)
-            if model.state != "ready":
+            if self.find(name).state != "ready":
                 return
             leaving = self._tasks.begin(self._memory.unload([self.served[name]]))
         await asyncio.shield(leaving)
