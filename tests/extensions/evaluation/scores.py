@@ -1,4 +1,4 @@
-"""All scores of pictures, as a model is measured by."""
+"""All scores of pictures, for comparisons."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""`vitserve calibrate`, the answers of its folder, and `vitserve evaluate`, as a user runs them."""
+"""`vitserve calibrate`, answers of its folder, and `vitserve evaluate`, run like a user does."""
 
 import csv
 import io

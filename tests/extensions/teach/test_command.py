@@ -1,4 +1,4 @@
-"""`vitserve teach`: a folder of folders becomes a head, as a file or in a running server."""
+"""`vitserve teach`: folders of pictures become a head, as a file or in a running server."""
 
 from pathlib import Path
 

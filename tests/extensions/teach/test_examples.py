@@ -1,6 +1,4 @@
-"""The store of examples: what is kept, what is refused, and what is left when a process ends in the
-middle.
-"""
+"""The store of examples: additions, limits, permissions, and processes that end early."""
 
 import asyncio
 import hashlib
@@ -359,7 +357,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
 
     def with_a_full_disk() -> sqlite3.Connection:
         db = connect()
-        db.execute("PRAGMA max_page_count = 1")  # never less than what the file has
+        db.execute("PRAGMA max_page_count = 1")  # SQLite rounds this up to the size of the file
         return db
 
     with monkeypatch.context() as context:

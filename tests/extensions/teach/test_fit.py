@@ -1,4 +1,4 @@
-"""The fit of a taught head: what it answers, what it knows of itself, and that it is kept whole."""
+"""The fit of a taught head: answers, statistics, and turns."""
 
 import json
 import sqlite3

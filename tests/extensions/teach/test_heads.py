@@ -1,6 +1,4 @@
-"""The heads of a web process: they follow the file, whoever changes it, and one process alone fits
-them.
-"""
+"""The heads of a web process: they follow the file, and one process at a time fits."""
 
 import asyncio
 import fcntl

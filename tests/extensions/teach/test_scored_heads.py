@@ -1,4 +1,4 @@
-"""Taught heads over HTTP: where they are scored, and what one that fails costs the others."""
+"""Taught heads over HTTP: scoring, and failures of a single head."""
 
 import threading
 from typing import ClassVar

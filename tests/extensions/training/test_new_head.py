@@ -1,4 +1,4 @@
-"""A new head on features that stay: whether what is served answers as it was measured."""
+"""A new head on frozen features: the served model answers like the fitted head."""
 
 import logging
 from dataclasses import replace
@@ -72,7 +72,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_every_network_serves_a_probes_logits(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_every_network_serves_its_probe(tmp_path: Path, fields: dict[str, Any]) -> None:
     start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
     pixels = np.random.default_rng(0).integers(
         0, 256, (3, start.config.in_channels, 16, 16), np.uint8
@@ -87,7 +87,7 @@ def test_every_network_serves_a_probes_logits(tmp_path: Path, fields: dict[str, 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("class_index", [None, 1], ids=["best", "named"])
-def test_a_probes_map_is_that_of_a_taught_head(
+def test_map_equals_that_of_a_taught_head(
     tmp_path: Path, class_index: int | None, fields: dict[str, Any]
 ) -> None:
     start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
@@ -108,7 +108,7 @@ def test_a_probes_map_is_that_of_a_taught_head(
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_probe_has_maps_of_attention(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_probe_has_maps_of_attention(tmp_path: Path, fields: dict[str, Any]) -> None:
     start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
     head = head_of(embedding_width(start.config, "transfer"))
     pixels = np.zeros((1, 16, 16, start.config.in_channels), np.uint8)
@@ -123,7 +123,7 @@ def test_a_probe_has_maps_of_attention(tmp_path: Path, fields: dict[str, Any]) -
     [((16, 16), {}), ((96, 80), {"class_token": False, "pool": "mean"})],
     ids=["cls, coarse", "patches, fine"],
 )
-def test_openvino_serves_a_probe_as_torch_does(
+def test_openvino_serves_a_probe_like_torch(
     tmp_path: Path,
     size: tuple[int, int],
     fields: dict[str, Any],
@@ -148,7 +148,7 @@ def test_openvino_serves_a_probe_as_torch_does(
         np.testing.assert_allclose(ours.map.values, theirs.map.values, rtol=1e-3, atol=1e-4)
 
 
-def test_of_clip_the_images_tower_is_read(tmp_path: Path) -> None:
+def test_clips_image_tower_gets_a_head(tmp_path: Path) -> None:
     whole_models.clip(tmp_path)
     start = load_checkpoint(str(tmp_path), labels="numbers")
     assert start.config.num_classes == 0
@@ -157,7 +157,7 @@ def test_of_clip_the_images_tower_is_read(tmp_path: Path) -> None:
     changed.build()
 
 
-def test_a_librarys_network_gets_a_head_if_it_ends_in_a_linear_layer() -> None:
+def test_librarys_last_linear_layer_is_replaced() -> None:
     timm()
     config = library_config("test_resnet", {}, 5, 3, (64, 64))
     assert linear_head(config) == "fc"
@@ -174,9 +174,7 @@ def test_a_librarys_network_gets_a_head_if_it_ends_in_a_linear_layer() -> None:
         )
 
 
-def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_served_probe_scores_as_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start = write_checkpoint(tmp_path / "start", "abcde")
     data = tmp_path / "data"
     for seed, (split, count) in enumerate({"train": 9, "test": 6}.items()):
@@ -212,7 +210,7 @@ def test_a_folder_becomes_a_model_that_answers_as_it_was_measured(
 @pytest.mark.parametrize(
     ("split", "count"), [("validation", 6), (None, 12)], ids=["given", "folds"]
 )
-def test_accuracy_is_of_the_validation_pictures_or_of_all_in_turn(
+def test_accuracy_is_of_held_out_pictures(
     tmp_path: Path, split: str | None, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = tmp_path / "data"
@@ -229,7 +227,7 @@ def test_accuracy_is_of_the_validation_pictures_or_of_all_in_turn(
     )
 
 
-def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_data_without_a_fit_are_refused(tmp_path: Path) -> None:
     start = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
     data = write_folder(tmp_path / "data", 2)
     with pytest.raises(TrainingError, match="checkpoint: a probe needs one"):
