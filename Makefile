@@ -10,7 +10,7 @@ TORCH_INDEX_URL ?=
 # Empty without an NVIDIA driver.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean \
+.PHONY: help run test core test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean \
 	version wheels notes site release-check locks
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "             smaller, on Linux without a GPU:"
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
+	@echo "make core    the core's tests in a copy without extensions"
 	@echo "make test-ray  install Ray (300 MB) and run the tests of the service on Ray Serve"
 	@echo "make fuzz    damaged pictures and requests, EXAMPLES=5000 of each kind"
 	@echo "make check   lint, format, types and import contracts"
@@ -78,6 +79,20 @@ TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $$(($$(getconf _NP
 
 test: $(VENV)/.test
 	$(TEST)
+
+# The core alone: a copy without the folders `extensions/`, whose metadata names no entry points. In the copy, Python does
+# not find the editable installation of this folder.
+CORE := runs/core
+
+core: $(VENV)/.test
+	rm -rf $(CORE) && mkdir -p $(CORE)/vitserve.egg-info
+	git ls-files -z --cached --others --exclude-standard | grep -zv '/extensions/' \
+		| tar --create --null --files-from - --ignore-failed-read 2>/dev/null | tar --extract --directory $(CORE)
+	printf 'import sys\nsys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in finder.__module__]\n' \
+		>$(CORE)/sitecustomize.py
+	cp model/images/*.so $(CORE)/model/images/ 2>/dev/null || true
+	printf 'Metadata-Version: 2.1\nName: vitserve\nVersion: %s\n' $(VERSION) >$(CORE)/vitserve.egg-info/PKG-INFO
+	cd $(CORE) && PYTHONPATH="$$PWD" $(TEST:$(BIN)/%=$(abspath $(BIN))/%) tests/model tests/service tests/vitserve tests/simulation
 
 test-ray: $(VENV)/.test
 	$(PIP) --quiet -e '.[ray]'

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,14 +25,15 @@ from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden
-from service.extensions.cluster.engine_process import EngineServer
-from service.extensions.cluster.remote_model import EngineClient, RemoteModels
 from service.models.generation import LocalModel, Version
 from service.models.local_models import LocalModels
 from service.models.registry import Models
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.model.images.pictures import encode
+
+HAS_CLUSTER = find_spec("service.extensions") is not None
+"""Whether engines can be processes of their own; the core alone does without."""
 
 PATIENCE = 30.0
 """Seconds after which a test gives up; nothing ever waits this long when the code is right."""
@@ -359,6 +361,9 @@ async def running(
         if remote:
             folder = Path(stack.enter_context(TemporaryDirectory()))
             images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
+            from service.extensions.cluster.engine_process import EngineServer
+            from service.extensions.cluster.remote_model import EngineClient, RemoteModels
+
             server = EngineServer(own, images, refresh_seconds=0.01)
             other = RemoteModels([EngineClient(folder / "engine", "auto")])
             rig = Rig(other, server.close, predictor, reports, states)
