@@ -1,4 +1,4 @@
-"""`python -m service`, which is `vitserve`."""
+"""Runs `vitserve` for `python -m service`."""
 
 import sys
 

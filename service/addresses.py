@@ -11,24 +11,23 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 UNIX: Final = "unix:"
-"""Precedes the path of a Unix socket, where others have a host."""
+"""Prefix of an address whose rest is the path of a Unix socket."""
 
 ANY: Final = ("0.0.0.0", "::")
-"""The hosts that stand for every address of this machine."""
+"""Hosts that mean every address of this machine."""
 
 _NAME: Final = re.compile(
     r"(?:[A-Za-z0-9_-]{1,63}\.)*(?=[A-Za-z0-9_-]*[A-Za-z])[A-Za-z0-9_-]{1,63}\.?"
 )
-_LONGEST_PATH: Final = 107  # bytes of the path of a Unix socket
+_MAX_PATH_BYTES: Final = 107  # of a Unix socket
 _BACKLOG: Final = 2048
-_ABSENT: Final = (
-    errno.EADDRNOTAVAIL,
-    errno.EAFNOSUPPORT,
-)  # of the IPv6 address of `localhost` where IPv6 is off
+
+# Errors for the IPv6 address of `localhost` if IPv6 is off.
+_ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def parse_listen_hosts(value: str) -> str:
-    """Return hosts, separated by commas, as they are listened on; raises `ValueError`."""
+    """Return comma-separated hosts in canonical form; raises `ValueError`."""
     hosts = [_listen_host(part.strip()) for part in value.split(",")]
     return ",".join(dict.fromkeys(hosts))
 
@@ -36,9 +35,13 @@ def parse_listen_hosts(value: str) -> str:
 def _listen_host(text: str) -> str:
     if text.startswith(UNIX):
         path = re.sub("^/+", "/", text.removeprefix(UNIX))
-        if not path.startswith("/") or path.endswith("/") or len(os.fsencode(path)) > _LONGEST_PATH:
+        if (
+            not path.startswith("/")
+            or path.endswith("/")
+            or len(os.fsencode(path)) > _MAX_PATH_BYTES
+        ):
             raise ValueError(
-                f"{text!r}: expected unix: and an absolute path of at most {_LONGEST_PATH} bytes"
+                f"{text!r}: expected unix: and an absolute path of at most {_MAX_PATH_BYTES} bytes"
             )
         return f"{UNIX}{path}"
     host = text.removeprefix("[").removesuffix("]")
@@ -48,12 +51,13 @@ def _listen_host(text: str) -> str:
         if _NAME.fullmatch(host):
             return host
     raise ValueError(
-        f"{text!r}: expected IP addresses (:: for all), names or unix:/PATH, separated by commas, without a port"
+        f"{text!r}: expected IP addresses (:: for all), names or unix:/PATH, "
+        "separated by commas, without a port"
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host: a loopback address or a Unix socket."""
+    """Return whether a host is a loopback address or a Unix socket, reachable only from here."""
     if host.startswith(UNIX) or host == "localhost":
         return True
     try:
@@ -68,7 +72,7 @@ def tcp_hosts(hosts: Sequence[str]) -> list[str]:
 
 
 def in_url(host: str) -> str:
-    """Return a host as a URL has it: IPv6 in brackets."""
+    """Return a host in the form of a URL: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -76,9 +80,9 @@ class TcpAddress(NamedTuple):
     """An address of a host.
 
     Attributes:
-        sockaddr: as `bind` takes it; its second item is the port.
-        takes_ipv4: IPv6 that takes callers over IPv4, too.
-        is_optional: the host has other addresses.
+        sockaddr: argument of `bind`; its second item is the port.
+        takes_ipv4: whether an IPv6 socket also accepts connections over IPv4.
+        is_optional: whether the host has other addresses.
     """
 
     host: str
@@ -89,26 +93,24 @@ class TcpAddress(NamedTuple):
 
 
 def tcp_addresses(hosts: Sequence[str]) -> Iterator[TcpAddress]:
-    """Yield the addresses of all hosts that are not Unix sockets; raises `OSError` if a name has
-    none.
-    """
+    """Yield the addresses of all hosts except Unix sockets; raises `OSError` for unknown names."""
     for host in tcp_hosts(hosts):
         try:
-            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except socket.gaierror as error:
             raise OSError(error.errno, error.strerror, host) from None
-        addresses = list(dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found))
+        addresses = list(dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in infos))
         takes_ipv4 = host == "::" and "0.0.0.0" not in hosts
         for family, sockaddr in addresses:
             yield TcpAddress(host, family, sockaddr, takes_ipv4, is_optional=len(addresses) > 1)
 
 
 def bind_tcp(address: TcpAddress, port: int, *options: int, listens: bool = False) -> socket.socket:
-    """Return a socket that is bound to an address; raises `OSError`, whose `filename` is the
-    address.
+    """Return a socket bound to an address; raises `OSError` with the address as `filename`.
 
     Args:
-        options: of SOL_SOCKET, which are set.
+        options: options of SOL_SOCKET to set.
+        listens: whether the socket also listens.
     """
     bound = None
     try:
@@ -128,14 +130,14 @@ def bind_tcp(address: TcpAddress, port: int, *options: int, listens: bool = Fals
 
 
 def listen(hosts: Sequence[str], port: int, count: int = 1) -> list[list[socket.socket]]:
-    """Return the listening sockets of `count` processes; raises `OSError`, whose `filename` is the
-    address.
+    """Return each process's listening sockets; raises `OSError` with the address as `filename`.
 
-    The kernel spreads connections evenly over sockets of their own (SO_REUSEPORT), where processes
-    that share one would take whole bursts each. A Unix socket is shared.
+    Each process has its own TCP sockets (SO_REUSEPORT), over which the kernel spreads connections
+    evenly. With a shared socket, one process would accept a whole burst. A Unix socket is shared.
 
     Args:
-        port: 0 picks a free one, the same for all addresses.
+        port: TCP port; 0 picks a free port, the same for all addresses.
+        count: number of processes.
     """
     with ExitStack() as opened:
         processes = [_listen_tcp(hosts, port, opened, is_shared=count > 1)]
@@ -154,7 +156,7 @@ def listen(hosts: Sequence[str], port: int, count: int = 1) -> list[list[socket.
 def _listen_tcp(
     hosts: Sequence[str], port: int, opened: ExitStack, *, is_shared: bool
 ) -> list[socket.socket]:
-    """Return listening sockets on all hosts that are not Unix sockets, which `opened` closes."""
+    """Return listening sockets on all hosts except Unix sockets; `opened` closes them."""
     options = [socket.SO_REUSEADDR, socket.SO_REUSEPORT] if is_shared else [socket.SO_REUSEADDR]
     listeners: list[socket.socket] = []
     for address in tcp_addresses(hosts):
@@ -170,14 +172,13 @@ def _listen_tcp(
 
 
 def _listen_unix(path: Path) -> socket.socket:
-    """Return a socket that listens on a path; a file that a dead service left there is replaced."""
+    """Return a socket that listens on a path; replace the file of a service that died."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
         listener.bind(str(path))
-        path.chmod(
-            0o666
-        )  # as open to users of this machine as a loopback address; its folder may be closed
+        # As open to users of this machine as a loopback address; the folder may restrict access.
+        path.chmod(0o666)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -186,7 +187,7 @@ def _listen_unix(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the file of a socket on which nobody listens; raises `OSError` for any other file."""
+    """Remove the file of a socket without a listener; raises `OSError` for any other file."""
     if not path.exists():
         return
     if not path.is_socket():
@@ -207,14 +208,14 @@ def port_of(listeners: Sequence[socket.socket]) -> int:
 
 
 class SocketFiles:
-    """The files of Unix sockets that a service has made, to be removed at its end."""
+    """The files of a service's Unix sockets, to be removed at its end."""
 
     def __init__(self, listeners: Sequence[socket.socket]) -> None:
         paths = [Path(each.getsockname()) for each in listeners if each.family == socket.AF_UNIX]
         self._files = {path: _identity(path) for path in paths}
 
     def remove(self) -> None:
-        """Remove the files, unless another service has put its own in their place."""
+        """Remove the files, unless another service has replaced them."""
         for path, identity in self._files.items():
             if _identity(path) == identity:
                 path.unlink(missing_ok=True)

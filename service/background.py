@@ -1,10 +1,8 @@
-"""Runs the background tasks and threads of the service: what fails is logged, counted and started
-again.
+"""Runs background tasks and threads; logs, counts and restarts those that fail.
 
-By themselves a failed task of asyncio and a failed thread are gone, mostly without a word, and the
-service goes on without what they did: signs of life, timeouts of connections, new heads. So nothing
-else in `service` starts either, but for tasks and threads of one request, whose errors are its
-answer.
+Without it, a failed asyncio task or thread would end silently, and the service would lose its work:
+heartbeats, timeouts of connections, new heads. Only this module starts tasks and threads. The
+exceptions belong to one request, and report their errors in its answer.
 """
 
 import asyncio
@@ -21,8 +19,8 @@ logger = logging.getLogger("vitserve")
 
 T = TypeVar("T")
 
-# Seconds before the first restart; each further pause is twice as long. A run of
-# `_LONG_RUN_SECONDS` starts over.
+# Pause before the first restart; each further pause is twice as long. A run of at least
+# `_LONG_RUN_SECONDS` resets the pause.
 _PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _LONG_RUN_SECONDS: Final = 60.0
@@ -30,19 +28,17 @@ _LONG_RUN_SECONDS: Final = 60.0
 _observers: list[Callable[[str], object]] = []
 
 
-def on_restart(called: Callable[[str], object]) -> None:
-    """Call a function with a task's name whenever this process starts it again, instead of the one
-    before.
-    """
-    _observers[:] = [called]
+def on_restart(observer: Callable[[str], object]) -> None:
+    """Call a function with the name of each task that restarts; replaces the previous observer."""
+    _observers[:] = [observer]
 
 
 class Restarts:
     """The restarts of one task.
 
     Args:
-        task: its name, in the log and the metric.
-        clock: monotonic seconds.
+        task: name in the log and the metric.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, task: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,17 +48,17 @@ class Restarts:
         self._pause_seconds = _PAUSE_SECONDS
 
     def begin(self) -> None:
-        """Note that a run begins."""
+        """Note the start of a run."""
         self._started = self._clock()
 
     def failed(self, error: BaseException) -> float:
-        """Log and count a run that failed, and return the seconds until the next one."""
+        """Log and count a failed run; return the pause before the next run, in seconds."""
         if self._clock() - self._started >= _LONG_RUN_SECONDS:
             self._pause_seconds = _PAUSE_SECONDS
         pause = self._pause_seconds
         self._pause_seconds = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         logger.error(
-            "background task %s failed: it is started again in %g s",
+            "background task %s failed: it restarts in %g s",
             self._task,
             pause,
             exc_info=error,
@@ -78,13 +74,12 @@ def keep_running(
     *,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> asyncio.Task[None]:
-    """Start a coroutine as a task, again whenever it fails, until it returns or the task is
-    cancelled.
+    """Start a task that repeats its work after each failure, until the work returns.
 
     Args:
-        task: its name, in the log and the metric.
+        task: name in the log and the metric.
         work: returns the coroutine of a run.
-        sleep: waits some seconds.
+        sleep: waits for a number of seconds.
     """
     return asyncio.create_task(_run_again(work, Restarts(task), sleep), name=task)
 
@@ -103,7 +98,7 @@ async def _run_again(
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            pause = restarts.failed(error)  # another task was cancelled, which the work awaited
+            pause = restarts.failed(error)  # the work awaited another task that was cancelled
         except Exception as error:  # noqa: BLE001  logged by `failed`
             pause = restarts.failed(error)
         await sleep(pause)
@@ -116,14 +111,13 @@ def supervised_thread(
     name: str = "",
     sleep: Callable[[float], None] = time.sleep,
 ) -> threading.Thread:
-    """Return a daemon thread, not started yet, that does its work again whenever that fails, until
-    it returns.
+    """Return an unstarted daemon thread that repeats its work after each failure.
 
     Args:
-        task: its name in the log and the metric.
-        work: a run.
-        name: of the thread, if it differs.
-        sleep: waits some seconds.
+        task: name in the log and the metric.
+        work: function of a run.
+        name: name of the thread, if it differs.
+        sleep: waits for a number of seconds.
     """
 
     def run() -> None:
@@ -141,24 +135,24 @@ def supervised_thread(
 
 
 class Tasks:
-    """Tasks that run once and are kept until they end: an event loop alone holds none.
+    """Tasks that run once; holds them until they end, because an event loop does not.
 
-    Whoever awaits one gets its error; one that is no answer to a caller is logged too, as nobody
-    may await it.
+    An awaited task raises its error. Unexpected errors are also logged, because the task may not be
+    awaited.
     """
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin a coroutine and return its task; nobody has to wait for it."""
+        """Start a coroutine, and return its task; it need not be awaited."""
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def cancel(self) -> None:
-        """Cancel those that have not ended."""
+        """Cancel all running tasks."""
         for task in self._running:
             task.cancel()
 

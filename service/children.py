@@ -1,9 +1,8 @@
-"""Starts every other program: child processes see no secrets, and import nothing from a folder that
-a caller may write.
+"""Starts other programs: children see no secrets, and import no module from writable folders.
 
 A child runs in `/`, with `-P` if it is Python, and with the environment variables of an allow-list.
-Processes that are forked from the supervisor (`service.extensions.cluster.processes`) are the service itself,
-and keep all.
+The processes of a service with several workers are not such children: they are forks of the
+service, and keep its environment.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
-# Variables that a program and the libraries of this service may need to run.
+# Variables that a program and the libraries of this service may need.
 COMMON: Final = (
     *("HOME", "LANG", "LC_*", "PATH", "TMPDIR", "TZ", "XDG_*"),
     *("GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*"),
@@ -23,7 +22,7 @@ COMMON: Final = (
     *("BLIS_*", "GOMP_*", "KMP_*", "MKL_*", "OMP_*", "OPENBLAS_*"),
 )
 
-# Variables for a child that reads checkpoints: caches, the network, and the token of the hub.
+# Variables for a child that reads checkpoints: caches, the network, the token of the hub.
 LOADING: Final = (
     *("CUDA_*", "NVIDIA_*", "PYTORCH_*", "TORCH*", "TRITON_*", "DNNL_*", "ONEDNN_*"),
     *("HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TIMM_*"),
@@ -41,8 +40,8 @@ def environment(allowed: Collection[str] = COMMON, **more: str) -> dict[str, str
     """Return the environment of a child.
 
     Args:
-        allowed: patterns of the variables that it inherits.
-        more: variables that are set for it.
+        allowed: patterns of inherited variables.
+        more: additional variables.
     """
     inherited = {
         name: value
@@ -58,7 +57,7 @@ def start(
     more: dict[str, str] | None = None,
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    """Start a program, with options of `subprocess.Popen`; raises OSError if it cannot be started."""
+    """Start a program with options of `subprocess.Popen`; raises `OSError`."""
     return subprocess.Popen(command, cwd="/", env=environment(allowed, **(more or {})), **options)
 
 
@@ -69,14 +68,14 @@ def start_python(
     more: dict[str, str] | None = None,
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    """Start a module as `start` does, with the packages that this process imports."""
+    """Start a Python module like `start`, with the import path of this process."""
     return start(*_python(module, *arguments), allowed=allowed, more=_importing(more), **options)
 
 
 async def start_python_async(
     module: str, *arguments: str, more: dict[str, str] | None = None, **options: Any
 ) -> asyncio.subprocess.Process:
-    """Start a module as `start_python` does, from an event loop."""
+    """Start a Python module like `start_python`, from an event loop."""
     variables = environment(COMMON, **_importing(more))
     return await asyncio.create_subprocess_exec(
         *_python(module, *arguments), cwd="/", env=variables, **options
@@ -84,10 +83,10 @@ async def start_python_async(
 
 
 def output_of(*command: str, timeout_seconds: float) -> str:
-    """Return what a program writes to its standard output.
+    """Return the standard output of a program.
 
     Raises:
-        OSError, subprocess.SubprocessError: it cannot be started, fails, or takes too long.
+        OSError, subprocess.SubprocessError: the program does not start, fails, or takes too long.
     """
     done = subprocess.run(
         command,
@@ -107,12 +106,12 @@ def _python(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def _importing(more: dict[str, str] | None) -> dict[str, str]:
-    """Return variables with which a child imports from where this process does.
+    """Return variables that give a child the import path of this process.
 
-    The working directory is left out, unless the packages of this service lie in it.
+    The working directory is excluded, unless it contains the packages of this service.
     """
-    left_out = {_working_directory()} - {_PACKAGES}
-    folders = [entry for entry in sys.path if entry and Path(entry).resolve() not in left_out]
+    excluded = {_working_directory()} - {_PACKAGES}
+    folders = [entry for entry in sys.path if entry and Path(entry).resolve() not in excluded]
     return {
         "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in folders),
         **(more or {}),
@@ -120,7 +119,7 @@ def _importing(more: dict[str, str] | None) -> dict[str, str]:
 
 
 def _working_directory() -> Path | None:
-    """Return the working directory; None if it is gone."""
+    """Return the working directory; None if it was deleted."""
     try:
         return Path.cwd().resolve()
     except FileNotFoundError:

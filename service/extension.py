@@ -4,7 +4,7 @@
     audit = "audit_log:EXTENSION"
 
 An extension is an object of `Extension` that a package names as an entry point. The core asks each
-extension at the places below and imports none. docs/extensions.md has a complete example.
+extension through the fields below and imports none. docs/extensions.md has a complete example.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Command(NamedTuple):
     """A subcommand of `vitserve`.
 
     Attributes:
-        module: its dotted name; it has `add_arguments(parser)` and `run(arguments) -> int`.
-        summary: its line in `vitserve --help`.
-        example: a complete call, shown when an argument is missing.
-        synonyms: words that people type instead.
+        module: dotted name of a module with `add_arguments(parser)` and `run(arguments) -> int`.
+        summary: line in `vitserve --help`.
+        example: complete command line, shown when an argument is missing.
+        synonyms: other words that suggest this subcommand.
     """
 
     module: str
@@ -47,7 +47,7 @@ class Routes(NamedTuple):
     """Routes of an extension.
 
     Attributes:
-        routes: endpoints of a `service.web.routes.endpoint.Router`, behind those of the core.
+        routes: endpoints of a `service.web.routes.endpoint.Router`, matched after the core's.
         public: paths that need no API key.
     """
 
@@ -57,7 +57,7 @@ class Routes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Extension(model_extension.Extension):
-    """What an extension adds; every field but `name` is optional.
+    """The additions of one extension; every field but `name` is optional.
 
     Importing the object must be cheap, because `vitserve --help` does: functions import what they
     need when they are called.
@@ -69,17 +69,17 @@ class Extension(model_extension.Extension):
         settings: `module:Class` of a pydantic model whose fields join the settings as `VIT_NAME`.
         commands: subcommands by name.
         check: called at the start with the settings; raises `SettingsError` to end it.
-        prepared: a context around the whole service, entered once before any process starts; it
+        prepared: context around the whole service, entered once before any process starts; it
             returns the settings that the service runs with.
-        serve: runs several processes with the settings and the loader of predictors until a signal
-            ends them; returns the exit code.
-        routes: returns routes, and may put objects that they share into `app.state`.
-        around: returns the application inside middleware, outermost but for the request's log.
-        beside: a context around the running application, entered in each web process before
+        serve: runs several processes until a signal ends them, and returns the exit code; the
+            arguments are the settings and the loader of predictors.
+        routes: returns routes, and may put their shared objects into `app.state`.
+        around: returns the application inside middleware; only the request's log is further out.
+        beside: context around the running application, entered in each web process before
             requests are accepted.
         stores: image stores by the scheme of VIT_RECENT_URL; the arguments are the settings, the
             metrics and a monotonic clock in seconds.
-        reads_transfer_features: whether models compute transfer features for it.
+        reads_transfer_features: whether models have to compute transfer features.
     """
 
     settings: str | None = None
@@ -97,7 +97,7 @@ class Extension(model_extension.Extension):
 
 
 def check(settings: Settings) -> None:
-    """Let each extension check the settings; raises `SettingsError`."""
+    """Call each extension's check of the settings; raises `SettingsError`."""
     for extension in extensions():
         if extension.check is not None:
             extension.check(settings)

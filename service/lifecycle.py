@@ -1,6 +1,4 @@
-"""The life of a process: its state, the signals that stop it, its end, and the memory that it gives
-back.
-"""
+"""The life of a process: its state, its stop signals, its end, and the memory that it returns."""
 
 import ctypes
 import gc
@@ -17,18 +15,17 @@ from service.background import supervised_thread
 logger = logging.getLogger("vitserve")
 
 _TRIM_SECONDS: Final = 30.0
-"""Seconds between two moments at which a process returns freed memory."""
+"""Interval at which a process returns freed memory to the system."""
 
 # A parameter of `mallopt`: see mallopt(3).
 _ARENA_MAX: Final = -8
 
 NEW_OBJECTS: Final = 50_000
-"""New objects after which the garbage collector looks at them; a request in the service has about a
-hundred.
+"""Threshold of the garbage collector, in new objects; a request creates about a hundred.
 
-Python's own 700 let it run whenever a batch of answers made room for a batch of requests. With
-2,048 callers it took a third of the event loop's time, in which it found nothing: no request leaves
-a circle that holds a picture.
+With Python's default of 700, the collector ran for each batch of requests. With 2,048 clients it
+took a third of the event loop's time and freed nothing: no request leaves a reference cycle that
+holds a picture.
 """
 
 
@@ -36,39 +33,38 @@ class Lifecycle:
     """The state of a process.
 
     Attributes:
-        stopping: it was asked to end: it is not ready, but serves, so that load balancers have time
-        to look away.
-        draining: it takes no new work either.
-        answered, refused: counts of requests since it was asked to end.
+        stopping: whether the process is to end. It is not ready, but still serves, so that load
+            balancers have time to stop using it.
+        draining: whether it also refuses new work.
+        answered, refused: counts of requests since `stopping`.
     """
 
     def __init__(self) -> None:
-        self.stopping = self.draining = False
-        self.answered = self.refused = 0
+        self.stopping = False
+        self.draining = False
+        self.answered = 0
+        self.refused = 0
         self.exit_code = 0
 
 
 def freeze_objects() -> None:
-    """Exempt long-lived objects, those of start-up and of a model that took over, from garbage
-    collection.
+    """Exempt all present objects from garbage collection: they live as long as the model.
 
-    To traverse them in each collection would cost requests a few hundredths of their time. From
-    then on the objects of requests are collected seldom, see `NEW_OBJECTS`.
+    Traversing them in each collection would cost a few percent of each request's time. Later
+    objects are collected seldom, see `NEW_OBJECTS`.
     """
     gc.set_threshold(NEW_OBJECTS)
-    gc.unfreeze()  # objects that were exempt may be no longer in use
+    gc.unfreeze()  # some exempt objects may be garbage by now
     gc.collect()
     gc.freeze()
 
 
 def bound_heaps() -> None:
-    """Let glibc, if it is that, make as many heaps as there are cores, where it makes eight times
-    as many.
+    """Limit glibc to one heap per core instead of eight; call it before any thread starts.
 
-    Threads come and go with models, and allocate in one heap or another. What little a process
-    keeps of an unloaded model lies scattered over all of them, a page each. After three models of
-    170 MiB had come and gone three times, a process of 327 MiB had 385, and with two heaps one of
-    312 has 338. Call it before there are threads.
+    Threads come and go with models, and allocate from different heaps. The few objects that outlive
+    a model keep single pages of all heaps resident. Three models of 170 MiB were loaded and
+    unloaded three times: memory grew from 327 to 385 MiB, and with two heaps from 312 to 338 MiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}.intersection(os.environ):
@@ -76,19 +72,18 @@ def bound_heaps() -> None:
 
 
 def release_memory() -> None:
-    """Return the memory of a model that is closed to the operating system; see `freeze_objects`."""
+    """Return the memory of a closed model to the operating system; see `freeze_objects`."""
     freeze_objects()
     _trim()
 
 
 def trim_regularly() -> None:
-    """Start a thread that returns freed memory to the operating system every `_TRIM_SECONDS`, where
-    glibc can.
+    """Start a thread that returns freed memory to the operating system, if glibc is in use.
 
-    glibc returns freed memory by itself only from the end of a heap. A burst of uploads therefore
-    leaves its peak resident: most of it is free, below a small object that is not. `malloc_trim`
-    returns whole pages from the middle, too, without the interpreter's lock; it delays allocations
-    from the same heap by milliseconds.
+    By itself, glibc returns freed memory only from the end of a heap. A burst of uploads therefore
+    leaves its peak resident: most of it is free, but below a small object in use. `malloc_trim`
+    also returns whole pages from the middle. It does not hold the interpreter's lock, and delays
+    allocations from the same heap by milliseconds.
     """
     supervised_thread("trim-heap", _trim_forever).start()
 
@@ -105,24 +100,20 @@ def _trim() -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that drain the service; SIGHUP only if it is not ignored, as it is under
-    nohup.
-    """
+    """Return the signals that drain the service; without SIGHUP if nohup has ignored it."""
     hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
 def log_end(answered: int, refused: int) -> None:
-    """Log, as the last line of a service, how many requests were answered and refused since it was
-    asked to end.
-    """
+    """Log the last line of a service: the counts of requests since the stop signal."""
     fields = {"answered": answered, "refused": refused}
-    text = "stopped: since the signal %(answered)d requests were answered and %(refused)d refused"
+    text = "stopped: since the signal, %(answered)d requests were answered and %(refused)d refused"
     logger.info(text, fields, extra={"fields": fields})
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process without waiting for its threads, which may be inside a decoder or a kernel."""
+    """End the process at once; its threads may be inside a decoder or a kernel."""
     logging.shutdown()
     os._exit(code)
 
@@ -134,9 +125,7 @@ class Terminal:
         self._descriptors = [descriptor for descriptor in descriptors if os.isatty(descriptor)]
 
     def hang_up(self, reload: Callable[[], None]) -> bool:
-        """Reload on SIGHUP, and return whether that was done: not where a terminal sent it that was
-        closed.
-        """
+        """Reload on SIGHUP, unless a closed terminal sent it; return whether it reloaded."""
         closed = bool(self._descriptors) and not any(map(os.isatty, self._descriptors))
         if not closed:
             reload()

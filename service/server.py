@@ -1,4 +1,4 @@
-"""A web process's server: uvicorn listens, and drains before it stops, as API clients need it."""
+"""The server of a web process: uvicorn listens, and this module drains before the process ends."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,9 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from service.addresses import UNIX, SocketFiles, listen, port_of
 from service.background import Tasks, keep_running
-from service.http import LAST_CALLERS_SECONDS, MAX_CONNECTIONS, Application, Connections
+from service.http.application import Application
+from service.http.connection import LAST_CALLERS_SECONDS
+from service.http.connections import MAX_CONNECTIONS, Connections
 from service.lifecycle import Lifecycle, exit_now, log_end, stop_signals
 from service.settings import Settings
 
@@ -24,31 +26,32 @@ logger = logging.getLogger(__name__)
 _OTHER_FILES: Final = 128
 
 TRUSTED_PROXY: Final = "vit.trusted_proxy"
-"""Key of a request's scope: whether its headers `X-Forwarded-...` are believed."""
+"""Key of a request's scope: whether to trust its `X-Forwarded-...` headers."""
 
 
 class TrustedProxies(ProxyHeadersMiddleware):
-    """Marks requests of the proxies of FORWARDED_ALLOW_IPS, uvicorn's own variable, and believes
-    `X-Forwarded-For`.
+    """Applies `X-Forwarded-For` of trusted proxies, and marks their requests.
+
+    uvicorn's own variable FORWARDED_ALLOW_IPS names the trusted proxies.
     """
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""
         peer = scope.get("client")
         if peer is None and scope["type"] == "http":
-            scope["client"] = peer = (
-                UNIX,
-                0,
-            )  # so that FORWARDED_ALLOW_IPS can name callers of a Unix socket
-        scope[TRUSTED_PROXY] = (peer[0] if peer else None) in self.trusted_hosts
+            # FORWARDED_ALLOW_IPS can then name clients of a Unix socket.
+            peer = (UNIX, 0)
+            scope["client"] = peer
+        host = peer[0] if peer else None
+        scope[TRUSTED_PROXY] = host in self.trusted_hosts
         await super().__call__(scope, receive, send)
 
 
 def connection_limit(configured: int = MAX_CONNECTIONS) -> int:
-    """Return how many connections this process may hold: `configured`, or fewer if the system
-    allows fewer open files.
+    """Return how many connections this process may hold: `configured`, or fewer.
 
-    The limit of open files is raised as far as needed, within what the system allows.
+    Raises the soft limit of open files as far as needed and possible. The result is smaller than
+    `configured` if the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = configured + _OTHER_FILES
@@ -60,19 +63,19 @@ def connection_limit(configured: int = MAX_CONNECTIONS) -> int:
 
 
 class Server:
-    """One web process: uvicorn, with the shutdown that API clients need.
+    """One web process: uvicorn, with a shutdown that loses no accepted request.
 
-    SIGTERM or SIGINT: for `drain_delay` seconds it goes on serving, but is not ready; then it stops
-    listening, finishes what it accepted, refuses what still comes, and returns, at the latest after
-    `drain_timeout`. A second SIGTERM or SIGINT ends the process at once. SIGHUP stops it, too,
-    unless `on_hang_up` handles it. By itself uvicorn would close its listener at the first SIGTERM,
-    and end with 143.
+    After SIGTERM or SIGINT, the server is not ready, but serves for `drain_delay` seconds. It then
+    stops listening, finishes accepted requests, refuses new ones, and returns, at the latest after
+    `drain_timeout`. A second SIGTERM or SIGINT ends the process at once. SIGHUP also stops it,
+    unless `on_hang_up` handles it. uvicorn alone would close its listener at the first SIGTERM, and
+    exit with 143.
 
     Args:
-        beside: started with the server and cancelled at its end.
+        beside: background task of the server, cancelled at its end.
         on_hang_up: returns whether it has handled SIGHUP.
-        is_supervised: the supervisor's signal drains, however often it comes, and SIGHUP is the
-        supervisor's to handle.
+        is_supervised: whether a supervisor runs this process. Its signals then always drain, and
+            only the supervisor handles SIGHUP.
     """
 
     def __init__(
@@ -93,23 +96,24 @@ class Server:
         self._is_supervised = is_supervised
         self._hung_up = False
         self._socket_files = SocketFiles([])
-        self._let_in_last = Tasks()
+        self._last_connections = Tasks()
         self.connections = Connections(
             app, connection_limit(max_connections), idle_seconds=settings.keep_alive
         )
         trusted = os.environ.get("FORWARDED_ALLOW_IPS")
         config = uvicorn.Config(
             app if trusted is None else TrustedProxies(app, trusted),  # type: ignore[arg-type]  # uvicorn's own types
-            http=self.connections.protocol,  # type: ignore[arg-type]  # it is called as a class is
+            http=self.connections.protocol,  # type: ignore[arg-type]  # uvicorn calls it as a class
             interface="asgi3",
             ws="none",
             lifespan="on",
             log_config=None,
-            log_level="error",  # its warnings repeat what callers send
+            log_level="error",  # its warnings repeat text from clients
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=None,  # uvicorn would cut requests off; `_give_up` ends the process instead
+            # With a timeout, uvicorn would cut requests off. `_give_up` ends the process instead.
+            timeout_graceful_shutdown=None,
         )
         self._uvicorn = uvicorn.Server(config)
 
@@ -122,54 +126,51 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Return the port of the started server, which differs from the setting when that is 0; 0
-        without TCP.
-        """
+        """Return the actual port of the started server; 0 without TCP."""
         return port_of(
             [listener for server in self._uvicorn.servers for listener in server.sockets]
         )
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal or `stop`, on `sockets` if they are given, else on the settings'
-        addresses.
+        """Serve until a signal or `stop`.
+
+        Args:
+            sockets: listening sockets. By default, the server listens on the settings' addresses.
         """
         with asyncio.Runner(loop_factory=self._uvicorn.config.get_loop_factory()) as runner:
             runner.run(self.serve(sockets))
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on the running event loop, see `run`."""
-        loop, numbers = asyncio.get_running_loop(), stop_signals()
+        loop = asyncio.get_running_loop()
+        signals = stop_signals()
         if sockets is None:
             [sockets] = listen(self._settings.hosts, self._settings.port)
             self._socket_files = SocketFiles(sockets)
         serving = loop.create_task(self._uvicorn.serve(sockets))
-        beside = [keep_running("connections", self.connections.watch)]
+        background = [keep_running("connections", self.connections.watch)]
         if self._beside is not None:
-            beside.append(keep_running("heartbeat", self._beside))
-        await asyncio.sleep(0)  # uvicorn has taken the signals: they are taken from it
-        for number in numbers:
+            background.append(keep_running("heartbeat", self._beside))
+        await asyncio.sleep(0)  # uvicorn has installed its signal handlers: replace them
+        for number in signals:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             await serving
         finally:
-            for number in numbers:
+            for number in signals:
                 loop.remove_signal_handler(number)
-            for task in beside:
+            for task in background:
                 task.cancel()
             self._socket_files.remove()
         self._log_end()
 
     def stop(self, exit_code: int) -> None:
-        """End the process in order, without the delay for load balancers: there is nothing left to
-        serve.
-        """
+        """Stop without the delay for load balancers, because the process can serve no request."""
         self._lifecycle.exit_code = exit_code
         self._begin_to_stop(0.0)
 
     def drain(self) -> None:
-        """Serve for the delay, then refuse new work, and stop when all accepted requests are
-        answered.
-        """
+        """Serve for the delay, then refuse new work; stop when accepted requests are answered."""
         if not self._lifecycle.stopping:
             self._begin_to_stop(self._settings.drain_delay)
 
@@ -180,9 +181,7 @@ class Server:
         loop.call_later(self._settings.drain_timeout, self._give_up)
 
     def _listening(self) -> Sequence[asyncio.Server]:
-        """Return what listens; uvicorn has none before it has started, and a start may fail before
-        that.
-        """
+        """Return uvicorn's listeners; none before it has started, because a start may fail."""
         return getattr(self._uvicorn, "servers", ())
 
     def _stop_listening(self) -> None:
@@ -190,15 +189,13 @@ class Server:
         for server in self._listening():
             for listener in server.sockets:
                 loop.remove_reader(listener.fileno())
-        loop.call_soon(
-            self._close_listeners
-        )  # who was just accepted has a protocol by then: a closed server drops it
+        # Close later: a closed asyncio server drops accepted sockets that have no protocol yet.
+        loop.call_soon(self._close_listeners)
 
     def _close_listeners(self) -> None:
         self.connections.is_ending = True
-        self._uvicorn.should_exit = (
-            True  # which uvicorn sees, and closes idle connections, within 0.1 s
-        )
+        # Within 0.1 s, uvicorn sees this and closes idle connections.
+        self._uvicorn.should_exit = True
         asyncio.get_running_loop().call_later(
             LAST_CALLERS_SECONDS, setattr, self._lifecycle, "draining", True
         )
@@ -208,25 +205,22 @@ class Server:
             ]
             server.close()
             for listener in listeners:
-                self._let_in(listener)
+                self._accept_last(listener)
 
-    def _let_in(self, listener: socket.socket) -> None:
-        """Accept who is connected by the system, and close the listener: the system would reset
-        their connections.
+    def _accept_last(self, listener: socket.socket) -> None:
+        """Accept the connections that the system queued, and close the listener.
+
+        Closing alone would make the system reset these connections.
         """
-        loop, config, state = (
-            asyncio.get_running_loop(),
-            self._uvicorn.config,
-            self._uvicorn.server_state,
-        )
+        loop = asyncio.get_running_loop()
+        config = self._uvicorn.config
+        state = self._uvicorn.server_state
         listener.setblocking(False)
-        with (
-            listener,
-            contextlib.suppress(OSError),
-        ):  # there is nobody left, or no file for one more
+        # `accept` fails when the queue is empty, or the process has too many open files.
+        with listener, contextlib.suppress(OSError):
             while True:
                 connection, _ = listener.accept()
-                self._let_in_last.begin(
+                self._last_connections.begin(
                     loop.connect_accepted_socket(
                         lambda: self.connections.protocol(config, state), connection
                     )
@@ -234,14 +228,14 @@ class Server:
 
     def _give_up(self) -> None:
         logger.warning(
-            "not everything was answered within %g s: ending", self._settings.drain_timeout
+            "not all requests were answered within %g s: ending", self._settings.drain_timeout
         )
         self._log_end()
         self._socket_files.remove()
         exit_now(self._lifecycle.exit_code)
 
     def _log_end(self) -> None:
-        if not self._is_supervised:  # else the supervisor tells it of all
+        if not self._is_supervised:  # the supervisor logs the sum of its processes
             log_end(self._lifecycle.answered, self._lifecycle.refused)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -257,6 +251,6 @@ class Server:
             logger.warning("%s again: ending at once", number.name)
             self._socket_files.remove()
             exit_now(128 + number)
-        # systemd may send SIGHUP together with SIGTERM, and terminals send it twice: both ask for
+        # systemd may send SIGHUP together with SIGTERM, and terminals send it twice. Both request
         # one stop.
         self._hung_up = number == signal.SIGHUP

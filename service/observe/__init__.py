@@ -1,1 +1,1 @@
-"""What operators see of the service: metrics, spans and logs."""
+"""Metrics and logs for operators."""

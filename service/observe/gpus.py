@@ -1,8 +1,7 @@
-"""GPU metrics, read from NVIDIA's management library by a thread for each GPU: a driver that hangs
-stops nothing else.
+"""GPU metrics from NVIDIA's management library.
 
-It needs the extra `gpu` (nvidia-ml-py). Without it, or without a driver, the metrics are absent and
-the log says so once: a zero would be a lie.
+Each GPU has a thread of its own, so that a hanging driver stops no other work. The metrics need the
+extra `gpu` (nvidia-ml-py) and a driver. Otherwise they are absent, and the log says so once.
 """
 
 import importlib
@@ -28,36 +27,37 @@ _READ: Final[dict[str, Callable[[Any, Any], float]]] = {
 _AGE: Final = "vit_gpu_reading_age_seconds"
 GAUGES: Final = {
     "vit_gpu_utilization_ratio": "Share of time in which a kernel ran",
-    "vit_gpu_memory_used_bytes": "Memory in use, by anyone",
-    "vit_gpu_memory_total_bytes": "Memory",
+    "vit_gpu_memory_used_bytes": "Memory in use by all processes",
+    "vit_gpu_memory_total_bytes": "Total memory",
     "vit_gpu_power_watts": "Power drawn",
-    _AGE: "Time since the GPU's metrics were read",
+    _AGE: "Time since the last reading of the GPU's metrics",
 }
-"""Name of each metric, and its description."""
+"""Help text of each metric."""
 
 
 class GpuReader:
-    """Reads utilisation, memory and power of the GPUs that serve, again and again.
+    """Reads utilisation, memory and power of the serving GPUs at an interval.
 
     Args:
         interval: seconds between readings.
-        clock: monotonic seconds.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
         self, *, interval: float = 5.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._interval, self._clock = interval, clock
+        self._interval = interval
+        self._clock = clock
         self._watched: set[str] = set()
         self._readings: dict[str, tuple[float, dict[str, float]]] = {}
 
     def watch(self, device: str, uuid: str | None) -> None:
-        """Read the GPU behind a CUDA device from now on, if it is not read yet.
+        """Start reading the GPU of a CUDA device. No effect if it is already read.
 
         Args:
             device: `cuda:N`; N names the GPU in `samples`.
-            uuid: of that GPU, or instance of MIG, as CUDA reports it, as NVML numbers GPUs
-            differently; None on a CPU.
+            uuid: CUDA's identifier of the GPU or MIG instance, because NVML numbers GPUs
+                differently; None on a CPU.
         """
         if uuid is None or uuid in self._watched:
             return
@@ -67,23 +67,25 @@ class GpuReader:
         ).start()
 
     def samples(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Return the last readings and their age, by metric and GPU; what a GPU or its driver lacks
-        is left out.
+        """Return the last readings and their age, by metric and GPU.
+
+        Omits the metrics that a GPU or its driver does not support.
         """
-        found: dict[str, dict[tuple[str, ...], float]] = {}
-        for number, (at, values) in list(self._readings.items()):
-            for name, value in {**values, _AGE: self._clock() - at}.items():
-                found.setdefault(name, {})[number,] = value
-        return found
+        by_metric: dict[str, dict[tuple[str, ...], float]] = {}
+        for number, (read_at, values) in list(self._readings.items()):
+            age = self._clock() - read_at
+            for name, value in {**values, _AGE: age}.items():
+                by_metric.setdefault(name, {})[number,] = value
+        return by_metric
 
     def _read(self, number: str, uuid: str) -> None:
-        """Read every gauge of a GPU again and again; the thread ends where nothing can be read."""
+        """Read every gauge of a GPU at the interval; return if NVML or the GPU is unavailable."""
         try:
             nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
             gpu = _handle(nvml, uuid)
-        except Exception as error:  # noqa: BLE001  `NVMLError`, whose module may be what is missing
-            logger.warning("no GPU metrics, for which the extra `gpu` is needed: %s", error)
+        except Exception as error:  # noqa: BLE001  the module of `NVMLError` may be missing
+            logger.warning("no GPU metrics: they need the extra `gpu`: %s", error)
             return
         while True:
             values: dict[str, float] = {}
@@ -96,7 +98,7 @@ class GpuReader:
 
 
 def _handle(nvml: Any, uuid: str) -> Any:
-    """Return a GPU's handle; CUDA leaves the prefix of an identifier out. Raises `NVMLError`."""
+    """Return a GPU's handle; adds the prefix that CUDA's identifiers lack. Raises `NVMLError`."""
     if not uuid.startswith(("GPU-", "MIG-")):
         with suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")

@@ -1,9 +1,9 @@
-"""The service's log: lines for people, or a JSON object a line.
+"""The service's log: lines for people, or one JSON object per line.
 
     a thread that logs -> a bounded queue -> the writer's thread -> standard error
 
-A pipe without a reader, a stopped terminal and a stalled journal block whoever writes to them. So
-only the writer's thread writes. Lines that find the queue full are dropped and counted.
+A pipe without a reader, a stopped terminal and a stalled journal block the thread that writes.
+Therefore only the writer's thread writes. If the queue is full, lines are dropped and counted.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from typing import Final
 from service.background import supervised_thread
 
 trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=MappingProxyType({}))
-"""The ids of the span of the current request, by OpenTelemetry's names; empty without a span."""
+"""Ids of the current request's span, by OpenTelemetry's names; empty without a span."""
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object; a request's fields stand beside a short message."""
+    """Formats a record as one JSON object: a short message, and a field for each value."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one record as a line of JSON."""
+        """Return a record as a line of JSON."""
         document = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
@@ -49,25 +49,25 @@ class JsonFormatter(logging.Formatter):
 
 STANDARD_ERROR: Final = 2
 
-# Lines that wait for the writer: some MiB, and seconds of a busy service's log.
+# Capacity of the writer's queue in lines: some MiB, and seconds of a busy service's log.
 CAPACITY: Final = 10_000
 
-# Longest wait, in seconds, for the last lines of a process that ends.
+# Longest wait for the last lines of an ending process.
 FLUSH_SECONDS: Final = 1.0
 
 
 class LogWriter(QueueHandler):
-    """Writes lines to a file descriptor on a thread of its own; logging a line never waits.
+    """Writes lines to a file descriptor on its own thread; logging a line never waits.
 
-    The thread is started with the first line, and anew in a forked process.
+    The thread starts with the first line, and again in a forked process.
 
     Args:
-        descriptor: of the file that lines are written to.
-        capacity: number of lines that may wait.
+        descriptor: descriptor of the log file.
+        capacity: largest number of queued lines.
 
     Attributes:
         dropped: number of lines that this process has dropped.
-        on_drop: called for each dropped line.
+        on_drop: function to call for each dropped line.
     """
 
     def __init__(self, descriptor: int = STANDARD_ERROR, capacity: int = CAPACITY) -> None:
@@ -79,19 +79,19 @@ class LogWriter(QueueHandler):
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Forget the lines and the thread of the process that this one was forked from."""
+        """Start with an empty queue and no thread, also after a fork."""
         self._lines: queue.Queue[str | None] = queue.Queue(self._capacity)
         self.queue = self._lines
         self._thread: threading.Thread | None = None
         self.dropped = 0
         self._told = 0
 
-    def prepare(self, record: logging.LogRecord) -> str:  # a line is all that is queued
-        """Return the record as a line, with what the calling thread knows of it."""
+    def prepare(self, record: logging.LogRecord) -> str:
+        """Return the record as a line; the calling thread's context adds the trace ids."""
         return self.format(record)
 
     def enqueue(self, record: object) -> None:
-        """Hand a line to the writer, or drop it if the queue is full."""
+        """Queue a line for the writer, or drop it if the queue is full."""
         if self._thread is None:  # the handler's lock is held
             self._thread = supervised_thread("log-writer", self._write_lines)
             self._thread.start()
@@ -104,16 +104,16 @@ class LogWriter(QueueHandler):
 
     def flush(self) -> None:
         """Wait until all lines are written, at most `FLUSH_SECONDS`."""
-        until = time.monotonic() + FLUSH_SECONDS
+        deadline = time.monotonic() + FLUSH_SECONDS
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and self._thread is not None:
-                remaining = until - time.monotonic()
+                remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return
                 self._lines.all_tasks_done.wait(remaining)
 
     def close(self) -> None:
-        """Let the thread end once all lines are written; do not wait for it."""
+        """Stop the thread after the last line; do not wait for it."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(None)
         super().close()
@@ -125,15 +125,13 @@ class LogWriter(QueueHandler):
                 _write(self._descriptor, line)
                 if self.dropped > self._told:
                     self._tell_of_dropped()
-            except (
-                OSError
-            ):  # the reader is gone, or the descriptor is closed: there is nobody to tell
+            except OSError:  # the reader has ended, or the descriptor is closed
                 pass
             finally:
                 lines.task_done()
 
     def _tell_of_dropped(self) -> None:
-        """Write how many lines were dropped since the last such line."""
+        """Write the number of dropped lines since the last such line."""
         dropped = self.dropped
         fields = {"dropped": dropped - self._told}
         text = "%(dropped)d log lines were dropped because nothing read the log"
@@ -150,7 +148,7 @@ def _write(descriptor: int, line: str) -> None:
 
 
 def _log_failed_thread(failure: threading.ExceptHookArgs) -> None:
-    """Log what Python would write to standard error itself, where it would wait for a reader."""
+    """Log the error of a thread; Python's own output could block on standard error."""
     if failure.exc_type is SystemExit or failure.exc_value is None:
         return
     name = "" if failure.thread is None else failure.thread.name
@@ -158,18 +156,16 @@ def _log_failed_thread(failure: threading.ExceptHookArgs) -> None:
 
 
 def _log_unraisable(failure: "sys.UnraisableHookArgs") -> None:
-    """Log what Python would write to standard error itself, where it would wait for a reader."""
+    """Log an unraisable error; Python's own output could block on standard error."""
     logging.getLogger("vitserve").error(
         "%s: %r", failure.err_msg or "ignored exception", failure.object, exc_info=failure.exc_value
     )
 
 
 class Printed(io.TextIOBase):
-    """A standard stream whose lines are written as the log's are: nothing that prints waits for a
-    reader.
+    """A standard stream that queues its lines in the log, so that printing never waits.
 
-    What Python itself prints goes through it too: errors that nobody caught, and the last words of
-    `sys.exit`.
+    Python's own output goes through it, too: uncaught errors, and the message of `sys.exit`.
     """
 
     encoding = "utf-8"
@@ -179,16 +175,16 @@ class Printed(io.TextIOBase):
         self._rest = ""
 
     def write(self, text: str) -> int:
-        """Hand all whole lines to the writer."""
+        """Queue all complete lines."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            self._hand_over(line)
+            self._enqueue(line)
         return len(text)
 
     def flush(self) -> None:
-        """Hand over a line that has no end yet; do not wait until it is written."""
+        """Queue an incomplete line; do not wait until it is written."""
         if self._rest:
-            self._hand_over(self._rest)
+            self._enqueue(self._rest)
         self._rest = ""
 
     def writable(self) -> bool:
@@ -199,7 +195,7 @@ class Printed(io.TextIOBase):
         """Return the descriptor of standard error."""
         return STANDARD_ERROR
 
-    def _hand_over(self, line: str) -> None:
+    def _enqueue(self, line: str) -> None:
         lock = self._writer.lock
         assert lock is not None, "a handler has one"
         with lock:
@@ -207,18 +203,17 @@ class Printed(io.TextIOBase):
 
 
 def never_wait() -> None:
-    """Let what this process prints and dumps from now on not wait for a reader, as its log does
-    not.
+    """Make printing and dumps of this process never wait for a reader, like its log.
 
-    A library in C that writes to the descriptor of standard error itself still does.
+    A C library that writes to the descriptor of standard error still waits.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogWriter):
             sys.stdout = Printed(handler)
             sys.stderr = Printed(handler)
     if faulthandler.is_enabled():
-        with contextlib.suppress(OSError):  # a socket cannot be opened once more
-            # Not to wait is a property of what is opened, which other processes may share.
+        with contextlib.suppress(OSError):  # a socket cannot be reopened
+            # Reopen: other processes may share the open file, and O_NONBLOCK belongs to it.
             faulthandler.enable(
                 os.open(
                     f"/proc/self/fd/{STANDARD_ERROR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK
@@ -234,20 +229,20 @@ def format_in_use() -> str:
     return "json" if is_json else "text"
 
 
-def on_drop(called: Callable[[], object]) -> None:
+def on_drop(observer: Callable[[], object]) -> None:
     """Call a function for each line that this process drops from now on."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogWriter):
-            handler.on_drop = called
+            handler.on_drop = observer
 
 
 def configure(log_format: str, level: str, *, waits: bool = False) -> None:
-    """Send all messages to standard error in one form, those of uvicorn and of `warnings` included.
+    """Send all messages to standard error in one format, also those of uvicorn and `warnings`.
 
     Args:
         log_format: `json` or `text`.
-        level: the lowest that is logged.
-        waits: whether to wait for a slow reader, as a command does that a person watches.
+        level: lowest logged level.
+        waits: whether logging may wait for a slow reader. A command that a person watches may.
     """
     handler = logging.StreamHandler(sys.stderr) if waits else LogWriter()
     if log_format == "json":
@@ -260,10 +255,12 @@ def configure(log_format: str, level: str, *, waits: bool = False) -> None:
         logging.captureWarnings(True)
         threading.excepthook = _log_failed_thread
         sys.unraisablehook = _log_unraisable
-    # logging would look these up for each record, and no format shows them.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    # logging would look these up for each record, but neither format shows them.
+    logging.logThreads = False
+    logging.logProcesses = False
+    logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # What is wrong with a form is in the answer, and in our line about the request.
+    # The answer and our log line have the errors of a form.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     # Their messages at start-up repeat ours.
     for name in ("uvicorn", "uvicorn.error", "httpx", "httpcore"):

@@ -1,17 +1,15 @@
 """Defines every metric's name, labels and buckets.
 
-Units are base units (seconds, bytes, ratios), and there are histograms and never summaries, so that
-dashboards can aggregate over replicas. Each service has a registry of its own: two apps in one
+Units are base units (seconds, bytes, ratios). Distributions are histograms, never summaries, so
+that dashboards can aggregate over replicas. Each service has its own registry: two apps in one
 process do not mix.
 
-With several processes each counts into files of its own in one private folder, and the worker that
-is scraped adds them up (`prometheus_client.multiprocess`) and adds what is read instead of counted:
-engines, model, pictures, GPUs.
+With several processes, each process counts in its own files in one private folder. The scraped
+process adds them up (`prometheus_client.multiprocess`), and adds the metrics of `state`.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import get_args
@@ -25,7 +23,6 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.platform_collector import PlatformCollector
@@ -34,93 +31,56 @@ from prometheus_client.registry import Collector
 
 from model.outputs import Outputs
 from service import background
-from service.engine.messages import BatchReport, EngineStatus, ModelInfo, Release
+from service.engine.messages import BatchReport, ModelInfo, Release
 from service.observe import logs
-from service.observe.gpus import GAUGES, GpuReader
+from service.observe.state import Sources, StateCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 stage_recorder: ContextVar[Callable[[str, float, int | None], None] | None] = ContextVar(
     "stage_recorder", default=None
 )
-"""Adds a stage, its seconds and the size of its batch to the span of the current request; None
-without a span.
-"""
+"""Adds a stage, its seconds and its batch size to the current request's span; None without one."""
 
 stage_seconds: ContextVar[dict[str, float] | None] = ContextVar("stage_seconds", default=None)
-"""Seconds of each stage of the current request, summed over its images, for its line in the log."""
+"""Seconds of each stage of the current request, summed over its images, for its log line."""
 
+_STAGES = ("read", "decode", "queue", "inference")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _AGES = (1, 5, 15, 30, 60, 120, 300, 600, 1800, 3600, 86_400)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
-
-MODEL_STATES = ("ready", "loading", "unloaded", "failed")
-
-_OF_MODELS = frozenset({"vit_images", "vit_top1_score", "vit_image_duration_seconds"})
-"""Families whose samples have the name of a model."""
-
-_MODEL = ["model", "architecture", "device", "dtype", "version", "checkpoint", "content"]
-
-_Row = tuple[str, str, list[str], Mapping[tuple[str, ...], float]]
-"""Name of a metric, description, names of labels, and values by these labels' values."""
-
-
-@dataclass(frozen=True)
-class Sources:
-    """What is read of a service at every scrape.
-
-    Attributes:
-        statuses: returns those of the engines.
-        recent: returns how many pictures and bytes are kept, and how many pictures were pushed out.
-        places: returns how many places for images are taken, and how many there are.
-        names: returns those of all models, None if it does not matter; series of other ones have
-        ended.
-        results: see `service.models.registry.Models`.
-        backbones: returns the bytes of each that is loaded.
-        states: returns the state of each model, by its name.
-        reloads: returns whether the last swap of each model succeeded, by its name.
-        recent_ttl: seconds that a picture is kept.
-    """
-
-    statuses: Callable[[], Sequence[EngineStatus]] = tuple
-    recent: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
-    places: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    names: Callable[[], Container[str] | None] = lambda: None
-    results: Callable[[], Mapping[str, int]] = dict
-    backbones: Callable[[], Mapping[str, int]] = dict
-    states: Callable[[], Mapping[str, str]] = dict
-    reloads: Callable[[], Mapping[str, bool]] = dict
-    recent_ttl: float = 0.0
+_BY_MODEL = frozenset({"vit_images", "vit_top1_score", "vit_image_duration_seconds"})
+"""Families with a label `model` whose series end with the model."""
 
 
 class Metrics(Collector):
-    """The service's metrics; with several processes they count in files in `folder`
-    (`service.extensions.cluster.run`).
+    """The metrics of a service.
+
+    Args:
+        folder: folder in which several processes count; None for a service of one process.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        # The moment at which each series began would be a second series beside it.
+        # The creation time of each series would be a second series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._folder = folder
-        self._state = _StateCollector()
+        self._state = StateCollector()
         self.registry.register(self._state)
         registry = None if folder else self.registry
-        if registry:  # of one process among several they would say nothing about the service
+        if registry:  # values of one process among several would not describe the service
             ProcessCollector(registry=registry)
             PlatformCollector(registry=registry)
             GCCollector(registry=registry)
-        counter, histogram = (
-            partial(Counter, registry=registry),
-            partial(Histogram, registry=registry),
-        )
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         gauge = partial(Gauge, registry=registry, multiprocess_mode="livesum")
-        self.requests = counter("vit_requests_total", "Requests answered", ["endpoint", "code"])
+        self.requests = counter("vit_requests_total", "Answered requests", ["endpoint", "code"])
         self.request_duration = histogram(
             "vit_request_duration_seconds",
-            "From a request's head to the end of its answer",
+            "From a request's headers to the end of its answer",
             ["endpoint"],
             buckets=_SECONDS,
         )
@@ -130,32 +90,31 @@ class Metrics(Collector):
             ["stage"],
             buckets=_SECONDS,
         )
-        # Looked up once: `labels` takes a lock and hashes strings, four times for each image.
-        self.stages = {
-            stage: self.stage_duration.labels(stage)
-            for stage in ("read", "decode", "queue", "inference")
-        }
+        # `labels` takes a lock and hashes strings: call it once, not four times per image.
+        self.stages = {stage: self.stage_duration.labels(stage) for stage in _STAGES}
         self.decoder_restarts = counter(
-            "vit_decoder_restarts_total",
-            "Decoder processes that died, or were killed, at a picture",
+            "vit_decoder_restarts_total", "Decoder processes that died or were killed"
         )
         self.log_lines_dropped = counter(
-            "vit_log_lines_dropped_total", "Log lines dropped because nothing read the log"
+            "vit_log_lines_dropped_total",
+            "Log lines dropped because nothing read the log fast enough",
         )
         self.task_restarts = counter(
             "vit_task_restarts_total",
-            "Background tasks that failed and were started again",
+            "Background tasks and threads that failed and restarted",
             ["task"],
         )
-        self._images = counter("vit_images_total", "Images classified", ["model"])
+        self._images = counter("vit_images_total", "Classified images", ["model"])
         self.batches = counter(
-            "vit_batches_total", "Batches launched, by why", ["device", "release"]
+            "vit_batches_total", "Batches, by reason of launch", ["device", "release"]
         )
         self.batch_size = histogram(
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
         self.batch_padding = counter(
-            "vit_batch_padding_total", "Rows launched beside images", ["device"]
+            "vit_batch_padding_total",
+            "Empty rows added to reach a fixed batch size",
+            ["device"],
         )
         self._batches = lru_cache(maxsize=64)(
             lambda device, release: (
@@ -164,43 +123,43 @@ class Metrics(Collector):
                 self.batch_padding.labels(device),
             )
         )
-        self.inflight = gauge("vit_inflight_requests", "Requests being handled")
-        self.admitted = gauge("vit_admitted_images", "Images in the service, of all stages")
+        self.inflight = gauge("vit_inflight_requests", "Requests in progress")
+        self.admitted = gauge("vit_admitted_images", "Images in the service, in all stages")
         self.admitted_limit = gauge(
-            "vit_admitted_images_limit", "Images that the service admits at once"
+            "vit_admitted_images_limit", "Maximum of images in the service at once"
         )
         self.key_requests = counter(
-            "vit_key_requests_total", "Requests answered, by API key", ["key", "code"]
+            "vit_key_requests_total", "Answered requests, by API key", ["key", "code"]
         )
         self.key_inflight = gauge(
-            "vit_key_inflight_requests", "Requests being handled, by API key", ["key"]
+            "vit_key_inflight_requests", "Requests in progress, by API key", ["key"]
         )
         self.rejected = counter(
-            "vit_rejected_total", "Images and requests refused, by problem code", ["reason"]
+            "vit_rejected_total", "Refused images and requests, by problem code", ["reason"]
         )
         self.cancelled = counter(
-            "vit_cancelled_total", "Requests whose caller went away before the answer"
+            "vit_cancelled_total", "Requests whose client disconnected before the answer"
         )
         self.recent_errors = counter(
             "vit_recent_errors_total",
-            "Pictures that could not be kept, or looked for, where VIT_RECENT_URL says",
+            "Pictures that the store of VIT_RECENT_URL failed to keep or to return",
         )
         self._top1_score = histogram(
-            "vit_top1_score", "Score of the first class of each answer", ["model"], buckets=_SCORES
+            "vit_top1_score", "Highest score of each answer", ["model"], buckets=_SCORES
         )
         self._image_duration = histogram(
             "vit_image_duration_seconds",
-            "From a request's head to the answer for each image, without maps of /attention",
+            "From a request's headers to the answer for each image, without maps of /attention",
             ["model"],
             buckets=_SECONDS,
         )
         self.recent_evicted_age = histogram(
             "vit_recent_evicted_age_seconds",
-            "Age of pictures that were pushed out before their time",
+            "Age of kept pictures at early evictions",
             buckets=_AGES,
         )
-        # A child is looked up under a lock.
-        self._of_model = lru_cache(maxsize=256)(
+        # `labels` takes a lock.
+        self._by_model = lru_cache(maxsize=256)(
             lambda name: (
                 self._images.labels(name),
                 self._top1_score.labels(name),
@@ -209,13 +168,11 @@ class Metrics(Collector):
         )
         self.abstained = counter(
             "vit_abstained_total",
-            "Pictures for which no label fits, of a model with a VIT_COVERAGE, or of a taught head",
+            "Pictures without a fitting label, for models with VIT_COVERAGE and taught heads",
         )
 
     def observe_stage(self, stage: str, seconds: float, batch_size: int | None = None) -> None:
-        """Measure a stage of one image, or of one body, that has just ended, for the request's span
-        and log, too.
-        """
+        """Measure a completed stage of one image or body, also for the request's span and log."""
         self.stages[stage].observe(seconds)
         times = stage_seconds.get()
         if times is not None:
@@ -231,11 +188,11 @@ class Metrics(Collector):
 
         Args:
             model: name of the model.
-            outputs: the answer, if it is of the model's classes.
-            seconds: time from the request's head to the answer; None if it is not measured, as for
-            maps.
+            outputs: the answer, if it is about the model's own classes.
+            seconds: time from the request's headers to the answer; None for maps, which are not
+                measured.
         """
-        images, top1_score, duration = self._of_model(model)
+        images, top1_score, duration = self._by_model(model)
         images.inc()
         if seconds is not None:
             duration.observe(seconds)
@@ -245,11 +202,11 @@ class Metrics(Collector):
                 self.abstained.inc()
 
     def watch(self, sources: Sources) -> None:
-        """Read the state of the service at every scrape instead of following each change."""
+        """Read the state of the service from these sources at every scrape."""
         self._state.sources = sources
 
     def set_models(self, infos: Iterable[ModelInfo], version: str) -> None:
-        """Show the models that are served, and their devices; series of others end."""
+        """Show the served models and their devices; end the series of other models."""
         models: dict[tuple[str, ...], float] = {}
         for info in infos:
             labels = (
@@ -265,198 +222,42 @@ class Metrics(Collector):
             for release in get_args(Release):
                 self.batches.labels(info.device, release)
             self.batch_padding.labels(info.device)
-            self._of_model(info.name)
+            self._by_model(info.name)
             self._state.gpus.watch(info.device, info.gpu_uuid)
         self._state.models = models
 
     def observe_batch(self, report: BatchReport) -> None:
-        """Count one launch."""
+        """Count one batch."""
         batches, size, padding = self._batches(report.device, report.release)
         batches.inc()
         size.observe(report.size)
         padding.inc(report.padding)
 
     def observe_process(self) -> None:
-        """Count the log lines that this process drops from now on, and the background tasks that it
-        starts again.
-        """
+        """Count this process's dropped log lines and restarts of background tasks from now on."""
         logs.on_drop(self.log_lines_dropped.inc)
         background.on_restart(lambda task: self.task_restarts.labels(task).inc())
 
     async def gather(self) -> bytes:
-        """Return all metrics of the service in Prometheus' text format; a subclass may ask other
-        replicas.
-        """
+        """Return all metrics in Prometheus' text format; a subclass may ask other replicas."""
         return generate_latest(self)
 
     def publish(self) -> None:
-        """Let the scrapes of other processes see what this one reads at its own."""
-        taken, limit = self._state.sources.places()
+        """Publish the gauges of this process to scrapes of other processes."""
+        taken, slots = self._state.sources.slots()
         self.admitted.set(taken)
-        self.admitted_limit.set(limit)
+        self.admitted_limit.set(slots)
 
     def collect(self) -> Iterator[Metric]:
-        """Return the metrics of all processes."""
+        """Yield the metrics of all processes."""
         self.publish()
         counted = CollectorRegistry()
         if self._folder is not None:
             MultiProcessCollector(counted, str(self._folder))  # type: ignore[no-untyped-call]
         names = self._state.sources.names()
         for family in (*counted.collect(), *self.registry.collect()):
-            if family.name in _OF_MODELS and names is not None:
+            if family.name in _BY_MODEL and names is not None:
                 family.samples = [
                     sample for sample in family.samples if sample.labels["model"] in names
                 ]
             yield family
-
-
-class _StateCollector(Collector):
-    """The metrics of what is read at every scrape: models, engines, kept pictures, places, GPUs."""
-
-    def __init__(self) -> None:
-        self.sources = Sources()
-        self.models: dict[tuple[str, ...], float] = {}  # by their labels, when they were loaded
-        self.gpus = GpuReader()
-
-    def collect(self) -> Iterator[Metric]:
-        """Return all families; each source is read once."""
-        statuses = self.sources.statuses()
-        engines: dict[tuple[str, ...], EngineStatus] = {
-            (status.device,): status for status in reversed(statuses)
-        }
-        pictures, size, evicted = self.sources.recent()
-        results = self.sources.results()
-        gauges: list[_Row] = [
-            (
-                "vit_model_info",
-                "Always 1; the labels tell what is served",
-                _MODEL,
-                dict.fromkeys(self.models, 1.0),
-            ),
-            (
-                "vit_model_loaded_timestamp_seconds",
-                "When the model was loaded",
-                ["device"],
-                {
-                    (labels[2],): at
-                    for labels, at in sorted(self.models.items(), key=lambda item: item[1])
-                },
-            ),
-            (
-                "vit_engine_up",
-                "1 when the engine answers",
-                ["device"],
-                {device: float(status.state == "ready") for device, status in engines.items()},
-            ),
-            (
-                "vit_queue_depth",
-                "Images waiting for a batch",
-                ["device"],
-                {
-                    (on,): sum(each.queue_depth for each in statuses if each.device == on)
-                    for (on,) in engines
-                },
-            ),
-            ("vit_recent_images", "Pictures kept for GET /attention", [], {(): pictures}),
-            ("vit_recent_bytes", "Memory of the kept pictures", [], {(): size}),
-            (
-                "vit_recent_ttl_seconds",
-                "Seconds that a picture is kept",
-                [],
-                {(): self.sources.recent_ttl},
-            ),
-            (
-                "vit_last_reload_successful",
-                "0 when the last checkpoint that was to take over from the model's was refused, else 1",
-                ["model"],
-                {(model,): float(succeeded) for model, succeeded in self.sources.reloads().items()},
-            ),
-            (
-                "vit_backbone_bytes",
-                "Measured memory of each backbone that is loaded",
-                ["backbone"],
-                {(name,): size for name, size in self.sources.backbones().items()},
-            ),
-            (
-                "vit_model_state",
-                "1 for the state that a model has, 0 for the others",
-                ["model", "state"],
-                {
-                    (model, state): float(state == present)
-                    for model, present in self.sources.states().items()
-                    for state in MODEL_STATES
-                },
-            ),
-            *(
-                (name, GAUGES[name], ["gpu"], samples)
-                for name, samples in self.gpus.samples().items()
-            ),
-        ]
-        counters: list[_Row] = [
-            (
-                "vit_engine_restarts_total",
-                "Engines started again after a failure",
-                ["device"],
-                {device: status.restarts for device, status in engines.items()},
-            ),
-            (
-                "vit_recent_evicted_total",
-                "Pictures pushed out before their time was over",
-                [],
-                {(): evicted},
-            ),
-            (
-                "vit_reloads_total",
-                "Checkpoints that were to be swapped",
-                ["outcome"],
-                {(name,): results.get(name, 0) for name in ("served", "refused")},
-            ),
-            (
-                "vit_model_loads_total",
-                "Models that were to be loaded, by how it ended",
-                ["result"],
-                {(name,): results.get(name, 0) for name in ("loaded", "failed")},
-            ),
-            (
-                "vit_model_evictions_total",
-                "Backbones unloaded for others",
-                [],
-                {(): results.get("evicted", 0)},
-            ),
-        ]
-        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, text, labels, samples in rows:
-                family = kind(name, text, labels=labels)
-                for values_of_labels, value in samples.items():
-                    family.add_metric(values_of_labels, value)
-                yield family
-
-
-class _Replicas(Collector):
-    """The samples of all replicas, in one family a metric: a name may be declared only once in an
-    answer.
-    """
-
-    def __init__(self, replicas: Mapping[str, Iterable[Metric]]) -> None:
-        self._replicas = replicas
-
-    def collect(self) -> Iterator[Metric]:
-        """Return all families, the samples of which carry the label `replica`."""
-        families: dict[str, Metric] = {}
-        for replica, metrics in self._replicas.items():
-            for family in metrics:
-                merged = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                merged.samples += [
-                    sample._replace(labels={**sample.labels, "replica": replica})
-                    for sample in family.samples
-                ]
-        yield from families.values()
-
-
-def render_replicas(replicas: Mapping[str, Iterable[Metric]]) -> bytes:
-    """Return the metrics of several replicas, by name what `Metrics.collect` returned there, as
-    Prometheus' text.
-    """
-    return generate_latest(_Replicas(replicas))

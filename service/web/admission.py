@@ -19,7 +19,8 @@ from itertools import islice, takewhile
 from typing import Final, Protocol, Self
 
 from service.errors import ModelLoading, QueueFull, ReceivingFull
-from service.http import AnswerRoom, Connection
+from service.http.application import AnswerRoom
+from service.http.connection import Connection
 
 MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body is slow."""

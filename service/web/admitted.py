@@ -25,7 +25,7 @@ from starlette.types import Message, Receive
 from model.outputs import Outputs
 from service.engine.base import Engine
 from service.errors import ClientDisconnected, DeadlineExceeded, RequestTimeout
-from service.http import connection_of
+from service.http.connection import connection_of
 from service.models.generation import Generation
 from service.web.admission import Body, Permit
 from service.web.body import WHOLE_BODY, Bound, read_files, read_whole

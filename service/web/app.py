@@ -1,6 +1,6 @@
 """The ASGI application: routes, middleware and shared objects of one web process.
 
-Callers hand engines in: nothing here imports a model or torch.
+The caller supplies the engines: this module imports neither models nor torch.
 """
 
 import logging
@@ -16,7 +16,8 @@ from service.engine.messages import EngineStatus, ModelInfo
 from service.extension import Routes, extensions
 from service.lifecycle import Lifecycle
 from service.models.registry import Models
-from service.observe.metrics import Metrics, Sources
+from service.observe.metrics import Metrics
+from service.observe.state import Sources
 from service.setting_values import MEMORY
 from service.settings import Settings
 from service.web import problems
@@ -50,10 +51,10 @@ _EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Content-Location", "traceres
 
 
 def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> ImageStore:
-    """Return the image store that VIT_RECENT_URL names: in memory, or of an extension.
+    """Return the image store of VIT_RECENT_URL: in memory, or an extension's.
 
     Raises:
-        SettingsError: the store cannot be used as configured.
+        SettingsError: the configured store is not usable.
     """
     url = settings.recent_url.get_secret_value()
     if url == MEMORY:
@@ -82,11 +83,11 @@ def create_app(
 
     Args:
         models: started and closed with the application.
-        metrics: the metrics that the engines' owner counts batches in.
+        metrics: metrics in which the engines' owner counts batches.
         lifecycle: shared with the server that decides when to stop.
         on_engine_change: called on the event loop after each change of a model's state.
-        image_store: shared with other processes; by default this application's own.
-        clock: monotonic seconds.
+        image_store: store shared with other processes; by default, the one of VIT_RECENT_URL.
+        clock: monotonic clock in seconds.
     """
     images = image_store or image_store_of(settings, metrics, clock)
     decoders = Decoders(settings, on_restart=metrics.decoder_restarts.inc)
@@ -114,20 +115,21 @@ def create_app(
     app.state.public = public | {"/metrics"} if settings.metrics_public else public
     app.state.keys_required = bool(settings.api_keys)
     app.state.on_models_changed.append(on_engine_change)
-    app.state.outermost = outermost = _surrounded(app, service)
+    outermost = _surrounded(app, service)
+    app.state.outermost = outermost
     app.state.count = outermost.count
     return outermost
 
 
 def _watch(metrics: Metrics, service: Service) -> None:
-    """Connect the gauges of the metrics with the objects that they describe."""
+    """Connect the gauges with the objects that they describe."""
     models = service.models
     limiter = service.limiter
     metrics.watch(
         Sources(
             statuses=models.statuses,
             recent=service.images.usage,
-            places=lambda: (limiter.in_use, limiter.capacity),
+            slots=lambda: (limiter.in_use, limiter.capacity),
             names=lambda: set(models.names()),
             results=lambda: models.results,
             backbones=models.backbones,
@@ -176,7 +178,7 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
 
 
 def _publish_models(service: Service) -> None:
-    """Publish as metrics which models the engines serve."""
+    """Publish the served models as metrics."""
     infos = [
         replica.info
         for model in service.models.served.values()
@@ -188,7 +190,7 @@ def _publish_models(service: Service) -> None:
 
 @asynccontextmanager
 async def _lifespan(app: Application) -> AsyncIterator[None]:
-    """Start the models and the extensions; at the end, close the objects that requests need."""
+    """Start the models and the extensions; at the end, close the shared objects."""
     state = app.state
     service: Service = state.service
     async with AsyncExitStack() as contexts:

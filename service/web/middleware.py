@@ -30,7 +30,8 @@ from service.errors import (
     ServiceError,
     Unauthorized,
 )
-from service.http import AnswerRoom, Header, connection_of
+from service.http.application import AnswerRoom, Header
+from service.http.connection import connection_of
 from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
@@ -236,7 +237,7 @@ class RequestContextMiddleware:
         metrics: where requests are counted.
         endpoints: paths that become label values; all others share the value `other`.
         lifecycle: state of the process; while it ends, every answer closes its connection.
-        answer_room: room for unsent answers, see `service.http.Application`.
+        answer_room: room for unsent answers, see `service.http.application.Application`.
         prefixes: removes a proxy's prefix from the path, before any other layer reads it.
         clock: monotonic seconds.
     """
@@ -329,7 +330,7 @@ class RequestContextMiddleware:
     ) -> tuple[int, list[Header], bytes]:
         """Count and log a refused connection, or bytes that are not a request.
 
-        See `service.http.Application`. Returns the status, the headers and the body of the answer.
+        See `service.http.application.Application`. Returns the status, the headers and the body of the answer.
         """
         problem = problems.problem_of(error)
         request_id = request_id_from(dict(headers).get(b"x-request-id", b"").decode("latin-1"))

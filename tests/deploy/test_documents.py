@@ -8,7 +8,8 @@ import pytest
 
 from service.engine.messages import EngineStatus
 from service.observe.gpus import GAUGES
-from service.observe.metrics import Metrics, Sources
+from service.observe.metrics import Metrics
+from service.observe.state import Sources
 from service.settings import ENV_PREFIX, settings_class
 from tests.conftest import REPOSITORY
 from tests.service.web.apps import app, inside

@@ -32,7 +32,7 @@ ALLOWED = {
     "service/engine/streams.py:Streams.run": "as the engine's thread, which raises the error",
     "service/engine/texts.py:TextFeatures.__init__": "its jobs are awaited",
     "service/engine/texts.py:TextFeatures._compute": "of a request, which awaits it",
-    "service/http.py:Connection._begin": "of a request: the application answers with the error",
+    "service/http/connection.py:Connection._begin": "of a request: the application answers with the error",
     "service/models/folder.py:in_time": "the error is raised where the result is read",
     "service/extensions/tracing/spans.py:Tracing.close": "at the end of the process; the log has the error",
     "service/extensions/cluster/engine_process.py:_Worker.handle": "of a request: the error is its answer",
@@ -129,7 +129,7 @@ async def test_a_failed_task_is_started_again(
     await until(lambda: duty.works)
     assert restarted == ["watch"] * 3
     assert duty.pauses == [1, 2, 4]
-    assert caplog.messages[0] == "background task watch failed: it is started again in 1 s"
+    assert caplog.messages[0] == "background task watch failed: it restarts in 1 s"
     assert "KeyError: 'first'" in caplog.text
     task.cancel()
     await asyncio.wait([task])

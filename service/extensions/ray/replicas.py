@@ -1,8 +1,8 @@
 """The service as an application of Ray Serve: `serve run service.extensions.ray.replicas:app`.
 
 A replica is the whole service in one process: the web application, the batch queue and the engine.
-Ray starts replicas, gives each request to one of them, replaces those whose `check_health` fails,
-and lets those that it stops answer what they have accepted. No other file imports Ray.
+Ray starts replicas, gives each request to one of them, and replaces a replica whose `check_health`
+fails. A stopping replica answers its accepted requests. No other file imports Ray.
 """
 
 import asyncio
@@ -22,12 +22,13 @@ from service.engine.loading import load_predictor
 from service.engine.local import BATCH_SECONDS
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.extension import check
+from service.extensions.ray.merged_metrics import render_replicas
 from service.lifecycle import freeze_objects, trim_regularly
 from service.models.configured import configured_models
 from service.models.generation import Generation
 from service.models.local_models import LocalModels
 from service.observe import logs
-from service.observe.metrics import Metrics, render_replicas
+from service.observe.metrics import Metrics
 from service.setting_values import MEMORY
 from service.settings import Settings, load_settings, variable_warnings
 from service.web.app import create_app, log_model
@@ -44,36 +45,33 @@ NAME = "vitserve"
 """The deployment's name."""
 
 _SCRAPE_SECONDS = 5.0
-"""Seconds within which replicas send their metrics to the one that is scraped."""
+"""Longest wait of the scraped replica for the metrics of the others."""
 
 _HEALTH_SECONDS = 2.0
-"""Seconds between two checks of a replica; Ray replaces it when three have failed."""
+"""Interval of health checks; Ray replaces a replica after three failures."""
 
 
 class Arguments(BaseModel):
-    """What may stand behind `serve run service.extensions.ray.replicas:app`, as NAME=VALUE, or under `args` of a
-    file.
-    """
+    """Arguments of the application, as NAME=VALUE after `serve run`, or as `args` in a file."""
 
     model_config = ConfigDict(extra="forbid")
 
     replicas: int = Field(2, ge=1)
     cpus: float = Field(1, gt=0)
-    """Cores of a replica."""
+    """CPU cores per replica."""
     gpus: float = Field(0, ge=0)
-    """GPUs of a replica, which may be a part of one."""
+    """GPUs per replica, possibly a fraction."""
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """Return the application, whose settings come from the environment of the process that builds
-    it.
+    """Return the application; its settings come from the environment of the building process.
 
     Args:
-        arguments: see `Arguments`.
+        arguments: values for `Arguments`.
 
     Raises:
-        SettingsError: a setting or an argument is unknown, or has a value that is not allowed, or
-        not in a replica.
+        SettingsError: a setting or an argument is unknown or invalid, or does not apply to a
+            replica.
     """
     try:
         share = Arguments.model_validate(arguments)
@@ -84,22 +82,22 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         logger.warning("%s", line)
     if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
         logger.warning(
-            "each replica keeps its own pictures: GET /attention?id=... needs VIT_RECENT_URL=redis://..."
+            "each replica keeps its own pictures: "
+            "GET /attention?id=... needs VIT_RECENT_URL=redis://..."
         )
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name=NAME,
         num_replicas=share.replicas,
-        # A replica refuses by itself what it has no place for; beyond this number requests wait in
+        # A replica refuses requests itself when it is full. Beyond this number, requests wait in
         # Ray's proxy.
         max_ongoing_requests=2 * settings.queue_size,
         health_check_period_s=_HEALTH_SECONDS,
         health_check_timeout_s=BATCH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_timeout,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
-        logging_config={
-            "enable_access_log": False
-        },  # the service logs each request itself, with its path
+        # The service itself logs each request, with its path.
+        logging_config={"enable_access_log": False},
     )
     return deployment.bind(settings)
 
@@ -108,7 +106,7 @@ def replica_settings(settings: Settings, share: Arguments) -> Settings:
     """Return the settings of a replica.
 
     Raises:
-        SettingsError: they ask for several processes or devices; a replica has one.
+        SettingsError: the settings name several processes or devices, but a replica has one.
     """
     if settings.device == "all" or not settings.one_process:
         raise SettingsError(
@@ -119,16 +117,17 @@ def replica_settings(settings: Settings, share: Arguments) -> Settings:
 
 
 class Replica:
-    """One replica, which Ray makes and calls in a process of its own.
+    """One replica; Ray creates and calls it in a process of its own.
 
     Args:
-        load: called on the engine's thread.
+        settings: settings of the replica.
+        load: loader of predictors, called on the engine's thread.
     """
 
     def __init__(self, settings: Settings, load: Loader = load_predictor) -> None:
         logs.configure(settings.log_format, settings.log_level)
         self._settings = settings
-        self._metrics = _MetricsOfAll()
+        self._metrics = _ReplicaMetrics()
         self._metrics.observe_process()
         make = Backbones(settings, load, self._metrics.observe_batch).engine
         self._models = _FixedModels(settings, make, configured_models(settings))
@@ -137,9 +136,7 @@ class Replica:
         trim_regularly()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the application to which Ray passes all requests, and the beginning and end of the
-        replica.
-        """
+        """Return the ASGI application; Ray passes it all requests and the lifespan messages."""
         changed = self._on_engine_change
         service = create_app(self._settings, self._models, self._metrics, on_engine_change=changed)
 
@@ -149,10 +146,9 @@ class Replica:
         return application
 
     async def check_health(self) -> None:
-        """Return once the model is loaded, and at once from then on; raises `EngineUnavailable` if
-        it does not serve.
+        """Wait until the model is loaded; raises `EngineUnavailable` if it does not serve.
 
-        Ray calls it before it sends requests, and again and again as long as the replica lives.
+        Ray calls it before it sends requests, and then at an interval.
         """
         await self._loaded.wait()
         if self._models.failure or not self._models.default.current.engine.ready:
@@ -180,12 +176,12 @@ class Replica:
 
 
 class _FixedModels(LocalModels):
-    """Models that are not replaced: one replica would have others than the rest."""
+    """Models that cannot be replaced, because only one replica would replace them."""
 
     async def put(self, name: str, what: What) -> bool:
         """Raise `Forbidden`."""
         raise Forbidden(
-            "here the checkpoint is not swapped: start the service again with another one"
+            "replicas do not swap checkpoints: restart the service with another checkpoint"
         )
 
     async def unload(self, name: str) -> None:
@@ -198,17 +194,15 @@ class _FixedModels(LocalModels):
 
 
 async def _send_without_request_id(send: Send, message: Message) -> None:
-    """Send a message of an answer without its `X-Request-ID`, as Ray's proxy adds the same header."""
+    """Send a message without `X-Request-ID`, because Ray's proxy adds the same header."""
     if message["type"] == "http.response.start":
         headers = [header for header in message["headers"] if header[0] != b"x-request-id"]
         message = {**message, "headers": headers}
     await send(message)
 
 
-class _MetricsOfAll(Metrics):
-    """The metrics of a replica, which asks all others for theirs when it is scraped: nobody can
-    choose a replica.
-    """
+class _ReplicaMetrics(Metrics):
+    """The metrics of a replica; a scrape collects all replicas, because it cannot choose one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,9 +213,7 @@ class _MetricsOfAll(Metrics):
         return serve.get_replica_context().replica_id.unique_id, list(self.collect())
 
     async def gather(self) -> bytes:
-        """Return the metrics of all replicas that answer in time, with the label `replica`, as
-        text.
-        """
+        """Return the metrics of all replicas that answer in time, with the label `replica`."""
         if self._replicas is None:
             self._replicas = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
         answers = []
@@ -231,7 +223,7 @@ class _MetricsOfAll(Metrics):
                 timeout_s=_SCRAPE_SECONDS, return_exceptions=True
             )
         except (TimeoutError, RayServeException) as error:
-            logger.warning("the other replicas do not send their metrics: %s", error)
+            logger.warning("no metrics from the other replicas: %s", error)
         own = dict([self.own()])
         others = dict(answer for answer in answers if not isinstance(answer, BaseException))
         return await asyncio.to_thread(render_replicas, others | own)

@@ -1,13 +1,13 @@
 """Spans of requests by OpenTelemetry, with a child for each stage of each image.
 
-    POST /classify      server, a child of the caller's span
-      read              one for each stage that metrics measure
-      decode            from here on one for each image
+    POST /classify      server span, a child of the client's span
+      read              one span per stage, like the metrics
+      decode            from here on, one span per image and stage
       queue
-      inference         of the image's batch, with its size
+      inference         the image's batch, with its size
 
-It needs the extra `otel`, and is imported only where spans are exported
-(`service.settings.exports_spans`). The variables `OTEL_...` are read by the SDK.
+This module needs the extra `otel`, and is imported only if spans are exported (`exports_spans`).
+The SDK reads the variables `OTEL_...`.
 """
 
 import asyncio
@@ -37,35 +37,33 @@ from service.observe.metrics import stage_recorder
 from vitserve import __version__
 
 _SECRETS: Final = re.compile(rb"(?<![^&])id=[^&]*")
-"""Parameters that give access to a picture."""
+"""Query parameters that give access to a picture."""
 
 _ORIGINAL: Final = "vitserve.scope"
 _LAST_EXPORT_SECONDS: Final = 3.0
 
 
 class Tracing:
-    """Exports the spans of one process; made in the process that uses it, never before a fork.
+    """Exports the spans of one process; must be created after any fork.
 
     Args:
-        processor: takes each span that ends; by default it sends them as OpenTelemetry's variables
-        say.
+        processor: receives each completed span; by default, OpenTelemetry's variables configure it.
 
     Raises:
-        SettingsError: one of these variables has a wrong value.
+        SettingsError: one of these variables has an invalid value.
     """
 
     def __init__(self, processor: SpanProcessor | None = None) -> None:
         set_global_response_propagator(TraceResponsePropagator())  # type: ignore[no-untyped-call]
-        os.environ.setdefault(
-            "OTEL_SEMCONV_STABILITY_OPT_IN", "http"
-        )  # the stable names of attributes
-        own: dict[str, str | int] = {
+        # Use the stable names of attributes.
+        os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")
+        attributes: dict[str, str | int] = {
             "service.name": "vitserve",
             "service.version": __version__,
             "process.pid": os.getpid(),
         }
         try:
-            resource = Resource.create(own).merge(OTELResourceDetector().detect())
+            resource = Resource.create(attributes).merge(OTELResourceDetector().detect())
             self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
             self._provider.add_span_processor(processor or BatchSpanProcessor(OTLPSpanExporter()))
         except ValueError as error:
@@ -73,10 +71,13 @@ class Tracing:
         self._tracer = self._provider.get_tracer("vitserve", __version__)
 
     def around(self, app: ASGIApp, unobserved: Collection[str]) -> ASGIApp:
-        """Return the application with a span around each request, except those of the unobserved
-        paths.
+        """Return the application with a span around each request.
 
-        Ids of kept pictures and addresses of callers are not exported.
+        The spans do not contain ids of kept pictures or addresses of clients.
+
+        Args:
+            app: the application.
+            unobserved: paths without spans.
         """
 
         async def inner(scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,7 +111,7 @@ class Tracing:
         return outer
 
     async def close(self) -> None:
-        """Export what is left, for at most 3 s: a collector may hang."""
+        """Export the last spans, for at most `_LAST_EXPORT_SECONDS`: a collector may hang."""
         thread = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, _LAST_EXPORT_SECONDS)
@@ -118,6 +119,5 @@ class Tracing:
     def _record_stage(self, stage: str, seconds: float, batch_size: int | None) -> None:
         end = time.time_ns()
         attributes = {} if batch_size is None else {"vitserve.batch.size": batch_size}
-        self._tracer.start_span(
-            stage, start_time=end - int(seconds * 1e9), attributes=attributes
-        ).end(end)
+        start = end - int(seconds * 1e9)
+        self._tracer.start_span(stage, start_time=start, attributes=attributes).end(end)

@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from service import http
-from service.http import MAX_CONNECTIONS, Connections
+from service.http.connection import Connection as ServerConnection
+from service.http.connections import MAX_CONNECTIONS, Connections
 from tests.problems import code_of
 from tests.service.fakes import PATIENCE
 from tests.service.web.apps import App, app
@@ -65,7 +65,7 @@ class Listening:
     connections: Connections
 
     @property
-    def guard(self) -> http.Connection:
+    def guard(self) -> ServerConnection:
         """The only open connection."""
         [guard] = self.connections.open
         return guard

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from service.http import DISCARDED_BYTES, HEAD_SECONDS, STALL_SECONDS
+from service.http.connection import HEAD_SECONDS, STALL_SECONDS
+from service.http.exchange import DISCARDED_BYTES
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.http.listening import GET, Connection, Listening, listening, post
 from tests.service.http.raw_forms import FORMS

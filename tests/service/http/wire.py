@@ -10,7 +10,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from service.errors import MalformedRequest, ServiceError
-from service.http import Connections, Header
+from service.http.application import Header
+from service.http.connections import Connections
 from service.web.admission import Receiving
 
 Request = tuple[str, str, bytes]

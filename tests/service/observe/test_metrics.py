@@ -1,4 +1,3 @@
-import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +13,8 @@ from python_multipart.multipart import MultipartParser
 from service.engine.messages import BatchReport, EngineStatus
 from service.observe import logs
 from service.observe.gpus import GpuReader
-from service.observe.metrics import Metrics, Sources, render_replicas
+from service.observe.metrics import Metrics
+from service.observe.state import Sources
 from tests.launcher import until
 from tests.service.fakes import PATIENCE, model_info
 
@@ -236,31 +236,6 @@ def test_names_types_and_labels_are_those_that_dashboards_rely_on(
         }
         assert found.pop(name) == ("histogram", samples)
     assert not [name for name in found if several or name.startswith("vit_")]
-
-
-def replica(endpoint: str, seconds: float) -> Metrics:
-    metrics = Metrics()
-    metrics.requests.labels(endpoint, "200").inc()
-    metrics.request_duration.labels(endpoint).observe(seconds)
-    return metrics
-
-
-def merge(**replicas: Metrics) -> str:
-    """What is scraped of replicas whose metrics come from other processes."""
-    sent = {name: pickle.dumps(list(metrics.collect())) for name, metrics in replicas.items()}
-    return render_replicas({name: pickle.loads(data) for name, data in sent.items()}).decode()
-
-
-def test_each_sample_keeps_its_value_and_gets_the_label_of_its_replica():
-    merged = merge(a=replica("/classify", 0.5), b=replica("/model", 2))
-    families = list(text_string_to_metric_families(merged))
-
-    [requests] = [family for family in families if family.name == "vit_requests"]
-    assert [(sample.labels, sample.value) for sample in requests.samples] == [
-        ({"endpoint": "/classify", "code": "200", "replica": "a"}, 1),
-        ({"endpoint": "/model", "code": "200", "replica": "b"}, 1),
-    ]
-    assert all("replica" in sample.labels for family in families for sample in family.samples)
 
 
 @pytest.fixture

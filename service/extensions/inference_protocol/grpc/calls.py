@@ -41,7 +41,7 @@ from service.extensions.inference_protocol.inference import (
     infer,
     read,
 )
-from service.http import MAX_CONNECTIONS
+from service.http.connections import MAX_CONNECTIONS
 from service.server import connection_limit
 from service.settings import Settings
 from service.web.admission import RECEIVING_BYTES, RefusalPace

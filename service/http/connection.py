@@ -1,0 +1,341 @@
+"""One connection: parses requests, starts their tasks, and closes when a timer or a limit says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import socket
+import urllib.parse
+from typing import TYPE_CHECKING, Any, Final
+
+import httptools
+from starlette.types import Scope
+from uvicorn import Config
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr
+from uvicorn.server import ServerState
+
+from service.errors import MalformedRequest, RequestTimeout, ServiceError
+from service.http.application import Header
+from service.http.exchange import Exchange, encode_headers
+
+if TYPE_CHECKING:
+    from service.http.connections import Connections
+
+HEAD_SECONDS: Final = 30.0
+"""Longest time for the arrival of a request's headers."""
+
+STALL_SECONDS: Final = 30.0
+"""Time in which a client must read some bytes of its answer."""
+
+LINGER_SECONDS: Final = 10.0
+"""Time for the rest of a refused body: closing at once would reset, and may lose the answer."""
+
+LAST_CALLERS_SECONDS: Final = 1.0
+"""Time after the listener is closed for the requests of clients that have just connected."""
+
+_MAX_HEADER_BYTES = 64 << 10
+_MAX_HEADERS = 256  # in memory, each takes thirty times its shortest form
+_PAUSE_BYTES = 64 << 10  # of a body that the application has not read
+_UNSENT_BYTES = 128 << 10  # of a connection's answers in the kernel, whose default is 2.5 MiB
+_SCOPE = {
+    "type": "http",
+    "asgi": {"version": "3.0", "spec_version": "2.3"},
+    "scheme": "http",
+    "root_path": "",
+}
+
+
+class Connection(asyncio.BufferedProtocol):
+    """A connection, in the form that uvicorn's `Config(http=...)` expects.
+
+    It uses only the configuration and the `state` of uvicorn.
+
+    Attributes:
+        left: done when the socket is closed.
+        refused_at: time on the application's clock at which it last refused a request of this
+            connection because it was full.
+        is_refused: whether to discard all further bytes.
+        exchange: the last request, until its answer is complete and its body has ended.
+        drained: set when the client reads its answers again; None while it keeps up.
+        head: received bytes of incomplete request headers.
+    """
+
+    def __init__(
+        self, connections: Connections, config: Config, server_state: ServerState, **_: object
+    ) -> None:
+        self.connections = connections
+        self.state = server_state
+        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.refused_at = float("-inf")
+        self.is_refused = False
+        self.exchange: Exchange | None = None
+        self.drained: asyncio.Event | None = None
+        self._loop = asyncio.get_running_loop()
+        self._app: Any = config.loaded_app
+        self._held = b""
+        self._is_reading = True
+        self._unread = 0  # bytes of answers when `check` last saw the client read
+        self._new_head()
+
+    # The socket's protocol.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # sockets have no other
+        """Start the timer for the first request, and ask for room for this connection."""
+        self.transport = transport
+        self._scope: Scope = {
+            **_SCOPE,
+            "server": get_local_addr(transport),
+            "client": get_remote_addr(transport),
+        }
+        listener = transport.get_extra_info("socket")
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and listener.family != socket.AF_UNIX:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        self._wait(HEAD_SECONDS)
+        # uvicorn shuts these connections down, and waits for them.
+        self.state.connections.add(self)  # type: ignore[arg-type]
+        if self.connections.is_ending:
+            self.shutdown()
+        self.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell uvicorn and the application that the client has disconnected."""
+        self.state.connections.discard(self)
+        self.connections.open.pop(self, None)
+        self.connections.ending.discard(self)
+        self.is_refused = True
+        self._held = b""
+        self.left.set_result(None)
+        del self._parser  # which holds the connection
+        self.resume_writing()
+        if self.exchange is not None:
+            self.exchange.news.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the buffer for the next read."""
+        return self.connections.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parse received bytes as far as there is room for them."""
+        if not self.is_refused:
+            data = bytes(self.connections.buffer[:nbytes])
+            self._held = self._held + data if self._held else data
+            self.advance()
+
+    def pause_writing(self) -> None:
+        """Start watching a client that does not read its answers."""
+        self._since = self._loop.time()
+        self._unread = self.unsent_bytes
+        self.drained = asyncio.Event()
+        self.connections.app.answer_room.add_reader(self)
+
+    def resume_writing(self) -> None:
+        """Stop watching a client, because it reads its answers again."""
+        if self.drained is not None:
+            self.connections.app.answer_room.remove_reader(self)
+            self.drained.set()
+            self.drained = None
+            self._since = self._loop.time()
+            if not self.is_refused:
+                self.advance()
+
+    # Parsing.
+
+    def advance(self) -> None:
+        """Parse the held bytes as far as there is room; pause or resume reading from the socket."""
+        try:
+            while self._held and not self.is_refused:
+                exchange = self.exchange
+                if exchange is None or (exchange.complete and not exchange.more_body):
+                    if self.drained is not None:
+                        break  # a second answer would wait in memory behind the unread one
+                    self._take_head()
+                elif exchange.more_body and exchange.is_wanted and exchange.waiting <= _PAUSE_BYTES:
+                    self._held = exchange.take(self._held)
+                    if exchange.more_body:
+                        break
+                else:
+                    break
+        except MalformedRequest as error:
+            self.refuse(error)
+        except httptools.HttpParserError:
+            self.refuse(MalformedRequest("this is not HTTP/1.1"))
+        waiting = self.exchange.waiting if self.exchange else 0
+        reads = self.is_refused or len(self._held) + waiting <= _PAUSE_BYTES
+        if reads != self._is_reading:
+            self._is_reading = reads
+            if reads:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
+
+    def _new_head(self) -> None:
+        self._parser = httptools.HttpRequestParser(self)
+        self.head = b""
+        self._url = b""
+        self._headers = list[Header]()
+        self._keep_alive: bool | None = None  # None until the headers are complete
+
+    def on_url(self, url: bytes) -> None:
+        """Keep a piece of the target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header."""
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Keep a flag that the parser forgets when a request without a body ends."""
+        self._keep_alive = self._parser.should_keep_alive()
+
+    def _take_head(self) -> None:
+        """Parse up to the end of the request headers, and start the request once they are complete.
+
+        The parser of the headers never sees the bytes after them.
+        """
+        if not self.head:
+            self._wait(HEAD_SECONDS)
+        parsed = len(self.head)
+        received = self.head + self._held
+        blank = 0  # bytes of empty lines before the request
+        if not self._url:
+            blank = len(received) - len(received.lstrip(b"\r\n"))
+        end = received.find(b"\r\n\r\n", max(blank, parsed - 3)) + 4
+        if end > 3:
+            self.head = received[:end]
+            self._held = received[end:]
+        else:
+            self.head = received
+            self._held = b""
+        # A server may ignore an offer of another protocol. Java's client makes one with each of its
+        # first requests.
+        with contextlib.suppress(httptools.HttpParserUpgrade):
+            self._parser.feed_data(self.head[parsed : _MAX_HEADER_BYTES + 1])
+        if len(self.head) > _MAX_HEADER_BYTES or len(self._headers) > _MAX_HEADERS:
+            raise MalformedRequest(
+                f"the request headers have more than {_MAX_HEADER_BYTES} bytes "
+                f"or {_MAX_HEADERS} fields"
+            )
+        if self._keep_alive is not None:
+            self._begin(keep_alive=self._keep_alive)
+
+    def _begin(self, *, keep_alive: bool) -> None:
+        """Start the request whose headers are complete; raises `MalformedRequest`."""
+        target = httptools.parse_url(self._url)
+        if target.path is None or not target.path.isascii():
+            raise MalformedRequest("the target of the request has no path in ASCII")
+        path = target.path.decode("ascii")
+        scope: Scope = {
+            **self._scope,
+            "http_version": self._parser.get_http_version(),
+            "method": self._parser.get_method().decode("ascii"),
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": target.path,
+            "query_string": target.query or b"",
+            "headers": self._headers,
+            "state": {"connection": self},
+        }
+        exchange = Exchange(self, scope, keep_alive=keep_alive)
+        self.exchange = exchange
+        self._new_head()
+        task = self._loop.create_task(exchange.run(self._app, scope))
+        self.state.tasks.add(task)
+        task.add_done_callback(self.state.tasks.discard)
+
+    # Answers, and the end of the connection.
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Return the number of answer bytes that this process holds until the client reads them."""
+        return self.transport.get_write_buffer_size()
+
+    def give_way(self) -> None:
+        """Drop the unsent bytes, and close the connection: its answer stays incomplete."""
+        self.transport.abort()
+
+    @property
+    def request(self) -> Exchange | None:
+        """Return the request with an incomplete answer, or None."""
+        return None if self.exchange is None or self.exchange.complete else self.exchange
+
+    def _wait(self, seconds: float) -> None:
+        """Restart the idle timer, and move this connection to the end of the eviction order."""
+        self._since = self._loop.time()
+        self._patience = seconds
+        if self in self.connections.open:
+            self.connections.open.move_to_end(self)
+
+    def answered(self, exchange: Exchange) -> None:
+        """Parse the next request after a complete answer, or close the connection."""
+        if exchange.keep_alive and not (self.is_refused or self.connections.is_ending):
+            self._wait(self.connections.idle_seconds)
+            self.advance()
+        elif exchange.more_body or self._held:  # bytes after a close would reset the connection
+            self._linger()
+        else:
+            self._wait(STALL_SECONDS)
+            self.transport.close()
+
+    def refuse(self, error: ServiceError) -> None:
+        """Stop parsing, answer with a problem, and close.
+
+        If the body of a request is arriving, the request fails with the error instead.
+        """
+        self.is_refused = True
+        self._held = b""
+        if self.request is not None:
+            # A raised error holds its frames, and these hold the exchange.
+            self.request.error = copy.copy(error)
+            self.request.news.set()
+        else:
+            status, headers, content = self.connections.app.refuse(error, self._headers)
+            self.transport.writelines((encode_headers(status, headers, closes=True), content))
+            self._linger()
+
+    def _linger(self) -> None:
+        """Discard further bytes until the client closes the connection, or the timer ends it."""
+        self.is_refused = True
+        self._held = b""
+        self._wait(LINGER_SECONDS)
+        if not self.transport.is_closing():
+            with contextlib.suppress(OSError):  # the client has reset the connection
+                self.transport.write_eof()
+            self.advance()
+
+    def shutdown(self) -> None:
+        """Close the connection after its answer; without one, soon, in case a request arrives."""
+        self._loop.call_later(LAST_CALLERS_SECONDS, self._close_idle)
+
+    def _close_idle(self) -> None:
+        if self.request is None:  # otherwise the end of the answer closes it
+            self.transport.close()
+
+    def check(self, now: float) -> None:
+        """End the connection if request headers are late, or the client is idle or does not read.
+
+        Args:
+            now: time on the clock of the event loop.
+        """
+        longest = self._patience
+        if self.drained is not None:
+            unread = self.unsent_bytes
+            longest = STALL_SECONDS
+            if unread < self._unread:
+                self._since = now
+                self._unread = unread
+        elif self.request is not None and not self.transport.is_closing():
+            return
+        if now - self._since <= longest:
+            return
+        if self.head and not (self.is_refused or self.drained):
+            self.refuse(
+                RequestTimeout(f"the request headers did not arrive within {HEAD_SECONDS:g} s")
+            )
+        else:
+            self.transport.abort()  # a close would wait for a client that reads nothing
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """Return the connection of a request; None under another server."""
+    connection: Connection | None = scope.get("state", {}).get("connection")
+    return connection

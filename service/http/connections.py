@@ -1,0 +1,83 @@
+"""All connections of a process: their limit, their eviction order, and their timers."""
+
+import asyncio
+from collections import OrderedDict
+from functools import partial
+from typing import Final
+
+from service.errors import ReceivingFull, RequestTimeout
+from service.http.application import Application
+from service.http.connection import Connection
+
+MAX_CONNECTIONS: Final = 2048
+"""Connections of a process: eight for each slot of a queue of the default size."""
+
+IDLE_SECONDS: Final = 75.0
+"""Default idle time after an answer: load balancers often keep idle connections for 60 s."""
+
+_MAX_ENDING = 64  # connections beyond the limit that are still being refused
+_READ_BYTES = 128 << 10
+
+
+class Connections:
+    """The connections of a process, on one event loop.
+
+    Attributes:
+        idle_seconds: longest idle time of a connection after an answer.
+        buffer: shared buffer for reads from the sockets.
+        open: connections within the limit, ordered by the last activity, the oldest first.
+        ending: connections beyond the limit, refused or evicted.
+        is_ending: whether connections close after their next answer, or a second after `shutdown`.
+        protocol: factory of new connections for uvicorn.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        max_connections: int = MAX_CONNECTIONS,
+        *,
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
+        self.app = app
+        self.idle_seconds = idle_seconds
+        self.buffer = memoryview(bytearray(_READ_BYTES))
+        self.open: OrderedDict[Connection, None] = OrderedDict()
+        self.ending: set[Connection] = set()
+        self.is_ending = False
+        self.protocol = partial(Connection, self)
+        self._max_connections = max_connections
+
+    def add(self, connection: Connection) -> None:
+        """Add a connection; at the limit, evict the connection that has waited longest for its client.
+
+        If every other connection has a complete request, refuse the new one.
+        """
+        if len(self.open) >= self._max_connections:
+            self._make_room(connection)
+        if connection not in self.ending:
+            self.open[connection] = None
+
+    def _make_room(self, connection: Connection) -> None:
+        evicted = connection
+        for candidate in self.open:
+            if candidate.request is None or candidate.request.more_body:
+                evicted = candidate
+                break
+        self.open.pop(evicted, None)
+        self.ending.add(evicted)
+        is_idle = evicted is not connection and evicted.request is None
+        if is_idle or len(self.ending) > _MAX_ENDING:
+            evicted.transport.abort()
+        elif evicted is connection:
+            evicted.refuse(ReceivingFull(f"all {self._max_connections} connections are in use"))
+        else:
+            evicted.refuse(
+                RequestTimeout("the body arrived too slowly while others waited for a connection")
+            )
+
+    async def watch(self) -> None:
+        """Check every connection each second, until cancelled."""
+        while True:
+            await asyncio.sleep(1.0)
+            for connection in [*self.open, *self.ending]:
+                connection.check(asyncio.get_running_loop().time())

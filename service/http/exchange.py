@@ -1,0 +1,262 @@
+"""One request and its answer: the body that the application reads, the answer that it sends."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+import httptools
+from starlette.types import Message, Scope
+
+from service.errors import MalformedRequest, ServiceError
+from service.http.application import Application, Header
+
+if TYPE_CHECKING:
+    from service.http.connection import Connection
+
+logger = logging.getLogger(__name__)
+
+# Largest body that is read after a refusal: a new connection costs both sides more.
+DISCARDED_BYTES: Final = 1 << 20
+
+# The parser bounds a length, but not its leading zeros, and Python converts up to 4,300 digits.
+_MAX_LENGTH_DIGITS = 20
+
+# Pieces of a chunked body that are parsed before the event loop turns to other connections.
+_PIECES_AT_ONCE = 512
+
+_SMALL_CHUNK_FRAMING_BYTES = 6
+
+# Longest line of a chunk's size, extensions included, or of a trailer. Each read copies the line.
+_MAX_LINE_BYTES = 1000
+
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status} {status.phrase}".encode() for status in HTTPStatus
+}
+
+
+class Exchange:
+    """A request and its answer, in the form of ASGI.
+
+    Attributes:
+        more_body: whether the end of the body is still to arrive.
+        is_wanted: whether to parse the body. If the client waits for `100 Continue` or sends
+            chunks, this is false until the application reads the body.
+        waiting: number of received body bytes that the application has not read.
+        framing: number of bytes of a chunked body that are not content.
+        answered, complete: whether the answer has begun, and whether it is written to its end.
+        keep_alive: whether the connection stays open after the answer.
+        error: problem of the body, which stops its parsing.
+        news: set when the application has to look at a change.
+
+    Raises:
+        MalformedRequest: a proxy may read the request headers differently.
+    """
+
+    def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
+        headers = dict(scope["headers"])
+        version = scope["http_version"]
+        hosts = [name for name, _ in scope["headers"]].count(b"host")
+        codings = [
+            value.strip().lower()
+            for name, value in scope["headers"]
+            if name == b"transfer-encoding"
+        ]
+        length = headers.get(b"content-length", b"0")
+        expected = headers.get(b"expect", b"")
+        if scope["method"] == "CONNECT" or version not in ("1.0", "1.1"):
+            raise MalformedRequest(
+                f"{scope['method']}, HTTP/{version}: this server speaks HTTP/1.1; it is not a proxy"
+            )
+        if len(length) > _MAX_LENGTH_DIGITS:
+            raise MalformedRequest(f"Content-Length: more than {_MAX_LENGTH_DIGITS} digits")
+        if hosts > 1 or (version == "1.1" and hosts == 0):
+            raise MalformedRequest(f"{hosts} Host headers: expected one")
+        if codings and (codings != [b"chunked"] or version == "1.0"):
+            raise MalformedRequest(
+                "Transfer-Encoding: expected chunked, at most once, and in HTTP/1.1"
+            )
+        self._bytes_left = int(length)  # of the body, or of the current chunk
+        self._parser: httptools.HttpRequestParser | None = None
+        if codings:
+            # The parser of the headers would treat the bytes after an upgrade offer as another
+            # protocol's.
+            self._parser = httptools.HttpRequestParser(self)
+            self._parser.feed_data(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+        self.more_body = self._parser is not None or self._bytes_left > 0
+        self.is_wanted = self._parser is None and not expected
+        self._may_discard = self.is_wanted and self._bytes_left <= DISCARDED_BYTES
+        self._expects_continue = expected.lower() == b"100-continue" and version == "1.1"
+        self._is_head = scope["method"] == "HEAD"  # do not keep the scope: it holds the exchange
+        self._connection = connection
+        self._parts = [] if self.more_body else [b""]
+        self.waiting = 0
+        self.framing = 0
+        self._content = 0
+        self.answered = False
+        self.complete = False
+        self.keep_alive = keep_alive
+        self._names_keep_alive = version == "1.0"
+        self.error: ServiceError | None = None
+        self.news = asyncio.Event()
+        self._answer_headers = b""
+        self._line = b""
+
+    def take(self, data: bytes) -> bytes:
+        """Parse received bytes of the body, and return the unparsed rest; raises as a parser does.
+
+        A chunked body is parsed in pieces: a line, or the content whose size the line gave.
+        """
+        at = 0
+        for _ in range(_PIECES_AT_ONCE):
+            if self._bytes_left:
+                piece = data[at : at + self._bytes_left]
+                self._bytes_left -= len(piece)
+            else:
+                end = data.find(b"\n", at) + 1
+                piece = data[at : end or None]
+                self._line = piece if self._line.endswith(b"\n") else self._line + piece
+                self.framing += len(piece)
+            at += len(piece)
+            if self._parser is not None:
+                self._parser.feed_data(piece)
+            else:
+                self.on_body(piece)
+                if not self._bytes_left:
+                    self.on_message_complete()
+            if (
+                self.framing // _SMALL_CHUNK_FRAMING_BYTES > 64 + self._content // 32
+                or len(self._line) > _MAX_LINE_BYTES
+            ):
+                raise MalformedRequest(
+                    f"more than 32 chunks per KiB of the body, or {_MAX_LINE_BYTES} bytes in a line"
+                )
+            if at == len(data) or not self.more_body:
+                return data[at:]
+        asyncio.get_running_loop().call_soon(self._connection.advance)
+        return data[at:]
+
+    def on_chunk_header(self) -> None:
+        """Read the size of a chunk from its line, and add the line end after the chunk."""
+        size = int(self._line.partition(b";")[0], 16)
+        self._bytes_left = size and size + 2
+        self.framing += 2
+
+    def on_body(self, part: bytes) -> None:
+        """Keep a part of the body, or drop it once the answer has begun."""
+        self._content += len(part)
+        if not self.answered:
+            self._parts.append(part)
+            self.waiting += len(part)
+            self.news.set()
+
+    def on_message_complete(self) -> None:
+        """Note that the body has ended."""
+        self.more_body = False
+        self.waiting = 0
+        self._parts = self._parts or [b""]
+        self.news.set()
+
+    async def run(self, app: Application, scope: Scope) -> None:
+        """Run the application; close the connection if it returns without a complete answer."""
+        try:
+            await app(scope, self.receive, self.send)
+        except Exception:
+            logger.exception("the application failed")
+        finally:
+            if not self.complete:
+                self._connection.is_refused = True
+                self._connection.transport.close()
+            # Break the reference cycles: garbage of the application may still hold this object.
+            self._parser = None
+            del self._connection
+
+    async def receive(self) -> Message:
+        """Return the next part of the body, or `http.disconnect`; raises `error`."""
+        connection = self._connection
+        if not self.is_wanted:
+            self.is_wanted = True
+            if self._expects_continue and not (self.answered or connection.transport.is_closing()):
+                connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            connection.advance()
+        while not (self.error or self.complete or connection.left.done()):
+            if self._parts:
+                parts = self._parts
+                self._parts = []
+                self.waiting = 0
+                body = parts[0] if len(parts) == 1 else b"".join(parts)
+                more_body = self.more_body
+                if more_body:
+                    connection.advance()
+                return {"type": "http.request", "body": body, "more_body": more_body}
+            self.news.clear()
+            await self.news.wait()
+        if self.error is not None:
+            raise copy.copy(self.error)  # a raised error holds its frames, and these the exchange
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer; its headers share a packet with the begin of its body."""
+        connection = self._connection
+        if connection.drained is not None:
+            await connection.drained.wait()
+        if connection.left.done():
+            return
+        if message["type"] == "http.response.start":
+            self._answer_headers = self._encode_headers(message["status"], message["headers"])
+            self.answered = True
+            self._parts = []
+            self.waiting = 0
+            return
+        headers = self._answer_headers
+        self._answer_headers = b""
+        # A closing transport means that the client has closed its side: it counts as disconnected.
+        if not connection.transport.is_closing():
+            parts = (headers, b"" if self._is_head else message["body"])
+            # asyncio would try for ever to send b"".
+            connection.transport.writelines([part for part in parts if part])
+        if not message.get("more_body", False):
+            self.complete = True
+            self.news.set()
+            connection.answered(self)
+
+    def _encode_headers(self, status: int, headers: Iterable[Header]) -> bytes:
+        """Return status line and headers of the answer.
+
+        The connection closes after the answer if the rest of the request's body is too long to
+        discard.
+        """
+        connection = self._connection
+        by_name = dict(headers)
+        closes = (
+            connection.is_refused
+            or connection.connections.is_ending
+            or b"close" in by_name.get(b"connection", b"")
+        )
+        is_worth_reading = self._may_discard and status != HTTPStatus.REQUEST_TIMEOUT
+        has_end = b"content-length" in by_name or status in (
+            HTTPStatus.NO_CONTENT,
+            HTTPStatus.NOT_MODIFIED,
+        )
+        self.keep_alive = (
+            self.keep_alive and has_end and not closes and (is_worth_reading or not self.more_body)
+        )
+        others = [header for header in headers if header[0] != b"connection"]
+        if self.keep_alive and self._names_keep_alive:
+            others.append((b"connection", b"keep-alive"))
+        return encode_headers(
+            status, connection.state.default_headers + others, closes=not self.keep_alive
+        )
+
+
+def encode_headers(status: int, headers: Iterable[Header], *, closes: bool) -> bytes:
+    """Return status line and headers; raises `RuntimeError` if a header holds a line break."""
+    lines = [_STATUS_LINES[status], *[b"%b: %b" % (name, value) for name, value in headers]]
+    encoded = b"\r\n".join([*lines, *[b"connection: close"] * closes, b"", b""])
+    if encoded.count(b"\n") + encoded.count(b"\r") != 2 * (len(lines) + closes + 1):
+        raise RuntimeError("a header with a line break")
+    return encoded
