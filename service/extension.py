@@ -12,18 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from model import extension as model_extension
 from model.extension import extensions as installed
 
 if TYPE_CHECKING:
+    from starlette.responses import Response
     from starlette.types import ASGIApp
 
     from service.engine.backbones import Loader
     from service.observe.metrics import Metrics
     from service.settings import Settings
     from service.web.image_stores import ImageStore
+    from service.web.problems import Problem
     from service.web.routes.endpoint import Application, Endpoint
 
 
@@ -44,15 +47,25 @@ class Command(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Routes of an extension.
+    """Routes of an extension, and how the layers around them treat their paths.
 
     Attributes:
         routes: endpoints of a `service.web.routes.endpoint.Router`, matched after the core's.
         public: paths that need no API key.
+        probes: paths that machines poll. Their requests are logged only for debugging, are not
+            counted in flight, and their 503 is not counted as a refusal.
+        admin: regular expression that matches "METHOD path" as a whole where the admin key replaces
+            an API key; the route itself checks it.
+        accepts_admin: path prefixes, such as "/heads/", that take the admin key as well.
+        problem_answers: functions by path prefix that write errors in another form than RFC 9457.
     """
 
     routes: Sequence[Endpoint]
     public: frozenset[str] = frozenset()
+    probes: frozenset[str] = frozenset()
+    admin: str = ""
+    accepts_admin: Sequence[str] = ()
+    problem_answers: Mapping[str, Callable[[Problem], Response]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,9 @@
 """API keys: which requests need a key, and how many requests each key has in flight."""
 
 import hmac
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,15 +12,8 @@ from service.errors import TooManyRequests, Unauthorized
 from service.observe.metrics import Metrics
 from service.setting_values import ApiKey
 from service.settings import Settings
-from service.web.middleware import PROBES, request_context
-
-_ADMIN: Final = re.compile(r"(?:PUT|DELETE) /models/.+|\w+ /v2/repository/models/.+/(?:un)?load")
-_HEADS: Final = "/heads/"
-
-
-def needs_admin_key(method: str, path: str) -> bool:
-    """Return whether a route requires the admin key, which the route itself checks."""
-    return _ADMIN.fullmatch(f"{method} {path}") is not None
+from service.web.middleware import request_context
+from service.web.path_rules import PathRules
 
 
 def holds_admin_key(authorization: str, settings: Settings) -> bool:
@@ -85,17 +76,13 @@ class KeyGuard:
 
 
 class ApiKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` on every route, except public and admin routes.
+    """Requires `Authorization: Bearer KEY` on every route, except public and admin routes."""
 
-    The paths of taught heads accept the admin key too.
-    """
-
-    def __init__(
-        self, app: ASGIApp, guard: KeyGuard, public: Iterable[str], settings: Settings
-    ) -> None:
+    def __init__(self, app: ASGIApp, guard: KeyGuard, rules: PathRules, settings: Settings) -> None:
         self._app = app
         self._guard = guard
-        self._public = frozenset(public) | {""}  # the empty path redirects to the page
+        self._rules = rules
+        self._public = rules.public | {""}  # the empty path redirects to the page
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,7 +92,7 @@ class ApiKeyMiddleware:
             context = request_context(scope)
             context.key_name = key.name
             context.key_owner = key.owner
-            if scope["path"] in PROBES:
+            if scope["path"] in self._rules.probes:
                 key = None  # probes are not counted
         with self._guard.request(key):
             await self._app(scope, receive, send)
@@ -113,13 +100,13 @@ class ApiKeyMiddleware:
     def _needs_key(self, scope: Scope) -> bool:
         if scope["type"] != "http" or scope["path"] in self._public:
             return False
-        return not needs_admin_key(scope["method"], scope["path"])
+        return not self._rules.needs_admin_key(scope["method"], scope["path"])
 
     def _key_of(self, scope: Scope) -> ApiKey | None:
         """Return the key of a request; None if it has the admin key where that is accepted."""
         authorization = Headers(scope=scope).get("authorization", "")
-        is_about_heads = f"{scope['path']}/".startswith(_HEADS)
-        if is_about_heads and holds_admin_key(authorization, self._settings):
+        accepts_admin_key = self._rules.accepts_admin_key(scope["path"])
+        if accepts_admin_key and holds_admin_key(authorization, self._settings):
             return None
         return self._guard.find(authorization)
 

@@ -28,6 +28,7 @@ from service.web.image_stores import ImageStore, MemoryImageStore
 from service.web.lanes import Lanes
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
 from service.web.origins import OriginMiddleware, split_origins
+from service.web.path_rules import PathRules
 from service.web.prefix import Prefixes
 from service.web.routes import attention, classify, classify_batch, embed, operations, pages
 from service.web.routes import models as models_routes
@@ -46,7 +47,7 @@ _ROUTERS = (
     operations.router,
     models_routes.router,
 )
-_PUBLIC = pages.PUBLIC | {"/healthz", "/readyz"}
+_PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 _EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Content-Location", "traceresponse")
 
 
@@ -108,17 +109,26 @@ def create_app(
     app.state.service = service
     app.state.guard = KeyGuard(settings.api_keys, settings.key_max_requests, metrics)
     app.state.on_models_changed = [partial(_publish_models, service)]
-    core = Routes([route for router in _ROUTERS for route in router.routes], _PUBLIC)
     added = [extension.routes(app) for extension in extensions() if extension.routes is not None]
-    app.set_routes([route for part in (core, *added) for route in part.routes])
-    public = frozenset[str]().union(*(part.public for part in (core, *added)))
-    app.state.public = public | {"/metrics"} if settings.metrics_public else public
+    parts = (_core_routes(settings), *added)
+    app.set_routes([route for part in parts for route in part.routes])
+    app.state.rules = PathRules(parts)
     app.state.keys_required = bool(settings.api_keys)
     app.state.on_models_changed.append(on_engine_change)
     outermost = _surrounded(app, service)
     app.state.outermost = outermost
     app.state.count = outermost.count
     return outermost
+
+
+def _core_routes(settings: Settings) -> Routes:
+    public = pages.PUBLIC | {"/healthz", "/readyz"}
+    return Routes(
+        [route for router in _ROUTERS for route in router.routes],
+        public=public | {"/metrics"} if settings.metrics_public else public,
+        probes=_PROBES,
+        admin=models_routes.ADMIN,
+    )
 
 
 def _watch(metrics: Metrics, service: Service) -> None:
@@ -148,9 +158,9 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     settings = service.settings
     layers: ASGIApp = app
     if state.keys_required:
-        layers = ApiKeyMiddleware(layers, state.guard, state.public, settings)
+        layers = ApiKeyMiddleware(layers, state.guard, state.rules, settings)
     layers = OriginMiddleware(layers, settings)
-    layers = ProblemMiddleware(layers, service.metrics, RefusalPace(service.clock))
+    layers = ProblemMiddleware(layers, service.metrics, RefusalPace(service.clock), state.rules)
     if settings.cors_origins:
         exact, pattern = split_origins(settings.cors_origins)
         layers = CORSMiddleware(
@@ -173,6 +183,7 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
         service.lifecycle,
         service.receiving,
         prefixes,
+        state.rules.probes,
         clock=service.clock,
     )
 

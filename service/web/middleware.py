@@ -9,7 +9,6 @@ RequestContextMiddleware      request id, start time, metrics, log line
 """
 
 import asyncio
-import json
 import logging
 import random
 import re
@@ -36,21 +35,12 @@ from service.lifecycle import Lifecycle
 from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
 from service.web.admission import RefusalPace
+from service.web.path_rules import PathRules
 from service.web.prefix import Prefixes
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-
-PROBES = frozenset(
-    {"/healthz", "/readyz", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready"}
-) | {
-    "/inference.GRPCInferenceService/ServerLive",
-    "/inference.GRPCInferenceService/ServerReady",
-    "/grpc.health.v1.Health/Check",
-    "/grpc.health.v1.Health/Watch",
-}
-"""Paths that machines poll: logged only for debugging, and not counted in flight."""
 
 _CONTEXT = "vit.context"
 
@@ -239,6 +229,7 @@ class RequestContextMiddleware:
         lifecycle: state of the process; while it ends, every answer closes its connection.
         answer_room: room for unsent answers, see `service.http.application.Application`.
         prefixes: removes a proxy's prefix from the path, before any other layer reads it.
+        probes: paths that machines poll: logged only for debugging, and not counted in flight.
         clock: monotonic seconds.
     """
 
@@ -250,6 +241,7 @@ class RequestContextMiddleware:
         lifecycle: Lifecycle,
         answer_room: AnswerRoom,
         prefixes: Prefixes,
+        probes: frozenset[str],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -263,6 +255,7 @@ class RequestContextMiddleware:
         self._lifecycle = lifecycle
         self.answer_room = answer_room
         self._prefixes = prefixes
+        self._probes = probes
         self._clock = clock
         self.log = RequestLog()
 
@@ -275,7 +268,7 @@ class RequestContextMiddleware:
         context.prefix = self._prefixes.take_off(scope)
         scope[_CONTEXT] = context
         stage_seconds.set(context.stages)
-        counted = scope["path"] not in PROBES
+        counted = scope["path"] not in self._probes
         if counted:
             self._metrics.inflight.inc()
         try:
@@ -311,7 +304,7 @@ class RequestContextMiddleware:
             self._key_requests(answered.key_name, str(status)).inc()
         if status == problems.CLIENT_DISCONNECTED:
             self._metrics.cancelled.inc()
-        if path in PROBES:
+        if path in self._probes:
             self.log.answered(logging.DEBUG, answered)
             return
         if self._lifecycle.stopping:
@@ -357,10 +350,11 @@ class ProblemMiddleware:
     A defect of the service is raised again after its answer, so that it is logged.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, pace: RefusalPace) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, pace: RefusalPace, rules: PathRules) -> None:
         self._app = app
         self._metrics = metrics
         self._pace = pace
+        self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -373,23 +367,22 @@ class ProblemMiddleware:
                 raise
             problem = problems.problem_of(error)
             # A 503 to a probe is a state, not a refusal.
-            if scope["path"] not in PROBES or isinstance(error, Unauthorized):
+            if scope["path"] not in self._rules.probes or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
                 # Callers that retry at once would take the processors from a busy engine.
                 if isinstance(error, QueueFull | EngineUnavailable):
                     await asyncio.sleep(self._pace.delay(connection_of(scope)))
-            answer = _answer_of(problem, scope)
+            answer = self._answer_of(problem, scope)
             await answer(scope, receive, send)
             if problem.code == problems.INTERNAL_ERROR:
                 raise
 
-
-def _answer_of(problem: problems.Problem, scope: Scope) -> Response:
-    """Return the answer to a request, and note the problem in its context."""
-    context = request_context(scope)
-    context.code = problem.code
-    if scope["path"].startswith(problems.INFERENCE_PROTOCOL):
-        content = json.dumps({"error": problem.detail}).encode()
-        return Response(content, problem.status, problem.headers, "application/json")
-    content = problems.body(problem, context.request_id)
-    return Response(content, problem.status, problem.headers, problems.MEDIA_TYPE)
+    def _answer_of(self, problem: problems.Problem, scope: Scope) -> Response:
+        """Return the answer to a request, and note the problem in its context."""
+        context = request_context(scope)
+        context.code = problem.code
+        other_form = self._rules.problem_answer(scope["path"])
+        if other_form is not None:
+            return other_form(problem)
+        content = problems.body(problem, context.request_id)
+        return Response(content, problem.status, problem.headers, problems.MEDIA_TYPE)

@@ -15,9 +15,6 @@ _MAX_DETAIL = 500
 
 _ID_PLACEHOLDER = "the-id"
 
-INFERENCE_PROTOCOL = "/v2"
-"""Paths with this prefix answer errors in the form of the Open Inference Protocol."""
-
 INTERNAL_ERROR = "internal_error"
 """Code of an error outside the table: a defect of the service."""
 

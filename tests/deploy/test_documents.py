@@ -173,7 +173,7 @@ def test_docs_list_paths_without_key():
     section = (REPOSITORY / "docs/api.md").read_text().split("## Keys")[1].split("\n## ")[0]
     first_cells = "".join(row.split("|")[1] for row in re.findall(r"^\|.*", section, re.M))
 
-    public = inside(app()).state.public
+    public = inside(app()).state.rules.public
     without_files = {path for path in public if "." not in path} | {"/openapi.json", "/metrics"}
     assert set(re.findall(r"`(/\S*)`", first_cells)) == without_files
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def _routes(_: Application) -> Routes:
-    from service.extensions.compatibility.routes import PUBLIC, router
+    from service.extensions.compatibility.routes import PROBES, router
 
-    return Routes(router.routes, PUBLIC)
+    return Routes(router.routes, public=PROBES, probes=PROBES)
 
 
 EXTENSION = Extension(name="compatibility", routes=_routes)

@@ -26,8 +26,8 @@ from vitserve.documents import FIELD, Classification, significant
 
 router = Router("other servers")
 
-PUBLIC: Final = frozenset({"/ping"})
-"""Paths without a key: SageMaker and load balancers do not send one."""
+PROBES: Final = frozenset({"/ping"})
+"""Paths that SageMaker and load balancers poll, without a key."""
 
 _FIELDS: Final = (FIELD, "data", "body")
 """Names of the form field with the picture; TorchServe's clients use the last two."""
@@ -56,7 +56,7 @@ class Health(BaseModel):
     status: Literal["Healthy"]
 
 
-@router.get("/ping", answer=Health, responses=problems(503))
+@router.get("/ping", answer=Health, responses=problems(503), is_loose=True)
 async def ping(request: Request) -> Health:
     """Answer 200 when the model is ready, as /readyz."""
     service_of(request).check_ready()

@@ -18,3 +18,16 @@ VERSION: Final = "1"
 
 GRPC_SERVICE: Final = "inference.GRPCInferenceService"
 """The service's name over gRPC."""
+
+GRPC_HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+"""The standard service for health checks."""
+
+GRPC_PROBES: Final = frozenset(
+    {
+        f"/{GRPC_SERVICE}/ServerLive",
+        f"/{GRPC_SERVICE}/ServerReady",
+        f"/{GRPC_HEALTH_SERVICE}/Check",
+        f"/{GRPC_HEALTH_SERVICE}/Watch",
+    }
+)
+"""Methods that machines poll; they need no key."""

@@ -21,9 +21,21 @@ def _prepared(settings: Settings) -> AbstractContextManager[Settings]:
 
 
 def _routes(_: Application) -> Routes:
-    from service.extensions.inference_protocol.routes import PUBLIC, router
+    from service.extensions.inference_protocol import GRPC_PROBES
+    from service.extensions.inference_protocol.routes import (
+        ADMIN,
+        PROBES,
+        problem_answer,
+        router,
+    )
 
-    return Routes(router.routes, PUBLIC)
+    return Routes(
+        router.routes,
+        public=PROBES,
+        probes=PROBES | GRPC_PROBES,
+        admin=ADMIN,
+        problem_answers={"/v2": problem_answer},
+    )
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ A model's name may hold slashes, so longer paths come first. Of a function's dec
 is the first.
 """
 
+import json
 from functools import partial
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from service.extensions.inference_protocol.inference import check_version, infer
 from service.extensions.inference_protocol.tensors import decode_request, encode_answer
 from service.web.admitted import admit
 from service.web.json_bodies import decoded, require_known
+from service.web.problems import Problem
 from service.web.routes.answers import json_response
 from service.web.routes.endpoint import Router
 from service.web.routes.models import allowed, load, require_admin, small_body
@@ -34,13 +36,22 @@ from vitserve import __version__
 # The protocol has an OpenAPI document of its own, so these routes are not in ours.
 router = Router(prefix="/v2", is_described=False)
 
-PUBLIC: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
-"""Paths that are open even when keys are set."""
+PROBES: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
+"""Paths that machines poll; they need no key."""
+
+ADMIN: Final = r"\w+ /v2/repository/models/.+/(?:un)?load"
+"""Regular expression of the requests that need the admin key."""
 
 _HEADER_LENGTH: Final = "inference-header-content-length"
 _MAX_DIGITS: Final = 20
 _MODEL: Final = "/models/{name:path}"
 _VERSIONED: Final = "/models/{name:path}/versions/{version}"
+
+
+def problem_answer(problem: Problem) -> Response:
+    """Return the protocol's answer to an error."""
+    content = json.dumps({"error": problem.detail}).encode()
+    return Response(content, problem.status, problem.headers, "application/json")
 
 
 def _name(request: Request) -> str | None:
@@ -57,13 +68,13 @@ async def v2_server(request: Request) -> Response:
     return json_response(server_metadata(__version__, swaps=swaps))
 
 
-@router.get("/health/live")
+@router.get("/health/live", is_loose=True)
 async def v2_live(request: Request) -> Response:
     """Answer as long as the process lives."""
     return Response()
 
 
-@router.get("/health/ready")
+@router.get("/health/ready", is_loose=True)
 @router.get(f"{_MODEL}/ready")
 @router.get(f"{_VERSIONED}/ready")
 async def v2_ready(request: Request) -> Response:

@@ -38,7 +38,7 @@ def _routes(app: Application) -> Routes:
     )
     app.state.examples_lane = Lane("examples", threads=_EXAMPLE_THREADS, clock=service.clock)
     app.state.on_models_changed.append(app.state.taught.renew)
-    return Routes(router.routes)
+    return Routes(router.routes, accepts_admin=("/heads/",))
 
 
 @asynccontextmanager

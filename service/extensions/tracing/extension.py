@@ -55,10 +55,9 @@ def _around(inner: ASGIApp, app: Application) -> ASGIApp:
     if not exports_spans():
         return inner
     from service.extensions.tracing.spans import Tracing  # needs the extra `otel`
-    from service.web.middleware import PROBES
 
     app.state.tracing = Tracing()
-    return app.state.tracing.around(inner, PROBES)  # type: ignore[no-any-return]
+    return app.state.tracing.around(inner, app.state.rules.probes)  # type: ignore[no-any-return]
 
 
 @asynccontextmanager

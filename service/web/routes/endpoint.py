@@ -26,7 +26,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from service.errors import MethodNotAllowed, NotFound
-from service.web.middleware import PROBES, request_context
+from service.web.middleware import request_context
 from service.web.routes.not_found import nearest_path
 from service.web.routes.openapi import Json, Operation, openapi_document
 from service.web.routes.query import parse_query, require_no_parameters
@@ -72,7 +72,7 @@ class Endpoint:
         self._regex, self.path_format, self._convertors = compile_path(path)
         self._function = function
         self._omit_none = omit_none
-        self._is_loose = is_loose or path in PROBES
+        self._is_loose = is_loose
         query_model = get_type_hints(function).get("query")
         self.operation = Operation(method, self.path_format, function, query_model, **description)
 
@@ -186,7 +186,7 @@ class Application:
             self._document = openapi_document(
                 [endpoint.operation for endpoint in self.routes if endpoint.is_described],
                 version=version,
-                public=self.state.public,
+                public=self.state.rules.public,
                 keys_required=self.state.keys_required,
             )
         return self._document

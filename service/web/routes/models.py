@@ -28,6 +28,9 @@ from vitserve.documents import ListedModel
 
 router = Router("models")
 
+ADMIN: Final = "(?:PUT|DELETE) /models/.+"
+"""Regular expression of the requests that need the admin key."""
+
 _MAX_BODY: Final = 64 << 10
 _SETTINGS: Final = {
     "parameters": [NAME],

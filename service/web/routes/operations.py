@@ -110,20 +110,20 @@ async def labels(request: Request, query: ModelQuery) -> Labels:
     return Labels(model=info.name, labels=list(info.labels))
 
 
-@router.get("/healthz", answer=Status)
+@router.get("/healthz", answer=Status, is_loose=True)
 async def healthz(request: Request) -> Status:
     """Answer 200 while the process lives."""
     return Status(status="ok")
 
 
-@router.get("/readyz", answer=Status, responses=problems(503))
+@router.get("/readyz", answer=Status, responses=problems(503), is_loose=True)
 async def readyz(request: Request) -> Status:
     """Answer 200 while the model is loaded and warm, and the service is not stopping."""
     service_of(request).check_ready()
     return Status(status="ready")
 
 
-@router.get("/metrics", responses=_TEXT)
+@router.get("/metrics", responses=_TEXT, is_loose=True)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
     content = await service_of(request).metrics.gather()

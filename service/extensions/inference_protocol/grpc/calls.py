@@ -18,7 +18,11 @@ from google.protobuf.message import DecodeError, Message
 from service.addresses import in_url, tcp_hosts
 from service.engine.messages import ModelInfo
 from service.errors import MalformedRequest, ModelFailed, NotFound, RequestTimeout, Unavailable
-from service.extensions.inference_protocol import GRPC_SERVICE
+from service.extensions.inference_protocol import (
+    GRPC_HEALTH_SERVICE,
+    GRPC_PROBES,
+    GRPC_SERVICE,
+)
 from service.extensions.inference_protocol.descriptions import (
     model_configuration,
     model_metadata,
@@ -33,7 +37,6 @@ from service.extensions.inference_protocol.grpc.messages import (
     encode_answer,
     parse,
 )
-from service.extensions.inference_protocol.grpc.standard import HEALTH_SERVICE
 from service.extensions.inference_protocol.inference import (
     BYTES_A_VALUE,
     check_version,
@@ -48,7 +51,7 @@ from service.web.admission import RECEIVING_BYTES, RefusalPace
 from service.web.admitted import AdmittedRequest, Sender, network_of
 from service.web.api_keys import KeyGuard
 from service.web.lanes import Deadline, Lane
-from service.web.middleware import PROBES, Answered, request_id_from
+from service.web.middleware import Answered, request_id_from
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of
 from service.web.service import Service
 from vitserve import __version__
@@ -226,11 +229,11 @@ class Calls:
         call = Call(context, self._arrivals, self._service)
         trailers = [("x-request-id", call.request_id)]
         status, name, code, client = CLIENT_DISCONNECTED, None, None, call.address
-        with nullcontext() if path in PROBES else metrics.inflight.track_inprogress():
+        with nullcontext() if path in GRPC_PROBES else metrics.inflight.track_inprogress():
             try:
                 key = (
                     None
-                    if path in PROBES
+                    if path in GRPC_PROBES
                     else self._guard.find(str(call.metadata.get("authorization", "")))
                 )
                 if key is not None:
@@ -392,12 +395,12 @@ _PROTOCOL: Final[dict[str, Method]] = {
 }
 
 METHODS: Final = {f"/{GRPC_SERVICE}/{name}": method for name, method in _PROTOCOL.items()} | {
-    f"/{HEALTH_SERVICE}/Check": _check
+    f"/{GRPC_HEALTH_SERVICE}/Check": _check
 }
 """The methods that answer one message, by path."""
 
 STREAMS: Final[dict[str, Callable[[Calls, Call], Awaitable[None]]]] = {
-    f"/{HEALTH_SERVICE}/Watch": _watch,
+    f"/{GRPC_HEALTH_SERVICE}/Watch": _watch,
     **dict.fromkeys(reflection.PATHS, _reflect),
 }
 """The methods that answer a stream, by path."""

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from service.errors import NotFound, Unavailable, UnknownModel
-from service.extensions.inference_protocol import GRPC_SERVICE
-from service.extensions.inference_protocol.grpc.standard import HEALTH_SERVICE, message_class
+from service.extensions.inference_protocol import GRPC_HEALTH_SERVICE, GRPC_SERVICE
+from service.extensions.inference_protocol.grpc.standard import message_class
 from service.web.service import Service
 
 WATCH_SECONDS: Final = 0.5
@@ -18,7 +18,7 @@ REQUEST: Final = message_class("grpc.health.v1.HealthCheckRequest")
 RESPONSE: Final = message_class("grpc.health.v1.HealthCheckResponse")
 
 # Their readiness is that of the whole service.
-_WHOLE: Final = frozenset({"", GRPC_SERVICE, HEALTH_SERVICE})
+_WHOLE: Final = frozenset({"", GRPC_SERVICE, GRPC_HEALTH_SERVICE})
 
 
 def status_of(service: Service, name: str) -> str:

@@ -15,7 +15,6 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 REFLECTION_PACKAGES: Final = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 """Clients ask the second one where the first is unknown; their messages are the same."""
 
