@@ -1,6 +1,6 @@
 """Types of settings: each parses the text of an environment variable, a flag or a TOML file.
 
-Parsers raise `ValueError` with what is expected; `service.settings` adds the setting's name.
+Parsers raise `ValueError` with the expected form; `service.settings` adds the setting's name.
 """
 
 import hashlib
@@ -100,7 +100,7 @@ def _list_items(value: str, noun: str, example: str) -> list[str]:
 
 
 def _origin(text: str) -> str:
-    """Return an origin as browsers write it: lower case, no default port, no trailing slash."""
+    """Return an origin as browsers write it: lower case, without default port and final slash."""
     if text in ("*", "null"):
         return text
     wrong = f"{text!r} is not an origin; {_ORIGIN_FORM}"
@@ -143,7 +143,7 @@ def parse_hosts(value: object) -> object:
 
 
 def parse_root_path(value: str) -> str:
-    """Return a path prefix with a leading slash and no trailing one; `/` becomes empty."""
+    """Return a path prefix with a leading slash and without a final slash; `/` becomes empty."""
     path = value.strip("/")
     prefix = f"/{path}" if path else ""
     if not _ROOT_PATH.fullmatch(prefix):
@@ -237,7 +237,7 @@ def _admin_key(value: SecretStr, info: ValidationInfo) -> SecretStr:
     _check_key(key)
     if key.encode() in [caller_key.secret for caller_key in info.data.get("api_keys", ())]:
         raise ValueError(
-            "expected a key that is not in VIT_API_KEYS: its holder decides what is served"
+            "expected a key that is not in VIT_API_KEYS: its holder chooses the served models"
         )
     return SecretStr(key)
 

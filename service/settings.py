@@ -150,8 +150,8 @@ class Settings(ModelSettings, BaseSettings):
     )
     request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         10,
-        description="seconds from the request headers; an image that is not launched by then is "
-        "answered 504, an incomplete body 408",
+        description="seconds from the request headers; then an image whose batch has not started "
+        "is answered 504, an incomplete body 408",
     )
 
     # Limits of requests.
@@ -166,7 +166,7 @@ class Settings(ModelSettings, BaseSettings):
     max_image_pixels: int = Field(
         64_000_000,
         ge=1,
-        description="pixels of a picture, else 413; decoding takes up to 6.5 bytes for each",
+        description="pixels of a picture, else 413; decoding takes up to 6.5 bytes per pixel",
     )
     max_images_per_request: int = Field(
         64, ge=1, description="files of one POST /classify/batch, else 413"
@@ -190,13 +190,12 @@ class Settings(ModelSettings, BaseSettings):
     admin_key: AdminKey | None = Field(
         None,
         description="key of PUT and DELETE /models/NAME, of DELETE /heads/NAME and of "
-        "/v2/repository; its holder decides what is served",
+        "/v2/repository; its holder chooses the served models",
     )
     checkpoint_folder: Name | None = Field(
         None,
-        description="folder that contains the checkpoints that such a request may name; without "
-        "it a request names none. Files that a `NAME.toml` of `models` names may be "
-        "there, too",
+        description="folder of the checkpoints that requests with `admin_key` may name; without "
+        "it they may not name a checkpoint. A `NAME.toml` of `models` may name files in it, too",
     )
     metrics_public: bool = Field(True, description="serve /metrics without a key if keys are set")
 
@@ -228,8 +227,8 @@ class Settings(ModelSettings, BaseSettings):
     # Shutdown, browsers, logs.
     drain_delay: Seconds = Field(
         2,
-        description="seconds after SIGTERM during which new work is still served while /readyz "
-        "is 503, so that load balancers turn away",
+        description="seconds after SIGTERM during which new requests are still served while "
+        "/readyz is 503, so that load balancers choose other replicas",
     )
     drain_timeout: Seconds = Field(
         30, description="seconds after SIGTERM until the process ends at the latest"
@@ -314,9 +313,9 @@ def described(name: str) -> tuple[str, str]:
     if isinstance(field.default, ByteSize):
         default = f"{field.default // 2**20}MiB"
     elif field.default is not None and field.default != () and not default:
-        default = (
-            str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-        )
+        default = str(field.default)
+        if isinstance(field.default, bool):
+            default = default.lower()
     return meaning, default or "none"
 
 
@@ -332,7 +331,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         where, _, message = first_problem(error).partition(": ")
         name = where.split(".")[0]
         variable = f"{ENV_PREFIX}{name.upper()}"
-        # The text of the operator, before any parsing.
+        # The operator's text, before any parsing.
         written = (flags or {}).get(name, os.environ.get(variable, error.errors()[0]["input"]))
         value = "***" if name in _SECRET else repr(written)
         raise SettingsError(f"{variable}={value}: {message[:1].lower()}{message[1:]}") from None
@@ -353,6 +352,7 @@ def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
             lines.append(f"{variable} is not a setting and is ignored{meant}")
         elif without_quotes(value) != value:
             lines.append(
-                f"{variable}: the quotes around its value are ignored; remove them from the env file"
+                f"{variable}: the quotes around its value are ignored; "
+                "remove them from the env file"
             )
     return lines

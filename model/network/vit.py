@@ -140,7 +140,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.patch_dropout = 0.0
-        width, eps = config.width, config.norm_eps
+        width = config.width
+        eps = config.norm_eps
         embed = LinearPatchEmbed if config.patch_embedding == "linear" else PatchEmbed
         self.patch_embed = embed(config)
         self.cls_token = _token(1, width) if config.class_token else None

@@ -218,7 +218,8 @@ class TorchCpu(TorchBackend):
         network: Network = self.network
         sizes: Sequence[int] = range(1, SIZES[-1] + 1)
         if self._compiled is not None and request.of_network in self.usual:
-            network, sizes = self._compiled, SIZES
+            network = self._compiled
+            sizes = SIZES
         with self.threads as alone:
             torch.set_num_threads(self.threads.count if alone else 1)  # of the calling thread
             return compute_in_pieces(

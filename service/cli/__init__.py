@@ -1,5 +1,5 @@
-"""The command line, one file a subcommand.
+"""The command line: one file per subcommand.
 
-Each has `add_arguments`, which declares its flags, and `run`, which returns the exit code or raises
-a `VitError` or `ServiceError` whose one line says why not.
+Each file has `add_arguments`, which declares the flags, and `run`, which returns the exit code. If
+the subcommand fails, `run` raises a `VitError` or `ServiceError` with a message of one line.
 """

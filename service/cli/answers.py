@@ -46,7 +46,7 @@ Embedding = NDArray[np.float32]
 
 
 class SeenMaps(NamedTuple):
-    """The maps of a picture, one for each requested class, and the picture as the model saw it."""
+    """The maps of a picture, one per requested class, and the picture as the model saw it."""
 
     seen: ModelInput
     maps: list[AttentionMap]
@@ -126,7 +126,7 @@ def _require_address(url: str) -> None:
 
 
 def _remedy(error: Exception) -> str:
-    """Return what to do about an error of a server; empty if its message says so."""
+    """Return the remedy for an error of a server; empty if its message has the remedy."""
     if isinstance(error, Unauthorized):
         return ": give one of the server's keys with --api-key or VIT_API_KEY"
     return ""
@@ -201,10 +201,10 @@ class LocalAnswers:
         answer: Callable[[ModelInput, list[Outputs]], _Answer],
         max_batch: int | None = None,
     ) -> Iterator[tuple[Path, _Answer | str]]:
-        """Yield each file with what `answer` makes of its picture and its outputs.
+        """Yield each file with its answer, which `answer` makes of the picture and its outputs.
 
         Files are decoded on all cores and computed in batches of at most `max_batch`. A picture has
-        one output for each request.
+        one output per request.
         """
         size = self._predictor.max_batch
         if max_batch is not None:

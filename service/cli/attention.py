@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="label or index to explain; with several, separated by commas, the maps are drawn "
         "side by side (default: the best class)",
     )
-    parser.add_argument("--side-by-side", action="store_true", help="the picture beside its map")
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="draw the picture next to its map"
+    )
     add_setting_flags(parser)
 
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE.npy",
-        help="float32 [files, D]; FILE.csv beside it names the file of each row",
+        help="float32 [files, D]; FILE.csv in the same folder names the file of each row",
     )
     parser.add_argument(
         "--pool",

@@ -1,8 +1,7 @@
 """`vitserve`: the command line.
 
-Each subcommand is a module of `service.cli` with `add_arguments` and `run`. Only the module of the
-chosen one is imported, so that `vitserve --help` is quick and `vitserve classify --url` needs no
-torch.
+Each subcommand is a module with `add_arguments` and `run`. Only the chosen subcommand's module is
+imported, so that `vitserve --help` is quick and `vitserve classify --url` works without torch.
 """
 
 import argparse
@@ -62,7 +61,7 @@ def commands() -> dict[str, Command]:
 # Options of `vitserve` itself.
 _OF_ALL: Final = ("-h", "--help", "-V", "--version")
 
-# Other words for options; only the words that the subcommand has count.
+# Options that other programs have, and ours; only options of the subcommand are suggested.
 _OPTIONS_MEANT: Final = {
     **dict.fromkeys(
         ("--model", "--weights", "--checkpoint", "--pretrained", "--ckpt"),
@@ -83,7 +82,7 @@ _OPTIONS_MEANT: Final = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand, and return the exit code: 0, or 1 after an error that one line explains."""
+    """Run one subcommand and return its exit code, 1 after an error that one line explains."""
     open_standard_streams()
     replace_unknown_characters(sys.stdout, sys.stderr)
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -106,16 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen.error(_unknown_argument(arguments[0], unknown[0], chosen))
     import logging  # noqa: PLC0415  `--help` is quicker without
 
-    # Pillow describes each file that it reads; what is wrong with one is in the answer to its
-    # sender.
+    # Pillow would log each bad file; the answer to its sender already has the error.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     try:
         code: int = _command(arguments[0]).run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:  # such as `vitserve classify pictures/ | head`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # where Python writes what is left
+        # At exit, Python flushes the rest of its buffer, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (VitError, ServiceError) as error:
         print(f"vitserve: {error}", file=sys.stderr)
@@ -126,12 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_standard_streams() -> None:
-    """Let a standard stream that is closed lead nowhere.
+    """Reopen closed standard streams on /dev/null.
 
-    Else the next socket would get its number: libraries would write to it, and libuv aborts when it
-    is closed.
+    Otherwise the next socket would get the stream's number: libraries would write to it, and libuv
+    would abort when it is closed.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free number
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
@@ -139,9 +136,9 @@ def open_standard_streams() -> None:
 
 
 def replace_unknown_characters(*streams: TextIO) -> None:
-    """Let streams replace characters that their encoding lacks, where they would raise an error.
+    """Make streams replace characters that their encoding lacks, instead of raising an error.
 
-    Bytes of file names that are not UTF-8 go through a UTF-8 stream as they are.
+    A UTF-8 stream writes the bytes of a file name unchanged, also if they are not UTF-8.
     """
     for stream in streams:
         if not isinstance(stream, io.TextIOWrapper):
@@ -157,7 +154,7 @@ def _example_of(name: str) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """End with one line; the usage of all options would hide it."""
+        """Exit with a message of one line, without the usage, which would hide it."""
         example = _example_of(self.prog.rpartition(" ")[2])
         if example and ("required" in message or "unexpected" in message):
             message = f"{message}; for example: {example}"
@@ -165,28 +162,30 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _unknown_command(word: str) -> str:
-    """Return a message on a first argument that is not a subcommand, with what it may have meant."""
+    """Return the message about an unknown subcommand, with the nearest known one."""
     if os.path.exists(word) or "/" in word or word == "bundled":  # noqa: PTH110  any text
         served = f"`vitserve serve {word}` serves a checkpoint"
         return (
             f"{word!r} is not a command: {served}, `vitserve classify {word}` classifies pictures"
         )
-    meant = [name for name, command in commands().items() if word.lower() in command.synonyms]
-    near = "".join(meant[:1] or get_close_matches(word.lower(), commands(), 1))
+    synonyms = [name for name, command in commands().items() if word.lower() in command.synonyms]
+    near = "".join(synonyms[:1] or get_close_matches(word.lower(), commands(), 1))
     if near:
         return f"unknown command {word!r}: did you mean `vitserve {near}`?"
     return f"unknown command {word!r}; available: {', '.join(commands())}"
 
 
 def _unknown_argument(command: str, argument: str, parser: argparse.ArgumentParser) -> str:
-    """Return a message on an argument that a subcommand does not take, with what it may have meant."""
+    """Return the message about an unknown argument of a subcommand, with the nearest options."""
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}"
     options = _options(parser)
-    meant = [each for each in _OPTIONS_MEANT.get(flag, ()) if each in options]
-    longer = sorted({each for each in options if flag.startswith("--") and each.startswith(flag)})
-    near = [*meant, *longer][:5] or get_close_matches(flag, options, 1)
+    synonyms = [option for option in _OPTIONS_MEANT.get(flag, ()) if option in options]
+    longer = set()
+    if flag.startswith("--"):
+        longer = {option for option in options if option.startswith(flag)}
+    near = [*synonyms, *sorted(longer)][:5] or get_close_matches(flag, options, 1)
     if near:
         return f"{flag} is not one of its options: did you mean {' or '.join(near)}?"
     others = [name for name in commands() if name != command and flag in _options(_parser(name)[1])]
@@ -201,16 +200,16 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Return a parser that knows the name of every subcommand, and that of the flags of the chosen
-    one.
+    """Return the parser of all subcommands, and the parser of the chosen subcommand's flags.
+
+    Only the chosen subcommand's module is imported.
     """
     parser = _Parser(prog="vitserve", description="Serves a Vision Transformer over HTTP.")
     parser.add_argument("-V", "--version", action="version", version=f"vitserve {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     of_chosen: argparse.ArgumentParser = parser
     for name, command in commands().items():
-        # An abbreviation would mean another option, or none, as soon as an option with the same
-        # beginning is added.
+        # A new option with the same beginning would change the meaning of an abbreviation.
         subparser = subparsers.add_parser(name, help=command.summary, allow_abbrev=False)
         if name == chosen:
             of_chosen = subparser

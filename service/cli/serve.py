@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Serve until a signal, then end the process: with 0 after an orderly stop, 1 after a failure."""
-    gc.set_threshold(NEW_OBJECTS)  # what is imported stays
+    """Serve until a signal, then exit: with 0 after an orderly stop, with 1 after a failure."""
+    gc.set_threshold(NEW_OBJECTS)  # imported objects live until the end
     bound_heaps()
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 def _serve(settings: Settings) -> int:
     """Run the service in one process or in several, and return the exit code.
 
-    With a GPU, the engine has a process of its own, so that web code does not slow it down.
+    With a GPU, the engine has its own process, so that web code does not slow it down.
     """
     in_processes = [extension.serve for extension in extensions() if extension.serve is not None]
     if settings.one_process and not (uses_gpu(settings) and in_processes):

@@ -35,8 +35,8 @@ daemon off; master_process off; pid {folder}/pid; error_log stderr;
 events {{}}
 http {{
     access_log off;
-    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f;
-    uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
     {documented}
     limit_req_zone $vitserve_caller zone=slow:1m rate=1r/m;
     server {{

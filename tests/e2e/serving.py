@@ -93,7 +93,7 @@ def client(url: str, **options: Any) -> httpx.Client:
 
 
 class Raw:
-    """A socket that says what it is told to."""
+    """A socket that sends raw bytes."""
 
     def __init__(self, host: str, port: int, source: str = "") -> None:
         self.socket = socket.create_connection(
@@ -113,9 +113,12 @@ class Raw:
     def post(
         self, body: bytes, *, path: str = "/classify", sent: int | None = None, headers: str = ""
     ) -> None:
-        """A request whose body is sent up to `sent` bytes."""
-        lines = f"Host: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
-        self.send(f"POST {path} HTTP/1.1\r\n{lines}".encode() + body[:sent])
+        """Send a request with the first `sent` bytes of its body."""
+        lines = (
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\n"
+            f"Content-Length: {len(body)}\r\n{headers}\r\n"
+        )
+        self.send(lines.encode() + body[:sent])
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, body) of the next answer."""

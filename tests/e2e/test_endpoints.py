@@ -181,7 +181,8 @@ from vitserve_client.types import File
 url, key, picture = sys.argv[1:]
 raw = lambda: File(payload=open(picture, "rb"), file_name="picture.png")
 with AuthenticatedClient(url, token=key) as client:
-    answers = [classify.sync_detailed(client=client, body=body) for body in (ClassifyFilesBody(file=raw()), raw())]
+    bodies = (ClassifyFilesBody(file=raw()), raw())
+    answers = [classify.sync_detailed(client=client, body=body) for body in bodies]
 print(json.dumps([[answer.status_code, answer.parsed.to_dict()] for answer in answers]))
 """
 
@@ -203,7 +204,7 @@ def generated(keyed: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the client that openapi-python-client generates without a warning."""
     pytest.importorskip("openapi_python_client", reason="openapi-python-client is not installed")
     folder = tmp_path_factory.mktemp("generated")
-    # Its hooks format what was generated, with whatever ruff the PATH has.
+    # Its hooks would format the client with any ruff in the PATH.
     (folder / "config.yml").write_text("post_hooks: []\npackage_name_override: vitserve_client\n")
     (folder / "openapi.json").write_text(keyed.get("/openapi.json").text)
     files = ["--path", "openapi.json", "--config", "config.yml", "--output-path", "vitserve_client"]

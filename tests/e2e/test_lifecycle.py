@@ -88,9 +88,9 @@ def test_a_port_in_use_is_one_line() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         line = complaint(port=str(port))
-    assert (
-        line
-        == f"vitserve: cannot listen on 127.0.0.1:{port}: Address already in use; --port (VIT_PORT) chooses another"
+    assert line == (
+        f"vitserve: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "--port (VIT_PORT) chooses another"
     )
 
 

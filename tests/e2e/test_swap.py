@@ -89,7 +89,7 @@ def spoilt(folder: Path) -> list[str]:
 
 
 def reload(server: Served) -> None:
-    """Let it go back to the configured checkpoint."""
+    """Reload the configured checkpoint."""
     server.process.process.send_signal(signal.SIGHUP)
     until(lambda: server.get("/model").json()["name"] == CHECKPOINT_NAME)
     assert server.metric("vit_model_info", model=CHECKPOINT_NAME) == 1
@@ -113,7 +113,7 @@ def test_no_request_is_lost_or_mixed_while_two_models_take_turns(
     assert "Traceback" not in server.log
 
 
-def test_workers_turn_to_the_next_engine_together_and_one_that_is_killed_comes_back_with_what_is_served(
+def test_a_killed_engine_returns_with_the_swapped_model(
     serve: Serve, pictures: Pictures, folder: Path
 ) -> None:
     server = serve(

@@ -19,12 +19,15 @@ REQUESTS = [
     b"HEAD / HTTP/1.0\r\n\r\n",
     b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
     % (len(PICTURE), PICTURE),
-    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
-    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
+    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"3\r\nabc\r\n0\r\n\r\n",
+    b"POST /classify HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+    b"Content-Length: 3\r\n\r\nabc",
     b"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b'Content-Length: 13\r\n\r\n{"image": ""}',
-    b"POST /classify/batch HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
-    b'Content-Length: 66\r\n\r\n--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc\r\n--b--\r\n',
+    b"POST /classify/batch HTTP/1.1\r\nHost: localhost\r\n"
+    b"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 66\r\n\r\n"
+    b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc\r\n--b--\r\n',
 ]
 LAST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 TOKENS = [

@@ -338,8 +338,9 @@ def test_an_origin_is_as_browsers_write_it(text: str, origin: str) -> None:
 
 
 WRONG_ORIGINS = (
-    "a.example localhost:3000 https:// https://a.example/page https://a.example:99999 https://*example.org "
-    "https://a.*.org https://* https://u@a.example //a.example https://a.example;https://b.example"
+    "a.example localhost:3000 https:// https://a.example/page https://a.example:99999 "
+    "https://*example.org https://a.*.org https://* https://u@a.example //a.example "
+    "https://a.example;https://b.example"
 )
 
 

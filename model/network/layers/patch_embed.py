@@ -104,7 +104,8 @@ class LinearPatchEmbed(nn.Module):
 def _flat_patches(pixels: Tensor, patch: int) -> Tensor:
     """Map [B, C, H, W] to [B, gh*gw, C*patch*patch], without partial patches at the edges."""
     batch, channels, height, width = pixels.shape
-    rows, columns = height // patch, width // patch
+    rows = height // patch
+    columns = width // patch
     pixels = pixels[:, :, : rows * patch, : columns * patch]
     x = pixels.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
     return x.reshape(batch, rows * columns, channels * patch * patch)

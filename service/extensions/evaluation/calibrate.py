@@ -153,11 +153,12 @@ def _print(name: str, found: Calibrated, left: int) -> None:
     """Print the quality of the scores on held-out pictures, and of the sets of each coverage."""
     why = ": nothing fits better" if found.fitted else ": too few, or all right"
     how = f"by {found.form}, fitted to {found.fitted}" if found.form else f"as they were{why}"
-    (loss, error), (now, remaining) = found.before, found.after
+    loss, error = found.before
+    calibrated_loss, calibrated_error = found.after
     print(f"{name}: {left + found.fitted} pictures; scores {how}")
     print(
-        f"  on the other {left}: log loss {loss:.4f} -> {now:.4f}, "
-        f"calibration error {error:.2%} -> {remaining:.2%}"
+        f"  on the other {left}: log loss {loss:.4f} -> {calibrated_loss:.4f}, "
+        f"calibration error {error:.2%} -> {calibrated_error:.2%}"
     )
     if found.sets:
         print(

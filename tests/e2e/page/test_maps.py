@@ -214,7 +214,10 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(
         """() => {
           const { prototype } = CanvasRenderingContext2D, { fillText } = prototype;
           window.written = [];
-          prototype.fillText = function (...given) { written.push(given[0]); fillText.apply(this, given); };
+          prototype.fillText = function (...values) {
+            written.push(values[0]);
+            fillText.apply(this, values);
+          };
         }"""
     )
     with page.expect_download() as saved:

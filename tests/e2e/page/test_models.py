@@ -169,10 +169,9 @@ def test_two_models_stand_side_by_side_on_one_picture(page: Page, models_server:
     )
     small, large = document["maps"]
     assert (small["grid"], large["grid"]) == ([8, 8], [12, 12])
-    query = f"/attention?id={large['id']}&model=large&method=relevance&class={large['class']}&format=json"
-    np.testing.assert_allclose(
-        large["values"], models_server.get(query).json()["values"], atol=1e-6
-    )
+    target = f"model=large&method=relevance&class={large['class']}"
+    answer = models_server.get(f"/attention?id={large['id']}&{target}&format=json")
+    np.testing.assert_allclose(large["values"], answer.json()["values"], atol=1e-6)
     page.get_by_label("Second model").select_option("")
     expect(figures).to_have_count(1)
     map_shown(page)

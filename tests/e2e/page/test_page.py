@@ -217,7 +217,8 @@ def test_an_address_is_no_picture_and_answers_are_told_aloud(page: Page) -> None
         """() => {
           const data = new DataTransfer();
           data.setData("text/plain", "https://example.org/cat.jpg");
-          document.body.dispatchEvent(new ClipboardEvent("paste", { clipboardData: data, bubbles: true }));
+          const paste = new ClipboardEvent("paste", { clipboardData: data, bubbles: true });
+          document.body.dispatchEvent(paste);
         }"""
     )
     expect(page.get_by_role("status").filter(has_text="This is a URL")).to_be_visible()

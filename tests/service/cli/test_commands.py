@@ -211,12 +211,9 @@ def test_converted_folder_answers_the_same(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = run(capsys, "convert", checkpoint, "-o", tmp_path / "my converted")
-    assert (code, out.splitlines()) == (
-        0,
-        [
-            f"{tmp_path}/my converted: tiny; serve it with: vitserve serve --checkpoint '{tmp_path}/my converted'"
-        ],
-    )
+    folder = f"{tmp_path}/my converted"
+    line = f"{folder}: tiny; serve it with: vitserve serve --checkpoint '{folder}'"
+    assert (code, out.splitlines()) == (0, [line])
     assert run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")[0] == 0
     arguments = ["classify", pictures, "--json", "--dtype", "float32", "--checkpoint"]
     assert (
@@ -365,9 +362,9 @@ def test_a_checkpoint_is_an_argument_or_a_flag(
     assert run(capsys, "convert", "--checkpoint", checkpoint, "--out", tmp_path / "flag")[0] == 0
     assert run(capsys, "convert", "-o", tmp_path / "argument", checkpoint)[0] == 0
     _, _, err = run(capsys, "convert", "-o", tmp_path / "none")
-    assert (
-        err
-        == "vitserve: the checkpoint is missing: vitserve convert CHECKPOINT, such as convert bundled\n"
+    assert err == (
+        "vitserve: the checkpoint is missing: vitserve convert CHECKPOINT, "
+        "such as convert bundled\n"
     )
     assert run(capsys, "serve", "bundled", "--port", "http")[2].startswith(
         "vitserve: VIT_PORT='http'"

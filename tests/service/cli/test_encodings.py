@@ -1,4 +1,4 @@
-"""Standard streams and files of an encoding that lacks characters of labels and of names of files."""
+"""Streams and files in an encoding that lacks characters of labels and file names."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, encoding: str, *arguments: object) -> tuple[int, str, str]:
-    """Return the exit code and what a command wrote to strict streams of an encoding."""
+    """Return the exit code and the output of a command with strict streams of an encoding."""
     streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", streams[0])

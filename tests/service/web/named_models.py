@@ -15,12 +15,18 @@ FEW = tuple(f"few {index}" for index in range(3))
 
 
 class Named(FixedModels):
-    """Models of fake engines; what is put and deleted is noted; one is gone as soon as it is put."""
+    """Models of fake engines.
+
+    Attributes:
+        changes: (`put` or `delete`, name, model) of each change.
+        gone: name of a model that disappears as soon as it is put.
+    """
 
     gone = ""
 
     def __init__(self, engines: dict[str, FakeEngine]) -> None:
-        self.engines, self.changes = engines, list[tuple[str, str, Any]]()
+        self.engines = engines
+        self.changes: list[tuple[str, str, Any]] = []
         served = {name: LocalModel(partial(self._engine, name)) for name in engines}
         super().__init__(served, next(iter(engines)))
 
@@ -55,7 +61,10 @@ class Named(FixedModels):
 
 
 def several(**settings: Any) -> tuple[App, Named]:
-    """`cats` is the default, `few` has three classes and another preprocessing, `bare` has none."""
+    """Return an application of three models, and these models.
+
+    `cats` is the default, `few` has three classes and another preprocessing, `bare` lacks classes.
+    """
     info = model_info()
     preprocess = info.preprocess.model_copy(update={"interpolation": "bilinear"})
     few = model_info(

@@ -322,8 +322,14 @@ async def test_invalid_answer_of_decoder_is_refused(
 ) -> None:
     answer = CONFINED + ANSWER.pack(status, len(text), len(pixels)) + text + pixels
     program = tmp_path / "hostile"
-    program.write_text(f"#!{sys.executable}\nimport socket\nservice = socket.socket(fileno=0)\n"
-                       f"service.sendall({answer!r})\nservice.recv(1)\ninput_ = service.recv(1 << 16)\n")  # fmt: skip
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import socket\n"
+        "service = socket.socket(fileno=0)\n"
+        f"service.sendall({answer!r})\n"
+        "service.recv(1)\n"
+        "input_ = service.recv(1 << 16)\n"
+    )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     async with pool() as decoders:

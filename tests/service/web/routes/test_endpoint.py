@@ -120,23 +120,28 @@ async def test_a_query_is_read_however_it_is_written(
         ("attention=x&top_k=0", "top_k: input should be greater than or equal to 1"),
         (
             "topk=2",
-            "unknown parameter 'topk'; available: top_k, attention, model, min_score, embedding, labels",
+            "unknown parameter 'topk'; "
+            "available: top_k, attention, model, min_score, embedding, labels",
         ),
         (
             "top_k=2&ATENTION=true",
-            "unknown parameter 'ATENTION'; available: attention, embedding, top_k, labels, min_score, model",
+            "unknown parameter 'ATENTION'; "
+            "available: attention, embedding, top_k, labels, min_score, model",
         ),
         (
             "top_k=2&TOP_K=3",
-            "unknown parameter 'TOP_K'; available: top_k, attention, model, min_score, embedding, labels",
+            "unknown parameter 'TOP_K'; "
+            "available: top_k, attention, model, min_score, embedding, labels",
         ),
         (
             f"{'x' * 9000}=",
-            f"unknown parameter '{'x' * 50}'; available: attention, embedding, labels, min_score, model, top_k",
+            f"unknown parameter '{'x' * 50}'; "
+            "available: attention, embedding, labels, min_score, model, top_k",
         ),
         (
             "a%0Ab=1",
-            "unknown parameter 'a\\nb'; available: labels, attention, embedding, min_score, model, top_k",
+            "unknown parameter 'a\\nb'; "
+            "available: labels, attention, embedding, min_score, model, top_k",
         ),
     ],
 )

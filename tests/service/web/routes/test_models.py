@@ -1,4 +1,4 @@
-"""Models by name over HTTP: who answers, several at once, and who may change them, under /v2 too."""
+"""Models by name over HTTP: their answers, several at once, and changes with the operator's key."""
 
 import json
 from pathlib import Path
@@ -284,9 +284,15 @@ async def test_list_of_models_has_all_fields() -> None:
     [bare, cats, few] = (await service.get("/models")).json
     assert [each["name"] for each in (bare, cats, few)] == ["bare", "cats", "few"]
     assert cats == {
-        "name": "cats", "state": "ready", "reason": "", "backbone": "", "classes": 10, "bytes": 0, "default": True,
+        "name": "cats",
+        "state": "ready",
+        "reason": "",
+        "backbone": "",
+        "classes": 10,
+        "bytes": 0,
+        "default": True,
         "taught": False,
-    }  # fmt: skip
+    }
     assert (few["state"], few["reason"], few["default"]) == ("failed", "no such file", False)
     models.give_back("few")
     assert "its memory was given back" in str((await service.get("/v2/models/few/ready")).json)
@@ -334,9 +340,11 @@ async def test_loads_are_guarded(tmp_path: Path) -> None:
     [(_, name, what)] = models.changes
     assert name == "few"
     assert what == {
-        "checkpoint": str(tmp_path.resolve() / "v2"), "labels": str(tmp_path.resolve() / "labels.txt"),
-        "image_size": (32, 32), "model_name": "few",
-    }  # fmt: skip
+        "checkpoint": str(tmp_path.resolve() / "v2"),
+        "labels": str(tmp_path.resolve() / "labels.txt"),
+        "image_size": (32, 32),
+        "model_name": "few",
+    }
 
 
 @on_a_loop
