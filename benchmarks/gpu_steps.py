@@ -44,7 +44,8 @@ from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
 from service.engine.messages import InferenceRequest
-from service.extensions.cluster.remote_model import EngineClient, RemoteModels
+from service.extensions.cluster.engine_client import EngineClient
+from service.extensions.cluster.remote_model import RemoteModels
 
 VITB16 = Shape("vitb16", 224, 16, 768, 12, 12, 1000, 248)
 SMOKE = Shape("smoke", 32, 16, 32, 2, 2, 10)

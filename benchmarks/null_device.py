@@ -40,8 +40,9 @@ from model.runtime.batch_sizes import captured_sizes
 from model.runtime.predictor import Predictor
 from service.engine.backbones import Backbones
 from service.engine.messages import BatchReport, InferenceRequest, ModelInfo
-from service.extensions.cluster.engine_process import EngineServer
-from service.extensions.cluster.remote_model import EngineClient, RemoteModels
+from service.extensions.cluster.engine_client import EngineClient
+from service.extensions.cluster.engine_server import EngineServer
+from service.extensions.cluster.remote_model import RemoteModels
 from service.lifecycle import NEW_OBJECTS, bound_heaps
 from service.models.local_models import LocalModels
 from service.settings import Settings, load_settings

@@ -361,8 +361,9 @@ async def running(
         if remote:
             folder = Path(stack.enter_context(TemporaryDirectory()))
             images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
-            from service.extensions.cluster.engine_process import EngineServer
-            from service.extensions.cluster.remote_model import EngineClient, RemoteModels
+            from service.extensions.cluster.engine_client import EngineClient
+            from service.extensions.cluster.engine_server import EngineServer
+            from service.extensions.cluster.remote_model import RemoteModels
 
             server = EngineServer(own, images, refresh_seconds=0.01)
             other = RemoteModels([EngineClient(folder / "engine", "auto")])

@@ -24,21 +24,21 @@ BEGINS = {
     "run_in_executor",
 }
 
-# Tasks and threads that the helper does not start, and who learns of their errors.
+# Tasks and threads that `service.background` does not start, and where their errors appear.
 ALLOWED = {
     "service/cli/answers.py:LocalAnswers._answers": "its jobs are awaited",
     "service/engine/loading.py:_keep": "in a child: it ends that process with its parent",
-    "service/engine/local.py:LocalEngine.__init__": "its end is the engine's, which is reported and served anew",
+    "service/engine/local.py:LocalEngine.__init__": "the engine reports its end",
     "service/engine/streams.py:Streams.run": "as the engine's thread, which raises the error",
     "service/engine/texts.py:TextFeatures.__init__": "its jobs are awaited",
     "service/engine/texts.py:TextFeatures._compute": "of a request, which awaits it",
-    "service/http/connection.py:Connection._begin": "of a request: the application answers with the error",
+    "service/http/connection.py:Connection._begin": "the answer has the error",
     "service/models/folder.py:in_time": "the error is raised where the result is read",
-    "service/extensions/tracing/spans.py:Tracing.close": "at the end of the process; the log has the error",
-    "service/extensions/cluster/engine_process.py:_Worker.handle": "of a request: the error is its answer",
+    "service/extensions/tracing/spans.py:Tracing.close": "the log has the error",
+    "service/extensions/cluster/engine_server.py:_Worker.handle": "the error is its answer",
     "service/server.py:Server.serve": "the server itself, which is awaited",
     "service/web/decoders.py:Decoders._ask": "the end of a process; asyncio logs the error",
-    "service/extensions/inference_protocol/grpc/calls.py:Call.message": "of a request, which awaits it",
+    "service/extensions/inference_protocol/grpc/call.py:Call.message": "its request awaits it",
     "service/web/admitted.py:Cancellation.watch": "of a request, which it cancels",
 }
 

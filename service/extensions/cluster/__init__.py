@@ -1,1 +1,1 @@
-"""The service in several processes: supervisor, web workers, engine processes, and what they share."""
+"""The service in several processes: a supervisor, web workers, and engine processes."""

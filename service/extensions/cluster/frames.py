@@ -1,24 +1,24 @@
-"""Defines the typed frames that web workers and engine processes exchange: msgspec structs, no
-pickle.
+"""Defines the typed frames between web workers and engine processes: msgspec structs, not pickle.
 
-    web worker                                  engine process
-    ----------                                  --------------
-                                          <--   StatusChanged(status)        at once, and on each change
-                                          <--   Serving(model, generation)   once it answers requests
-                                          <--   Withdrawn(model, generation) when it is to answer no new ones
-                                          <--   Alive                        again and again
-    Uses(model, newest, oldest, busy)     -->                                new requests belong to the newest one
-    Call(id, request)                     -->
-    Cancel(id)                            -->
-                                          <--   Answer(id) or Failed(id)     those of a batch together
+    web worker                              engine process
+    ----------                              --------------
+                                      <--   StatusChanged(status)         first, and on each change
+                                      <--   Serving(model, generation)    when it answers requests
+                                      <--   Withdrawn(model, generation)  to get no new requests
+                                      <--   Alive                         heartbeat
+    Uses(model, newest, oldest, busy) -->                                 new requests use `newest`
+    Call(id, request)                 -->
+    Cancel(id)                        -->
+                                      <--   Answer(id) or Failed(id)      together for a batch
 
-    Submit, EmbedTexts                          an image, or texts, by a generation of a model
-    Change                                      of the models; see `service.models.registry`
-    Put, Get                                    a picture that is kept
+    Submit, EmbedTexts                      one image, or texts, for a generation of a model
+    Change                                  of the models, see `service.models.registry`
+    Put, Get                                of a kept picture
 
-A frame is a length (uint32, little-endian, of what follows) and a struct as a MessagePack array,
-its tag first. Arrays are a shape and raw bytes; their dtypes are those of the annotations. Times
-are intervals in seconds. Both sides run the same code on one machine, so there are no versions.
+A frame is its length without these four bytes (uint32, little-endian) and a struct. The struct is a
+MessagePack array that begins with its tag. An array is its shape and raw bytes; the annotation
+gives its dtype. Times are intervals in seconds. Both sides run the same code on one machine, so
+frames need no versions.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ from vitserve.documents import ListedModel
 
 _LENGTH_BYTES: Final = 4
 
-# Bytes of the longest frame: a model may have a million labels.
+# Longest frame: a model may have a million labels.
 MAX_BYTES: Final = 256 << 20
 
-# Bytes that are read ahead from a connection: the answers of a batch arrive together.
+# Read-ahead of a connection: the answers of a batch arrive together.
 AHEAD_BYTES: Final = 32 << 10
 
 
 class FrameError(Exception):
-    """The peer sent bytes that are no frame, or a frame out of order."""
+    """The peer sent bytes that are not a frame, or a frame out of order."""
 
 
-# The errors that an engine answers with; a frame carries an error's index.
+# Errors of an engine; a frame carries the index of its error.
 ERRORS: tuple[type[errors.ServiceError], ...] = (
     errors.InferenceFailed,
     errors.EngineUnavailable,
@@ -69,16 +69,16 @@ ERRORS: tuple[type[errors.ServiceError], ...] = (
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """Writes every frame as a MessagePack array that begins with its class's tag."""
+    """Base of all frames: a MessagePack array that begins with the class's tag."""
 
 
 class Submit(_Frame, frozen=True, tag=1):
-    """Asks for one image to be computed.
+    """Requests the outputs of one image.
 
     Attributes:
         shape: (H, W, C).
-        data: its bytes, where they were received.
-        timeout: seconds from now within which it must be launched.
+        data: bytes of the pixels, a view of the received frame.
+        timeout: seconds from now until its batch must start.
     """
 
     model: str
@@ -97,13 +97,13 @@ class Submit(_Frame, frozen=True, tag=1):
 
     @property
     def image(self) -> InferenceRequest:
-        """Return the image; raises ValueError if its bytes are not as many as its shape says."""
+        """Return the image; raises `ValueError` if the number of bytes does not match the shape."""
         pixels = np.frombuffer(self.data, np.uint8).reshape(self.shape)
         return InferenceRequest(pixels, self.requested)
 
 
 class EmbedTexts(_Frame, frozen=True, tag=2):
-    """Asks for the features of texts, within `timeout` seconds from now."""
+    """Requests the features of texts, within `timeout` seconds from now."""
 
     model: str
     generation: int
@@ -112,15 +112,15 @@ class EmbedTexts(_Frame, frozen=True, tag=2):
 
 
 class Change(_Frame, frozen=True, tag=3):
-    """Asks for a change of the models, which `engine_process` makes.
+    """Requests a change of the models, which `engine_server` applies.
 
-    `load` has a model, or another version of one, loaded beside what serves. Then `take_over` lets
-    that answer new requests, and is answered when all workers use it; or `discard` closes it.
-    `wake` loads a model that is unloaded.
+    `load` loads a model, or another version of it, while the old one serves. `take_over` gives it
+    all new requests, and succeeds when all workers use it. `discard` closes it instead. `wake`
+    loads an unloaded model.
 
     Attributes:
-        what: of `load`, as `Models.put` has it; the reason of `discard`.
-        caller: of `wake`, see `service.models.residency.load_caller`.
+        what: argument of `Models.put` for `load`; the reason for `discard`.
+        caller: client that is charged for `wake`, see `service.models.residency.load_caller`.
     """
 
     act: Literal["load", "take_over", "discard", "wake", "unload", "delete", "reload"]
@@ -130,14 +130,14 @@ class Change(_Frame, frozen=True, tag=3):
 
 
 class Put(_Frame, frozen=True, tag=6):
-    """Asks for a picture to be kept for GET /attention; its id, or None if it is not kept."""
+    """Requests to keep a picture for GET /attention; the result is its id, or None if not kept."""
 
     picture: ModelInput
     image_id: str | None
 
 
 class Get(_Frame, frozen=True, tag=7):
-    """Asks for a picture that was kept; None if it is unknown, expired or pushed out."""
+    """Requests a kept picture; the result is None if it is unknown, expired or evicted."""
 
     image_id: str
 
@@ -146,24 +146,25 @@ Request = Submit | EmbedTexts | Change | Put | Get
 
 
 class Call(_Frame, frozen=True, tag=8):
-    """Makes a request; its id is unique on the connection."""
+    """Carries a request; its id is unique on the connection."""
 
     id: int
     request: Request
 
 
 class Cancel(_Frame, frozen=True, tag=9):
-    """Says that nobody waits for this request any more."""
+    """Cancels a request."""
 
     id: int
 
 
 class Uses(_Frame, frozen=True, tag=10):
-    """Says which generation the worker's new requests belong to, and the oldest of which it has a
-    request left.
+    """Tells which generations of a model a worker uses.
 
     Attributes:
-        busy: whether it has requests of the newest one, some of which may only arrive.
+        newest: generation of its new requests.
+        oldest: oldest generation of its pending requests.
+        busy: whether it has requests of `newest`, perhaps still being received.
     """
 
     model: str
@@ -173,8 +174,13 @@ class Uses(_Frame, frozen=True, tag=10):
 
 
 class StatusChanged(_Frame, frozen=True, tag=11):
-    """Publishes the engine's status, the kept pictures, the models by their keys, `Models.results`
-    and `refused`.
+    """Publishes the state of an engine.
+
+    Attributes:
+        kept: usage of the image store.
+        models: statuses of the models, by key.
+        tally: see `Models.results`.
+        refused: see `Models.refused`.
     """
 
     status: EngineStatus
@@ -185,7 +191,7 @@ class StatusChanged(_Frame, frozen=True, tag=11):
 
 
 class Serving(_Frame, frozen=True, tag=12):
-    """Describes a generation of a model, which answers new requests from now on."""
+    """Announces a generation of a model that answers new requests from now on."""
 
     model: str
     generation: int
@@ -193,33 +199,36 @@ class Serving(_Frame, frozen=True, tag=12):
 
 
 class Withdrawn(_Frame, frozen=True, tag=19):
-    """Says that a generation of a model is to get no new requests."""
+    """Announces that a generation of a model must not get new requests."""
 
     model: str
     generation: int
 
 
 class Alive(_Frame, frozen=True, tag=20):
-    """Says that the event loop of the engine's process turns."""
+    """Signals that the event loop of the engine process runs."""
 
 
 class Answer(_Frame, frozen=True, tag=13):
-    """Answers a request with its result, see `result_of`."""
+    """Carries the result of a request, see `result_of`."""
 
     id: int
     result: msgspec.Raw
 
 
 class Reply(_Frame, frozen=True, tag=13):
-    """An `Answer` as it is sent: its result is written with the frame, once."""
+    """The sent form of an `Answer`: the result is encoded with the frame, only once."""
 
     id: int
     result: object
 
 
 class Failed(_Frame, frozen=True, tag=14):
-    """Answers a request with an error: its type's place among `ERRORS`, its message, and when to
-    try again.
+    """Carries the error of a request.
+
+    Attributes:
+        kind: index of the error's type in `ERRORS`.
+        retry_after: seconds after which to try again.
     """
 
     id: int
@@ -245,7 +254,7 @@ Frame = Call | Cancel | Uses | StatusChanged | Serving | Withdrawn | Alive | Ans
 
 
 def _to_plain(value: Any) -> Any:
-    """Return an object that msgspec can write in place of an array or of a pydantic model."""
+    """Return the encodable form of an array or of a pydantic model."""
     if isinstance(value, np.ndarray):
         return value.shape, np.ascontiguousarray(value).data
     assert isinstance(value, BaseModel), type(value)
@@ -253,9 +262,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _from_plain(kind: Any, value: Any) -> Any:
-    """Return the pydantic model or the array, a read-only view of its bytes, that `_to_plain` was
-    given.
-    """
+    """Invert `_to_plain`; an array is a read-only view of its bytes."""
     if isinstance(kind, type):
         return cast(type[BaseModel], kind).model_validate(value)
     shape, data = value
@@ -273,24 +280,23 @@ _results: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
 }
 
 
-def answer(id_: int, result: object) -> Reply:
-    """Return the answer of a request."""
-    return Reply(id_, result)
-
-
 def result_of(answer: Answer, request: Request) -> Any:
-    """Return the result of a request, None where it has none; raises `FrameError` if it is another
-    one's.
+    """Return the decoded result of a request, None for a `Change`.
+
+    Raises:
+        FrameError: the result has a different type.
     """
     decoder = _results.get(type(request))
+    if decoder is None:
+        return None
     try:
-        return None if decoder is None else decoder.decode(answer.result)
+        return decoder.decode(answer.result)
     except (msgspec.MsgspecError, ValueError) as error:
         raise FrameError(f"no answer of {type(request).__name__}: {error}") from error
 
 
 def encode(frame: Frame | Reply) -> bytearray:
-    """Return a frame's bytes, its length first."""
+    """Return the bytes of a frame with its length."""
     buffer = bytearray(_LENGTH_BYTES)
     _encoder.encode_into(frame, buffer, _LENGTH_BYTES)
     buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
@@ -298,34 +304,35 @@ def encode(frame: Frame | Reply) -> bytearray:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One end of a connection: frames are sent, and iterated over until it ends.
+    """One end of a connection: sends frames, and iterates over received frames until it ends.
 
-    A long frame is received into memory of its own, which its pixels then lie in: a picture is
+    A long frame is received into its own memory, and its pixels are a view of it. So a picture is
     copied once.
 
     Args:
-        on_made: called with it once frames can be sent.
+        on_made: called with the connection when it can send.
 
     Raises:
-        FrameError: by the iteration, at what `encode` never makes.
+        FrameError: the iteration received bytes that `encode` does not produce.
     """
 
     def __init__(self, on_made: "Callable[[Connection], object]" = lambda connection: None) -> None:
         self._on_made = on_made
         self._transport: asyncio.Transport | None = None
         self._ahead = bytearray(AHEAD_BYTES)
-        self._into, self._filled = self._ahead, 0
+        self._into = self._ahead
+        self._filled = 0
         self._frames: deque[Frame] = deque()
         self._news = asyncio.Event()
         self._error: FrameError | None = None
 
     def send(self, frame: Frame | Reply) -> None:
-        """Send a frame; it is lost if the peer is gone."""
+        """Send a frame; it is lost if the peer has disconnected."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(frame))
 
     def close(self) -> None:
-        """End the connection once all is sent."""
+        """Close the connection after all frames are sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -362,22 +369,26 @@ class Connection(asyncio.BufferedProtocol):
                 self._cut()
             elif self._filled == len(self._into):
                 self._frames.append(_decoder.decode(self._into))
-                self._into, self._filled = self._ahead, 0
+                self._into = self._ahead
+                self._filled = 0
         except (FrameError, msgspec.MsgspecError, ValueError) as error:
-            self._error, self._filled = FrameError(f"not a frame: {error}"), 0
+            self._error = FrameError(f"not a frame: {error}")
+            self._filled = 0
             self.close()
         self._news.set()
 
     def _cut(self) -> None:
-        """Take the frames out of what was read ahead; one that is longer gets memory of its own."""
-        ahead, begin = memoryview(self._ahead)[: self._filled], 0
+        """Decode the frames in the read-ahead; receive a longer frame into its own memory."""
+        ahead = memoryview(self._ahead)[: self._filled]
+        begin = 0
         while self._filled >= begin + _LENGTH_BYTES:
             length = int.from_bytes(ahead[begin : begin + _LENGTH_BYTES], "little")
             if length > MAX_BYTES:
-                raise FrameError(f"{length} bytes, where {MAX_BYTES} are allowed")
+                raise FrameError(f"{length} bytes: at most {MAX_BYTES} are allowed")
             frame = ahead[begin + _LENGTH_BYTES : begin + _LENGTH_BYTES + length]
             if len(frame) < length and length > AHEAD_BYTES - _LENGTH_BYTES:
-                self._into, self._filled = bytearray(length), len(frame)
+                self._into = bytearray(length)
+                self._filled = len(frame)
                 self._into[: len(frame)] = frame
                 return
             if len(frame) < length:

@@ -1,6 +1,4 @@
-"""Wraps the operating system for the supervisor: a clock, signals, processes by fork, and what
-these report.
-"""
+"""Wraps the operating system for the supervisor: clock, signals, forked processes, reports."""
 
 import asyncio
 import contextlib
@@ -21,29 +19,29 @@ from service.models.generation import Version
 
 logger = logging.getLogger("vitserve")
 
-# Seconds between two signs of life of a process.
+# Interval of a process's heartbeats.
 BEAT_SECONDS: Final = 0.5
 
-# State of a process that does its work: a worker listens, an engine is warm.
+# State of a running process: a worker listens, an engine is warm.
 RUNNING: Final = 1
 
-# State of a worker that knows of a model as well, and of an engine.
+# State of a worker with a ready model, and of an engine.
 SERVING: Final = 2
 
-# Where the arguments of a process begin and end in its memory, of the fields of /proc/PID/stat
-# after its name.
 _PR_SET_PDEATHSIG: Final = 1
+
+# Fields of /proc/PID/stat after the name: begin and end of the arguments in memory.
 _ARGUMENTS: Final = slice(45, 47)
 
 
 class Report(msgspec.Struct, omit_defaults=True):
-    """A process' message to the supervisor; an empty one says that its event loop turns.
+    """A message from a process to the supervisor; an empty report is a heartbeat.
 
     Attributes:
-        state: `RUNNING` or `SERVING`, if that has changed.
-        versions: of the models that are served, or were deleted, instead of what is configured.
-        answered, refused: requests since the process was asked to end, in its last report.
-        options: settings that its successors are to start with instead of those of the service.
+        state: `RUNNING` or `SERVING`, if the state has changed.
+        versions: versions of models that differ from the configuration, deleted models included.
+        answered, refused: counts of requests since the stop signal, in the last report.
+        options: settings that override the service's in the process's successors.
     """
 
     state: int = 0
@@ -54,9 +52,7 @@ class Report(msgspec.Struct, omit_defaults=True):
 
 
 class Link:
-    """A pipe from a process to the supervisor, made before the process is forked and inherited by
-    its successors.
-    """
+    """A pipe from a process to the supervisor, created before the fork; successors inherit it."""
 
     def __init__(self) -> None:
         self._read_end, self._write_end = os.pipe()
@@ -65,23 +61,23 @@ class Link:
         self._rest = b""
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when reports have come."""
+        """Return a descriptor that is readable when reports have arrived."""
         return self._read_end
 
     def send(self, report: Report) -> None:
-        """Send a report; one that finds no room, as the supervisor stands still, is dropped."""
+        """Send a report, or drop it if the pipe is full because the supervisor is stopped."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._write_end, msgspec.json.encode(report) + b"\n")
 
     def receive(self) -> list[Report]:
-        """Return the reports that have come."""
+        """Return the reports that have arrived."""
         with contextlib.suppress(BlockingIOError):
             self._rest += os.read(self._read_end, 1 << 16)
         *lines, self._rest = self._rest.split(b"\n")
         return [msgspec.json.decode(line, type=Report) for line in lines]
 
     async def beat(self, publish: Callable[[], None] = lambda: None) -> None:
-        """Send an empty report and call `publish` again and again, until cancelled."""
+        """Send heartbeats and call `publish` at an interval, until cancelled."""
         while True:
             self.send(Report())
             publish()
@@ -89,32 +85,34 @@ class Link:
 
 
 class OperatingSystem:
-    """Gives the time, signals and child processes; takes over the signal handlers, so only the main
-    thread may.
+    """Gives the time, signals and child processes.
+
+    It installs signal handlers, so only the main thread may create it.
     """
 
     def __init__(self) -> None:
-        # A signal is a byte in a pipe, whichever thread it interrupts: numerical libraries have
-        # some of their own.
+        # A signal writes a byte into this pipe, whichever thread it interrupts: numerical libraries
+        # have threads, too.
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._signals = {*stop_signals(), signal.SIGCHLD}
         for number in self._signals:
-            signal.signal(
-                number, lambda *_: None
-            )  # a signal that has any handler puts its byte into the pipe
+            # A signal needs any handler to write its byte.
+            signal.signal(number, lambda *_: None)
 
     def now(self) -> float:
         """Return monotonic seconds."""
         return time.monotonic()
 
     def spawn(self, name: str, main: Callable[[], int]) -> int:
-        """Start a process that exits with the result of `main`, and return its pid; it dies with
-        this process.
+        """Fork a process that exits with the result of `main` and dies with its parent.
+
+        Returns:
+            The pid of the process.
         """
         parent = os.getpid()
-        # Until the child has handlers of its own it must not write into this pipe.
+        # The child must not write into this pipe before it has its own handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         pid = os.fork()
         if pid == 0:
@@ -127,20 +125,18 @@ class OperatingSystem:
         os.kill(pid, number)
 
     def wait(self, seconds: float, links: Sequence[Link]) -> list[int]:
-        """Return the signals that arrived, once there are any, or reports have come, or some
-        seconds have passed.
-        """
+        """Wait for signals or reports, at most some seconds; return the signals."""
         readable, _, _ = select.select(
             [self._read_end, *(link.fileno() for link in links)], [], [], seconds
         )
-        return list(os.read(self._read_end, 1024)) if self._read_end in readable else []
+        if self._read_end not in readable:
+            return []
+        return list(os.read(self._read_end, 1024))
 
     def reap(self) -> list[tuple[int, int]]:
-        """Return (pid, exit code) of the processes that ended since the last call; -N after signal
-        N.
-        """
+        """Return pid and exit code of newly ended processes; the code is -N after signal N."""
         ended: list[tuple[int, int]] = []
-        with contextlib.suppress(ChildProcessError):  # there are none left
+        with contextlib.suppress(ChildProcessError):  # all children have ended
             while (status := os.waitpid(-1, os.WNOHANG))[0]:
                 ended.append((status[0], os.waitstatus_to_exitcode(status[1])))
         return ended
@@ -149,11 +145,11 @@ class OperatingSystem:
 def _live(
     name: str, main: Callable[[], int], parent: int, signals: set[signal.Signals]
 ) -> NoReturn:
-    """Run the forked process, from its first moment to its end."""
+    """Run the forked process to its end."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:  # else it died before the kernel knew
+        if os.getppid() == parent:  # otherwise the parent died before `prctl`
             signal.set_wakeup_fd(-1)
             for number in signals:
                 signal.signal(number, signal.SIG_DFL)
@@ -167,9 +163,7 @@ def _live(
 
 
 def _set_title(title: str) -> None:
-    """Write a title over the command line of this process, which `ps`, `docker top` and `systemctl
-    status` show.
-    """
+    """Overwrite the command line of this process, for `ps`, `docker top`, `systemctl status`."""
     with contextlib.suppress(OSError), Path("/proc/self/mem").open("r+b", buffering=0) as memory:
         first, end = map(
             int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS]

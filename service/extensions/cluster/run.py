@@ -1,4 +1,4 @@
-"""Runs a service of several processes: a process for each engine and each web worker."""
+"""Runs a service of several processes: one per engine, and one per web worker."""
 
 import gc
 import logging
@@ -30,18 +30,21 @@ from service.web.single_process import log_address
 
 logger = logging.getLogger("vitserve")
 
-# Bytes of the folder's path: the path of a socket in it has at most 107.
-_LONGEST_PATH: Final = 90
+# Longest path of the folder: the path of a socket in it has at most 107 bytes.
+_MAX_PATH_BYTES: Final = 90
 
 
 def run_cluster(settings: Settings, load: Loader) -> int:
-    """Run the service until a signal ends it, and return the exit code; this process only looks
-    after the others.
+    """Run the service until a signal ends it, and return the exit code.
 
-    `load` is called in each engine's process, with that engine's device in the settings.
+    This process only supervises the others.
+
+    Args:
+        load: loader of predictors, called in each engine process with the engine's device.
     """
     with Cluster(settings, load) as cluster:
-        gc.freeze()  # else the collector would write to pages that the children share, and copy them
+        # Without it, the collector would write to the pages that the children share, and copy them.
+        gc.freeze()
         supervisor = Supervisor(
             cluster.workers,
             cluster.engines,
@@ -53,13 +56,13 @@ def run_cluster(settings: Settings, load: Loader) -> int:
 
 
 class Cluster:
-    """The processes of one service, and what they inherit; see `service.extensions.cluster.supervisor.Events`.
+    """The processes of one service, their shared objects, and the supervisor's `Events`.
 
     The folder has the engines' sockets, and the files in which each process counts its metrics
-    (`prometheus_client.multiprocess`): the worker that is scraped adds them up.
+    (`prometheus_client.multiprocess`). The scraped worker adds them up.
 
     Raises:
-        SettingsError: there is no place for the folder.
+        SettingsError: the folder cannot be created.
         OSError: the address is not available.
     """
 
@@ -70,8 +73,8 @@ class Cluster:
         self._versions: dict[str, Version] = {}
         self._announced = False
         self.system = OperatingSystem()
-        # The supervisor keeps them open: connections that wait for a worker that dies are its
-        # successor's.
+        # The supervisor keeps them open: if a worker dies, its successor accepts its waiting
+        # connections.
         self.listeners = listen(settings.hosts, settings.port, settings.workers)
         self._socket_files = SocketFiles(self.listeners[0])
         self.folder = _private_folder()
@@ -97,12 +100,10 @@ class Cluster:
         self._socket_files.remove()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # What the supervisor tells.
+    # Events of the supervisor.
 
     def reported(self, report: Report) -> None:
-        """Let engines that are started again load what has taken over; log once where the service
-        answers.
-        """
+        """Remember the served versions for restarted engines; log the address once."""
         for name, version in report.versions.items():
             if version.number >= self._versions.get(name, version).number:
                 self._versions[name] = version
@@ -113,7 +114,7 @@ class Cluster:
             log_address(self._settings, port_of(self.listeners[0]))
 
     def ended(self, pid: int) -> None:
-        """Forget what a process counted of the present; what it counted of the past is not lost."""
+        """Drop the gauges of an ended process; its counters stay."""
         mark_process_dead(pid, str(self.folder))  # type: ignore[no-untyped-call]
 
     def draining(self) -> None:
@@ -122,11 +123,11 @@ class Cluster:
             listener.close()
 
     def hung_up(self) -> bool:
-        """Let a worker load the configured checkpoint again, unless a terminal was closed."""
+        """Make a worker reload the configured checkpoint, unless a terminal was closed."""
         return self._terminal.hang_up(self._reload)
 
     def _count_dropped_line(self) -> None:
-        """Count a line that the supervisor has dropped; it has no metrics until then."""
+        """Count a line that the supervisor has dropped; it creates its metrics only for this."""
         metrics_in(self.folder).log_lines_dropped.inc()
 
     def _reload(self) -> None:
@@ -136,23 +137,24 @@ class Cluster:
         if running:
             self.system.kill(running[0], RELOAD)
         else:
-            logger.warning("not reloaded: no worker is there")
+            logger.warning("not reloaded: no worker is running")
 
     # The processes.
 
     def _be_worker(self, index: int, child: Child) -> int:
-        own = self.listeners[index]
+        listeners = self.listeners[index]
         for listener in chain.from_iterable(self.listeners):
-            if listener not in own:
+            if listener not in listeners:
                 listener.close()
         sockets = [self._socket(engine) for engine in range(len(self.engines))]
         settings = worker_settings(self._settings, index)
-        return run_web(settings, child, own, sockets, metrics_in(self.folder), is_first=index == 0)
+        metrics = metrics_in(self.folder)
+        return run_web(settings, child, listeners, sockets, metrics, is_first=index == 0)
 
     def _be_engine(self, index: int, child: Child) -> int:
         self.draining()
-        own = {"device": self._settings.devices[index], **child.options}
-        settings = self._settings.model_copy(update=own)
+        options = {"device": self._settings.devices[index], **child.options}
+        settings = self._settings.model_copy(update=options)
         return run_engine(
             settings,
             child,
@@ -167,7 +169,7 @@ class Cluster:
 
 
 def metrics_in(folder: Path) -> Metrics:
-    """Return the metrics of this process, which counts in files of its own in a folder."""
+    """Return metrics that count in this process's own files in a folder."""
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
     metrics = Metrics(folder)
@@ -183,7 +185,7 @@ def _private_folder() -> Path:
         raise SettingsError(
             f"several processes need a folder for temporary files (TMPDIR): {error}"
         ) from None
-    if len(os.fsencode(folder)) > _LONGEST_PATH:
+    if len(os.fsencode(folder)) > _MAX_PATH_BYTES:
         folder.rmdir()
         raise SettingsError(f"TMPDIR={folder.parent}: expected a shorter path, for sockets in it")
     return folder

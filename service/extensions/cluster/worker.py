@@ -1,6 +1,6 @@
-"""Runs a web worker: the same application as in one process, around engines in other processes.
+"""Runs a web worker: the application of one process, with engines in other processes.
 
-No torch: a worker starts fast and stays small.
+A worker does not import torch, so that it starts fast and stays small.
 """
 
 import asyncio
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.processes import RUNNING, SERVING, Report
-from service.extensions.cluster.remote_model import EngineClient, RemoteImageStore, RemoteModels
+from service.extensions.cluster.remote_images import RemoteImageStore
+from service.extensions.cluster.remote_model import RemoteModels
 from service.extensions.cluster.supervisor import Child
 from service.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.observe.metrics import Metrics
@@ -19,30 +21,28 @@ from service.server import Server
 from service.settings import Settings
 from service.web.app import create_app, log_model
 
-# Lets a worker load the configured checkpoint again.
+# Makes a worker reload the configured checkpoint.
 RELOAD: Final = signal.SIGUSR1
 
 
 def share(total: int, index: int, settings: Settings, *, least: int = 1) -> int:
-    """Return a worker's part of what all workers may take together; at least `least`, so that one
-    request fits.
-    """
+    """Return a worker's share of a limit for all workers; at least `least`, if `total` allows."""
     count = settings.workers
     return max(total // count + (index < total % count), min(total, least))
 
 
 def worker_settings(settings: Settings, index: int) -> Settings:
-    """Return the settings of one worker, whose places and requests of a key are its share.
+    """Return the settings of one worker: its share of the slots and of each key's requests.
 
-    A batch that one process would take is not refused for ever: a share holds the largest request.
+    The share of slots fits the largest request, so that a worker accepts it like a single process.
     """
-    own = {
+    shares = {
         "queue_size": share(
             settings.queue_size, index, settings, least=settings.max_images_per_request
         ),
         "key_max_requests": share(settings.key_max_requests, index, settings),
     }
-    return settings.model_copy(update=own)
+    return settings.model_copy(update=shares)
 
 
 def run_web(
@@ -57,15 +57,18 @@ def run_web(
     """Run one web worker until a signal ends it, and return its exit code.
 
     Args:
-        settings: of this worker, see `worker_settings`.
-        child: this process, as the supervisor knows it.
-        sockets: of the engines, by device.
-        is_first: whether this worker logs for all what is served.
+        settings: settings of this worker, see `worker_settings`.
+        child: the supervisor's object for this process.
+        listeners: listening sockets of this worker.
+        sockets: paths of the engines' sockets, in the order of the devices.
+        metrics: metrics of this worker.
+        is_first: whether this worker logs the served models for all.
     """
     engines = [
         EngineClient(path, device) for path, device in zip(sockets, settings.devices, strict=True)
     ]
-    models, lifecycle = RemoteModels(engines), Lifecycle()
+    models = RemoteModels(engines)
+    lifecycle = Lifecycle()
     logged: dict[str, int] = {}
 
     async def beside() -> None:
@@ -82,9 +85,8 @@ def run_web(
                 and logged.get(name) != model.current.number
             ):
                 logged[name] = model.current.number
-                if (
-                    model is models.default
-                ):  # for each of many models it would hold the heartbeat back for too long
+                # Freezing for each of many models would delay the heartbeat for too long.
+                if model is models.default:
                     child.link.send(Report(SERVING))
                     freeze_objects()
                 if is_first:

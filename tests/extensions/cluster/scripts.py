@@ -8,7 +8,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def run(script: str) -> str:
-    """Run a script in a process of its own, which may fork: this one has threads. What it prints."""
+    """Return the output of a script in its own process, without threads, so that it may fork."""
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=REPOSITORY,

@@ -221,14 +221,14 @@ def test_the_result_of_a_request_is_what_was_answered(
     asked: tuple[frames.Request, Any], id_: int
 ) -> None:
     request, result = asked
-    [frame] = asyncio.run(received(frames.encode(frames.answer(id_, result))))
+    [frame] = asyncio.run(received(frames.encode(frames.Reply(id_, result))))
     assert isinstance(frame, frames.Answer)
     assert frame.id == id_
     assert equal(frames.result_of(frame, request), result)
 
 
 def test_an_answer_to_another_request_is_refused() -> None:
-    [frame] = asyncio.run(received(frames.encode(frames.answer(1, "id"))))
+    [frame] = asyncio.run(received(frames.encode(frames.Reply(1, "id"))))
     assert isinstance(frame, frames.Answer)
     with pytest.raises(frames.FrameError, match="no answer of Submit"):
         frames.result_of(frame, SUBMIT)

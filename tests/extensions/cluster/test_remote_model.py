@@ -20,13 +20,10 @@ from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay, UnknownModel
 from service.extensions.cluster import frames
-from service.extensions.cluster.engine_process import EngineServer
-from service.extensions.cluster.remote_model import (
-    EngineClient,
-    RemoteImageStore,
-    RemoteModel,
-    RemoteModels,
-)
+from service.extensions.cluster.engine_client import EngineClient
+from service.extensions.cluster.engine_server import EngineServer
+from service.extensions.cluster.remote_images import RemoteImageStore
+from service.extensions.cluster.remote_model import RemoteModel, RemoteModels
 from service.models.generation import Version
 from service.models.local_models import LocalModels
 from service.settings import load_settings
@@ -191,9 +188,7 @@ async def test_a_worker_that_dies_takes_its_own_requests_along_and_no_others() -
 
 
 @on_a_loop
-async def test_an_engine_that_dies_is_an_error_for_whom_it_had_and_its_successor_answers_the_next() -> (
-    None
-):
+async def test_requests_of_a_dead_engine_fail() -> None:
     async with running() as service:
         model = await service.worker()
         [device] = service.devices
@@ -201,7 +196,7 @@ async def test_an_engine_that_dies_is_an_error_for_whom_it_had_and_its_successor
         lost = ask(model, 1)
         await device.predictors["configured"].wait_until_busy()
         dying = asyncio.create_task(device.die())
-        with pytest.raises(EngineUnavailable, match="the engine ended and is being started again"):
+        with pytest.raises(EngineUnavailable, match="the engine ended and is being restarted"):
             await lost
         with pytest.raises(EngineUnavailable, match="the engine ended"):
             await ask(model, 2)
@@ -237,7 +232,7 @@ async def test_images_go_to_the_engine_with_the_fewest_and_around_one_that_died(
 def show_silence(engine: EngineClient) -> None:
     """Let 3 s pass in which the engine gives no sign of life."""
     for _ in range(6):
-        engine.look()
+        engine.check()
 
 
 @on_a_loop
@@ -326,9 +321,7 @@ async def test_a_kept_picture_is_found_by_every_worker() -> None:
 
 
 @on_a_loop
-async def test_all_engines_and_workers_turn_to_the_next_model_and_old_requests_are_answered_by_the_old_one() -> (
-    None
-):
+async def test_all_engines_swap_to_the_next_model() -> None:
     async with running(engines=2) as service:
         leads, follows = [await service.worker() for _ in range(2)]
         old = follows.default.current
@@ -434,9 +427,7 @@ async def test_what_a_worker_asked_for_that_died_does_not_take_over(loaded: bool
 
 
 @on_a_loop
-async def test_an_engine_that_dies_while_it_loads_ends_the_swap_and_its_successor_serves_what_the_others_do() -> (
-    None
-):
+async def test_engine_death_during_a_load_ends_the_swap() -> None:
     async with running(engines=2) as service:
         model = await service.worker()
         service.devices[1].gate.clear()
@@ -582,7 +573,7 @@ async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(
         model = await service.worker()
         for nonsense in (
             b"\1\0\0\0\xc0",
-            frames.encode(frames.answer(1, None)),
+            frames.encode(frames.Reply(1, None)),
             b"\xff\xff\xff\xff",
         ):
             reader, writer = await asyncio.open_unix_connection(service.devices[0].path)
@@ -594,9 +585,7 @@ async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(
 
 
 @on_a_loop
-async def test_a_version_that_is_withdrawn_as_soon_as_it_serves_gives_nothing_back_to_the_one_before() -> (
-    None
-):
+async def test_withdrawn_version_does_not_revive_the_old() -> None:
     client, uses = EngineClient(Path("nowhere"), "cpu"), list[frames.Frame]()
     client._published = replace(client.status, state="ready")
     client.send = uses.append  # type: ignore[method-assign, assignment]

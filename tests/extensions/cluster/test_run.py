@@ -227,7 +227,8 @@ read_end, write_end = os.pipe()
 pid = system.spawn(NAME, lambda: os.write(write_end, b"!") and signal.pause() or 0)
 os.read(read_end, 1)
 shown = Path(f"/proc/{pid}/cmdline").read_bytes()
-print(cut(shown) == f"vitserve: {NAME}"[: len(own) - 1], Path("/proc/self/cmdline").read_bytes() == own)
+title = f"vitserve: {NAME}"[: len(own) - 1]
+print(cut(shown) == title, Path("/proc/self/cmdline").read_bytes() == own)
 system.kill(pid, signal.SIGKILL)
 until_ended()
 """

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol without a network: forms of requests and answers, and what is refused."""
+"""The Open Inference Protocol without a network: requests, answers, refusals."""
 
 import base64
 import json

@@ -58,7 +58,7 @@ class Socket(asyncio.Transport):
 
 
 class Statuses:
-    """Parses what the server wrote; anything that is not HTTP raises `httptools.HttpParserError`."""
+    """Parses bytes of the server; raises `httptools.HttpParserError` unless they are HTTP."""
 
     def __init__(self, written: bytes) -> None:
         self.all: list[int] = []

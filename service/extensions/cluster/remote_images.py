@@ -1,0 +1,39 @@
+"""The image store of a web worker: an engine process keeps the pictures."""
+
+from typing import Any
+
+from model.images.preprocess import ModelInput
+from service.errors import EngineUnavailable
+from service.extensions.cluster import frames
+from service.extensions.cluster.engine_client import EngineClient
+from service.web.image_stores import StoreUsage
+
+
+class RemoteImageStore:
+    """Keeps the pictures of all workers in one engine process; see `MemoryImageStore`."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
+        """Keep a picture, and return its id; None if it is not kept, or the engine has ended."""
+        stored: str | None = await self._ask(frames.Put(picture, image_id))
+        return stored
+
+    async def get(self, image_id: str) -> ModelInput | None:
+        """Return the picture; None if it is not kept (any more), or the engine has ended."""
+        picture: ModelInput | None = await self._ask(frames.Get(image_id))
+        return picture
+
+    def usage(self) -> StoreUsage:
+        """Return the usage that the engine published last."""
+        return self._engine.kept
+
+    async def close(self) -> None:
+        """Do nothing: the memory belongs to the engine process."""
+
+    async def _ask(self, request: frames.Request) -> Any:
+        try:
+            return await self._engine.ask(request)
+        except EngineUnavailable:
+            return None
