@@ -1,8 +1,6 @@
-"""The Open Inference Protocol, version 2: its tensors, its documents, and what becomes of an
-inference request.
+"""The Open Inference Protocol, version 2, with the Triton extensions in `EXTENSIONS`.
 
-https://github.com/kserve/open-inference-protocol, with the extensions of Triton that `EXTENSIONS`
-names.
+https://github.com/kserve/open-inference-protocol
 """
 
 from typing import Final
@@ -11,10 +9,10 @@ EXTENSIONS: Final = ("binary_tensor_data", "classification", "model_configuratio
 """https://github.com/triton-inference-server/server/tree/main/docs/protocol."""
 
 REPOSITORY_EXTENSION: Final = "model_repository"
-"""Named where the checkpoint can be swapped."""
+"""Extension of a server that can swap its checkpoint."""
 
 VERSION: Final = "1"
-"""The only version of a model."""
+"""The only version of each model."""
 
 GRPC_SERVICE: Final = "inference.GRPCInferenceService"
 """The service's name over gRPC."""

@@ -10,7 +10,7 @@ from service.extensions.inference_protocol import (
     REPOSITORY_EXTENSION,
     VERSION,
 )
-from service.extensions.inference_protocol.inference import inputs_of, outputs_of
+from service.extensions.inference_protocol.outputs import inputs_of, outputs_of
 from service.observe.metrics import Metrics
 from vitserve.documents import ListedModel
 
@@ -27,13 +27,18 @@ _REQUESTS: Final = (
 
 
 def server_metadata(version: str, *, swaps: bool) -> dict[str, Any]:
-    """Return the metadata of a server, which can swap its model or not."""
+    """Return the metadata of a server.
+
+    Args:
+        version: version of the server.
+        swaps: whether it can swap its checkpoint.
+    """
     extensions = [*EXTENSIONS, REPOSITORY_EXTENSION] if swaps else list(EXTENSIONS)
     return {"name": "vitserve", "version": version, "extensions": extensions}
 
 
 def repository_entry(status: ListedModel) -> dict[str, str]:
-    """Return what the repository's index says of a model.
+    """Return a model's entry in the repository's index.
 
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
     """
@@ -43,7 +48,7 @@ def repository_entry(status: ListedModel) -> dict[str, str]:
 
 
 def model_metadata(info: ModelInfo) -> dict[str, Any]:
-    """Return the metadata of the model; -1 is a size that differs by request."""
+    """Return the metadata of a model; -1 is a size that requests choose."""
     return {"name": info.name, "versions": [VERSION], "platform": _PLATFORM, **_tensors(info)}
 
 
@@ -62,8 +67,7 @@ def _tensors(info: ModelInfo) -> dict[str, list[dict[str, Any]]]:
 
 
 def model_configuration(info: ModelInfo) -> dict[str, Any]:
-    """Return the model's configuration, with the fields of Triton's `ModelConfig` that say
-    something here.
+    """Return a model's configuration, with the applicable fields of Triton's `ModelConfig`.
 
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_configuration.md
     """
@@ -104,7 +108,7 @@ def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_statistics(info: ModelInfo, metrics: Metrics) -> dict[str, Any]:
-    """Return the statistics since the start, of requests by every way in.
+    """Return the statistics since the start, for requests over all protocols.
 
     https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
     """
@@ -139,9 +143,7 @@ def _duration(totals: Mapping[tuple[str, str], float], metric: str, key: str) ->
 
 
 def _totals(metrics: Metrics) -> dict[tuple[str, str], float]:
-    """Return the sum of each metric by stage, of the service as a whole; requests for inference are
-    `ok`.
-    """
+    """Return the sum of each metric by stage; the sum over requests for inference is `ok`."""
     totals: dict[tuple[str, str], float] = {}
     for family in metrics.collect():
         for sample in family.samples:

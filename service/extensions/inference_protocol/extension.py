@@ -48,7 +48,7 @@ async def _beside(app: Application) -> AsyncIterator[None]:
     if port is None:
         yield
         return
-    from service.extensions.inference_protocol.grpc.calls import serving  # needs the extra `grpc`
+    from service.extensions.inference_protocol.grpc.server import serving  # needs the extra `grpc`
 
     async with serving(service, app.state.guard, app.state.count, port):
         yield

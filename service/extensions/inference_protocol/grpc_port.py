@@ -1,4 +1,4 @@
-"""Keeps the port of gRPC for this service."""
+"""Reserves the port of gRPC for this service."""
 
 import errno
 import logging
@@ -24,10 +24,10 @@ logger = logging.getLogger("vitserve")
 
 @contextmanager
 def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
-    """Keep the port of gRPC while the service runs, and return the settings with its number.
+    """Reserve the port of gRPC during the context; yield the settings with its number.
 
-    grpcio opens its own listeners in each worker. A socket without callers therefore holds the port
-    before and between them (SO_REUSEPORT).
+    grpcio opens its own listeners in each worker. A bound socket that does not listen therefore
+    holds the port before and between them (SO_REUSEPORT).
 
     Raises:
         SettingsError: the port is not available.
@@ -41,7 +41,7 @@ def grpc_port_kept(settings: Settings) -> Iterator[Settings]:
         for address in tcp_addresses(settings.hosts):
             try:
                 holder = bind_tcp(address, port, socket.SO_REUSEPORT)
-            except OSError as error:  # connections of another program may have just ended there
+            except OSError as error:  # perhaps another program's connections have just ended
                 if address.is_optional and error.errno != errno.EADDRINUSE:
                     continue
                 holder = bind_tcp(address, port, socket.SO_REUSEPORT, socket.SO_REUSEADDR)

@@ -1,6 +1,4 @@
-"""What becomes of an inference request: its inputs checked, its pictures computed, its outputs
-chosen.
-"""
+"""The path of an inference request: check the inputs, compute the pictures, select the outputs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +9,14 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from model.config import NetworkConfig, ViTConfig
+from model.config import NetworkConfig
 from model.label_texts import labels_of_request, with_labels
-from model.outputs import DEFAULT_TOP_K, Outputs, RequestedOutputs, embedding_width
+from model.outputs import DEFAULT_TOP_K, RequestedOutputs
 from model.parameters import methods_of, parse_embedding, parse_maps, require_classes
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter, NotFound, TooManyImages, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
+from service.extensions.inference_protocol.outputs import OUTPUTS, inputs_of, outputs_of
 from service.extensions.inference_protocol.tensors import (
     InferenceRequest,
     OutputTensor,
@@ -32,94 +31,13 @@ from service.web.service import Model, Service
 T = TypeVar("T")
 
 Pictures = list[bytearray] | NDArray[np.uint8]
-"""The pictures of a request: encoded, or pixels uint8 [N, H, W, C] of the model's size."""
+"""Pictures of a request: encoded files, or pixels uint8 [N, H, W, C] of the model's size."""
 
 
-@dataclass(frozen=True)
-class Output:
-    """An output that a request may select.
-
-    Attributes:
-        shape: for one picture, where -1 is `top_k`.
-        values: for one picture, from its outputs and the labels of its classes; None without what
-        it is made of.
-        exists: whether a model has it.
-    """
-
-    datatype: str
-    shape: Callable[[ModelInfo], list[int]]
-    values: Callable[[Outputs, Sequence[str]], NDArray[Any] | None]
-    exists: Callable[[ModelInfo], bool]
-
-
-def _has_classes(info: ModelInfo) -> bool:
-    return bool(info.config.num_classes) or info.zero_shot is not None
-
-
-def _grid(info: ModelInfo) -> list[int]:
-    assert isinstance(info.config, ViTConfig), "a model without maps has no such output"
-    return [*info.config.grid]
-
-
-def _evidence(outputs: Outputs, _: Sequence[str]) -> NDArray[np.float32] | None:
-    evidence = None if outputs.map is None else outputs.map.evidence
-    return None if evidence is None else np.array([evidence], np.float32)
-
-
-OUTPUTS: Final[Mapping[str, Output]] = {
-    "label": Output(
-        "BYTES",
-        lambda info: [-1],
-        lambda outputs, labels: np.array(
-            [labels[each] for each in outputs.indices.tolist()], object
-        ),
-        _has_classes,
-    ),
-    "index": Output("INT64", lambda info: [-1], lambda outputs, _: outputs.indices, _has_classes),
-    "score": Output("FP32", lambda info: [-1], lambda outputs, _: outputs.scores, _has_classes),
-    "logits": Output(
-        "FP32",
-        lambda info: [info.config.num_classes or -1],
-        lambda outputs, _: outputs.logits,
-        _has_classes,
-    ),
-    "attention": Output(
-        "FP32",
-        _grid,
-        lambda outputs, _: None if outputs.map is None else outputs.map.values,
-        lambda info: bool(methods_of(info.config)),
-    ),
-    "evidence": Output(
-        "FP32",
-        lambda info: [1],
-        _evidence,
-        lambda info: "relevance" in methods_of(info.config) or info.zero_shot is not None,
-    ),
-    "embedding": Output(
-        "FP32",
-        lambda info: [embedding_width(info.config, info.features)],
-        lambda outputs, _: outputs.embedding,
-        lambda info: True,
-    ),
-    "set_size": Output(
-        "INT64",
-        lambda info: [1],
-        lambda outputs, _: (
-            None if outputs.label_set is None else np.array([len(outputs.label_set)], np.int64)
-        ),
-        lambda info: info.coverage is not None,
-    ),
-    "abstained": Output(
-        "BOOL",
-        lambda info: [1],
-        lambda outputs, _: np.array([outputs.abstains]),
-        lambda info: info.can_abstain,
-    ),
-}
 _BY_DEFAULT: Final[tuple[str, ...]] = ("label", "index", "score")
 _OF_CLASSES: Final = frozenset({*_BY_DEFAULT, "logits"})
 _OF_MAPS: Final = frozenset({"attention", "evidence"})
-# The parameters of a request, with the outputs that each has an effect on; none: on all.
+# Parameters of a request, and the outputs that each affects; an empty set affects all.
 _PARAMETERS: Final[Mapping[str, frozenset[str]]] = {
     "top_k": frozenset(_BY_DEFAULT),
     "labels": frozenset(),
@@ -130,48 +48,38 @@ _PARAMETERS: Final[Mapping[str, frozenset[str]]] = {
 }
 _INPUT_PARAMETERS: Final = ("binary_data_size",)
 _OUTPUT_PARAMETERS: Final = ("classification", "binary_data")
-# Characters of a request's id, which its answer repeats, and the bytes of waiting answers are not
-# counted.
-_MAX_ID: Final = 1024
-# Bytes of base64 that are read in the time of one number.
+# Longest id of a request. Its answer repeats it, and no limit counts the bytes of waiting answers.
+_MAX_ID_CHARACTERS: Final = 1024
+# Bytes of base64 that take as long to read as one number.
 BYTES_A_VALUE: Final = 256
 # Methods of the output `attention`.
 _MAPS: Final = ("cls", "relevance")
 
 
-def outputs_of(info: ModelInfo) -> Mapping[str, Output]:
-    """Return the outputs that a model has, by name: of classes and of maps only where it has any."""
-    return {name: output for name, output in OUTPUTS.items() if output.exists(info)}
-
-
-def inputs_of(info: ModelInfo) -> dict[str, tuple[str, list[int]]]:
-    """Return the datatype and shape of the inputs of a model, by name; -1 differs by request."""
-    return {"image": ("BYTES", [-1]), "pixels": ("UINT8", [-1, *info.input_shape])}
-
-
 async def find_model(service: Service, name: str | None, version: str, started: float) -> Model:
-    """Return the model of a name and version; None is the default, and an empty version is any.
+    """Return the model of a name and version; None is the default, an empty version is any.
 
-    Raises `NotFound` if there is no such version, and as `Service.find`.
+    Raises:
+        NotFound: the version does not exist. See also `Service.find`.
     """
     check_version(version)
     return await service.find(name, started)
 
 
 def check_version(version: str) -> None:
-    """Raise `NotFound` unless a model has this version."""
+    """Raise `NotFound` unless models have this version."""
     if version not in ("", VERSION):
         raise NotFound(f"version {version!r:.40}: the model has {VERSION} only")
 
 
 @dataclass(frozen=True)
 class Inference:
-    """What a request asks of a model.
+    """A checked request to one model.
 
     Attributes:
-        outputs: in the order of the answer, each with its own parameters.
-        requested: of the engine, for each picture.
-        binary: whether outputs without a parameter of their own are sent as bytes.
+        outputs: selected outputs with their parameters, in the order of the answer.
+        requested: outputs that the engine computes for each picture.
+        binary: whether to send outputs as bytes, unless their own parameters say otherwise.
     """
 
     id: str | None
@@ -182,22 +90,26 @@ class Inference:
 
     @classmethod
     def of(cls, request: InferenceRequest, info: ModelInfo, *, limit: int) -> Self:
-        """Return what a request asks of a model, of at most `limit` pictures.
+        """Check a request to a model, and return its pictures and selected outputs.
+
+        Args:
+            limit: largest number of pictures.
 
         Raises:
-            InvalidParameter, InputError: the model has no such input, output or parameter; an
-                output or parameter does not apply.
-            TooManyImages: there are too many pictures, which are then not read.
-            MalformedRequest: see `service.extensions.inference_protocol.tensors`.
+            InvalidParameter, InputError: an input, output or parameter is unknown, or does not
+                apply to the model.
+            TooManyImages: the request has too many pictures; none is read.
+            MalformedRequest: see `tensors`.
         """
         _check_parameters(request)
         pictures = _pictures(request, info, limit)
-        if len(request.id or "") > _MAX_ID:
+        if len(request.id or "") > _MAX_ID_CHARACTERS:
             raise InvalidParameter(
-                f"the id has {len(request.id or '')} characters: at most {_MAX_ID} are allowed"
+                f"the id has {len(request.id or '')} characters: "
+                f"at most {_MAX_ID_CHARACTERS} are allowed"
             )
         if len(pictures) == 0:
-            raise InvalidParameter("there is no picture in the request")
+            raise InvalidParameter("the request has no picture")
         has_labels = info.config.num_classes or request.parameters.get("labels") is not None
         by_default = _BY_DEFAULT if has_labels else ("embedding",)
         if has_labels and OUTPUTS["abstained"].exists(info):
@@ -213,7 +125,7 @@ class Inference:
         )
 
     def size(self, info: ModelInfo) -> int:
-        """Return the number of values in all outputs."""
+        """Return the number of values in all outputs together."""
         shapes = (OUTPUTS[output.name].shape(info) for output in self.outputs)
         values = sum(
             math.prod(self.requested.top_k if side == -1 else side for side in shape)
@@ -223,9 +135,7 @@ class Inference:
 
 
 def _check_parameters(request: InferenceRequest) -> None:
-    """Raise `InvalidParameter` if a parameter of the request, an input or an output is unknown, or
-    not a flag.
-    """
+    """Raise `InvalidParameter` for an unknown parameter, or a flag without a boolean value."""
     require_known(request.parameters, _PARAMETERS)
     for tensor in request.inputs:
         require_known(tensor.parameters, _INPUT_PARAMETERS, f"input {tensor.name!r:.80}: ")
@@ -240,11 +150,9 @@ def _check_parameters(request: InferenceRequest) -> None:
 
 
 def _pictures(request: InferenceRequest, info: ModelInfo, limit: int) -> Pictures:
-    """Return the pictures of a request; raises as `Inference.of`."""
+    """Return the pictures of a request; raises the errors of `Inference.of`."""
     if len(request.inputs) != 1:
-        raise InvalidParameter(
-            f"{len(request.inputs)} inputs: expected 'image' or 'pixels', and not both"
-        )
+        raise InvalidParameter(f"{len(request.inputs)} inputs: expected one, 'image' or 'pixels'")
     [tensor] = request.inputs
     if tensor.data is None:
         raise InvalidParameter(f"input {tensor.name!r} has no data")
@@ -269,18 +177,17 @@ def _pictures(request: InferenceRequest, info: ModelInfo, limit: int) -> Picture
 def _requested(
     parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], info: ModelInfo
 ) -> RequestedOutputs:
-    """Return what is asked of the engine; raises as `Inference.of`."""
-    names, text = _names(outputs, info), parameters.get("labels")
-    labels = (
-        labels_of_request(text, info.zero_shot, info.config)
-        if text is not None or names & _OF_CLASSES
-        else ()
-    )
+    """Return the outputs that the engine computes; raises the errors of `Inference.of`."""
+    names = _names(outputs, info)
+    text = parameters.get("labels")
+    labels: tuple[str, ...] = ()
+    if text is not None or names & _OF_CLASSES:
+        labels = labels_of_request(text, info.zero_shot, info.config)
     config = with_labels(info.config, labels)
     pool = parameters.get("pool", "head")
     if labels and pool != "head":
         raise InvalidParameter(
-            "pool: does not apply beside labels, which are compared with what the head reads"
+            "pool: does not apply together with labels, which are compared with the features"
         )
     method = _map_method(parameters, names, config)
     embedding = parse_embedding(info.config, pool, parameters.get("normalize", False))
@@ -288,7 +195,7 @@ def _requested(
         if affected and parameters.get(name) is not None and not names & affected:
             wanted = " or ".join(sorted(affected))
             raise InvalidParameter(
-                f"{name}: does not apply to these outputs; ask for the output {wanted}"
+                f"{name}: does not apply to these outputs; select the output {wanted}"
             )
     return RequestedOutputs(
         _top_k(parameters, outputs, config.num_classes),
@@ -301,18 +208,20 @@ def _requested(
 
 
 def _names(outputs: Sequence[RequestedOutput], info: ModelInfo) -> set[str]:
-    """Return the names of outputs; raises `InvalidParameter` or `InputError` if the model has no
-    such output.
+    """Return the names of outputs.
+
+    Raises:
+        InvalidParameter, InputError: the model does not have the output.
     """
     available = outputs_of(info)
     names = {output.name for output in outputs}
     if len(names) < len(outputs):
-        raise InvalidParameter("an output is asked for twice")
+        raise InvalidParameter("an output is selected twice")
     for output in outputs:
         if output.name not in available:
             require_classes(info.config)
             if output.name in _OF_MAPS and not methods_of(info.config):
-                parse_maps(info.config, info.labels)  # raises what the model is instead
+                parse_maps(info.config, info.labels)  # raises an error that describes the model
             raise InvalidParameter(
                 f"output {output.name!r:.80}: the model has {', '.join(available)}"
             )
@@ -322,24 +231,29 @@ def _names(outputs: Sequence[RequestedOutput], info: ModelInfo) -> set[str]:
 
 
 def _map_method(parameters: Mapping[str, Any], names: set[str], config: NetworkConfig) -> str:
-    """Return the method of the output `attention`: by default relevance where the model has it."""
+    """Return the method of the output `attention`; the default is the model's first one."""
     methods = [method for method in methods_of(config) if method in _MAPS] or list(_MAPS)
     method = parameters.get("attention", methods[0])
     if not isinstance(method, str) or method not in methods:
         raise InvalidParameter(f"attention {method!r:.80}: expected one of {', '.join(methods)}")
     if "evidence" in names and method != "relevance":
-        raise InvalidParameter(f"output 'evidence': a map of attention {method!r} is of no class")
+        raise InvalidParameter(
+            f"output 'evidence': a map of attention {method!r} does not depend on a class"
+        )
     return method
 
 
 def _top_k(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], classes: int) -> int:
     """Return how many classes any output needs; raises `InvalidParameter`."""
-    asked = [("top_k", parameters), *(("classification", output.parameters) for output in outputs)]
-    counts = [(name, each[name]) for name, each in asked if each.get(name) is not None]
+    values = [("top_k", parameters.get("top_k"))]
+    values += [("classification", output.parameters.get("classification")) for output in outputs]
+    counts: list[tuple[str, Any]] = [(name, count) for name, count in values if count is not None]
     for name, count in counts:
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
             allowed = (
-                f"expected 1 to {classes}" if classes else "there are no classes and no labels"
+                f"expected 1 to {classes}"
+                if classes
+                else "the model has neither classes nor labels"
             )
             raise InvalidParameter(f"{name} {count!r:.40}: {allowed}")
     return max((count for _, count in counts), default=min(DEFAULT_TOP_K, max(classes, 1)))
@@ -348,78 +262,76 @@ def _top_k(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], cl
 async def read(
     admitted: AdmittedRequest, body: bytearray, decode: Callable[[bytearray], InferenceRequest]
 ) -> Inference:
-    """Return what a body asks of the request's model; its bytes are dropped as soon as they are
-    copied.
+    """Return the request in a body; raises the errors of `decode` and of `Inference.of`.
 
-    A thread reads a large one. Raises as `Inference.of`, and what `decode` raises.
+    A thread reads a large body. The bytes are dropped as soon as the pictures are copied.
     """
-    info, limit = admitted.model.info, admitted.service.settings.max_images_per_request
+    info = admitted.model.info
+    limit = admitted.service.settings.max_images_per_request
 
     def work() -> Inference:
         request = decode(body)
-        asked = Inference.of(request, info, limit=limit)
-        if isinstance(asked.pictures, list) and body is not asked.pictures[0]:
-            body.clear()  # pixels are a view of it
-        return asked
+        inference = Inference.of(request, info, limit=limit)
+        if isinstance(inference.pictures, list) and body is not inference.pictures[0]:
+            body.clear()  # an array of pixels would be a view of the body
+        return inference
 
     return await admitted.write(work, size=len(body) // BYTES_A_VALUE)
 
 
 async def infer(
     admitted: AdmittedRequest,
-    asked: Inference,
+    inference: Inference,
     encode: Callable[[str, str | None, Sequence[OutputTensor]], T],
 ) -> T:
-    """Compute the pictures of a request, which take their places first, and return its encoded
-    answer.
+    """Take a slot for each picture, compute the pictures, and return the encoded answer.
 
-    `encode` runs on a thread where there are many values.
+    Args:
+        encode: encodes the answer; it runs on a thread if the answer has many values.
 
     Raises:
-        QueueFull: there are not as many places as pictures.
-        ImageError, ServiceError: of the first picture that failed, its position named if there are
-        several.
+        QueueFull: the service has too few free slots.
+        ImageError, ServiceError: error of the first failed picture; names its position if there are
+            several pictures.
     """
     info = admitted.model.info
-    await admitted.take(len(asked.pictures))
-    results = await of_each(partial(_compute, admitted, asked), list(asked.pictures))
+    await admitted.take(len(inference.pictures))
+    results = await of_each(partial(_compute, admitted, inference), list(inference.pictures))
     for result in results:
         admitted.count_image(info.name, result.outputs if info.config.num_classes else None)
 
     def answer() -> T:
-        return encode(info.name, asked.id, make_outputs(results, asked, info.labels))
+        return encode(info.name, inference.id, make_outputs(results, inference, info.labels))
 
-    return await admitted.write(answer, size=asked.size(info))
+    return await admitted.write(answer, size=inference.size(info))
 
 
 async def _compute(
-    admitted: AdmittedRequest, asked: Inference, picture: bytearray | NDArray[np.uint8]
+    admitted: AdmittedRequest, inference: Inference, picture: bytearray | NDArray[np.uint8]
 ) -> InferenceResult:
-    """Return the result of one of the pictures; raises as `infer`."""
+    """Return the result of one picture; raises the errors of `infer`."""
     limit = admitted.service.settings.max_upload_bytes
     if not isinstance(picture, bytearray):
-        return await infer_pixels(admitted, picture, asked.requested)
+        return await infer_pixels(admitted, picture, inference.requested)
     if len(picture) > limit:
         raise UploadTooLarge(
             f"{len(picture)} bytes: at most {limit} are allowed (VIT_MAX_UPLOAD_BYTES)"
         )
-    return (await infer_file(admitted, picture, asked.requested))[1]
+    return (await infer_file(admitted, picture, inference.requested))[1]
 
 
 def make_outputs(
-    results: Sequence[InferenceResult], asked: Inference, labels: Sequence[str]
+    results: Sequence[InferenceResult], inference: Inference, labels: Sequence[str]
 ) -> list[OutputTensor]:
-    """Return the selected outputs: [N, K], [N, C] of logits, [N, rows, columns] of attention, [N,
-    D].
-    """
-    labels = asked.requested.labels or labels
+    """Return the selected outputs as arrays whose first axis is the pictures."""
+    labels = inference.requested.labels or labels
 
     def stacked(name: str, count: int | None = None) -> NDArray[Any]:
         values = (OUTPUTS[name].values(result.outputs, labels) for result in results)
-        return np.stack([each[:count] for each in values if each is not None])
+        return np.stack([value[:count] for value in values if value is not None])
 
     outputs: list[OutputTensor] = []
-    for output in asked.outputs:
+    for output in inference.outputs:
         count = output.parameters.get("classification")
         if count is None:
             values = stacked(output.name)
@@ -427,11 +339,8 @@ def make_outputs(
             values = _classification(
                 *(stacked(name, count) for name in ("score", "index", "label"))
             )
-        outputs.append(
-            OutputTensor(
-                output.name, values, bool(output.parameters.get("binary_data", asked.binary))
-            )
-        )
+        is_binary = bool(output.parameters.get("binary_data", inference.binary))
+        outputs.append(OutputTensor(output.name, values, is_binary))
     return outputs
 
 

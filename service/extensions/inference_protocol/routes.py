@@ -1,8 +1,7 @@
-"""The Open Inference Protocol, version 2, under /v2; `service.extensions.inference_protocol` has its
-tensors and documents.
+"""The routes of the Open Inference Protocol, version 2, under /v2.
 
-A model's name may hold slashes, so longer paths come first. Of a function's decorators the lowest
-is the first.
+A model's name may have slashes, so longer paths must come first. Decorators apply from the bottom
+to the top.
 """
 
 import json
@@ -33,7 +32,7 @@ from service.web.routes.models import allowed, load, require_admin, small_body
 from service.web.service import model_of, service_of
 from vitserve import __version__
 
-# The protocol has an OpenAPI document of its own, so these routes are not in ours.
+# The protocol has its own OpenAPI document, so ours omits these routes.
 router = Router(prefix="/v2", is_described=False)
 
 PROBES: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
@@ -55,7 +54,7 @@ def problem_answer(problem: Problem) -> Response:
 
 
 def _name(request: Request) -> str | None:
-    """Return the name in the path, if it has any; raises `NotFound` if there is no such version."""
+    """Return the name in the path, or None; raises `NotFound` for an unknown version."""
     check_version(request.path_params.get("version", VERSION))
     name: str | None = request.path_params.get("name")
     return name
@@ -70,7 +69,7 @@ async def v2_server(request: Request) -> Response:
 
 @router.get("/health/live", is_loose=True)
 async def v2_live(request: Request) -> Response:
-    """Answer as long as the process lives."""
+    """Answer 200 while the process lives."""
     return Response()
 
 
@@ -95,12 +94,9 @@ async def v2_configuration(request: Request) -> Response:
 @router.get(f"{_MODEL}/stats")
 @router.get(f"{_VERSIONED}/stats")
 async def v2_statistics(request: Request) -> Response:
-    """Return the statistics of the model since the start; its name may be left out."""
-    return json_response(
-        model_statistics(
-            (await model_of(request, _name(request))).info, service_of(request).metrics
-        )
-    )
+    """Return the statistics since the start; the name of the model is optional."""
+    model = await model_of(request, _name(request))
+    return json_response(model_statistics(model.info, service_of(request).metrics))
 
 
 @router.post(f"{_MODEL}/infer")
@@ -108,9 +104,10 @@ async def v2_statistics(request: Request) -> Response:
 async def v2_infer(request: Request) -> Response:
     """Classify the pictures of the tensor `image` or `pixels`."""
     async with admit(request, await model_of(request, _name(request))) as admitted:
-        body, length = await admitted.body.read_whole(), _header_length(request)
-        asked = await read(admitted, body, partial(decode_request, header_length=length))
-        content, header_length = await infer(admitted, asked, encode_answer)
+        body = await admitted.body.read_whole()
+        decode = partial(decode_request, header_length=_header_length(request))
+        inference = await read(admitted, body, decode)
+        content, header_length = await infer(admitted, inference, encode_answer)
     if header_length is None:
         return Response(content, media_type="application/json")
     return Response(
@@ -120,9 +117,11 @@ async def v2_infer(request: Request) -> Response:
 
 def _header_length(request: Request) -> int | None:
     text = request.headers.get(_HEADER_LENGTH)
-    if text is not None and not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise MalformedRequest("Inference-Header-Content-Length is not a number")
-    return None if text is None else int(text)
+    return int(text)
 
 
 @router.get(_MODEL)
@@ -150,27 +149,30 @@ class _Command(msgspec.Struct, forbid_unknown_fields=True):
 
 @router.post("/repository/index")
 async def v2_repository_index(request: Request) -> Response:
-    """List all models, or with `ready` those that answer."""
+    """List all models, or with `ready` only the ready models."""
     question = decoded(await small_body(request), _Question)
     models = service_of(request).models.describe()
     return json_response(
-        [repository_entry(each) for each in models if each.state == "ready" or not question.ready]
+        [
+            repository_entry(model)
+            for model in models
+            if model.state == "ready" or not question.ready
+        ]
     )
 
 
 @router.post("/repository/models/{name:path}/load")
 async def v2_load(request: Request) -> Response:
-    """Load what the parameters say in a model's place, or what was unloaded again, and answer when
-    it serves.
-    """
-    service, name = service_of(request), request.path_params["name"]
+    """Load a checkpoint under a name, or an unloaded model again; answer when it serves."""
+    service = service_of(request)
+    name = request.path_params["name"]
     require_admin(request, service.settings)
     body = await small_body(request)
     what = allowed(decoded(body, _Command).parameters, service.settings)
     if not what:
         service.models.find(name)
     elif "checkpoint" not in what:
-        raise InvalidParameter("checkpoint: expected the path of one beside other settings")
+        raise InvalidParameter("checkpoint: missing, but the other settings need it")
     only = what.get("checkpoint") if len(what) == 1 else what or None
     status, _ = await load(service, name, only)
     return json_response(repository_entry(status))
@@ -178,12 +180,12 @@ async def v2_load(request: Request) -> Response:
 
 @router.post("/repository/models/{name:path}/unload")
 async def v2_unload(request: Request) -> Response:
-    """Give a model's memory back: it is loaded again when somebody asks for it."""
-    service, name = service_of(request), request.path_params["name"]
+    """Unload a model; its next request loads it again."""
+    service = service_of(request)
+    name = request.path_params["name"]
     require_admin(request, service.settings)
     command = decoded(await small_body(request), _Command)
-    require_known(
-        command.parameters, ["unload_dependents"]
-    )  # there are no ensembles, so it has no effect
+    # `unload_dependents` has no effect, because ensembles do not exist here.
+    require_known(command.parameters, ["unload_dependents"])
     await service.models.unload(name)
     return json_response(repository_entry(service.models.status_of(service.models.key(name))))

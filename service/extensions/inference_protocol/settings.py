@@ -14,7 +14,7 @@ _OLDEST_GRPCIO = [1, 81]
 
 def _grpc_port(value: int, info: ValidationInfo) -> int:
     if value and value == info.data.get("port"):
-        raise ValueError("expected another port than VIT_PORT")
+        raise ValueError("expected a port other than VIT_PORT")
     if not tcp_hosts(info.data.get("host", "127.0.0.1").split(",")):
         raise ValueError(
             "gRPC needs a host besides the Unix socket, as in VIT_HOST=unix:/PATH,127.0.0.1"

@@ -1,8 +1,7 @@
-"""Requests and answers of the protocol as values, and their form over HTTP: JSON, with raw tensors
-behind it.
+"""Requests and answers of the protocol, and their form over HTTP: JSON, followed by raw tensors.
 
-A BYTES element is preceded by its length, 4 bytes little endian; numbers are little endian, in
-row-major order.
+In a raw tensor, each BYTES element follows its length (4 bytes, little endian). Numbers are little
+endian, in row-major order.
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
 """
 
@@ -28,7 +27,7 @@ _MAX_DIMENSIONS: Final = 8
 _UINT8: Final = list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
 
 _MAX_JSON_VALUES: Final = 500_000
-"""Two pictures of 224 pixels as numbers. A list takes 20 times its text."""
+"""Enough for two pictures of 224 pixels. A list takes 20 times the memory of its text."""
 
 Parameters = dict[str, Any]
 
@@ -37,8 +36,8 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
     """A tensor of a request.
 
     Attributes:
-        data: a list of values, nested or not, or the tensor's bytes as a memoryview. Files are
-        base64 in JSON.
+        data: list of values, nested or flat, or the tensor's bytes as a memoryview. In JSON, files
+            are base64.
     """
 
     name: str
@@ -48,18 +47,18 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
     parameters: Parameters = {}
 
     def files(self) -> list[bytearray]:
-        """Return the elements of a BYTES tensor, and take them out of `data`; raises
-        `MalformedRequest`.
-        """
+        """Move the elements of a BYTES tensor out of `data`; raises `MalformedRequest`."""
         count = self._elements()
         files: list[bytearray] = []
         if isinstance(self.data, memoryview):
-            rest, self.data = self.data, None
-            while rest and len(files) <= count:  # a surplus is refused below
+            rest = self.data
+            self.data = None
+            while rest and len(files) <= count:  # `_check` refuses a surplus
                 size = _LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest)
                 if len(rest) < _LENGTH.size + size:
                     raise MalformedRequest(
-                        f"input {self.name!r}: element {len(files)} has more bytes than there are"
+                        f"input {self.name!r}: element {len(files)} is longer "
+                        "than the rest of the data"
                     )
                 files.append(bytearray(rest[_LENGTH.size : _LENGTH.size + size]))
                 rest = rest[_LENGTH.size + size :]
@@ -79,8 +78,9 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
         return files
 
     def pixels(self) -> NDArray[np.uint8]:
-        """Return the array of a UINT8 tensor, which views raw data; raises `MalformedRequest`."""
-        count, flat = self._elements(), self.data
+        """Return a UINT8 tensor as an array, a view of raw data; raises `MalformedRequest`."""
+        count = self._elements()
+        flat = self.data
         if not isinstance(flat, memoryview):
             try:
                 while flat and isinstance(flat[0], list):
@@ -94,9 +94,7 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
         return np.frombuffer(flat, np.uint8).reshape(self.shape)
 
     def _elements(self) -> int:
-        """Return the number of elements of the shape; raises `InvalidParameter` for a shape that is
-        none.
-        """
+        """Return the size of the shape; raises `InvalidParameter` or `MalformedRequest`."""
         sides = self.shape[: _MAX_DIMENSIONS + 1]
         if (
             not 1 <= len(sides) <= _MAX_DIMENSIONS
@@ -104,28 +102,28 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
             or math.prod(sides) > _MAX_ELEMENTS
         ):
             raise InvalidParameter(
-                f"input {self.name!r:.80}: shape {sides!s:.80} is not one of a tensor"
+                f"input {self.name!r:.80}: {sides!s:.80} is not a shape of a tensor"
             )
         if not isinstance(self.data, list | memoryview):
-            raise MalformedRequest(f"input {self.name!r:.80}: the data are no list")
+            raise MalformedRequest(f"input {self.name!r:.80}: the data are not a list")
         return math.prod(sides)
 
-    def _check(self, found: int, expected: int) -> None:
-        if found != expected:
+    def _check(self, count: int, expected: int) -> None:
+        if count != expected:
             raise MalformedRequest(
-                f"input {self.name!r}: {found} elements, and the shape is {self.shape}"
+                f"input {self.name!r}: {count} elements, and the shape is {self.shape}"
             )
 
 
 class RequestedOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An output that a request selects."""
+    """A selected output."""
 
     name: str
     parameters: Parameters = {}
 
 
 class InferenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for inference, which over HTTP is this JSON."""
+    """A request for inference; over HTTP, it has this form in JSON."""
 
     inputs: list[InputTensor]
     id: str | None = None
@@ -133,15 +131,20 @@ class InferenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: Parameters = {}
 
 
-# Its own reader of floats takes 10 us for 1e308, and a body holds many.
+# msgspec's own parser of floats takes 10 us for 1e308, and a body may hold many.
 _decode = msgspec.json.Decoder(InferenceRequest, float_hook=float).decode
 
 
 def decode_request(body: bytearray, header_length: int | None) -> InferenceRequest:
-    """Return the request in a body, whose JSON has `header_length` bytes: None is all, 0 says that
-    it is a picture.
+    """Return the request in a body.
 
-    Raises `MalformedRequest`, or `UploadTooLarge` if the JSON holds very many values.
+    Args:
+        body: JSON, followed by raw tensors; or one picture.
+        header_length: bytes of the JSON; None for the whole body, 0 for a picture.
+
+    Raises:
+        MalformedRequest: the body does not follow the protocol.
+        UploadTooLarge: the JSON holds too many values.
     """
     if header_length == 0:
         return InferenceRequest(
@@ -153,7 +156,7 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
         raise MalformedRequest(
             f"Inference-Header-Content-Length is {length}, and the body has {len(whole)} bytes"
         )
-    # Counted before they are parsed. Marks within strings count too, and base64 has none of these.
+    # Count before parsing. Marks inside strings count, too, but base64 does not contain them.
     if sum(body.count(mark, 0, length) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
         raise UploadTooLarge(
             f"the JSON holds more than {_MAX_JSON_VALUES} values: send tensors in binary"
@@ -169,9 +172,12 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
         if size is None:
             continue
         if not isinstance(size, int) or not 0 <= size <= len(rest):
-            wrong = f"input {tensor.name!r}: binary_data_size {size!r:.40}, and {len(rest)} bytes are left"
-            raise MalformedRequest(wrong)
-        tensor.data, rest = rest[:size], rest[size:]
+            raise MalformedRequest(
+                f"input {tensor.name!r}: binary_data_size {size!r:.40}, "
+                f"and {len(rest)} bytes are left"
+            )
+        tensor.data = rest[:size]
+        rest = rest[size:]
     if rest:
         raise MalformedRequest(f"{len(rest)} bytes follow the last tensor")
     return request
@@ -179,8 +185,11 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of an answer, of int64, float32, or of objects that are str; `binary`: its bytes
-    follow the JSON.
+    """A tensor of an answer.
+
+    Attributes:
+        values: array of int64, float32, bool, or str objects.
+        binary: whether its bytes follow the JSON.
     """
 
     name: str
@@ -189,33 +198,31 @@ class OutputTensor:
 
     @property
     def datatype(self) -> str:
-        """Return its datatype on the wire; texts are BYTES."""
+        """Return the datatype on the wire; texts are BYTES."""
         return {"O": "BYTES", "b": "BOOL", "i": "INT64", "f": "FP32"}[self.values.dtype.kind]
 
     def raw(self) -> bytes:
-        """Return its bytes."""
+        """Return the bytes of a raw tensor."""
         if self.datatype != "BYTES":
-            return self.values.astype(
-                {"BOOL": "?", "INT64": "<i8", "FP32": "<f4"}[self.datatype]
-            ).tobytes()
+            dtype = {"BOOL": "?", "INT64": "<i8", "FP32": "<f4"}[self.datatype]
+            return self.values.astype(dtype).tobytes()
         encoded = [text.encode() for text in self.values.ravel().tolist()]
         return b"".join(_LENGTH.pack(len(text)) + text for text in encoded)
 
     def values_in_json(self) -> list[Any]:
-        """Return its values, numbers with the shortest decimal that is the same float32: 0.83, not
-        0.8299999833.
-        """
+        """Return the values; a float32 gets its shortest decimal, 0.83 instead of 0.8299999833."""
         values = self.values.ravel()
-        return (
-            [float(str(value)) for value in values] if self.datatype == "FP32" else values.tolist()
-        )
+        if self.datatype == "FP32":
+            return [float(str(value)) for value in values]
+        return values.tolist()
 
 
 def encode_answer(
     model: str, request_id: str | None, outputs: Sequence[OutputTensor]
 ) -> tuple[bytes, int | None]:
-    """Return the body of the answer of a model, and the length of its JSON if bytes follow it."""
-    documents, binary = [], []
+    """Return the body of an answer, and the length of its JSON if raw tensors follow it."""
+    documents = []
+    binary = []
     for output in outputs:
         document: dict[str, Any] = {
             "name": output.name,
@@ -227,9 +234,10 @@ def encode_answer(
             document["parameters"] = {"binary_data_size": len(binary[-1])}
         else:
             document["data"] = output.values_in_json()
-        # The encoder holds the interpreter until it is done, so it gets one output at a time.
+        # The encoder holds the interpreter's lock, so encode one output at a time.
         documents.append(msgspec.Raw(msgspec.json.encode(document)))
     header = {"model_name": model, "model_version": VERSION, "outputs": documents}
-    header |= {} if request_id is None else {"id": request_id}
+    if request_id is not None:
+        header["id"] = request_id
     content = msgspec.json.encode(header)
     return content + b"".join(binary), len(content) if binary else None

@@ -181,11 +181,11 @@ EMBEDDING = [{"name": "embedding"}]
     [
         ({}, 400, "inputs"),
         ({"inputs": []}, 422, "0 inputs"),
-        ({"inputs": [IMAGE, PIXELS]}, 422, "not both"),
+        ({"inputs": [IMAGE, PIXELS]}, 422, "expected one, "),
         ({"inputs": [{**IMAGE, "name": "x"}]}, 422, "'x'"),
         ({"inputs": [{**IMAGE, "datatype": "FP32"}]}, 422, "BYTES"),
         ({"inputs": [{**IMAGE, "shape": [2]}]}, 400, "1 elements"),
-        ({"inputs": [{**IMAGE, "shape": [-1]}]}, 422, "not one of a tensor"),
+        ({"inputs": [{**IMAGE, "shape": [-1]}]}, 422, "not a shape of a tensor"),
         ({"inputs": [{**IMAGE, "shape": []}]}, 422, "shape [N]"),
         ({"inputs": [{**IMAGE, "shape": [0], "data": []}]}, 422, "no picture"),
         ({"inputs": [{**IMAGE, "data": ["*"]}]}, 400, "element 0 is not a string in base64"),
@@ -283,11 +283,11 @@ EMBEDDING = [{"name": "embedding"}]
             422,
             "expected true or false",
         ),
-        ({"inputs": [IMAGE], "parameters": {"pool": "cls"}}, 422, "ask for the output embedding"),
+        ({"inputs": [IMAGE], "parameters": {"pool": "cls"}}, 422, "select the output embedding"),
         (
             {"inputs": [IMAGE], "parameters": {"attention": "cls"}},
             422,
-            "ask for the output attention or evidence",
+            "select the output attention or evidence",
         ),
         (
             {"inputs": [IMAGE], "outputs": EMBEDDING, "parameters": {"top_k": 2}},

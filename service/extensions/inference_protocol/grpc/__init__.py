@@ -1,17 +1,16 @@
-"""The Open Inference Protocol over gRPC, on a port of its own in each web worker's process and
-event loop.
+"""The Open Inference Protocol over gRPC, on its own port, in each web process's event loop.
 
-    caller -- HTTP/2 --> grpcio       frames, flow control, limits
-                         calls.py     id, key, metrics, log line, errors as gRPC's status codes; the methods
-                         messages.py  messages, bounded, as what `service.extensions.inference_protocol` reads and writes
+    client -- HTTP/2 --> grpcio       frames, flow control, limits
+                         server.py    listeners, options, handlers
+                         calls.py     id, key, metrics, log line, errors as status codes
+                         methods.py   the methods, with `call.py` for one call
+                         messages.py  bounded messages, to and from `tensors`
 
-What a request may be and what becomes of it is decided in `service.extensions.inference_protocol` and
-`service.web.picture`, as over HTTP. Nothing here is imported unless `VIT_GRPC_PORT` is set: it
-needs the extra `grpc`.
+The modules above this package check and compute requests, like over HTTP. Nothing imports this
+package unless `VIT_GRPC_PORT` is set, because it needs the extra `grpc`.
 """
 
 import os
 
-# The library would write lines of its own, in a form of its own, about whatever its callers do
-# wrong.
+# Otherwise grpcio would log errors of clients itself, in its own format.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,6 +1,4 @@
-"""The service `grpc.health.v1.Health`: `/readyz` and `/v2/models/NAME/ready` for probes that speak
-gRPC.
-"""
+"""The service `grpc.health.v1.Health`: `/readyz` and `/v2/models/NAME/ready` over gRPC."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,17 +10,17 @@ from service.extensions.inference_protocol.grpc.standard import message_class
 from service.web.service import Service
 
 WATCH_SECONDS: Final = 0.5
-"""Time between two looks of a watcher: an orchestrator asks as often."""
+"""Interval at which a watch checks the status; orchestrators probe as often."""
 
 REQUEST: Final = message_class("grpc.health.v1.HealthCheckRequest")
 RESPONSE: Final = message_class("grpc.health.v1.HealthCheckResponse")
 
-# Their readiness is that of the whole service.
+# Names that mean the whole service.
 _WHOLE: Final = frozenset({"", GRPC_SERVICE, GRPC_HEALTH_SERVICE})
 
 
 def status_of(service: Service, name: str) -> str:
-    """Return the status of the service, or of a model by its name; raises `UnknownModel`."""
+    """Return the status of the service, or of a named model; raises `UnknownModel`."""
     try:
         service.check_ready()
         if name not in _WHOLE:

@@ -1,7 +1,7 @@
-"""Messages of gRPC as the requests and answers of `service.extensions.inference_protocol`.
+"""Converts between gRPC messages and the requests and answers of `tensors`.
 
-A message is bounded before it is parsed: a few bytes may stand for a large object, and a message
-has millions. https://protobuf.dev/programming-guides/encoding/
+A message is checked before it is parsed, because a few of its millions of bytes may encode a large
+object. https://protobuf.dev/programming-guides/encoding/
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,19 +27,20 @@ from service.extensions.inference_protocol.tensors import (
 _Fields = Mapping[int, Any]
 
 _TENSORS: Final[_Fields] = {7: None, 5: {5: {8: None}}, 6: {}}
-"""Numbers of the fields in whose bytes tensors lie, `raw_input_contents` and
-`inputs.contents.bytes_contents`, and of other messages whose fields are counted: `outputs`."""
+"""Numbers of the fields with bytes of tensors, `raw_input_contents` and
+`inputs.contents.bytes_contents`, and of `outputs`, a message whose fields are counted.
+"""
 
-_VARINT, _BYTES = 0, 2
+_VARINT: Final = 0
+_BYTES: Final = 2
 _FIXED: Final = {1: 8, 5: 4}
-"""Bytes of wire types of a fixed size."""
+"""Sizes of wire types with a fixed size."""
 
 _MAX_VARINT_BYTES: Final = 10
 
 _MAX_COST: Final = 1_000_000
-"""About the time and memory of the largest JSON that is read: each byte costs 1, but for those of
-tensors.
-"""
+"""About the time and memory of the largest accepted JSON: each byte outside tensors costs 1."""
+
 _FIELD_COST: Final = 1000
 
 M = TypeVar("M", ModelRequest, ModelInferRequest)
@@ -56,10 +57,11 @@ def parse(kind: type[M], data: bytes | bytearray) -> M:
 
 
 def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
-    """Return the model that a message names, and the request in it; the message's bytes are
-    dropped.
+    """Return the requested model and the request of a message; drop the message's bytes.
 
-    Raises `MalformedRequest`, and `UploadTooLarge` if the message has very many fields or numbers.
+    Raises:
+        MalformedRequest: the bytes are not a valid message.
+        UploadTooLarge: the message has too many fields or numbers.
     """
     check_cost(memoryview(data), _TENSORS)
     message = parse(ModelInferRequest, data)
@@ -75,7 +77,7 @@ def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
         if tensor.HasField("contents"):
             if contents:
                 raise MalformedRequest(
-                    f"input {tensor.name!r:.80} has contents beside raw_input_contents"
+                    f"input {tensor.name!r:.80} has contents in addition to raw_input_contents"
                 )
             typed = tensor.contents
             content = list(
@@ -102,7 +104,7 @@ def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
 
 
 def encode_answer(model: str, request_id: str | None, outputs: Sequence[OutputTensor]) -> bytes:
-    """Return the message of the answer of a model; its tensors are raw, as Triton's are."""
+    """Return the encoded answer of a model; its tensors are raw, like Triton's."""
     response = ModelInferResponse(
         model_name=model,
         model_version=VERSION,
@@ -119,9 +121,11 @@ def encode_answer(model: str, request_id: str | None, outputs: Sequence[OutputTe
 
 
 def check_cost(message: memoryview, tensors: _Fields, cost: int = 0) -> int:
-    """Return `cost` with that of a message, whose bytes in the fields `tensors` cost nothing.
+    """Return `cost` plus the cost of a message; bytes of its fields `tensors` are free.
 
-    Raises `UploadTooLarge` as soon as that is too much, `MalformedRequest` if it is no message.
+    Raises:
+        UploadTooLarge: the cost exceeds its limit.
+        MalformedRequest: the bytes are not a message.
     """
     for number, content in _fields(message):
         cost += _FIELD_COST
@@ -132,7 +136,8 @@ def check_cost(message: memoryview, tensors: _Fields, cost: int = 0) -> int:
             cost += len(content)
         if cost > _MAX_COST:
             raise UploadTooLarge(
-                "the message has more fields or numbers than are read: send tensors as raw_input_contents"
+                "the message has more fields or numbers than allowed: "
+                "send tensors as raw_input_contents"
             )
     return cost
 
@@ -158,7 +163,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def _varint(message: memoryview, position: int) -> tuple[int, int]:
-    """Return a number of variable length, and where it ends."""
+    """Return a number of variable length, and the position of its end."""
     if position < len(message) and message[position] < 0x80:  # most have one byte
         return message[position], position + 1
     value = 0

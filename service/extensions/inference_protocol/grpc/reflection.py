@@ -1,4 +1,4 @@
-"""The service `grpc.reflection`: what grpcurl and Postman ask to know the services of this port."""
+"""The service `grpc.reflection`: tells grpcurl and Postman the services of this port."""
 
 import base64
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ PATHS: Final = tuple(
 )
 
 
-# Methods of the protocol, with the names of their messages if these are not the method's own.
+# Methods of the protocol, and the name of the request message if it is not the method's own.
 _METHODS: Final = {
     "ServerLive": None,
     "ServerReady": None,
@@ -36,20 +36,21 @@ _METHODS: Final = {
 
 
 def _files() -> dict[str, FileDescriptorProto]:
-    own = FileDescriptorProto.FromString(messages.DESCRIPTOR.serialized_pb)
+    protocol = FileDescriptorProto.FromString(messages.DESCRIPTOR.serialized_pb)
     package, _, name = GRPC_SERVICE.rpartition(".")
     service = FileDescriptorProto(
-        name="inference.proto", package=package, syntax="proto3", dependency=[own.name]
+        name="inference.proto", package=package, syntax="proto3", dependency=[protocol.name]
     )
     described = service.service.add(name=name)
-    for method, asked in _METHODS.items():
-        if asked is None:
+    for method, message in _METHODS.items():
+        if message is None:
             service.message_type.add(name=f"{method}Request")
-        input_type = f".{package}.{method}Request" if asked is None else f".{own.package}.{asked}"
-        described.method.add(
-            name=method, input_type=input_type, output_type=f".{own.package}.{method}Response"
-        )
-    return {own.name: own, service.name: service, **FILES}
+            input_type = f".{package}.{method}Request"
+        else:
+            input_type = f".{protocol.package}.{message}"
+        output_type = f".{protocol.package}.{method}Response"
+        described.method.add(name=method, input_type=input_type, output_type=output_type)
+    return {protocol.name: protocol, service.name: service, **FILES}
 
 
 def _symbols(file: FileDescriptorProto) -> set[str]:
@@ -60,9 +61,9 @@ def _symbols(file: FileDescriptorProto) -> set[str]:
         f"{service.name}.{method.name}" for service in file.service for method in service.method
     ]
     names += [
-        f"{message.name}.{each.name}"
+        f"{message.name}.{nested.name}"
         for message in file.message_type
-        for each in message.nested_type
+        for nested in message.nested_type
     ]
     return {f"{file.package}.{name}" for name in names}
 
@@ -75,31 +76,31 @@ _SERVICES: Final = sorted(
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a question of the protocol, both as dictionaries of `json_format`."""
-    found: FileDescriptorProto | None = None
+    """Return the answer to a request, both as dictionaries of `json_format`."""
+    file: FileDescriptorProto | None = None
     if "list_services" in request:
         return _reply(
             request, "list_services_response", {"service": [{"name": name} for name in _SERVICES]}
         )
     if "file_by_filename" in request:
-        found = _FILES.get(request["file_by_filename"])
+        file = _FILES.get(request["file_by_filename"])
     elif "file_containing_symbol" in request:
-        found = _BY_SYMBOL.get(request["file_containing_symbol"])
+        file = _BY_SYMBOL.get(request["file_containing_symbol"])
     elif "all_extension_numbers_of_type" in request:
         name = request["all_extension_numbers_of_type"]
         if name in _BY_SYMBOL:
             return _reply(request, "all_extension_numbers_response", {"base_type_name": name})
-    if found is None:
+    if file is None:
         code, reason = grpc.StatusCode.NOT_FOUND.value
         return _reply(request, "error_response", {"error_code": code, "error_message": reason})
-    files = [found, *(_FILES[name] for name in found.dependency)]
+    files = [file, *(_FILES[name] for name in file.dependency)]
     return _reply(
         request, "file_descriptor_response", {"file_descriptor_proto": list(map(_encoded, files))}
     )
 
 
 def _encoded(file: FileDescriptorProto) -> str:
-    """Return a file as `json_format` has bytes."""
+    """Return a file in the encoding of `json_format` for bytes."""
     return base64.b64encode(file.SerializeToString()).decode()
 
 

@@ -1,7 +1,6 @@
-"""Messages of the standard services `grpc.health.v1` and `grpc.reflection`, in a descriptor pool of
-their own.
+"""Messages of the standard services `grpc.health.v1` and `grpc.reflection`, in their own pool.
 
-The default pool takes each name once, and other packages of a process may bring the generated ones.
+The default descriptor pool accepts each name once, and other packages may register the same names.
 
 https://github.com/grpc/grpc-proto/blob/master/grpc/health/v1/health.proto
 https://github.com/grpc/grpc-proto/blob/master/grpc/reflection/v1/reflection.proto
@@ -16,7 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 REFLECTION_PACKAGES: Final = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
-"""Clients ask the second one where the first is unknown; their messages are the same."""
+"""Clients use the second package if the first is unknown; the messages are the same."""
 
 _HEALTH_FILE: Final = "grpc/health/v1/health.proto"
 
@@ -30,8 +29,8 @@ def _field(name: str, number: int, kind: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "number": number, "label": "LABEL_OPTIONAL", **type_, **more}
 
 
-def _method(name: str, asked: str, answered: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "input_type": asked, "output_type": answered, **more}
+def _method(name: str, input_type: str, output_type: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "input_type": input_type, "output_type": output_type, **more}
 
 
 def _file(
@@ -50,22 +49,23 @@ def _file(
 
 def _health() -> FileDescriptorProto:
     package = ".grpc.health.v1"
-    asked, answered = f"{package}.HealthCheckRequest", f"{package}.HealthCheckResponse"
+    request = f"{package}.HealthCheckRequest"
+    response = f"{package}.HealthCheckResponse"
     file = _file(
         _HEALTH_FILE,
         "grpc.health.v1",
         {
             "HealthCheckRequest": [_field("service", 1, "STRING")],
             "HealthCheckResponse": [
-                _field("status", 1, "ENUM", type_name=f"{answered}.ServingStatus")
+                _field("status", 1, "ENUM", type_name=f"{response}.ServingStatus")
             ],
         },
         service=[
             {
                 "name": "Health",
                 "method": [
-                    _method("Check", asked, answered),
-                    _method("Watch", asked, answered, server_streaming=True),
+                    _method("Check", request, response),
+                    _method("Watch", request, response, server_streaming=True),
                 ],
             }
         ],
@@ -81,17 +81,18 @@ def _health() -> FileDescriptorProto:
 
 
 def _reflection(package: str) -> FileDescriptorProto:
-    within = f".{package}."
-    asked, answered = "ServerReflectionRequest", "ServerReflectionResponse"
+    prefix = f".{package}."
+    request = "ServerReflectionRequest"
+    response = "ServerReflectionResponse"
     file = _file(
         f"{package.replace('.', '/')}/reflection.proto",
         package,
         {
-            asked: [
+            request: [
                 _field("host", 1, "STRING"),
                 _field("file_by_filename", 3, "STRING", oneof_index=0),
                 _field("file_containing_symbol", 4, "STRING", oneof_index=0),
-                _field("file_containing_extension", 5, f"{within}ExtensionRequest", oneof_index=0),
+                _field("file_containing_extension", 5, f"{prefix}ExtensionRequest", oneof_index=0),
                 _field("all_extension_numbers_of_type", 6, "STRING", oneof_index=0),
                 _field("list_services", 7, "STRING", oneof_index=0),
             ],
@@ -99,20 +100,20 @@ def _reflection(package: str) -> FileDescriptorProto:
                 _field("containing_type", 1, "STRING"),
                 _field("extension_number", 2, "INT32"),
             ],
-            answered: [
+            response: [
                 _field("valid_host", 1, "STRING"),
-                _field("original_request", 2, f"{within}{asked}"),
+                _field("original_request", 2, f"{prefix}{request}"),
                 _field(
-                    "file_descriptor_response", 4, f"{within}FileDescriptorResponse", oneof_index=0
+                    "file_descriptor_response", 4, f"{prefix}FileDescriptorResponse", oneof_index=0
                 ),
                 _field(
                     "all_extension_numbers_response",
                     5,
-                    f"{within}ExtensionNumberResponse",
+                    f"{prefix}ExtensionNumberResponse",
                     oneof_index=0,
                 ),
-                _field("list_services_response", 6, f"{within}ListServiceResponse", oneof_index=0),
-                _field("error_response", 7, f"{within}ErrorResponse", oneof_index=0),
+                _field("list_services_response", 6, f"{prefix}ListServiceResponse", oneof_index=0),
+                _field("error_response", 7, f"{prefix}ErrorResponse", oneof_index=0),
             ],
             "FileDescriptorResponse": [
                 _field("file_descriptor_proto", 1, "BYTES", label="LABEL_REPEATED")
@@ -122,7 +123,7 @@ def _reflection(package: str) -> FileDescriptorProto:
                 _field("extension_number", 2, "INT32", label="LABEL_REPEATED"),
             ],
             "ListServiceResponse": [
-                _field("service", 1, f"{within}ServiceResponse", label="LABEL_REPEATED")
+                _field("service", 1, f"{prefix}ServiceResponse", label="LABEL_REPEATED")
             ],
             "ServiceResponse": [_field("name", 1, "STRING")],
             "ErrorResponse": [
@@ -136,8 +137,8 @@ def _reflection(package: str) -> FileDescriptorProto:
                 "method": [
                     _method(
                         "ServerReflectionInfo",
-                        f"{within}{asked}",
-                        f"{within}{answered}",
+                        f"{prefix}{request}",
+                        f"{prefix}{response}",
                         client_streaming=True,
                         server_streaming=True,
                     )
@@ -163,5 +164,5 @@ for _described in FILES.values():
 
 def message_class(name: str) -> type[Message]:
     """Return the class of a message of the standard services, by its full name."""
-    found: type[Message] = GetMessageClass(_POOL.FindMessageTypeByName(name))
-    return found
+    kind: type[Message] = GetMessageClass(_POOL.FindMessageTypeByName(name))
+    return kind

@@ -27,7 +27,7 @@ from service.errors import (
     SettingsError,
     UploadTooLarge,
 )
-from service.extensions.inference_protocol.grpc import calls
+from service.extensions.inference_protocol.grpc import calls, server
 from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
 from service.extensions.inference_protocol.grpc.calls import STATUS_CODES
 from service.extensions.inference_protocol.grpc.messages import check_cost, decode_request
@@ -58,6 +58,7 @@ from tests.service.fakes import (
 )
 from tests.service.web.apps import service_in, settle
 
+CALL = "service.extensions.inference_protocol.grpc.call"
 Code = grpc.StatusCode
 ENDPOINT = "/inference.GRPCInferenceService/ModelInfer"
 
@@ -156,7 +157,7 @@ def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
         (
             changed(lambda request: request.inputs.add(name="pixels")),
             Code.INVALID_ARGUMENT,
-            "not both",
+            "expected one, ",
         ),
         (changed(lambda request: request.ClearField("inputs")), Code.INVALID_ARGUMENT, "0 inputs"),
         (
@@ -167,7 +168,7 @@ def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
         (
             changed(lambda request: request.raw_input_contents.append(b"")),
             Code.INVALID_ARGUMENT,
-            "beside",
+            "in addition to",
         ),
         (
             changed(lambda request: request.raw_input_contents.extend([b""] * 2)),
@@ -181,7 +182,11 @@ def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
         ),
         (changed(lambda request: request.parameters["top_k"].SetInParent()), None, ""),
         (raw("image", "BYTES", [2], elements(png(1))), Code.INVALID_ARGUMENT, "1 elements"),
-        (raw("image", "BYTES", [1], b"\xff\xff\xff\xff"), Code.INVALID_ARGUMENT, "more bytes"),
+        (
+            raw("image", "BYTES", [1], b"\xff\xff\xff\xff"),
+            Code.INVALID_ARGUMENT,
+            "longer than the rest",
+        ),
         (raw("pixels", "UINT8", [1, SIZE, SIZE, 3], b"123"), Code.INVALID_ARGUMENT, "3 elements"),
         (raw("pixels", "FP32", [1, SIZE, SIZE, 3], b"123"), Code.INVALID_ARGUMENT, "UINT8"),
         (image(png(1), b"GIF89a nothing"), Code.INVALID_ARGUMENT, "picture 1: "),
@@ -256,7 +261,7 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> 
 async def test_messages_that_do_not_come_leave_turns_to_another_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calls, "_OWN_GRACE_SECONDS", 3 * PATIENCE)
+    monkeypatch.setattr(f"{CALL}._OWN_GRACE_SECONDS", 3 * PATIENCE)
     async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
         crowd = [
             caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),))
@@ -273,8 +278,8 @@ async def test_messages_that_do_not_come_leave_turns_to_another_caller(
 async def test_messages_that_do_not_come_give_way_to_those_of_a_crowd(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calls, "_GRACE_SECONDS", 0.05)
-    monkeypatch.setattr(calls, "_ARRIVALS_OF_EACH", 8)
+    monkeypatch.setattr(f"{CALL}._GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(calls, "_ARRIVALS_PER_CALLER", 8)
     async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
         crowd = [
             caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),))
@@ -331,7 +336,7 @@ async def test_keys_are_asked_for_but_for_health_and_have_their_limits() -> None
 async def test_refusals_beyond_many_wait_and_keep_nobody_else_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calls, "_REFUSALS_A_SECOND", 1)
+    monkeypatch.setattr(calls, "_REFUSALS_PER_SECOND", 1)
     async with calling() as caller:
         await caller.refusal(b"junk")
         second = asyncio.create_task(caller.refusal(b"junk"))
@@ -415,7 +420,7 @@ async def test_pings_without_a_key_are_not_kept_in_memory() -> None:
 
 @on_a_loop
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     async with calling() as caller:
         opened = [
             socket.create_connection(("127.0.0.1", caller.port), timeout=PATIENCE) for _ in range(6)

@@ -215,6 +215,6 @@ async def test_the_protocol_defaults_to_embeddings() -> None:
     refused = await service.request("POST", path, **v2(["embedding"], top_k=1))
     assert (
         refused.json["error"]
-        == "top_k: does not apply to these outputs; ask for the output index or label or score"
+        == "top_k: does not apply to these outputs; select the output index or label or score"
     )
     assert service.metric("vit_top1_score_count") == 0

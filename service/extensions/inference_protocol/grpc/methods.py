@@ -1,0 +1,191 @@
+"""The methods of the services, by path."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final, Protocol
+
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError, Message
+
+from service.engine.messages import ModelInfo
+from service.errors import MalformedRequest, NotFound, Unavailable
+from service.extensions.inference_protocol import GRPC_HEALTH_SERVICE, GRPC_SERVICE
+from service.extensions.inference_protocol.descriptions import (
+    model_configuration,
+    model_metadata,
+    model_statistics,
+    server_metadata,
+)
+from service.extensions.inference_protocol.grpc import health, reflection
+from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
+from service.extensions.inference_protocol.grpc.call import Call
+from service.extensions.inference_protocol.grpc.messages import (
+    check_cost,
+    decode_request,
+    encode_answer,
+)
+from service.extensions.inference_protocol.inference import (
+    BYTES_A_VALUE,
+    check_version,
+    find_model,
+    infer,
+    read,
+)
+from service.web.admitted import AdmittedRequest, Sender
+from service.web.lanes import Lane
+from service.web.service import Service
+from vitserve import __version__
+
+Method = Callable[[Service, Call], Awaitable[bytes]]
+"""Returns the encoded answer to a call."""
+
+
+class Streams(Protocol):
+    """The shared objects of streaming methods.
+
+    Attributes:
+        watches: lane of the calls that watch the health.
+        reflections: lane of the calls that ask for services.
+    """
+
+    watches: Lane
+    reflections: Lane
+
+    @property
+    def service(self) -> Service:
+        """Return the service."""
+
+
+def _encode(document: Mapping[str, Any], message: Message) -> bytes:
+    """Return a document of the protocol, the same as over HTTP, as an encoded message."""
+    return bytes(json_format.ParseDict(document, message).SerializeToString())
+
+
+async def _server_live(service: Service, call: Call) -> bytes:
+    # Do not receive the message: the call needs no key.
+    return _encode({"live": True}, messages.ServerLiveResponse())
+
+
+async def _server_ready(service: Service, call: Call) -> bytes:
+    return _encode({"ready": _is_ready(service)}, messages.ServerReadyResponse())
+
+
+async def _model_ready(service: Service, call: Call) -> bytes:
+    request = await call.model_request()
+    is_ready = _is_ready(service, request.name, request.version)
+    return _encode({"ready": is_ready}, messages.ModelReadyResponse())
+
+
+def _is_ready(service: Service, name: str | None = None, version: str = "") -> bool:
+    try:
+        service.check_ready()
+        check_version(version)
+        service.model(name)
+    except (NotFound, Unavailable):
+        return False
+    return True
+
+
+async def _server_metadata(service: Service, call: Call) -> bytes:
+    await call.model_request()
+    return _encode(server_metadata(__version__, swaps=False), messages.ServerMetadataResponse())
+
+
+def _described(
+    describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind: type[Message]
+) -> Method:
+    """Return a method that describes the requested model; an empty name is the default model."""
+
+    async def method(service: Service, call: Call) -> bytes:
+        request = await call.model_request()
+        check_version(request.version)
+        model = await service.find(request.name or None, call.started)
+        return _encode(describe(model.info, service), kind())
+
+    return method
+
+
+async def _model_infer(service: Service, call: Call) -> bytes:
+    """Classify the pictures of the tensor `image` or `pixels`."""
+    sender = Sender(call.caller, call.started, call.receive)
+    async with AdmittedRequest(service, service.model(), sender) as admitted:
+        body = await admitted.body.read_whole()
+        target, request = await admitted.write(
+            partial(decode_request, body), size=len(body) // BYTES_A_VALUE
+        )
+        model = await find_model(service, target.name or None, target.version, call.started)
+        admitted.choose(model)
+        inference = await read(admitted, body, lambda _: request)
+        return await infer(admitted, inference, encode_answer)
+
+
+async def _check(service: Service, call: Call) -> bytes:
+    name = _parsed(health.REQUEST, await call.message()).get("service", "")
+    return _encode({"status": health.status_of(service, name)}, health.RESPONSE())
+
+
+async def _watch(streams: Streams, call: Call) -> None:
+    name = _parsed(health.REQUEST, await call.message()).get("service", "")
+
+    async def send(status: str) -> None:
+        await call.send(_encode({"status": status}, health.RESPONSE()))
+
+    with streams.watches.turn(call.caller, 1, call.deadline) as turn:
+        await turn
+        await health.watch(streams.service, name, send)
+
+
+async def _reflect(streams: Streams, call: Call) -> None:
+    """Answer questions about this port's services until the stream ends or reaches its limit."""
+    with streams.reflections.turn(call.caller, 1, call.deadline) as turn:
+        await turn
+        while (message := await call.next_message()) is not None:
+            answer = reflection.answer(_parsed(reflection.REQUEST, message))
+            await call.send(_encode(answer, reflection.RESPONSE()))
+
+
+def _parsed(kind: type[Message], data: bytes) -> dict[str, Any]:
+    """Return a message of a standard service as a dictionary.
+
+    Raises:
+        MalformedRequest: the bytes are not such a message.
+        UploadTooLarge: the message has too many fields.
+    """
+    check_cost(memoryview(data), {})
+    message = kind()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise MalformedRequest(f"not the message of this method: {error}") from None
+    document: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return document
+
+
+_PROTOCOL: Final[dict[str, Method]] = {
+    "ServerLive": _server_live,
+    "ServerReady": _server_ready,
+    "ModelReady": _model_ready,
+    "ServerMetadata": _server_metadata,
+    "ModelMetadata": _described(
+        lambda info, _: model_metadata(info), messages.ModelMetadataResponse
+    ),
+    "ModelConfig": _described(
+        lambda info, _: {"config": model_configuration(info)}, messages.ModelConfigResponse
+    ),
+    "ModelStatistics": _described(
+        lambda info, service: model_statistics(info, service.metrics),
+        messages.ModelStatisticsResponse,
+    ),
+    "ModelInfer": _model_infer,
+}
+
+METHODS: Final = {f"/{GRPC_SERVICE}/{name}": method for name, method in _PROTOCOL.items()} | {
+    f"/{GRPC_HEALTH_SERVICE}/Check": _check
+}
+"""Methods that answer with one message, by path."""
+
+STREAMS: Final[dict[str, Callable[[Streams, Call], Awaitable[None]]]] = {
+    f"/{GRPC_HEALTH_SERVICE}/Watch": _watch,
+    **dict.fromkeys(reflection.PATHS, _reflect),
+}
+"""Methods that answer with a stream, by path."""
