@@ -32,6 +32,10 @@ _REACH = 4
 # axis.
 _MIN_DECODED_FACTOR = 2
 
+# Filters whose weights jump at pixel borders: `nearest` takes single pixels, `box` takes whole ones.
+# After a scaled decode they take other pixels, so a value may change by 80 levels.
+_HARD_FILTERS = ("nearest", "box")
+
 # Default limit of a photo's longer side, in pixels.
 _MAX_PHOTO_SIZE = 1024
 
@@ -109,7 +113,7 @@ def model_input(
         scaled_decode: decode large JPEGs at the smallest of 1/8, 1/4 and 1/2 that leaves at least
             twice the pixels of the resized, uncropped picture along both axes. The resize then
             still shrinks by 2 or more, so the pixels are close to those of a full decode, but not
-            equal.
+            equal. No effect if the filter is `nearest` or `box`.
 
     Returns:
         Pixels of `config.size`, C-contiguous and writable, with `len(config.mean)` channels, 3 or
@@ -187,8 +191,14 @@ def upright_photo(
     return np.asarray(small), region_of_result
 
 
-def min_decoded_size(config: PreprocessConfig) -> MinSize:
-    """Return the function from an upright size to the smallest size to decode a JPEG at."""
+def min_decoded_size(config: PreprocessConfig) -> MinSize | None:
+    """Return the function from an upright size to the smallest size to decode a JPEG at.
+
+    Returns:
+        The function; None for a filter that needs a full decode.
+    """
+    if config.interpolation in _HARD_FILTERS:
+        return None
 
     def min_size(width: int, height: int) -> tuple[int, int]:
         new_width, new_height = resized_size(width, height, config)

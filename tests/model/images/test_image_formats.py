@@ -338,6 +338,15 @@ class TestScaledDecode:
 
         assert difference(scaled, full) <= 6
 
+    @pytest.mark.parametrize("interpolation", ["nearest", "box"])
+    def test_filters_with_hard_edges_decode_all(self, interpolation):
+        data = encode(scene(803, 605), "JPEG", quality=95)
+        wanted = config((32, 32), (36, 36), interpolation=interpolation)
+
+        assert np.array_equal(
+            preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False)
+        )
+
     @settings(max_examples=150, deadline=None)
     @given(
         st.integers(1, 900),
