@@ -22,6 +22,7 @@ from model.checkpoint.sources import BUNDLED, open_source
 from model.checkpoint.stated_head import activated, require_use_of_labels
 from model.checkpoint.unread_files import refuse_unread, unread_files
 from model.checkpoint.unrecognised import unrecognised
+from model.errors import CheckpointError
 from model.extension import extensions, resolve
 
 __all__ = [
@@ -104,6 +105,11 @@ def _read_core_format(files: Files, options: CheckpointOptions) -> Checkpoint | 
 def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions) -> Checkpoint:
     """Add the operator's activation, notes about the files, and a hash of the content."""
     require_use_of_labels(checkpoint, options.labels)
+    if options.base is not None and files.overlay is None:
+        raise CheckpointError(
+            f"{files.title}: not an adapter (no {ADAPTER_CONFIG}), so VIT_BASE (--base) has no "
+            "effect; leave the setting out, or name the adapter's folder as the checkpoint"
+        )
     checkpoint = activated(checkpoint, options.activation)
     notes = checkpoint.notes + files.notes + unread_files(files)
     if isinstance(files, Repository) and files.from_cache:

@@ -300,6 +300,15 @@ def test_adapter_in_a_model_folder_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_base_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    native_folder(tmp_path / "model")
+    native_folder(tmp_path / "base")
+    with pytest.raises(
+        CheckpointError, match=r"/model: not an adapter \(no adapter_config.json\), so VIT_BASE"
+    ):
+        load_checkpoint(str(tmp_path / "model"), base=str(tmp_path / "base"))
+
+
 def test_base_outside_allowed_folders_is_refused(
     tmp_path: Path,
 ) -> None:
