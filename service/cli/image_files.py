@@ -1,5 +1,6 @@
 """The files of subcommands: find and read pictures, report answers, write results."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,33 +10,86 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from model.config import PreprocessConfig
-from model.data.junk import is_junk
-from model.data.listing import PICTURE_SUFFIXES
+from model.data.listing import PICTURE_SUFFIXES, list_folder, listed
 from model.errors import ImageError, InputError
+from model.images.formats import format_of
 from model.images.preprocess import ModelInput, model_input
 from service.settings import Settings
 
 _Answer = TypeVar("_Answer")
 
+# Bytes of a file that are read to recognise its format.
+_HEAD_BYTES = 256
+
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
     """Return the named files, and the sorted images below each folder except junk (`__MACOSX`).
 
+    A note on stderr names pictures of a folder whose names do not end like those of pictures.
+
     Raises:
         InputError: a path does not exist, or a folder holds no images.
+        DatasetError: a folder cannot be read.
     """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            images = sorted(file for file in path.rglob("*") if _is_image(file, path))
-            if not images:
-                raise InputError("path", f"{path}: no pictures in this folder")
-            files += images
+            files += _find_in_folder(path)
         elif path.exists():
             files.append(path)
         else:
             raise InputError("path", f"{path}: no such file or folder{_hint(path)}")
     return files
+
+
+def _find_in_folder(folder: Path) -> list[Path]:
+    """Return the sorted images below a folder; raise as `find_images`."""
+    images: list[Path] = []
+    unrecognised: list[Path] = []
+    for file in _files_below(folder):
+        if file.suffix.lower() in PICTURE_SUFFIXES:
+            images.append(file)
+        elif _begins_like_a_picture(file):
+            unrecognised.append(file.relative_to(folder))
+    if unrecognised:
+        names = listed(map(str, sorted(unrecognised)))
+        print_notes(
+            [
+                f"{folder}: left out, because the names do not end like a picture's (.jpg, .png): "
+                f"{names}; rename these files, or name each of them"
+            ]
+        )
+    if not images:
+        raise InputError("path", f"{folder}: no pictures in this folder")
+    return sorted(images)
+
+
+def _files_below(folder: Path, parents: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Yield the regular files and broken links below a folder, without junk.
+
+    Args:
+        folder: the folder; links to folders are followed.
+        parents: real paths of the folders above, which a link does not enter again.
+    """
+    real = os.path.realpath(folder)
+    if real in parents:
+        return
+    listing = list_folder(folder)
+    for file in listing.files:
+        if file.is_file() or file.is_symlink():
+            yield file
+    for inner in listing.folders:
+        yield from _files_below(inner, (*parents, real))
+
+
+def _begins_like_a_picture(file: Path) -> bool:
+    """Return whether the first bytes of a file are those of a supported format."""
+    try:
+        with file.open("rb") as stream:
+            format_of(stream.read(_HEAD_BYTES))
+    except (ImageError, OSError):
+        return False
+    return True
 
 
 def _hint(path: Path) -> str:
@@ -47,15 +101,6 @@ def _hint(path: Path) -> str:
     if any(character in path.name for character in "*?["):
         return ": no file matches this pattern"
     return ""
-
-
-def _is_image(file: Path, folder: Path) -> bool:
-    """Return whether a file has a picture's suffix, and no part of its path is junk."""
-    if file.suffix.lower() not in PICTURE_SUFFIXES:
-        return False
-    if any(map(is_junk, file.relative_to(folder).parts)):
-        return False
-    return file.is_file()
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -65,6 +65,43 @@ def test_classify_walks_a_folder_in_order(
         assert sum(scores) == pytest.approx(1, abs=1e-5)
 
 
+def test_links_to_folders_are_followed_once(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pictures(tmp_path / "elsewhere", "d.png")
+    (pictures / "linked").symlink_to(tmp_path / "elsewhere")
+    (pictures / "deep" / "itself").symlink_to(pictures)
+    code, out, err = run(capsys, "classify", pictures, "--checkpoint", checkpoint, "--json")
+    files = [json.loads(line)["file"] for line in out.splitlines()]
+    names = [str(Path(file).relative_to(pictures)) for file in files]
+    assert (code, err) == (0, "")
+    assert names == ["a.jpg", "b.PNG", "deep/c.webp", "linked/d.png"]
+
+
+def test_broken_link_to_a_picture_has_an_error(
+    checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pictures / "lost.jpg").symlink_to("nowhere.jpg")
+    code, out, err = run(capsys, "classify", pictures, "--checkpoint", checkpoint, "--csv")
+    assert code == 1
+    assert "1 of 4 files" in err
+    assert "No such file" in next(
+        row["error"] for row in csv.DictReader(io.StringIO(out)) if row["file"].endswith("lost.jpg")
+    )
+
+
+def test_pictures_without_a_suffix_are_noted(
+    checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pictures / "deep" / "c.webp").rename(pictures / "deep" / "c")
+    code, out, err = run(capsys, "classify", pictures, "--checkpoint", checkpoint, "--json")
+    assert (code, len(out.splitlines())) == (0, 2)
+    assert err == (
+        f"vitserve: {pictures}: left out, because the names do not end like a picture's "
+        "(.jpg, .png): deep/c; rename these files, or name each of them\n"
+    )
+
+
 def test_classes_below_their_thresholds_are_left_out(
     checkpoint: Path,
     pictures: Path,
