@@ -48,7 +48,7 @@ class Connections:
         self._max_connections = max_connections
 
     def add(self, connection: Connection) -> None:
-        """Add a connection; at the limit, evict the connection that has waited longest for its client.
+        """Add a connection; at the limit, evict the longest waiting connection.
 
         If every other connection has a complete request, refuse the new one.
         """

@@ -53,7 +53,7 @@ def test_hosts_are_reached_in_their_families(
         assert ("::1" in found) == (hosts == "::1")
 
 
-def test_a_stale_socket_is_replaced_and_no_other(opened: ExitStack, tmp_path: Path) -> None:
+def test_only_a_stale_socket_is_replaced(opened: ExitStack, tmp_path: Path) -> None:
     path = tmp_path / "http"
     host = (f"unix:{path}",)
     [[dead]] = listen(host, 0)
@@ -96,9 +96,7 @@ def test_the_socket_of_a_successor_stays(opened: ExitStack, tmp_path: Path) -> N
         ("0:0::0", ("::",), False),
     ],
 )
-def test_hosts_are_parsed_and_known_as_local(
-    written: str, hosts: tuple[str, ...], is_local: bool
-) -> None:
+def test_hosts_are_parsed(written: str, hosts: tuple[str, ...], is_local: bool) -> None:
     settings = load_settings({"host": written})
     assert settings.hosts == hosts
     assert settings.is_local == is_local

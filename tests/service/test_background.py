@@ -1,4 +1,4 @@
-"""Background tasks and threads that fail are logged, counted and started again."""
+"""Failed background tasks and threads are logged, counted and restarted."""
 
 import ast
 import asyncio
@@ -44,9 +44,7 @@ ALLOWED = {
 
 
 class Beginnings(ast.NodeVisitor):
-    """The functions of a file that begin a task or a thread; those of a `TaskGroup` are awaited by
-    it.
-    """
+    """The functions of a file that start a task or a thread, except in a `TaskGroup`."""
 
     def __init__(self) -> None:
         self.scope: list[str] = []

@@ -130,18 +130,18 @@ class FakeSystem(OperatingSystem):
         return []
 
     def reap(self) -> list[tuple[int, int]]:
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def starts_of(self, child: Child) -> list[float]:
-        """Seconds at which a child was started."""
+        """Return the times at which a child was started."""
         return [seconds for seconds, name in self.spawned if name == child.name]
 
     def sent_to(self, name: str) -> list[tuple[float, signal.Signals]]:
-        """(seconds, signal) of what was sent to a process, what is sent again and again once."""
-        found = [(seconds, number) for seconds, other, number in self.sent if other == name]
-        return [
-            entry
-            for index, entry in enumerate(found)
-            if entry[1] not in [number for _, number in found[:index]]
-        ]
+        """Return the first time of each signal to a process, as (seconds, signal)."""
+        first: dict[signal.Signals, float] = {}
+        for seconds, receiver, number in self.sent:
+            if receiver == name:
+                first.setdefault(number, seconds)
+        return [(seconds, number) for number, seconds in first.items()]

@@ -189,9 +189,7 @@ async def received(*pieces: bytes | bytearray) -> list[frames.Frame]:
 
 
 @given(sent=st.lists(FRAMES, max_size=4), cut=st.integers(0, 100))
-def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(
-    sent: list[frames.Frame], cut: int
-) -> None:
+def test_frames_survive_any_cut_of_the_stream(sent: list[frames.Frame], cut: int) -> None:
     data = b"".join(map(frames.encode, sent))
     found = asyncio.run(received(data[:cut], data[cut:]))
     assert len(found) == len(sent)
@@ -202,9 +200,7 @@ def test_what_is_sent_is_what_arrives_however_the_stream_is_cut(
     sizes=st.lists(st.integers(1, 80_000), max_size=5),
     cuts=st.lists(st.integers(0, 300_000), max_size=5),
 )
-def test_pictures_longer_and_shorter_than_what_is_read_ahead_arrive(
-    sizes: list[int], cuts: list[int]
-) -> None:
+def test_pictures_of_any_length_arrive(sizes: list[int], cuts: list[int]) -> None:
     images = [InferenceRequest(noise(n, size), RequestedOutputs(1)) for n, size in enumerate(sizes)]
     sent = [frames.Call(n, SUBMIT.of("m", n, image, 1)) for n, image in enumerate(images)]
     data, places = b"".join(map(frames.encode, sent)), [0, *sorted(cuts), 400_000]
@@ -217,9 +213,7 @@ def noise(seed: int, size: int) -> Any:
 
 
 @given(asked=ANSWERS, id_=IDS)
-def test_the_result_of_a_request_is_what_was_answered(
-    asked: tuple[frames.Request, Any], id_: int
-) -> None:
+def test_result_equals_the_sent_answer(asked: tuple[frames.Request, Any], id_: int) -> None:
     request, result = asked
     [frame] = asyncio.run(received(frames.encode(frames.Reply(id_, result))))
     assert isinstance(frame, frames.Answer)
@@ -256,7 +250,7 @@ async def test_bytes_that_no_frame_has_are_refused(data: bytes) -> None:
         await received(data)
 
 
-def test_an_error_keeps_its_type_and_its_message() -> None:
+def test_error_keeps_its_type() -> None:
     for error in (QueueFull("all places are taken"), CheckpointRefused("no such file")):
         found = frames.Failed.of(7, error).error()
         assert (type(found), str(found)) == (type(error), str(error))

@@ -46,8 +46,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 @dataclass
 class Device:
-    """What an engine loads: each checkpoint has a predictor; `broken` ones cannot be read, and
-    `gate` holds loading.
+    """An engine process with fake predictors.
+
+    Attributes:
+        broken: unreadable checkpoints.
+        gate: event that loads wait for.
     """
 
     path: Path
@@ -69,7 +72,7 @@ class Device:
         await self.server.start(self.path)
 
     async def die(self) -> None:
-        """As its process would: without a word, and its socket stays."""
+        """Disconnect like a killed process: without a message, and the socket file stays."""
         for worker in list(self.server.workers):
             assert worker._connection._transport is not None
             worker._connection._transport.abort()
@@ -155,7 +158,7 @@ async def check(answers: Iterable[asyncio.Task[InferenceResult]], reds: Iterable
 
 
 @on_a_loop
-async def test_requests_of_all_workers_meet_in_batches_and_each_gets_its_own_answer() -> None:
+async def test_requests_of_all_workers_share_batches() -> None:
     async with running() as service:
         workers = [await service.worker() for _ in range(3)]
         predictor = service.devices[0].predictors["configured"]
@@ -168,7 +171,7 @@ async def test_requests_of_all_workers_meet_in_batches_and_each_gets_its_own_ans
 
 
 @on_a_loop
-async def test_a_worker_that_dies_takes_its_own_requests_along_and_no_others() -> None:
+async def test_dead_worker_loses_only_its_requests() -> None:
     async with running() as service:
         dies, stays = [await service.worker() for _ in range(2)]
         predictor = service.devices[0].predictors["configured"]
@@ -209,7 +212,7 @@ async def test_requests_of_a_dead_engine_fail() -> None:
 
 
 @on_a_loop
-async def test_images_go_to_the_engine_with_the_fewest_and_around_one_that_died() -> None:
+async def test_images_go_to_the_least_loaded_engine() -> None:
     async with running(engines=2) as service:
         model = await service.worker()
         one, other = (device.predictors["configured"] for device in service.devices)
@@ -230,7 +233,7 @@ async def test_images_go_to_the_engine_with_the_fewest_and_around_one_that_died(
 
 
 def show_silence(engine: EngineClient) -> None:
-    """Let 3 s pass in which the engine gives no sign of life."""
+    """Pretend that 3 s pass without a heartbeat."""
     for _ in range(6):
         engine.check()
 
@@ -278,7 +281,7 @@ async def test_an_engine_gives_signs_of_life() -> None:
 
 
 @on_a_loop
-async def test_a_deadline_and_a_caller_who_leaves_reach_the_engine() -> None:
+async def test_cancellation_reaches_the_engine() -> None:
     async with running() as service:
         model = await service.worker()
         predictor = service.devices[0].predictors["configured"]
@@ -349,7 +352,7 @@ async def test_all_engines_swap_to_the_next_model() -> None:
 
 
 @on_a_loop
-async def test_one_engine_that_refuses_a_checkpoint_keeps_all_from_taking_it_over() -> None:
+async def test_one_engine_can_refuse_a_swap_for_all() -> None:
     async with running(engines=2) as service:
         model = await service.worker()
         service.devices[1].broken = {"bad"}
@@ -367,7 +370,7 @@ async def test_one_engine_that_refuses_a_checkpoint_keeps_all_from_taking_it_ove
 
 
 @on_a_loop
-async def test_engines_with_other_content_under_one_number_do_not_answer_together() -> None:
+async def test_different_content_does_not_serve_together() -> None:
     async with running(engines=2) as service:
         model = await service.worker()
         for device, checkpoint in zip(service.devices, ["one", "other"], strict=True):
@@ -381,7 +384,7 @@ async def test_engines_with_other_content_under_one_number_do_not_answer_togethe
 
 
 @on_a_loop
-async def test_the_only_engine_answers_though_it_comes_back_with_other_content() -> None:
+async def test_only_engine_may_return_with_new_content() -> None:
     async with running() as service:
         model = await service.worker()
         await service.devices[0].die()
@@ -391,7 +394,7 @@ async def test_the_only_engine_answers_though_it_comes_back_with_other_content()
 
 
 @on_a_loop
-async def test_of_two_workers_that_load_at_once_one_is_refused() -> None:
+async def test_second_concurrent_swap_is_refused() -> None:
     async with running() as service:
         first, second = [await service.worker() for _ in range(2)]
         [device] = service.devices
@@ -408,7 +411,7 @@ async def test_of_two_workers_that_load_at_once_one_is_refused() -> None:
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["loading", "loaded"])
 @on_a_loop
-async def test_what_a_worker_asked_for_that_died_does_not_take_over(loaded: bool) -> None:
+async def test_swap_of_a_dead_worker_is_discarded(loaded: bool) -> None:
     async with running() as service:
         dies, stays = [await service.worker() for _ in range(2)]
         [device] = service.devices
@@ -452,7 +455,7 @@ async def test_engine_death_during_a_load_ends_the_swap() -> None:
 
 
 @on_a_loop
-async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so() -> None:
+async def test_deletion_ends_the_wait_for_a_model() -> None:
     async with running() as service:
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
@@ -464,7 +467,7 @@ async def test_who_waits_for_a_model_that_is_deleted_meanwhile_is_told_so() -> N
 
 
 @on_a_loop
-async def test_who_waits_for_a_model_that_is_unloaded_again_at_once_waits_on(
+async def test_wait_survives_an_early_eviction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running() as service:
@@ -487,7 +490,7 @@ async def test_who_waits_for_a_model_that_is_unloaded_again_at_once_waits_on(
 
 
 @on_a_loop
-async def test_what_is_loaded_again_stays_though_a_worker_has_just_let_go_of_it() -> None:
+async def test_reloaded_generation_is_not_released() -> None:
     async with running() as service:
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
@@ -499,7 +502,7 @@ async def test_what_is_loaded_again_stays_though_a_worker_has_just_let_go_of_it(
 
 
 @on_a_loop
-async def test_a_model_with_a_request_that_arrives_at_a_worker_has_work_until_it_ends() -> None:
+async def test_arriving_request_keeps_a_model_busy() -> None:
     async with running() as service:
         model, other = await service.worker(), await service.worker()
         await model.put("other", {"checkpoint": "other"})
@@ -525,7 +528,7 @@ async def test_a_model_with_a_request_that_arrives_at_a_worker_has_work_until_it
 
 @pytest.mark.parametrize("changes", [["delete"], ["put"], ["delete", "put"]], ids="-".join)
 @on_a_loop
-async def test_who_was_admitted_is_answered_by_its_version_though_the_model_is_to_go(
+async def test_admitted_request_outlives_its_model(
     changes: list[str],
 ) -> None:
     async with running() as service:
@@ -550,7 +553,7 @@ async def test_who_was_admitted_is_answered_by_its_version_though_the_model_is_t
 
 
 @on_a_loop
-async def test_a_model_that_is_deleted_while_its_next_version_is_loaded_is_gone() -> None:
+async def test_deletion_during_a_load_wins() -> None:
     async with running() as service:
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
@@ -566,7 +569,7 @@ async def test_a_model_that_is_deleted_while_its_next_version_is_loaded_is_gone(
 
 
 @on_a_loop
-async def test_a_peer_that_sends_nonsense_loses_its_connection_alone(
+async def test_invalid_frames_end_only_their_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running() as service:
@@ -593,9 +596,8 @@ async def test_withdrawn_version_does_not_revive_the_old() -> None:
     client._on_change = model.refresh
     client._receive(frames.Serving("m", 1, model_info()))
     await asyncio.sleep(0)
-    client._receive(
-        frames.Serving("m", 2, model_info())
-    )  # with no turn of the loop before the next frame
+    # The event loop does not run before the next frame.
+    client._receive(frames.Serving("m", 2, model_info()))
     client._receive(frames.Withdrawn("m", 2))
     await until(lambda: model.current.number == 3)
     assert not model.current.engine.ready

@@ -1,8 +1,7 @@
-"""What the processes of one service do beside their requests: their shares, their metrics, how an
-engine ends.
+"""The processes of one service: their shares, their metrics, the end of an engine.
 
-Real processes and signals are in a process of their own: this one has threads, and handlers of its
-own.
+Tests with real processes and signals run in their own process, because this process has threads and
+signal handlers.
 """
 
 import asyncio
@@ -32,14 +31,14 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize(("total", "workers"), [(256, 8), (256, 3), (5, 5), (0, 2)])
-def test_shares_of_all_workers_are_what_they_may_take_together(total: int, workers: int) -> None:
+def test_shares_of_workers_add_up_to_the_limit(total: int, workers: int) -> None:
     settings = load_settings({"workers": workers})
     shares = [share(total, index, settings) for index in range(workers)]
     assert sum(shares) == total
     assert max(shares) - min(shares) <= 1
 
 
-def test_a_share_has_room_for_one_request_of_the_largest_size() -> None:
+def test_share_fits_the_largest_request() -> None:
     settings = load_settings(
         {"workers": 8, "queue_size": 256, "key_max_requests": 3, "max_images_per_request": 64}
     )
@@ -57,7 +56,7 @@ def reports(of: Child) -> list[Report]:
 
 
 @on_a_loop
-async def test_an_engine_reports_what_it_serves_and_ends_with_zero_when_it_is_told_to(
+async def test_engine_reports_its_served_versions(
     tmp_path: Path,
 ) -> None:
     own, settings = child(), load_settings({"workers": 2})
@@ -81,7 +80,7 @@ async def test_an_engine_reports_what_it_serves_and_ends_with_zero_when_it_is_to
 
 
 @on_a_loop
-async def test_an_engine_that_cannot_go_on_in_its_process_asks_once_for_another(
+async def test_engine_asks_once_for_a_new_process(
     tmp_path: Path,
 ) -> None:
     def fail(_: Any) -> Any:
@@ -95,7 +94,7 @@ async def test_an_engine_that_cannot_go_on_in_its_process_asks_once_for_another(
 
 
 @on_a_loop
-async def test_an_engine_that_cannot_start_says_why_in_one_line(
+async def test_failed_engine_start_logs_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: Any) -> Any:
@@ -109,7 +108,7 @@ async def test_an_engine_that_cannot_start_says_why_in_one_line(
     assert caplog.messages == ["cannot start: no such folder"]
 
 
-def test_every_process_shows_what_all_have_counted_also_those_that_ended() -> None:
+def test_metrics_include_ended_processes() -> None:
     script = """
 import os, tempfile
 from prometheus_client import generate_latest
@@ -140,9 +139,7 @@ print(sorted(line for line in lines if line.startswith(("vit_images_total", "vit
     assert run(script) == "['vit_images_total{model=\"a\"} 8.0', 'vit_inflight_requests 1.0']"
 
 
-def test_a_folder_for_sockets_must_be_there_and_have_a_short_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_socket_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.extensions.cluster.run.OperatingSystem", lambda: None)
     for folder, message in (
         (tmp_path / "none", "TMPDIR"),
@@ -172,7 +169,7 @@ def until_ended():
 """
 
 
-def test_a_process_ends_with_what_its_work_returns_or_with_one() -> None:
+def test_process_exits_with_its_result() -> None:
     script = """
 def fail():
     raise RuntimeError("it does not work")
@@ -235,7 +232,7 @@ until_ended()
     assert run(f"{PROLOGUE}NAME = {name!r}\n{script}") == "True True"
 
 
-def test_a_process_hears_signals_as_if_it_had_no_parent() -> None:
+def test_child_has_default_signal_handlers() -> None:
     script = """
 for number in (signal.SIGTERM, signal.SIGKILL):
     pid = system.spawn("child", lambda: signal.pause() or 0)
@@ -245,7 +242,7 @@ for number in (signal.SIGTERM, signal.SIGKILL):
     assert run(PROLOGUE + script) == "True\nTrue"
 
 
-def test_signals_and_reports_end_the_wait() -> None:
+def test_news_ends_the_supervisors_wait() -> None:
     script = """
 assert system.wait(0, []) == []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -295,7 +292,7 @@ print("fine")
 """
 
 
-def test_a_closed_stream_leads_nowhere_and_its_number_is_not_given_to_a_socket() -> None:
+def test_closed_standard_stream_is_not_reused() -> None:
     shell = ["sh", "-c", 'exec "$0" -c "$1" 0<&- 2>&-', sys.executable, SCRIPT]
     done = subprocess.run(shell, stdout=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "fine\n")

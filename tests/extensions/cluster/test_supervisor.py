@@ -16,7 +16,7 @@ GRACE = 5
 
 @dataclass
 class Service:
-    """Two workers and an engine under a supervisor, with what it told of them."""
+    """Two workers and an engine under a supervisor, and the supervisor's events."""
 
     system: FakeSystem = field(default_factory=FakeSystem)
     told: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ def test_all_are_started_at_once(service: Service) -> None:
 # Started again
 
 
-def test_a_child_that_dies_is_started_again_at_once_and_then_after_delays_that_grow(
+def test_dead_child_restarts_with_growing_delays(
     service: Service,
 ) -> None:
     died = [10, 11, 13, 16, 21, 30, 47, 78, 109]
@@ -87,7 +87,7 @@ def test_a_child_that_dies_is_started_again_at_once_and_then_after_delays_that_g
     assert len(service.system.starts_of(service.workers[0])) == 1
 
 
-def test_a_child_is_started_when_it_is_due_whatever_happens_meanwhile(service: Service) -> None:
+def test_other_events_do_not_delay_a_start(service: Service) -> None:
     for seconds in (3, 4):
         service.system.end_at(seconds, "engine")
     service.system.signal_at(4.5, signal.SIGUSR1)
@@ -96,7 +96,7 @@ def test_a_child_is_started_when_it_is_due_whatever_happens_meanwhile(service: S
     assert service.system.starts_of(service.engine) == [0, 3, 5]
 
 
-def test_a_child_that_lived_for_long_is_started_again_at_once(service: Service) -> None:
+def test_long_life_resets_the_restart_delay(service: Service) -> None:
     for seconds in (10, 11, 13, 80, 81):
         service.system.end_at(seconds, "engine")
     service.system.signal_at(100, signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_a_child_that_lived_for_long_is_started_again_at_once(service: Service) 
 
 @pytest.mark.parametrize(("code", "how"), [(1, "code 1"), (0, "code 0"), (-9, "signal 9")])
 @pytest.mark.parametrize("name", ["engine", "worker 0"])
-def test_a_child_that_never_ran_ends_the_service_with_one(
+def test_child_that_never_ran_ends_the_service(
     name: str, code: int, how: str, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.system.serving.remove(name)
@@ -116,7 +116,7 @@ def test_a_child_that_never_ran_ends_the_service_with_one(
     assert f"{name} ended with {how} before it was ready" in caplog.text
 
 
-def test_the_first_signal_while_a_service_that_cannot_start_drains_ends_it_at_once(
+def test_signal_ends_a_service_that_cannot_start(
     service: Service,
 ) -> None:
     service.system.serving.remove("engine")
@@ -130,7 +130,7 @@ def test_the_first_signal_while_a_service_that_cannot_start_drains_ends_it_at_on
     ]
 
 
-def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs(
+def test_child_that_ran_once_keeps_restarting(
     service: Service,
 ) -> None:
     def forget() -> list[int]:
@@ -145,7 +145,7 @@ def test_a_child_that_ran_once_is_started_again_even_if_its_successor_never_runs
     assert service.system.starts_of(service.engine) == [0, 3, 6]
 
 
-def test_a_child_that_fails_after_five_restarts_in_a_row_ends_the_service(
+def test_sixth_failure_in_a_row_ends_the_service(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the engine of a GPU that is lost inside of a container."""
@@ -162,9 +162,7 @@ def test_a_child_that_fails_after_five_restarts_in_a_row_ends_the_service(
 @pytest.mark.parametrize(
     "other", [(120, -9), (200, 1)], ids=["killed by somebody", "lived for long"]
 )
-def test_it_goes_on_with_one_that_was_killed_or_lived_for_long(
-    other: tuple[int, int], service: Service
-) -> None:
+def test_killed_child_does_not_end_the_service(other: tuple[int, int], service: Service) -> None:
     for at in (100, 101, 103, 106, 111):
         service.system.end_at(at, "engine", 1)
     service.system.end_at(other[0], "engine", other[1])
@@ -172,7 +170,7 @@ def test_it_goes_on_with_one_that_was_killed_or_lived_for_long(
     assert service.run() == 0
 
 
-def test_a_child_that_will_go_about_it_otherwise_is_started_at_once_though_it_never_ran(
+def test_try_again_restarts_at_once(
     service: Service,
 ) -> None:
     service.system.serving.remove("engine")
@@ -188,7 +186,7 @@ def test_a_child_that_will_go_about_it_otherwise_is_started_at_once_though_it_ne
 
 
 @pytest.mark.parametrize("name", ["engine", "worker 1"])
-def test_a_child_that_is_stopped_is_killed_and_started_again_soon(
+def test_frozen_child_is_replaced(
     name: str, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.system.at(10.2, service.system.freezes(name))
@@ -203,7 +201,7 @@ def test_a_child_that_is_stopped_is_killed_and_started_again_soon(
     assert caplog.text.count(f"{name} is frozen") == 1
 
 
-def test_a_child_that_starts_may_be_silent_for_longer(service: Service) -> None:
+def test_starting_child_may_be_silent_for_longer(service: Service) -> None:
     """It maps large libraries, with the interpreter's lock held, from a slow disk."""
     service.system.serving.remove("engine")
     service.system.freezes("engine")()
@@ -213,7 +211,7 @@ def test_a_child_that_starts_may_be_silent_for_longer(service: Service) -> None:
     assert len(service.system.spawned) == 3
 
 
-def test_a_child_that_never_begins_to_start_ends_the_service(service: Service) -> None:
+def test_child_frozen_at_start_ends_the_service(service: Service) -> None:
     service.system.serving.remove("engine")
     service.system.at(0, service.system.freezes("engine"))
     assert service.run() == 1
@@ -221,8 +219,8 @@ def test_a_child_that_never_begins_to_start_ends_the_service(service: Service) -
     assert 59 <= killed <= 62
 
 
-def test_time_for_which_the_supervisor_stood_still_too_does_not_count(service: Service) -> None:
-    """As when the machine was suspended: the children have not beaten, as they could not."""
+def test_suspended_machine_freezes_no_child(service: Service) -> None:
+    """A suspended machine stops the children's heartbeats, too."""
 
     def suspend() -> list[int]:
         service.system.time += 3600
@@ -236,7 +234,7 @@ def test_time_for_which_the_supervisor_stood_still_too_does_not_count(service: S
     assert len(service.system.spawned) == 3
 
 
-def test_a_child_that_is_frozen_while_the_service_drains_has_the_time_of_draining(
+def test_frozen_child_may_use_the_drain_timeout(
     service: Service,
 ) -> None:
     service.system.stubborn = {"worker 0"}
@@ -270,9 +268,7 @@ def test_a_hang_up_is_never_the_second_signal(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_workers_drain_and_then_the_engines_end(
-    number: signal.Signals, service: Service
-) -> None:
+def test_engines_end_after_the_workers(number: signal.Signals, service: Service) -> None:
     service.system.stubborn = {"worker 0"}
     service.system.signal_at(10, number)
     service.system.end_at(18, "worker 0", 0)
@@ -286,7 +282,7 @@ def test_the_workers_drain_and_then_the_engines_end(
     assert service.told.count("drain") == 1
 
 
-def test_workers_that_do_not_drain_in_time_are_killed_and_the_engine_with_them(
+def test_drain_timeout_kills_all_processes(
     service: Service,
 ) -> None:
     service.system.stubborn = {"worker 0"}
@@ -318,7 +314,7 @@ def test_a_second_signal_kills_all_at_once(
     assert "SIGINT again: ending at once" in caplog.text
 
 
-def test_nothing_is_started_and_nothing_spins_while_it_drains(service: Service) -> None:
+def test_draining_supervisor_starts_no_process(service: Service) -> None:
     """A child that awaits its restart is due all the time, and is not to be started any more."""
     for seconds in (2, 3, 5):
         service.system.end_at(seconds, "worker 1")

@@ -50,7 +50,7 @@ async def test_pictures_get_their_own_rows_in_order(path: str) -> None:
 
 
 @on_a_loop
-async def test_pixels_of_the_models_size_are_taken_as_they_are() -> None:
+async def test_pixels_of_the_right_size_stay_unchanged() -> None:
     data = np.stack([pixels(1), pixels(2)])
     tensor = {
         "name": "pixels",
@@ -66,9 +66,7 @@ async def test_pixels_of_the_models_size_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("bytes_allowed", "status"), [(0, 200), (-1, 413)], ids=["as many", "one more"]
 )
-async def test_each_picture_may_have_as_many_bytes_as_an_upload(
-    bytes_allowed: int, status: int
-) -> None:
+async def test_each_picture_has_the_upload_limit(bytes_allowed: int, status: int) -> None:
     picture = encoded(3)
     size = len(png(3)) + bytes_allowed
     response = await infer(app(max_upload_bytes=size), picture)
@@ -80,7 +78,7 @@ async def test_each_picture_may_have_as_many_bytes_as_an_upload(
 
 
 @on_a_loop
-async def test_a_header_of_no_bytes_means_that_the_body_is_one_picture() -> None:
+async def test_empty_header_means_one_picture() -> None:
     response = await post(app(), png(4), **{"inference-header-content-length": "0"})
     length = int(response.headers["inference-header-content-length"])
     document = json.loads(response.content[:length])
@@ -89,7 +87,7 @@ async def test_a_header_of_no_bytes_means_that_the_body_is_one_picture() -> None
 
 
 @on_a_loop
-async def test_classification_joins_value_index_and_label() -> None:
+async def test_classification_joins_score_index_label() -> None:
     wanted = [{"name": "score", "parameters": {"classification": 2}}, {"name": "index"}]
     response = await infer(app(), encoded(8), outputs=wanted, parameters={"top_k": 3})
     found = outputs(response.json)
@@ -134,7 +132,7 @@ async def test_embeddings_come_beside_labels(
 
 
 @on_a_loop
-async def test_metadata_configuration_and_statistics_describe_the_model(service: App) -> None:
+async def test_documents_describe_the_model(service: App) -> None:
     server = (await service.get("/v2")).json
     assert server["name"] == "vitserve"
     assert "binary_tensor_data" in server["extensions"]
@@ -158,7 +156,7 @@ async def test_metadata_configuration_and_statistics_describe_the_model(service:
 
 
 @on_a_loop
-async def test_health_follows_the_engine_and_the_drain(service: App) -> None:
+async def test_health_follows_the_engine(service: App) -> None:
     for state, stopping, status in (
         ("ready", False, 200),
         ("failed", False, 503),
@@ -296,7 +294,7 @@ EMBEDDING = [{"name": "embedding"}]
         ),
     ],
 )
-async def test_what_the_protocol_or_the_model_has_not_is_refused_in_its_own_form(
+async def test_invalid_requests_get_the_protocols_error(
     request_: dict[str, Any], status: int, words: str, service: App
 ) -> None:
     response = await post(service, json.dumps(request_).encode())
@@ -344,7 +342,7 @@ async def test_another_model_is_404(path: str) -> None:
 
 
 @on_a_loop
-async def test_json_of_very_many_values_is_refused_before_anything_is_made_of_them() -> None:
+async def test_json_of_too_many_values_is_not_parsed() -> None:
     """A list takes twenty times the memory of its text, and the event loop reads it."""
     tensor = (
         b'{"inputs":[{"name":"image","datatype":"BYTES","shape":[1],"data":['
@@ -371,7 +369,7 @@ async def test_json_of_very_many_values_is_refused_before_anything_is_made_of_th
 
 @on_a_loop
 @pytest.mark.parametrize("nested", [False, True])
-async def test_strings_among_pixels_are_refused_before_an_array_is_as_wide_as_the_longest(
+async def test_strings_among_pixels_are_refused_early(
     nested: bool,
 ) -> None:
     data = ["a" * 1_000_000, *["a"] * 200_000]  # as an array 800 GB
@@ -395,9 +393,7 @@ def read(count: int, data: object) -> list[bytearray]:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5), st.integers(0, 220), st.binary(max_size=6))
-def test_files_come_back_and_damaged_lengths_are_refused(
-    files: list[bytes], cut: int, more: bytes
-) -> None:
+def test_raw_files_survive_a_round_trip(files: list[bytes], cut: int, more: bytes) -> None:
     assert read(len(files), memoryview(raw(files))) == files
     assert read(len(files), [base64.b64encode(file).decode() for file in files]) == files
     damaged = raw(files)[:cut] + more
@@ -409,12 +405,12 @@ def test_files_come_back_and_damaged_lengths_are_refused(
 
 
 @given(st.lists(st.text(max_size=9), min_size=1, max_size=5))
-def test_texts_of_an_answer_are_read_as_they_were_written(texts: list[str]) -> None:
+def test_raw_texts_survive_a_round_trip(texts: list[str]) -> None:
     sent = OutputTensor("label", np.array(texts, object), binary=True).raw()
     assert [file.decode() for file in read(len(texts), memoryview(sent))] == texts
 
 
-def test_long_base64_is_read_in_pieces_and_elements_beyond_the_shape_are_not_collected() -> None:
+def test_surplus_elements_are_not_collected() -> None:
     data = bytes(range(256)) * 4096
     assert read(1, [base64.b64encode(data).decode()]) == [data]
     for wrong in (

@@ -36,7 +36,7 @@ def replica(load: Any) -> tuple[Replica, LifespanOn]:
 
 
 @on_a_loop
-async def test_it_is_healthy_from_the_moment_its_model_is_loaded_until_its_engine_ends() -> None:
+async def test_replica_is_healthy_while_its_engine_runs() -> None:
     made, lifespan = replica(lambda _: (FakePredictor(), model_info()))
     first = asyncio.create_task(made.check_health())
     await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def test_it_is_healthy_from_the_moment_its_model_is_loaded_until_its_engin
 
 
 @on_a_loop
-async def test_a_model_that_cannot_be_loaded_makes_it_unhealthy_with_the_reason() -> None:
+async def test_failed_load_makes_a_replica_unhealthy() -> None:
     def fail(_: Settings) -> Any:
         raise CheckpointError("there is no such folder")
 
@@ -64,7 +64,7 @@ async def test_a_model_that_cannot_be_loaded_makes_it_unhealthy_with_the_reason(
 @pytest.mark.parametrize(
     "settings", [{"workers": 2}, {"device": "all"}, {"device": "cuda:0,cuda:1"}], ids=str
 )
-def test_several_processes_or_devices_in_a_replica_are_refused(settings: dict[str, object]) -> None:
+def test_replica_refuses_several_processes(settings: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match="a replica has one process and one device"):
         replica_settings(load_settings(settings), Arguments())
 
@@ -75,7 +75,7 @@ def test_arguments_that_are_not_allowed_are_refused(arguments: dict[str, object]
         ray_serve.app(arguments)
 
 
-def test_arguments_come_as_text_from_the_command_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_arguments_may_be_text(caplog: pytest.LogCaptureFixture) -> None:
     ray_serve.app({"replicas": "2", "cpus": "0.5"})
     assert "VIT_RECENT_URL" in caplog.text
 

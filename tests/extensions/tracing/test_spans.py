@@ -1,4 +1,4 @@
-"""Spans of requests to a whole application, as an exporter gets them."""
+"""Exported spans of requests to a whole application."""
 
 import threading
 from typing import Any
@@ -50,7 +50,7 @@ class Traced:
 
 
 @on_a_loop
-async def test_unsampled_requests_and_probes_have_no_spans() -> None:
+async def test_unsampled_requests_have_no_spans() -> None:
     service = Traced()
     assert (await service.ask("POST", "/classify", body=png(7), sampled="00")).status == 200
     assert (await service.ask("GET", "/healthz")).status == 200
@@ -58,7 +58,7 @@ async def test_unsampled_requests_and_probes_have_no_spans() -> None:
 
 
 @on_a_loop
-async def test_keys_ids_of_pictures_and_addresses_are_not_exported() -> None:
+async def test_secrets_are_not_exported() -> None:
     service = Traced()
     await service.ask("GET", "/attention", query="id=unguessable&layer=1")
     exported = service.spans["GET /attention"].to_json()
@@ -67,7 +67,7 @@ async def test_keys_ids_of_pictures_and_addresses_are_not_exported() -> None:
 
 
 @on_a_loop
-async def test_a_failed_request_is_an_error_and_a_refused_one_is_not() -> None:
+async def test_only_failed_requests_are_error_spans() -> None:
     engine = FakeEngine()
     engine.error = ZeroDivisionError("of ours")
     service = Traced(App(app().settings, engine))
@@ -78,7 +78,7 @@ async def test_a_failed_request_is_an_error_and_a_refused_one_is_not() -> None:
 
 
 @on_a_loop
-async def test_a_collector_that_hangs_does_not_hold_the_end(
+async def test_hanging_collector_does_not_delay_exit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released = threading.Event()

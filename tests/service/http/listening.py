@@ -1,6 +1,4 @@
-"""The application behind guards on a real socket, and a client that sends whatever bytes it is told
-to.
-"""
+"""The application on a real socket, and a client that sends arbitrary bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,17 +28,18 @@ class Answer:
 
 
 class Connection:
-    """A client that sends what it is told to."""
+    """A client that sends arbitrary bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
         await self.writer.drain()
 
     async def answer(self, *, to_head: bool = False) -> Answer:
-        """The next answer; one to HEAD has no body."""
+        """Return the next answer; an answer to HEAD lacks the body."""
         async with asyncio.timeout(PATIENCE):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
@@ -50,7 +49,7 @@ class Connection:
         return Answer(int(head[0].split()[1]), headers, body)
 
     async def is_closed(self) -> bool:
-        """Whether the server sends nothing more and closes."""
+        """Return whether the server closes without further bytes."""
         async with asyncio.timeout(PATIENCE):
             try:
                 return await self.reader.read() == b""
@@ -66,7 +65,7 @@ class Listening:
 
     @property
     def guard(self) -> ServerConnection:
-        """The only open connection."""
+        """Return the only open connection."""
         [guard] = self.connections.open
         return guard
 

@@ -1,18 +1,16 @@
-"""Raw HTTP requests (RFC 9110, RFC 9112), and how the service answers each of them."""
+"""Raw HTTP requests (RFC 9110, RFC 9112), and the service's answers."""
 
 from typing import NamedTuple
 
 from tests.service.fakes import png
 
 RED = 7
-"""What the picture is classified as."""
+"""Index of the picture's class."""
 PNG = png(RED)
 
 
 class Form(NamedTuple):
-    """One row: what is sent on a fresh connection, the status of each answer, and whether the
-    connection is kept.
-    """
+    """One row: bytes on a new connection, status of each answer, whether the connection is kept."""
 
     sent: bytes
     statuses: tuple[int, ...]
@@ -20,42 +18,42 @@ class Form(NamedTuple):
 
 
 def kept(sent: bytes, *statuses: int) -> Form:
-    """What is answered, and the connection goes on."""
+    """Return a form whose connection is kept after the answers."""
     return Form(sent, statuses, kept=True)
 
 
 def closes(sent: bytes, *statuses: int) -> Form:
-    """What is answered with the connection's last answers."""
+    """Return a form whose connection closes after the answers."""
     return Form(sent, statuses, kept=False)
 
 
 def refused(sent: bytes) -> Form:
-    """What is no request."""
+    """Return a form that is not a valid request."""
     return closes(sent, 400)
 
 
 def get(*headers: bytes, line: bytes = b"GET /healthz HTTP/1.1", end: bytes = b"\r\n") -> bytes:
-    """A request without a body."""
+    """Return a request without a body."""
     return end.join([line, b"Host: localhost", *headers, b"", b""])
 
 
 def post(body: bytes, *headers: bytes, path: bytes = b"/classify") -> bytes:
-    """A request with a body, whose length only `headers` tell."""
+    """Return a request with a body; its length must be in `headers`."""
     return get(b"Content-Type: image/png", *headers, line=b"POST %b HTTP/1.1" % path) + body
 
 
 def sized(value: bytes, body: bytes = PNG) -> bytes:
-    """A body with this value of Content-Length."""
+    """Return a request with this value of Content-Length."""
     return post(body, b"Content-Length: " + value)
 
 
 def chunked(body: bytes, coding: bytes = b"chunked") -> bytes:
-    """A body in chunks, or what stands in their place."""
+    """Return a request with a chunked body, or with invalid chunks."""
     return post(body, b"Transfer-Encoding: " + coding)
 
 
 def chunk(data: bytes = PNG, size: bytes | None = None) -> bytes:
-    """One chunk."""
+    """Return one chunk."""
     return (b"%x" % len(data) if size is None else size) + b"\r\n" + data + b"\r\n"
 
 

@@ -1,6 +1,4 @@
-"""The guard before uvicorn's protocol: time, sizes, the number of connections, and answers that
-nobody reads.
-"""
+"""Limits of connections: time, sizes, number, and unread answers."""
 
 import asyncio
 import gc
@@ -47,14 +45,12 @@ async def converse(pieces: list[bytes]) -> tuple[object, ...]:
     st.lists(st.integers(0, 2000)),
 )
 @example([b"CONNECT x:443 HTTP/1.1\r\n\r\n", GET], [21])
-def test_bytes_are_the_same_requests_however_they_are_cut(
-    stream: list[bytes], places: list[int]
-) -> None:
+def test_cuts_of_the_stream_do_not_matter(stream: list[bytes], places: list[int]) -> None:
     data = b"".join(stream)
     edges = [0, *sorted({place % (len(data) + 1) for place in places} - {0, len(data)}), len(data)]
     whole, _, closed = asyncio.run(converse([data]))
     pieces, *_ = asyncio.run(converse([data[start:end] for start, end in pairwise(edges)]))
-    if closed:  # what is pipelined before bytes that are no HTTP may be dropped with them
+    if closed:  # invalid bytes may drop earlier pipelined requests
         assert isinstance(whole, list) and isinstance(pieces, list)
         assert whole == pieces[: len(whole)]
     else:
@@ -63,7 +59,7 @@ def test_bytes_are_the_same_requests_however_they_are_cut(
 
 @on_a_loop
 @pytest.mark.parametrize("place", range(OFFER.index(b"Upgrade: "), OFFER.index(b"Upgrade: ") + 9))
-async def test_the_body_of_an_offer_that_comes_in_two_reads_is_no_request(place: int) -> None:
+async def test_body_of_an_upgrade_offer_is_not_a_request(place: int) -> None:
     stream = OFFER.partition(b"\r\n\r\n")[0].replace(b"75", b"%d" % len(GET)) + b"\r\n\r\n" + GET
     requests, statuses, closed = await converse([stream[:place], stream[place:]])
     assert (requests, statuses, closed) in (
@@ -83,7 +79,7 @@ async def test_a_small_answer_is_one_packet() -> None:
 
 
 @on_a_loop
-async def test_pipelined_requests_are_answered_in_their_order_and_few_are_parsed_ahead() -> None:
+async def test_pipelined_requests_keep_their_order() -> None:
     async with listening() as server, server.connect() as connection:
         server.app.engine.gate.clear()
         await connection.send(b"".join(post(png(red)) for red in (1, 2, 3)) + GET * 20_000)
@@ -95,7 +91,7 @@ async def test_pipelined_requests_are_answered_in_their_order_and_few_are_parsed
 
 
 @on_a_loop
-async def test_garbage_behind_a_waiting_request_does_not_take_its_answer() -> None:
+async def test_garbage_does_not_cancel_an_earlier_request() -> None:
     async with listening() as server, server.connect() as connection:
         server.app.engine.gate.clear()
         await connection.send(post(png(5)) + b"\x00garbage\r\n\r\n")
@@ -112,7 +108,7 @@ async def test_garbage_behind_a_waiting_request_does_not_take_its_answer() -> No
 @pytest.mark.parametrize(
     "body", [b"zz\r\nx\r\n0\r\n\r\n", b"1\r\nxx\r\n0\r\n\r\n", b"5\r\nabcde\r\nq"]
 )
-async def test_a_broken_chunk_is_the_requests_own_400_and_frees_its_place(body: bytes) -> None:
+async def test_broken_chunk_fails_its_request(body: bytes) -> None:
     async with listening(queue_size=1) as server, server.connect() as connection:
         await connection.send(
             post(b"", "Transfer-Encoding: chunked", "X-Request-ID: mine", length=False)
@@ -129,7 +125,7 @@ async def test_a_broken_chunk_is_the_requests_own_400_and_frees_its_place(body: 
 
 @on_a_loop
 @pytest.mark.parametrize("body", [4 * b"1\r\nx\r\n", 40 * b"ff\r\n" + b"x" * 255 + b"\r\n"])
-async def test_parsing_ends_with_the_refusal_of_a_body_that_has_no_end(body: bytes) -> None:
+async def test_refusal_of_an_endless_body_ends_parsing(body: bytes) -> None:
     async with listening(api_keys="key") as server, server.connect() as connection:
         await connection.send(post(body, "Transfer-Encoding: chunked", length=False))
         assert (await connection.answer()).code == "unauthorized"
@@ -142,7 +138,7 @@ async def test_parsing_ends_with_the_refusal_of_a_body_that_has_no_end(body: byt
 
 
 @on_a_loop
-async def test_tiny_chunks_behind_a_head_that_is_refused_are_hardly_parsed() -> None:
+async def test_tiny_chunks_after_a_refusal_are_discarded() -> None:
     async with listening(api_keys="key") as server, server.connect() as connection:
         await connection.send(
             post(9000 * b"1\r\nx\r\n", "Transfer-Encoding: chunked", length=False)
@@ -162,7 +158,7 @@ async def test_a_head_may_have_64_kib(size: int, status: int) -> None:
 
 
 @on_a_loop
-async def test_a_head_that_is_late_is_408_and_who_never_asks_is_closed() -> None:
+async def test_late_request_headers_get_408() -> None:
     async with listening() as server, server.connect() as slow, server.connect() as silent:
         await slow.send(HALF_A_HEAD)
         await until(lambda: any(guard.head for guard in server.connections.open))
@@ -175,7 +171,7 @@ async def test_a_head_that_is_late_is_408_and_who_never_asks_is_closed() -> None
 
 
 @on_a_loop
-async def test_a_stalled_body_is_408_and_closes_and_holds_no_place() -> None:
+async def test_stalled_body_gets_408() -> None:
     async with (
         listening(request_timeout=0.1, queue_size=1) as server,
         server.connect() as connection,
@@ -193,9 +189,7 @@ async def test_a_stalled_body_is_408_and_closes_and_holds_no_place() -> None:
     ("size", "framing", "kept"),
     [(5000, "", True), (DISCARDED_BYTES + 1, "", False), (5000, "Expect: 100-continue", False)],
 )
-async def test_after_a_refusal_a_small_body_is_read_to_its_end_and_the_connection_kept(
-    size: int, framing: str, kept: bool
-) -> None:
+async def test_small_refused_body_keeps_the_connection(size: int, framing: str, kept: bool) -> None:
     async with (
         listening(queue_size=1, max_upload_bytes=1 << 30) as server,
         server.connect() as connection,
@@ -213,7 +207,7 @@ async def test_after_a_refusal_a_small_body_is_read_to_its_end_and_the_connectio
 
 
 @on_a_loop
-async def test_100_continue_is_sent_only_when_the_body_is_wanted() -> None:
+async def test_continue_waits_for_the_application() -> None:
     async with listening(max_upload_bytes=10_000) as server:
         for size, status in ((100, 100), (10_001, 413)):
             async with server.connect() as connection:
@@ -222,7 +216,7 @@ async def test_100_continue_is_sent_only_when_the_body_is_wanted() -> None:
 
 
 @on_a_loop
-async def test_a_caller_that_asks_and_does_not_read_is_let_go() -> None:
+async def test_client_that_never_reads_is_dropped() -> None:
     def is_let_go() -> bool:
         pass_time(server, STALL_SECONDS + 1)  # again while the kernel still takes a few bytes
         return not server.connections.open
@@ -272,7 +266,7 @@ async def test_answer_without_room_for_it_is_cut() -> None:
 
 
 @on_a_loop
-async def test_a_caller_that_leaves_the_last_bytes_of_its_last_answer_is_let_go() -> None:
+async def test_unread_last_bytes_do_not_hold_a_connection() -> None:
     async with listening() as server, server.connect() as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         connection.writer.get_extra_info("socket").setsockopt(
@@ -293,7 +287,7 @@ async def test_a_caller_that_leaves_the_last_bytes_of_its_last_answer_is_let_go(
 
 
 @on_a_loop
-async def test_a_last_answer_is_not_lost_to_a_caller_that_still_sends() -> None:
+async def test_sending_client_gets_its_last_answer() -> None:
     async with listening() as server, server.connect() as connection:
         await connection.send(FORMS["connection: close in another line"].sent + GET * 20_000)
         await until(lambda: len(server.connections.open) == 1)
@@ -306,7 +300,7 @@ async def test_a_last_answer_is_not_lost_to_a_caller_that_still_sends() -> None:
 
 
 @on_a_loop
-async def test_a_caller_that_has_reset_the_connection_that_refuses_it_is_no_error(
+async def test_reset_during_a_refusal_is_not_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wire = Wire()
@@ -325,9 +319,7 @@ async def test_a_caller_that_has_reset_the_connection_that_refuses_it_is_no_erro
         (post(png(1)), None),
     ],
 )
-async def test_a_connection_is_freed_without_the_garbage_collector(
-    sent: bytes, status: int | None
-) -> None:
+async def test_closed_connection_leaves_no_cycle(sent: bytes, status: int | None) -> None:
     async with listening() as server:
         server.app.engine.gate.clear()
         gc.disable()
@@ -343,7 +335,7 @@ async def test_a_connection_is_freed_without_the_garbage_collector(
             gc.enable()
 
 
-def test_who_closes_its_sending_side_is_taken_for_one_that_left(
+def test_half_closed_client_counts_as_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     uvloop = pytest.importorskip(
@@ -364,7 +356,7 @@ def test_who_closes_its_sending_side_is_taken_for_one_that_left(
 
 
 @on_a_loop
-async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
+async def test_disconnect_cancels_the_request() -> None:
     async with listening() as server:
         server.app.engine.gate.clear()
         async with server.connect() as connection:
@@ -378,7 +370,7 @@ async def test_leaving_cancels_the_request_that_is_being_answered() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("framing", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
-async def test_a_large_body_is_read_whole_however_slowly_the_application_takes_it(
+async def test_slow_application_gets_the_whole_body(
     framing: str,
 ) -> None:
     body = bytes(20_000_000)
@@ -412,7 +404,7 @@ async def connected(server: Listening, stack: AsyncExitStack, sent: bytes) -> Co
 
 
 @on_a_loop
-async def test_who_has_waited_longest_for_a_request_makes_room() -> None:
+async def test_longest_idle_connection_is_evicted() -> None:
     async with listening(max_connections=3) as server, AsyncExitStack() as stack:
         regular = await connected(server, stack, GET)
         assert (await regular.answer()).status == 200
@@ -428,7 +420,7 @@ async def test_who_has_waited_longest_for_a_request_makes_room() -> None:
 
 
 @on_a_loop
-async def test_who_is_being_answered_makes_no_room_and_one_more_is_503() -> None:
+async def test_busy_connections_are_not_evicted() -> None:
     async with listening(max_connections=1) as server, server.connect() as busy:
         server.app.engine.gate.clear()
         await busy.send(post(png(1)))
@@ -444,7 +436,7 @@ async def test_who_is_being_answered_makes_no_room_and_one_more_is_503() -> None
 
 
 @on_a_loop
-async def test_a_refused_caller_that_never_closes_makes_room() -> None:
+async def test_refused_idle_connection_is_evicted() -> None:
     async with listening(max_connections=1) as server, server.connect() as refused:
         await refused.send(b"\x00\r\n")
         assert (await refused.answer()).status == 400
@@ -452,7 +444,7 @@ async def test_a_refused_caller_that_never_closes_makes_room() -> None:
 
 
 @on_a_loop
-async def test_a_caller_that_goes_on_to_send_a_refused_body_makes_room() -> None:
+async def test_sender_of_a_refused_body_is_evicted() -> None:
     async with listening(max_connections=2) as server, AsyncExitStack() as stack:
         sending = await connected(
             server, stack, post(b"", "Content-Length: 5000000", path="/nope", length=False)
@@ -486,7 +478,7 @@ async def test_http_1_0_is_told_that_it_may_go_on() -> None:
 
 
 @on_a_loop
-async def test_a_body_that_is_on_its_way_for_longest_makes_room_and_is_told_so() -> None:
+async def test_slowest_body_is_evicted_with_408() -> None:
     async with listening(max_connections=1) as server, server.connect() as crawler:
         await crawler.send(post(bytes(100))[:-50])
         await until(lambda: server.app.metric("vit_inflight_requests") == 1)

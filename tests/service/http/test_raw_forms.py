@@ -1,4 +1,4 @@
-"""Every raw form of a request is answered as its row says, and its connection is kept or closed."""
+"""The answers to raw forms of requests, and whether their connections stay open."""
 
 import asyncio
 import json
@@ -9,15 +9,11 @@ from tests.service.http.raw_forms import FORMS, RED, Form, get
 from tests.service.web.apps import service_in
 
 NEXT = get(line=b"GET /labels HTTP/1.1")
-"""Sent behind a form: answered only where the connection is kept and nothing of the form is left
-over.
-"""
+"""Second request: it gets an answer if the connection stays open, and the form has ended."""
 
 
 async def answer(connection: Connection, form: Form) -> int:
-    """Return the next answer's status; a picture must be classified as itself, and a refusal say
-    why.
-    """
+    """Return the next answer's status, after checking its prediction or its problem."""
     found = await connection.answer(to_head=form.sent.startswith(b"HEAD"))
     if found.status >= 400:
         assert found.code
@@ -28,7 +24,7 @@ async def answer(connection: Connection, form: Form) -> int:
 
 
 async def seen(server: Listening, form: Form) -> Form:
-    """Send a form and another request, and return the form with what the server did."""
+    """Send a form and another request; return the form with the observed answers."""
     statuses: list[int] = []
     async with server.connect() as connection:
         await connection.send(form.sent)
@@ -45,9 +41,9 @@ async def seen(server: Listening, form: Form) -> Form:
 
 
 @on_a_loop
-async def test_a_form_is_answered_as_its_row_says() -> None:
+async def test_forms_get_their_documented_answers() -> None:
     async with listening() as server:
-        # All at once: the server hears what a refused caller still sends before it closes.
+        # At once, because the server lingers after each refusal.
         found = await asyncio.gather(*(seen(server, form) for form in FORMS.values()))
         assert dict(zip(FORMS, found, strict=True)) == FORMS
         assert service_in(server.app).limiter.in_use == 0

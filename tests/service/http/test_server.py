@@ -1,4 +1,4 @@
-"""The end of a web process: who was accepted is answered, and one signal too many does no harm."""
+"""The end of a web process: accepted requests are answered, extra signals do no harm."""
 
 import asyncio
 import os
@@ -19,7 +19,9 @@ from tests.service.fakes import on_a_loop, png, until
 from tests.service.http.listening import Connection, post
 from tests.service.web.apps import App, app
 
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+TERM = signal.SIGTERM
+INT = signal.SIGINT
+HUP = signal.SIGHUP
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ async def started(service: App, **options: Any) -> AsyncIterator[Server]:
 
 
 @on_a_loop
-async def test_a_unix_socket_alone_is_served_and_removed(tmp_path: Path) -> None:
+async def test_unix_socket_is_removed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "http"
     async with started(app(host=f"unix:{path}")) as server:
         assert server.port == 0
@@ -53,19 +55,18 @@ async def test_a_unix_socket_alone_is_served_and_removed(tmp_path: Path) -> None
 
 
 @on_a_loop
-async def test_who_connected_before_the_stop_is_answered_though_its_request_comes_after() -> None:
+async def test_queued_connection_is_answered_after_a_stop() -> None:
     service = app(port=0, drain_delay=0)
     async with started(service) as server:
         let_in = Connection(*await asyncio.open_connection("127.0.0.1", server.port))
         await let_in.send(post(png(1)))
         assert (await let_in.answer()).status == 200
-        with socket.create_connection(
-            ("127.0.0.1", server.port)
-        ) as queued:  # by the system, as the loop stood still
+        # This call blocks the event loop, so the system queues the connection.
+        with socket.create_connection(("127.0.0.1", server.port)) as queued:
             server.drain()
             port = server.port
             await until(lambda: server.connections.is_ending)
-            await asyncio.sleep(0.3)  # uvicorn has closed what was idle by now
+            await asyncio.sleep(0.3)  # by now, uvicorn has closed idle connections
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection("127.0.0.1", port)
             late = Connection(*await asyncio.open_connection(sock=queued.dup()))
@@ -77,9 +78,7 @@ async def test_who_connected_before_the_stop_is_answered_though_its_request_come
 
 @on_a_loop
 @pytest.mark.parametrize("code", [0, 3])
-async def test_a_server_ends_at_the_latest_when_the_time_for_draining_is_over(
-    ended: list[int], code: int
-) -> None:
+async def test_drain_timeout_ends_the_server(ended: list[int], code: int) -> None:
     service = app(port=0, drain_delay=0, drain_timeout=0.05)
     service.engine.gate.clear()
     async with started(service) as server:
@@ -104,7 +103,7 @@ async def test_a_server_ends_at_the_latest_when_the_time_for_draining_is_over(
         ([INT, HUP, TERM, INT], [130]),
     ],
 )
-async def test_a_hang_up_drains_and_is_never_the_second_signal(
+async def test_hang_up_never_counts_as_second_signal(
     ended: list[int], received: list[signal.Signals], codes: list[int]
 ) -> None:
     service = app(port=0, drain_delay=600)
@@ -118,9 +117,7 @@ async def test_a_hang_up_drains_and_is_never_the_second_signal(
 
 @on_a_loop
 @pytest.mark.parametrize("supervised", [False, True])
-async def test_a_hang_up_that_means_something_else_does_not_drain(
-    ended: list[int], supervised: bool
-) -> None:
+async def test_handled_hang_up_does_not_drain(ended: list[int], supervised: bool) -> None:
     service, taken = app(port=0, drain_delay=600), list[bool]()
 
     def hung_up() -> bool:
@@ -138,7 +135,7 @@ async def test_a_hang_up_that_means_something_else_does_not_drain(
     assert (taken, ended) == ([] if supervised else [True], [])
 
 
-def test_a_hang_up_that_is_ignored_as_under_nohup_stays_ignored() -> None:
+def test_nohup_keeps_hang_up_ignored() -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
         assert HUP not in stop_signals()
@@ -159,7 +156,7 @@ def test_a_terminal_that_was_closed_reloads_nothing() -> None:
 
 
 @on_a_loop
-async def test_what_a_slow_reader_leaves_waits_in_the_process() -> None:
+async def test_unread_answer_waits_in_the_process() -> None:
     async with started(app(port=0)) as server:
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -190,7 +187,7 @@ def test_as_many_connections_as_files_may_be_open(
 
 
 @on_a_loop
-async def test_a_start_that_fails_before_the_server_listens_ends_at_once(ended: list[int]) -> None:
+async def test_failed_start_ends_at_once(ended: list[int]) -> None:
     service = app(port=0)
     server = Server(service.asgi, service.settings, service.lifecycle)
     running = asyncio.create_task(server.serve())

@@ -1,4 +1,4 @@
-"""A connection in memory to an application that answers every whole request with an empty 200."""
+"""A connection in memory to an application that answers complete requests with an empty 200."""
 
 import asyncio
 from collections.abc import Iterable
@@ -19,12 +19,13 @@ Request = tuple[str, str, bytes]
 
 
 class Socket(asyncio.Transport):
-    """Keeps what is written; it is its own socket."""
+    """Keeps written bytes; it is its own socket."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
-        self.closed = self.paused = False
+        self.closed = False
+        self.paused = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self if name == "socket" else default
@@ -73,7 +74,7 @@ class Wire:
     """A connection. Needs a running loop.
 
     Attributes:
-        requests: those that the application received to their end.
+        requests: completely received requests.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,9 @@ class Wire:
         self._guard.connection_made(self.socket)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, body, more = 200, b"", True
+        status = 200
+        body = b""
+        more = True
         try:
             while more:
                 message = await receive()

@@ -119,7 +119,7 @@ def test_pictures_of_a_model_are_counted_from_0_on() -> None:
     assert value(touched("cpu"), "vit_images_total", model=model_info().name) == 0
 
 
-def test_the_engines_gauges_are_read_at_the_scrape_and_name_its_device_once_it_is_known() -> None:
+def test_engine_gauges_are_read_at_the_scrape() -> None:
     now = status("loading", device="auto")
     metrics = Metrics()
     metrics.watch(Sources(lambda: [now]))
@@ -190,7 +190,7 @@ def scraped(metrics: Metrics, name: str, **labels: str) -> float:
     return float(found)
 
 
-def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str], Metrics]) -> None:
+def test_scrape_adds_up_all_processes(count_as: Callable[[str], Metrics]) -> None:
     one, two = count_as("worker-0"), count_as("worker-1")
     for number, metrics in enumerate((one, two), start=1):
         for _ in range(number):
@@ -219,7 +219,7 @@ def test_a_scrape_of_any_process_shows_the_sum_over_all(count_as: Callable[[str]
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one process", "several"])
-def test_names_types_and_labels_are_those_that_dashboards_rely_on(
+def test_families_are_stable_for_dashboards(
     several: bool, count_as: Callable[[str], Metrics]
 ) -> None:
     counting = count_as("engine-0") if several else touched("cpu")
@@ -243,9 +243,7 @@ def configured(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("text", "info")
 
 
-def test_a_broken_form_writes_no_line_of_the_parsers_own(
-    configured: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_form_parser_does_not_log(configured: None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FormParserError):
         MultipartParser(b"boundary", {}).write(b"--bogus\r\n")
     assert capsys.readouterr().err == ""
@@ -296,7 +294,7 @@ def scrape_of(gpus: GpuReader, samples: int) -> dict[str, float]:
     return scrape(gpus)
 
 
-def test_readings_are_in_base_units_and_labelled_by_cuda_index(gpus: GpuReader) -> None:
+def test_gpu_readings_are_in_base_units(gpus: GpuReader) -> None:
     for device in ("cuda:1", "cuda:0", "cuda:1"):
         gpus.watch(device, {"cuda:0": "abc", "cuda:1": "def"}[device])
     samples = scrape_of(gpus, 10)
@@ -316,7 +314,7 @@ def test_an_instance_of_mig_is_read_as_a_gpu_is(uuid: str, gpus: GpuReader) -> N
 
 
 @pytest.mark.parametrize("missing", ["the library", "the GPU"])
-def test_where_nothing_can_be_read_there_are_no_metrics_and_one_line_says_so(
+def test_unreadable_gpu_has_no_metrics(
     missing: str, gpus: GpuReader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if missing == "the library":
@@ -332,7 +330,7 @@ def test_where_nothing_can_be_read_there_are_no_metrics_and_one_line_says_so(
 @pytest.mark.parametrize(
     "question", ["nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetPowerUsage"]
 )
-def test_a_driver_that_hangs_stops_no_scrape_and_holds_its_own_thread_alone(
+def test_hanging_driver_stops_no_scrape(
     nvml: ModuleType, monkeypatch: pytest.MonkeyPatch, question: str
 ) -> None:
     asked = threading.Event()

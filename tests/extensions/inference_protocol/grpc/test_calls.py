@@ -1,6 +1,4 @@
-"""gRPC in one process: what is answered, what is refused and how, what a call leaves behind, and
-what callers may take of the process: connections, memory, messages.
-"""
+"""gRPC in one process: answers, refusals, metrics, and limits of connections, memory, messages."""
 
 import asyncio
 import resource
@@ -69,7 +67,7 @@ def elements(*files: bytes) -> bytes:
 
 
 @on_a_loop
-async def test_pixels_are_taken_as_they_are_raw_and_typed() -> None:
+async def test_pixels_are_not_preprocessed() -> None:
     data = np.stack([pixels(1), pixels(2)])
     typed = raw("pixels", "UINT8", list(data.shape), b"")
     del typed.raw_input_contents[:]
@@ -113,7 +111,7 @@ async def test_documents_are_those_of_http() -> None:
 
 
 @on_a_loop
-async def test_health_follows_the_engine_and_the_drain() -> None:
+async def test_health_follows_the_engine() -> None:
     async def ready(method: str, **model: str) -> bool:
         found = await caller.call(method, messages.ModelRequest(**model).SerializeToString())
         return bool(messages.ModelReadyResponse.FromString(found).ready)
@@ -196,7 +194,7 @@ def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
         (b"\x2a\x00" * 50_000, Code.RESOURCE_EXHAUSTED, "raw_input_contents"),
     ],
 )
-async def test_what_the_protocol_or_the_model_has_not_is_refused_by_its_status_code(
+async def test_invalid_requests_get_a_status_code(
     request_: messages.ModelInferRequest | bytes, code: Any, words: str
 ) -> None:
     async with calling() as caller:
@@ -219,9 +217,7 @@ async def test_what_the_protocol_or_the_model_has_not_is_refused_by_its_status_c
         (ValueError("a secret of ours"), Code.INTERNAL, "500"),
     ],
 )
-async def test_errors_of_the_engine_are_answered_and_counted(
-    error: Exception, code: Any, status: str
-) -> None:
+async def test_engine_errors_get_a_status_code(error: Exception, code: Any, status: str) -> None:
     async with calling() as caller:
         caller.service.engine.error = error
         found = await caller.refusal(image(png(1)), metadata=(("x-request-id", "mine"),))
@@ -233,7 +229,7 @@ async def test_errors_of_the_engine_are_answered_and_counted(
 
 
 @on_a_loop
-async def test_no_message_is_read_when_every_place_is_taken_or_the_service_drains() -> None:
+async def test_full_service_reads_no_message() -> None:
     async with calling(queue_size=1) as caller:
         service = caller.service
         with service_in(service).limiter.permit():
@@ -249,7 +245,7 @@ async def test_no_message_is_read_when_every_place_is_taken_or_the_service_drain
 
 @on_a_loop
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelReady"])
-async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> None:
+async def test_missing_message_times_out(method: str) -> None:
     async with calling(request_timeout=0.05) as caller:
         assert await caller.stream(method).code() == Code.DEADLINE_EXCEEDED
         ended = caller.stream(method)
@@ -258,7 +254,7 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for(method: str) -> 
 
 
 @on_a_loop
-async def test_messages_that_do_not_come_leave_turns_to_another_caller(
+async def test_silent_calls_leave_turns_to_other_callers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(f"{CALL}._OWN_GRACE_SECONDS", 3 * PATIENCE)
@@ -275,7 +271,7 @@ async def test_messages_that_do_not_come_leave_turns_to_another_caller(
 
 
 @on_a_loop
-async def test_messages_that_do_not_come_give_way_to_those_of_a_crowd(
+async def test_silent_calls_give_way_to_a_crowd(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(f"{CALL}._GRACE_SECONDS", 0.05)
@@ -295,7 +291,7 @@ async def test_messages_that_do_not_come_give_way_to_those_of_a_crowd(
 
 
 @on_a_loop
-async def test_messages_are_bounded_and_not_compressed() -> None:
+async def test_large_messages_are_refused() -> None:
     async with calling(max_request_bytes=100_000) as caller:
         service_in(caller.service).receiving.capacity = 50_000
         assert (await caller.refusal(bytes(100_001))).code() == Code.RESOURCE_EXHAUSTED
@@ -310,7 +306,7 @@ async def test_messages_are_bounded_and_not_compressed() -> None:
 
 
 @on_a_loop
-async def test_keys_are_asked_for_but_for_health_and_have_their_limits() -> None:
+async def test_calls_need_a_key_except_health() -> None:
     async with calling(api_keys="name:one,two", key_max_requests=1) as caller:
         service, mine = caller.service, (("authorization", "Bearer one"),)
         await caller.call("ServerLive")
@@ -333,7 +329,7 @@ async def test_keys_are_asked_for_but_for_health_and_have_their_limits() -> None
 
 
 @on_a_loop
-async def test_refusals_beyond_many_wait_and_keep_nobody_else_waiting(
+async def test_delayed_refusals_block_no_other_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calls, "_REFUSALS_PER_SECOND", 1)
@@ -345,7 +341,7 @@ async def test_refusals_beyond_many_wait_and_keep_nobody_else_waiting(
 
 
 @on_a_loop
-async def test_a_caller_that_leaves_takes_its_picture_out_of_the_queue() -> None:
+async def test_disconnect_removes_a_queued_picture() -> None:
     async with calling() as caller:
         service = caller.service
         service.engine.gate.clear()
@@ -361,7 +357,7 @@ async def test_a_caller_that_leaves_takes_its_picture_out_of_the_queue() -> None
 
 
 @on_a_loop
-async def test_what_was_accepted_is_answered_before_the_engine_is_closed() -> None:
+async def test_accepted_calls_are_answered_at_the_end() -> None:
     async with calling() as caller:
         service = caller.service
         service.engine.gate.clear()
@@ -385,9 +381,7 @@ def test_every_error_of_a_call_has_a_status_code() -> None:
 
 
 @pytest.mark.parametrize("version", [None, "1.67.1", "1.80.1"])
-def test_without_a_grpcio_that_bounds_pings_the_setting_is_refused_in_one_line(
-    version: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_grpcio_is_refused(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: version)
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     assert load_settings().model_dump()["grpc_port"] is None
@@ -454,7 +448,7 @@ def resident_mebibytes() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
-def test_a_free_port_is_chosen_and_listeners_that_share_it_may_come() -> None:
+def test_reserved_port_can_be_shared() -> None:
     with grpc_port_kept(load_settings({"grpc_port": 0})) as settings:
         address = (settings.host, grpc_port_of(settings))
         with (
@@ -516,12 +510,10 @@ REQUESTS = st.builds(
         st.binary(max_size=60), REQUESTS.map(lambda request: request.SerializeToString()[:-1])
     )
 )
-def test_whatever_is_no_message_is_refused_as_such(data: bytes) -> None:
+def test_invalid_message_is_refused(data: bytes) -> None:
     with suppress(MalformedRequest):
         named, _ = decode_request(bytearray(data))
-        assert (
-            ModelInferRequest.FromString(data).model_name == named.name
-        )  # what is read is what protobuf reads
+        assert ModelInferRequest.FromString(data).model_name == named.name
 
 
 @pytest.mark.parametrize(
@@ -553,7 +545,7 @@ def test_whatever_is_no_message_is_refused_as_such(data: bytes) -> None:
         "unknown",
     ],
 )
-def test_a_message_of_very_many_things_is_refused_before_it_is_parsed(message: bytes) -> None:
+def test_costly_message_is_not_parsed(message: bytes) -> None:
     with pytest.raises(UploadTooLarge):
         decode_request(bytearray(message))
 

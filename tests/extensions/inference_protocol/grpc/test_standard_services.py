@@ -1,6 +1,4 @@
-"""The standard services of gRPC beside the protocol's own: health, as probes ask for it, and
-reflection.
-"""
+"""The standard services of gRPC: health and reflection."""
 
 import asyncio
 from typing import Any
