@@ -1,8 +1,8 @@
-"""How much speaks for a class of an image, on a scale common to all classes of a softmax.
+"""The evidence for a class of an image, on a scale common to all classes of a softmax.
 
 From 50 classes on, the evidence is the distance of the class's logit above the mean of all logits:
-0 at 1.5 of their standard deviations, 1 at 4. With fewer classes, the
-evidence is relative to the best class. A constant that is added to all logits does not change it.
+0 at 1.5 of their standard deviations, 1 at 4. With fewer classes, the evidence is relative to the
+best class. A constant that is added to all logits does not change it.
 """
 
 from typing import Final

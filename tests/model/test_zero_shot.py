@@ -216,5 +216,5 @@ def test_among_many_classes_evidence_is_measured_by_the_spread_of_their_logits()
     np.testing.assert_allclose(found, [1, *(above[1:3] / spread - 1.5) / 2.5, 0], atol=1e-4)
     assert 0 < found[2] < 0.2 < found[1] < 1
     assert head.evidence(np.zeros((1, 1000), np.float32), np.array([0]))[1].tolist() == [0], (
-        "nothing speaks for any"
+        "no class has evidence"
     )
