@@ -1,4 +1,4 @@
-"""Fixtures that every test folder may use."""
+"""Fixtures of all test folders."""
 
 import gc
 import os
@@ -10,19 +10,16 @@ import pytest
 
 from tests import launcher, logging_state
 
-# Before torch loads: threads that spin between operators stall the server processes that tests
-# start beside them.
+# Before torch loads: threads that spin between operators would slow the servers of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# One process of several that share the cores: threads of all of them on all cores would wait for
-# one another. The processes that tests start inherit it.
+# If several processes share the cores, each uses one thread; servers of the tests inherit this.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Tests read no graphs of other runs, and leave none in the home folder.
+# Tests use a separate cache of graphs.
 os.environ["VIT_CACHE_DIR"] = "off"
 
-# Under nohup SIGHUP is ignored, and so it would be by the services that tests start to see what
-# they do with it.
+# nohup ignores SIGHUP, and services would inherit that, although tests send it to them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -30,9 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with real checkpoints and pictures: VIT_SHARED, or `../shared` beside the
-    repository.
-    """
+    """Return the folder with real checkpoints and pictures: VIT_SHARED, or `../shared`."""
     folder = Path(os.environ.get("VIT_SHARED", REPOSITORY.parent / "shared")).resolve()
     if not folder.is_dir():
         pytest.skip(f"no shared data: {folder} does not exist (set VIT_SHARED)")
@@ -41,16 +36,14 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Undo what a test's command did to logging."""
+    """Undo a test's changes to logging."""
     with logging_state.restored():
         yield
 
 
 @pytest.fixture(autouse=True)
 def priority_as_it_was() -> Iterator[None]:
-    """Fail a test that takes priority from this process: every later test would be slow, with its
-    servers.
-    """
+    """Fail a test that lowers the priority of this process, which would slow all later tests."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     yield
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
@@ -58,10 +51,9 @@ def priority_as_it_was() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files whose tests may take longest, so that no process is alone with one at
-    the end.
+    """Begin with the files whose tests may take longest, so that all processes end together.
 
-    How long a test may take stands in its mark `timeout`. One process alone keeps the usual order.
+    The mark `timeout` says how long a test may take. A single process keeps the usual order.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -73,9 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of the collections of garbage, each of which would take half a
-    second.
-    """
+    """Exempt imported objects from garbage collection, which would take half a second each time."""
     gc.collect()
     gc.freeze()
 
@@ -84,7 +74,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the logs of the `vitserve` processes that a failed test used."""
+    """Show the logs of a failed test's `vitserve` processes."""
     report = yield
     if report.failed:
         report.sections += [(f"log of {command}", log) for command, log in launcher.recent_logs()]

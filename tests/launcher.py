@@ -1,7 +1,6 @@
-"""The one launcher of `vitserve` processes, for tests that see what a user would see.
+"""The launcher of `vitserve` processes, for tests from a user's view.
 
-The logs of the processes that a failed test used are shown in its report; tests/conftest.py sees to
-that.
+The report of a failed test shows the logs of its processes; see tests/conftest.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import httpx
 from tests.template import ForkedProcess
 
 PATIENCE = 100.0
-"""Seconds after which a test gives up, on however busy a machine."""
+"""Seconds until a test gives up, also on a busy machine."""
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _SHOWN = 10_000
@@ -31,11 +30,7 @@ _reserved: list[socket.socket] = []
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds.
-
-    Raises:
-        AssertionError: it does not hold within `PATIENCE` seconds.
-    """
+    """Wait until the condition holds; raise `AssertionError` after `PATIENCE` seconds."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"it did not come true within {PATIENCE:g} s"
@@ -43,14 +38,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that the kernel gives to nobody else while these
-    tests run.
-    """
+    """Return a free port, which the kernel does not assign elsewhere during these tests."""
     reserved = socket.socket()
     for option in (
         socket.SO_REUSEADDR,
         socket.SO_REUSEPORT,
-    ):  # so that a server that names the port may have it
+    ):  # so that a server may listen on the port
         reserved.setsockopt(socket.SOL_SOCKET, option, 1)
     reserved.bind(("127.0.0.1", 0))
     _reserved.append(reserved)
@@ -59,13 +52,13 @@ def free_port() -> int:
 
 
 def listens(port: int) -> bool:
-    """Whether somebody takes connections to the port of this machine."""
+    """Return whether a server listens on the port of this machine."""
     with socket.socket() as caller:
         return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
 def run_vitserve(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
-    """Run `vitserve` to its end with its output captured; settings in lower case."""
+    """Run `vitserve` to its end and capture its output; keywords are settings."""
     return subprocess.run(
         _command(arguments),
         cwd=_REPOSITORY,
@@ -81,13 +74,11 @@ class VitserveProcess:
     """A `vitserve` process; as a context manager it is killed at the end.
 
     Args:
-        log: file for everything that it writes.
-        arguments: of the command line.
-        warm: fork it from a process that has imported torch, for tests that are not of imports,
-            memory or how it starts. One that Python is to start otherwise, as its environment says,
-            starts anew all the same.
-        settings: in lower case; the settings of the tests' own environment do not reach the
-        process.
+        log: file of the process's output.
+        arguments: command line without the program.
+        warm: fork the process from a process that has imported torch. Tests of imports, memory or
+            starts need a new process. So does an environment that changes how Python starts.
+        settings: settings in lower case; the environment's settings do not reach the process.
     """
 
     process: subprocess.Popen[bytes] | ForkedProcess
@@ -111,7 +102,7 @@ class VitserveProcess:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """Return the output so far."""
         return self._log.read_text(errors="replace")
 
     def terminate(self) -> int:
@@ -120,7 +111,7 @@ class VitserveProcess:
         return self.process.wait(PATIENCE)
 
     def kill(self) -> None:
-        """End it with SIGKILL unless it has ended."""
+        """Kill a process that still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
@@ -136,7 +127,7 @@ class ServerProcess(VitserveProcess):
     """A `vitserve serve` process, by default on a free port and without a delay before it stops.
 
     Args:
-        wait: until it is ready; without it there is no `url`.
+        wait: wait until the process is ready; otherwise `url` is not set.
     """
 
     def __init__(
@@ -166,41 +157,39 @@ class ServerProcess(VitserveProcess):
         return found[1] if found else None
 
     def metrics(self) -> dict[str, float]:
-        """Each sample of /metrics by its name with labels."""
+        """Return each sample of /metrics by its name with labels."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
     def cpu_seconds(self) -> float:
-        """Processor time that the process has used so far."""
+        """Return the seconds of processor time that the process has used."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_bytes(self) -> int:
-        """Memory of the process right now."""
+        """Return the current memory of the process."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def reset_peak(self) -> None:
-        """Let `peak_bytes` count from now on."""
+        """Restart the measurement of `peak_bytes`."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def peak_bytes(self) -> int:
-        """The most memory that the process had since `reset_peak`."""
+        """Return the peak memory of the process since `reset_peak`."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         [kibibytes] = re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
         return int(kibibytes) << 10
 
 
 def recent_logs() -> list[tuple[str, str]]:
-    """Return command line and end of the log of every process that lives or has ended since
-    `forget_ended`.
-    """
+    """Return command line and last log lines of all processes since `forget_ended`."""
     return [(found.command, found.log[-_SHOWN:]) for found in _started]
 
 
 def forget_ended() -> None:
-    """Leave the processes that have ended out of `recent_logs`."""
+    """Leave ended processes out of `recent_logs`."""
     _started[:] = [found for found in _started if found.process.poll() is None]
 
 
@@ -209,7 +198,7 @@ def _command(arguments: tuple[str, ...]) -> list[str]:
 
 
 def _read_by_imports() -> dict[str, str]:
-    """Return what of the environment Python and imports read, which a test may have changed."""
+    """Return the part of the environment that Python and imports read; a test may change it."""
     return {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "TMP"))}
 
 
@@ -219,12 +208,12 @@ _READ_BY_IMPORTS = _read_by_imports()
 def _environment(settings: dict[str, object]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VIT_")}
     inherited = {"OMP_NUM_THREADS": "1"} | inherited
-    settings = {"cache_dir": "off"} | settings  # no graphs of other runs
+    settings = {"cache_dir": "off"} | settings  # graphs of other runs are not used
     return inherited | {f"VIT_{name.upper()}": str(value) for name, value in settings.items()}
 
 
 def command_line(pid: int) -> bytes:
-    """What the process calls itself, or nothing once it has ended."""
+    """Return the title of the process; empty after its end."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Put logging back after a test: commands that run in its process set it up for good."""
+"""Restore logging after a test, because commands change it permanently in the test's process."""
 
 import logging
 import sys
@@ -9,11 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Restore the levels of all loggers, the root's handlers, what `logging` finds out for a line,
-    streams and hooks.
+    """Restore levels, the root's handlers, the fields of records, streams and hooks.
 
-    The next test in this process may be any one, and may count the lines. A handler that is left
-    over would also write to a standard error that pytest has closed.
+    A later test may count log lines. A leftover handler would also write to a standard error that
+    pytest has closed.
     """
     root = logging.getLogger()
     handlers = root.handlers[:]
@@ -37,7 +36,7 @@ def restored() -> Iterator[None]:
 
 
 def _loggers() -> list[logging.Logger]:
-    """The root and every logger that somebody has named."""
+    """Return the root logger and every named logger."""
     known = list(logging.Logger.manager.loggerDict.values())
     named = [logger for logger in known if isinstance(logger, logging.Logger)]
     return [logging.getLogger(), *named]

@@ -1,11 +1,11 @@
-"""Problem documents, which every refusal is."""
+"""Problem documents, the body of every refusal."""
 
 import json
 from collections.abc import Mapping
 
 
 def code_of(status: int, headers: Mapping[str, str], body: bytes) -> str:
-    """The problem code; the answer must be a whole problem document."""
+    """Return the problem code; the answer must be a complete problem document."""
     assert headers["content-type"] == "application/problem+json"
     document = json.loads(body)
     assert set(document) == {"type", "title", "status", "detail", "code", "request_id"}

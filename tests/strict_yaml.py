@@ -1,6 +1,4 @@
-"""YAML as Compose v2, Prometheus and Kubernetes read it: a key that stands twice in a mapping is an
-error.
-"""
+"""YAML as Compose v2, Prometheus and Kubernetes read it: a repeated key is an error."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +7,10 @@ import yaml
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which PyYAML's own loaders silently keep the last."""
+    """A loader that refuses duplicate keys; PyYAML's loaders silently keep the last."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        # Checked before `<<` is resolved: a key that overrides a merged one is no duplicate.
+        # Checked before `<<` is resolved: a key that overrides a merged key is not a duplicate.
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
@@ -30,9 +28,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load_documents(path: Path) -> list[Any]:
-    """Return the documents of the file `path`; raise `yaml.YAMLError`, which names the line, if one
-    is not valid.
-    """
+    """Return the documents of a file; raise `yaml.YAMLError` with the line if one is invalid."""
     with path.open(encoding="utf-8") as file:
         return list(yaml.load_all(file, Loader=UniqueKeyLoader))
 

@@ -1,4 +1,4 @@
-"""A small HTTP server that answers what a test says."""
+"""A small HTTP server with answers of a test."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ class Asked(NamedTuple):
 
 
 Answers = Callable[[Asked], tuple[int, dict[str, str], bytes]]
-"""What gives status, headers and body for a request."""
+"""A function that returns status, headers and body for a request."""
 
 
 @contextmanager
 def answering(answer: Answers) -> Iterator[str]:
-    """Listen, and give the address, such as `http://127.0.0.1:4000`."""
+    """Listen, and return the address, such as `http://127.0.0.1:4000`."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,8 +1,7 @@
-"""`vitserve` processes that are forked from a Python that has imported what a service imports.
+"""`vitserve` processes, forked from a Python that has imported the service's packages.
 
-Such a process is ready within a second, where importing torch and the rest anew takes two seconds
-of a processor. It shares no more with another than what imports leave behind: settings, arguments,
-output and environment are its own.
+Such a process is ready within a second, because it need not import torch, which takes two seconds.
+Only imports are shared: each process has its own settings, arguments, output and environment.
 """
 
 import multiprocessing
@@ -27,22 +26,20 @@ multiprocessing.set_forkserver_preload(
 
 
 class ForkedProcess(ForkServerProcess):
-    """`python -m service`, with what tests use of `subprocess.Popen`; it ends with this process.
+    """`python -m service` with the methods of `subprocess.Popen`; it ends with this process.
 
     Args:
-        log: file that its output is written to.
+        log: file of the process's output.
     """
 
     def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
         super().__init__(daemon=True)
         self._arguments, self._environment, self._log = arguments, environment, log
-        with patch.dict(
-            os.environ, {"OMP_NUM_THREADS": "1"}
-        ):  # which torch reads where it is imported
+        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # torch reads it at import
             self.start()
 
     def run(self) -> None:
-        """Be the service."""
+        """Run the service in this process."""
         with self._log.open("ab") as out:
             for standard in (1, 2):
                 os.dup2(out.fileno(), standard)
@@ -54,27 +51,27 @@ class ForkedProcess(ForkServerProcess):
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         assert self.ident is not None
         return self.ident
 
     @property
     def returncode(self) -> int | None:
-        """-N after signal N; None while it runs."""
+        """-N after signal N; None while the process runs."""
         return self.exitcode
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code once it has ended; raises `subprocess.TimeoutExpired`."""
+        """Wait for the exit code; raise `subprocess.TimeoutExpired` after the timeout."""
         self.join(timeout)
         if self.exitcode is None:
             raise subprocess.TimeoutExpired("vitserve", timeout or 0)
         return self.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal unless it has ended."""
+        """Send a signal unless the process has ended."""
         if self.exitcode is None:
             os.kill(self.pid, number)

@@ -1,7 +1,7 @@
-"""Imports timm and transformers as references for parity, where they are installed.
+"""Import timm and transformers as references, if they are installed.
 
-Both need torchvision's Python part. Its compiled operators may be built for another torch; they
-have no part in any classifier here, so their names are declared where they are missing.
+Both need torchvision's Python part. Its compiled operators may be built for another torch; the
+classifiers here do not use them, so missing names are declared.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ _library: Any = None
 
 
 def declare_torchvision_operators() -> None:
-    """Declare the names of torchvision's operators unless its compiled library brings them."""
+    """Declare the names of torchvision's operators unless its compiled library has them."""
     global _library  # noqa: PLW0603 - a torch library lives as long as its object
     if _library is not None:
         return
@@ -45,18 +45,18 @@ def declare_torchvision_operators() -> None:
 
 
 def timm() -> Any:
-    """timm, or the test is skipped."""
+    """Return timm, or skip the test."""
     declare_torchvision_operators()
     return pytest.importorskip("timm", reason="timm is not installed")
 
 
 def transformers() -> Any:
-    """transformers, or the test is skipped."""
+    """Return transformers, or skip the test."""
     declare_torchvision_operators()
     return pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 def torchvision() -> Any:
-    """torchvision, or the test is skipped."""
+    """Return torchvision, or skip the test."""
     declare_torchvision_operators()
     return pytest.importorskip("torchvision", reason="torchvision is not installed")

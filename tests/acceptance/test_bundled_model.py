@@ -1,5 +1,6 @@
-"""The bundled checkpoint, served, against its offline evaluation on real CIFAR-10 images and on
-pictures as users send them; and DeiT-Tiny from its hub folder, whose numbers are timm's.
+"""Compare a served bundled checkpoint with its offline evaluation, and DeiT-Tiny with timm.
+
+The images are CIFAR-10's, also enlarged, compressed and turned, as users send them.
 """
 
 import csv
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.timeout(400)  # servers, checkpoints and many pictures
 
 COUNT = 1000
 SERVED = 400
-"""The first of them, which are sent to a server."""
+"""Number of images that are sent to a server."""
 CONCURRENCY = 32
 
 
@@ -66,7 +67,7 @@ def served_scores(server: ServerProcess, images: Images) -> NDArray[np.float32]:
             "/classify", params={"top_k": cifar10.CLASSES}, content=content, headers=headers
         ).content
 
-    # Encoded before and parsed after, so that the clients keep the server busy.
+    # Encoded before the requests and parsed after them, so that the clients keep the server busy.
     uploads = [
         encode(Image.fromarray(each), "PNG")
         for each in images.pixels[:SERVED].transpose(0, 2, 3, 1)
@@ -95,7 +96,7 @@ def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_
     ordered = np.sort(offline, axis=1)
     clear = (
         ordered[:, -1] - ordered[:, -2] > 0.1
-    )  # bfloat16 moves logits by up to 0.2 here, in torch as in OpenVINO
+    )  # bfloat16 moves logits by up to 0.2, in torch and in OpenVINO
     assert clear.mean() > 0.8
     np.testing.assert_array_equal(served.argmax(axis=1)[clear], offline.argmax(axis=1)[clear])
 
@@ -115,24 +116,23 @@ def test_the_model_card_tells_the_accuracy(images: Images, offline: NDArray[np.f
     assert found is not None
     told = float(found[1]) / 100
     measured = measure(offline, images.labels, load_checkpoint("bundled").labels).accuracy
-    # The first thousand images stand for all ten thousand: three standard errors of a share.
+    # A tolerance of three standard errors of a share, because a thousand images represent all ten
+    # thousand.
     assert measured == pytest.approx(told, abs=3 * (told * (1 - told) / COUNT) ** 0.5)
     assert told >= 0.65
 
 
 SENT = 500
 SIDE = 512
-"""Of the pictures that are sent, in pixels."""
+"""Side of the sent pictures in pixels."""
 STORED_AS = {
     3: Image.Transpose.ROTATE_180,
     6: Image.Transpose.ROTATE_90,
     8: Image.Transpose.ROTATE_270,
 }
-"""How a camera stores an upright picture, by Exif orientation (6: to be turned clockwise by 90
-degrees).
-"""
+"""Pictures as a camera stores them, by Exif orientation (6: viewers turn it clockwise by 90°)."""
 PROMISED = 0.015
-"""Accuracy that enlarging, compressing and turning may cost, on all test images."""
+"""Largest loss of accuracy from enlarging, compressing and turning, on all test images."""
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +141,7 @@ def pictures(shared: Path) -> PictureFiles:
 
 
 def as_sent(files: PictureFiles, *, turned: bool) -> PictureFiles:
-    """Return the same pictures, which are upright, as users send them; `turned`: stored by Exif 3,
-    6 and 8 in turn.
-    """
+    """Return upright pictures as users send them; if `turned`, stored by Exif 3, 6 and 8."""
 
     def read(number: int) -> bytes:
         picture = Image.open(io.BytesIO(files.read(number))).convert("RGB")
@@ -157,7 +155,7 @@ def as_sent(files: PictureFiles, *, turned: bool) -> PictureFiles:
 
 @pytest.fixture(scope="module")
 def answers(pictures: PictureFiles, offline: NDArray[np.float32]) -> dict[str, NDArray[np.int64]]:
-    """The class that each picture is answered with, by how it is sent."""
+    """Return the predicted class of each picture, by the form in which it is sent."""
     predictor = Predictor(
         load_checkpoint("bundled"), device="cpu", dtype="float32", compile_mode="off"
     )
@@ -179,9 +177,9 @@ def test_a_picture_is_answered_alike_when_it_is_enlarged_compressed_and_turned(
     right = answers["as stored"] == truth
     right_as_sent = answers[variant] == truth
     lost = right.mean() - right_as_sent.mean()
-    # Five hundred images stand for all ten thousand. Only those whose answer changes can move the
-    # difference, each by one: two standard errors of a sum of so many signs come on top of what is
-    # promised for all of them.
+    # Five hundred images represent all ten thousand. Only images with a changed answer move the
+    # difference, each by one. The tolerance adds two standard errors of such a sum to the promised
+    # loss.
     changed = (right != right_as_sent).sum()
     assert lost < PROMISED + 2 * changed**0.5 / SENT
     assert changed < 0.1 * SENT
@@ -228,7 +226,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def served(server: ServerProcess, samples: list[Sample]) -> NDArray[np.float32]:
-    """Scores of every sample over HTTP: float32 [samples, classes]."""
+    """Return the scores of every sample over HTTP: float32 [samples, classes]."""
 
     def ask(sample: Sample) -> NDArray[np.float32]:
         scores = np.zeros(CLASSES, np.float32)
@@ -248,7 +246,7 @@ def pixels(folder: Path, samples: list[Sample]) -> NDArray[np.uint8]:
 
 @pytest.fixture(scope="module")
 def timm_logits(folder: Path, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """timm's own model with the same weights on the same pixels, in float32."""
+    """Return timm's model with the same weights on the same pixels, in float32."""
     model = timm().create_model("deit_tiny_patch16_224", pretrained=False).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"))
     mean = torch.tensor(model.pretrained_cfg["mean"]).reshape(1, 3, 1, 1)

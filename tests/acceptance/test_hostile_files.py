@@ -1,4 +1,4 @@
-"""Pictures that have broken image software before, and pictures from real cameras, over HTTP."""
+"""Send pictures that have broken image software, and pictures of real cameras, over HTTP."""
 
 import csv
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.launcher import ServerProcess
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
 
 MAX_SECONDS = 2.0
-"""Of processor time, for one file."""
+"""Seconds of processor time for one file."""
 
 MAX_BYTES = 500 << 20
 
@@ -72,7 +72,7 @@ def test_every_file_is_answered_as_its_manifest_allows_soon_and_in_little_memory
     assert len(rows) > 300
 
     def ask(data: bytes) -> tuple[int, float]:
-        started = server.cpu_seconds()  # which other programs on the machine do not change
+        started = server.cpu_seconds()  # unaffected by other programs on the machine
         response = client.post("/classify", files={"file": ("picture", data)})
         assert response.headers["content-type"] == (
             "application/json" if response.status_code == 200 else "application/problem+json"
@@ -87,9 +87,7 @@ def test_every_file_is_answered_as_its_manifest_allows_soon_and_in_little_memory
     for row in rows:
         data = (folder / row["file"]).read_bytes()
         status, seconds = ask(data)
-        for _ in range(
-            2
-        ):  # what the process does beside it, after its start, is not the file's fault
+        for _ in range(2):  # background work after the start does not count
             if seconds > MAX_SECONDS:
                 seconds = min(seconds, ask(data)[1])
         if status not in ALLOWED[row["expect"]]:

@@ -1,7 +1,6 @@
-"""Sixty-four callers for a while, then a stop under the same load: nobody loses an answer or gets
-another's.
+"""Stop a service under the load of 64 clients: each gets the answers to its own requests.
 
-Two seconds by default; `VIT_SOAK_SECONDS=60` for longer.
+The load lasts two seconds; `VIT_SOAK_SECONDS=60` makes it longer.
 """
 
 import os
@@ -28,7 +27,7 @@ DRAIN_DELAY = 2
 
 
 class Caller(threading.Thread):
-    """Asks without a pause until it is told that the service is about to stop."""
+    """A client that asks without a pause until the service is about to stop."""
 
     def __init__(self, number: int, url: str, pictures: Pictures) -> None:
         super().__init__(daemon=True)
@@ -52,7 +51,7 @@ class Caller(threading.Thread):
                 content=self.pictures.files[index],
                 headers={"Content-Type": "image/png"},
             )
-        except httpx.ConnectError:  # it has served through its delay, and listens no more
+        except httpx.ConnectError:  # after its delay, the service accepts no connections
             self.outcomes["sent away"] += 1
             return False
         self.pictures.check(index, response.raise_for_status().json())

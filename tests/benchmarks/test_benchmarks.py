@@ -1,6 +1,4 @@
-"""The benchmarks measure what they say: the load generator, records, the comparison of answers, the
-GPU's script.
-"""
+"""The load generator, records, the comparison of answers and the GPU's script of the benchmarks."""
 
 import asyncio
 import importlib.metadata
@@ -143,11 +141,11 @@ def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(
 
 
 PLACES = torch.tensor([0, 5, 9, 14])
-"""The bright patch, of 4 x 4, of pictures of each class."""
+"""Return the number of the bright patch, of 4 x 4, in pictures of each class."""
 
 
 def picture(number: int) -> Tensor:
-    """16 x 16 pixels, of class `number` modulo four."""
+    """Return an image of 16 x 16 pixels, of class `number` modulo four."""
     pixels = torch.zeros(16)
     pixels[PLACES[number % 4]] = 1.0
     return pixels.reshape(1, 4, 4).repeat_interleave(4, 1).repeat_interleave(4, 2)
@@ -158,7 +156,7 @@ def brightness(pixels: Tensor, classes: Tensor) -> Tensor:
 
 
 def score(pixels: Tensor) -> Tensor:
-    """A class's score is how bright its patch is."""
+    """A model whose score of a class is the brightness of its patch."""
     return brightness(pixels, PLACES).flatten(1)[:, PLACES]
 
 
@@ -173,7 +171,7 @@ def test_a_right_map_does_better_than_noise_in_deletion_and_insertion() -> None:
         found["right"].means(),
         found[RANDOM].means(),
     )
-    assert deleted == pytest.approx(1 / 32)  # gone with the first of sixteen patches
+    assert deleted == pytest.approx(1 / 32)  # missing without the first of sixteen patches
     assert by_chance is not None
     assert by_chance > 0.2
     assert inserted is not None
@@ -213,7 +211,7 @@ def test_the_bundled_model_is_measured_from_the_command_line(
 
 
 def test_the_kit_has_what_tells_of_vitserve(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)  # the download of the others
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)  # the download of the peers
     monkeypatch.setattr(gpu_kit, "_RESIZE", Path(__file__))
     gpu_kit.make_kit(tmp_path / "kit")
     [about] = importlib.metadata.distributions(path=[str(tmp_path / "kit")])

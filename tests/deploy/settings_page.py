@@ -1,4 +1,4 @@
-"""Writes the table of docs/settings.md: `python -m tests.deploy.settings_page`."""
+"""Write the table of docs/settings.md: `python -m tests.deploy.settings_page`."""
 
 from service.settings import ENV_PREFIX, described, settings_class
 from tests.conftest import REPOSITORY

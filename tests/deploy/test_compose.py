@@ -1,6 +1,4 @@
-"""The compose files, the image Prometheus' configuration and its rules agree with the service and
-with each other.
-"""
+"""The compose files, Prometheus' configuration and its rules agree with the service."""
 
 import json
 import os
@@ -45,8 +43,8 @@ def devices(*files: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_compose_passes_every_setting():
     settings = {f"{ENV_PREFIX}{name.upper()}" for name in settings_class().model_fields}
-    # Fixed inside, as the published port and the health check rely on them; outside they choose the
-    # host's port.
+    # Fixed in the container, because the published port and the health check rely on them. Users
+    # choose the host's port.
     fixed = {"VIT_HOST", "VIT_PORT"}
 
     given = {
@@ -94,7 +92,7 @@ def test_systemd_bounds_the_service():
 
 
 def documented_memory() -> list[tuple[str, int]]:
-    """Return the uses of memory in docs/reliability.md, with their default bounds in bytes."""
+    """Return the parts of memory in docs/reliability.md, with their default bounds in bytes."""
     text = (
         (REPOSITORY / "docs/reliability.md")
         .read_text()
@@ -187,9 +185,7 @@ def has_compose() -> bool:
 
 
 def docker_compose(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run `docker compose` in the repository, without the user's settings, .env file and other
-    compose files.
-    """
+    """Run `docker compose` without the user's settings, .env file and other compose files."""
     if not has_compose():
         pytest.skip("docker compose is not installed")
     environment = {

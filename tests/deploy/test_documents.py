@@ -25,7 +25,7 @@ PAGES = [path for path in DOCUMENTS if path.is_relative_to(REPOSITORY / "docs")]
 DECISIONS = [path for path in PAGES if path.parent.name == "decisions"]
 README_WORDS = 1_300
 DOCS_WORDS = 18_500
-"""Of all pages of docs/, without the decisions."""
+"""The pages of docs/, without the decisions."""
 DECISION_WORDS = 300
 STATUS = EngineStatus(
     device="cpu", state="loading", reason="", compiled="off", batch_sizes=None, queue_depth=0
@@ -46,7 +46,7 @@ def metric_names() -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_named_metrics_exist(document, metric_names):
     named = set(re.findall(r"(?<!job:)\bvit_[a-z0-9_]+\b", document.read_text()))
-    # Architectures and libraries have such names too.
+    # Architectures and libraries have similar names.
     families = r"tiny|small|base|large|huge|[blh]_\d|so\d|w\d|jax|pe_|s?relpos"
     named = {name for name in named if not re.match(rf"vit_({families})", name)}
 
@@ -55,7 +55,8 @@ def test_named_metrics_exist(document, metric_names):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_named_settings_exist(document):
-    # Tests read VIT_SHARED, clients VIT_API_KEY, and the example of docs/extensions.md the last.
+    # Variables that are not settings: VIT_SHARED of tests, VIT_API_KEY of clients, and the example
+    # of docs/extensions.md.
     settings = {f"{ENV_PREFIX}{name.upper()}" for name in settings_class().model_fields} | {
         "VIT_SHARED",
         "VIT_API_KEY",
@@ -115,7 +116,7 @@ def test_prose_is_wrapped(document):
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "#", "!["))]
 
-    # A code span or a link cannot be broken.
+    # Code spans and links cannot be broken.
     breakable = [re.sub(r"`[^`]*`|\]\([^)]*\)", "x", line) for line in prose]
     assert [line for line in breakable if len(line) > 100] == []
 

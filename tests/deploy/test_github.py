@@ -1,6 +1,4 @@
-"""What GitHub and pre-commit run is what a clone runs; every YAML file can be read by the strictest
-of its readers.
-"""
+"""GitHub and pre-commit run the same commands as a clone; all YAML is valid for strict readers."""
 
 import re
 import shlex
@@ -37,7 +35,7 @@ def test_pre_commit_runs_tools_of_make_check():
 
     hooks = [shlex.split(hook["entry"]) for hook in repository["hooks"]]
     tools = [shlex.split(line.replace("$(BIN)", ".venv/bin")) for line in recipe]
-    # Ruff's subcommand too; the others have none.
+    # ruff's subcommand counts; other programs do not have subcommands
     assert [hook[:2] for hook in hooks] == [tool[:2] for tool in tools]
 
 
@@ -82,7 +80,7 @@ def test_no_file_has_a_duplicate_key():
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"not a git checkout: {error}")
     files = [path for name in listed.split("\0") if name and (path := REPOSITORY / name).is_file()]
-    files.remove(REPOSITORY / "mkdocs.yml")  # mkdocs reads it with tags of its own
+    files.remove(REPOSITORY / "mkdocs.yml")  # mkdocs reads it with its own tags
     assert REPOSITORY / "docker-compose.yml" in files
 
     refused = []

@@ -1,6 +1,4 @@
-"""The image: its labels, what is removed from it, what its build may use, and the health check of
-its container.
-"""
+"""The container image: labels, removed files, inputs of its build, and its health check."""
 
 import contextlib
 import os

@@ -1,6 +1,4 @@
-"""The Kubernetes manifests: built by kustomize, valid for the cluster's schemas, and in line with
-the service.
-"""
+"""The Kubernetes manifests: built by kustomize, valid for schemas, consistent with the service."""
 
 import json
 import re
@@ -26,9 +24,7 @@ COMPONENTS = sorted(folder.name for folder in (KUBERNETES / "components").iterdi
 CHECKPOINTS = [name for name in COMPONENTS if name.startswith("checkpoint-")]
 SCALERS = ["hpa", "keda"]
 TOGETHER = sorted({*COMPONENTS} - {*CHECKPOINTS, "hpa"})
-"""Components that one overlay may have; a checkpoint comes from one place, and one scaler counts
-the pods.
-"""
+"""Components of which an overlay has at most one: sources of checkpoints, and scalers."""
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferenceService"}
 """Kinds that are not part of Kubernetes."""
 PAGE = (REPOSITORY / "docs/scaling.md").read_text()
@@ -87,8 +83,9 @@ def built(folder: Path, kustomization: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def one(manifests: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The manifest of a kind that is the service's own: its name is `vitserve`, and a ConfigMap's
-    has a hash.
+    """Return the service's manifest of a kind, which has the name `vitserve`.
+
+    The name of a ConfigMap ends with a hash.
     """
     [found] = [
         manifest
@@ -121,7 +118,7 @@ def test_kubernetes_schemas_accept_manifests(overlay: str, version: str, tmp_pat
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_settings_of_manifests_are_valid(overlay: str) -> None:
     given = settings_of(build(overlay))
-    # Beside settings there are variables of libraries, such as OMP_NUM_THREADS.
+    # Variables of libraries, such as OMP_NUM_THREADS, are not settings.
     ours = {name: value for name, value in given.items() if name.startswith(ENV_PREFIX)}
     values = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in ours.items()}
     assert values.keys() <= settings_class().model_fields.keys()
@@ -136,7 +133,7 @@ def test_a_pod_has_time_to_drain(overlay: str) -> None:
     assert command == "sleep"
     drain = float(settings_of(manifests)["VIT_DRAIN_TIMEOUT"])
     assert pod["terminationGracePeriodSeconds"] > float(seconds) + drain
-    # As process 1, Python would ignore a SIGTERM that comes before it handles signals.
+    # Python as process 1 would ignore a SIGTERM that arrives before its handlers are set.
     assert pod["shareProcessNamespace"]
 
 
@@ -170,7 +167,7 @@ def test_a_pod_may_do_nothing_but_serve(overlay: str) -> None:
     assert context["readOnlyRootFilesystem"]
     assert not context["allowPrivilegeEscalation"]
     assert context["capabilities"] == {"drop": ["ALL"]}
-    # What the image writes to.
+    # Folders that the image writes to.
     assert {mount["mountPath"] for mount in ours["volumeMounts"]} == {"/cache", "/tmp"}
 
 
@@ -207,7 +204,7 @@ def test_checkpoint_is_at_documented_path(overlay: str, component: str, tmp_path
     pod, ours = one(manifests, "Deployment")["spec"]["template"]["spec"], container(manifests)
     [mount] = [mount for mount in ours["volumeMounts"] if mount["name"] == "checkpoints"]
     assert mount["readOnly"]
-    # A path that is not absolute begins in the folder that the image names as its own.
+    # A relative path begins in the image's working folder.
     [folder] = re.findall(
         r"^WORKDIR (.*)$", (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[-1], re.M
     )

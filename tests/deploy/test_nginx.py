@@ -1,4 +1,4 @@
-"""The file for nginx, by a real nginx in front of two real servers."""
+"""The configuration of nginx, in a real nginx in front of two real servers."""
 
 import asyncio
 import http.client
@@ -52,7 +52,7 @@ http {{
 
 
 class Proxy:
-    """An nginx with the documented file, before two servers."""
+    """Run nginx with the documented configuration in front of two servers."""
 
     def __init__(self, port: int, limited_port: int, servers: tuple[Served, Served]) -> None:
         self.port = port
@@ -62,9 +62,7 @@ class Proxy:
     def ask(
         self, method: str, path: str, body: bytes = b"", request_id: str = ""
     ) -> tuple[int, str, str]:
-        """The answer's status, the kind of its body, and the id of its request, empty where it is
-        nginx's own.
-        """
+        """Return the status, media type and request id of an answer; nginx's answers lack an id."""
         context = ssl._create_unverified_context()
         connection = http.client.HTTPSConnection(
             "127.0.0.1", self.port, timeout=20, context=context
@@ -84,7 +82,7 @@ class Proxy:
             connection.close()
 
     def status_for(self, address: str) -> int:
-        """The status for a caller of an address, of which one request a minute passes."""
+        """Return the status for a client of an address that may send one request a minute."""
         connection = http.client.HTTPConnection("127.0.0.1", self.limited_port, timeout=20)
         with closing(connection):
             connection.request("GET", "/", headers={"X-Real-IP": address})
@@ -134,7 +132,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
             .replace("listen 443 ssl;", f"listen 127.0.0.1:{port} ssl;")
             .replace("    listen [::]:443 ssl;\n", "")
             .replace("/etc/ssl/vit.example.org", str(folder))
-            .replace("rate=20r/s", "rate=5000r/s")  # all callers of a test have one address
+            .replace("rate=20r/s", "rate=5000r/s")  # all clients of a test have the same address
             .replace("burst=40", "burst=5000")
         )
         file = folder / "nginx.conf"
@@ -239,7 +237,7 @@ def test_limits_count_the_64_of_an_ipv6_caller(proxy: Proxy) -> None:
 
 
 def admin_routes() -> list[tuple[str, str]]:
-    """The methods and paths that refuse an ordinary key and ask for that of the operator."""
+    """Return the methods and paths that accept only the operator's key."""
     running = app(api_keys="web:KEY", admin_key="ADMIN")
     routes: list[Endpoint] = inside(running).routes
     every = [

@@ -1,6 +1,4 @@
-"""pyproject.toml agrees with itself, messages name ways to install that exist, and `make` installs
-what it names.
-"""
+"""pyproject.toml is consistent, named ways to install exist, and `make` installs what it needs."""
 
 import importlib.metadata
 import os
@@ -22,7 +20,7 @@ from tests.conftest import REPOSITORY
 
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
-# benchmarks/.peers holds environments of other projects.
+# benchmarks/.peers contains environments of other projects.
 SOURCES = [
     path
     for package in ("service", "model", "vitserve", "benchmarks")
@@ -52,7 +50,7 @@ def test_changelog_has_section_of_version():
     version = re.escape(PYPROJECT["project"]["version"])
     changelog = (REPOSITORY / "CHANGELOG.md").read_text()
 
-    # `make release-check` demands the section of the version.
+    # `make release-check` requires the section of the version.
     assert re.search(rf"^## \[(Unreleased\]|{version}\] - )", changelog, re.M)
 
 
@@ -72,7 +70,7 @@ def test_version_is_only_in_pyproject():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tmp_path = tmp_path_factory.mktemp("build")
-    # In a copy, because a build writes next to its sources; with the installed setuptools.
+    # In a copy, because a build writes into the source folder. Uses the installed setuptools.
     for name in ("model", "service", "vitserve", "deploy", "examples"):
         shutil.copytree(
             REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
@@ -261,7 +259,7 @@ echo "$@" >>"$(dirname "$0")/calls"
 
 
 def make(*arguments: str, **environment: str) -> str:
-    # Apart from a `make test` that these tests may run in, and from what it was given.
+    # Independent of the environment of a `make test` that runs these tests.
     surrounding = {name: value for name, value in os.environ.items() if name in {"PATH", "HOME"}}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(
@@ -275,9 +273,7 @@ def make(*arguments: str, **environment: str) -> str:
 
 
 def install(folder: Path, *arguments: str, **environment: str) -> tuple[str, list[list[str]]]:
-    """Let `make` set up `make run` in `folder` with a pip that installs nothing; return its output
-    and pip's calls.
-    """
+    """Run `make` with a pip that installs nothing; return its output and pip's calls."""
     pip = folder / "bin" / "pip"
     pip.parent.mkdir(parents=True)
     pip.write_text(PIP)

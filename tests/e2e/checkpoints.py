@@ -1,4 +1,4 @@
-"""Tiny checkpoints, made here."""
+"""Tiny checkpoints with random weights."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from model.network.vit import VisionTransformer
 def write_checkpoint(
     folder: Path, name: str, size: tuple[int, int], labels: tuple[str, ...], seed: int
 ) -> Path:
-    """Write a native folder, and return it: two layers, random weights that are always the same."""
+    """Write and return a native folder: two layers, and random weights from a fixed seed."""
     config = ViTConfig(
         image_size=size,
         patch_size=4,
@@ -26,7 +26,7 @@ def write_checkpoint(
     model = VisionTransformer(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
-        # Spreads that make the scores of different pictures differ.
+        # Large enough that different pictures have different scores.
         special = {"cls_token": 0.02, "pos_embed": 0.1, "head.weight": 0.3}
         std = 2.0 if ".attn.proj." in parameter_name else special.get(parameter_name, 0.4)
         torch.nn.init.normal_(parameter, std=std, generator=generator)

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry: takes what is sent to it by OTLP over HTTP, as protobuf."""
+"""A collector of OpenTelemetry that receives spans by OTLP over HTTP, as protobuf."""
 
 import gzip
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.stub_server import Asked, answering
 
 @dataclass(frozen=True)
 class Received:
-    """A span, with what its process says of itself."""
+    """A span with its process's attributes."""
 
     name: str
     process: dict[str, Any]
@@ -23,7 +23,7 @@ class Received:
 
     @property
     def id(self) -> tuple[str, str]:
-        """The ids of its trace and of itself."""
+        """Return the ids of the trace and of the span."""
         return self.message.trace_id.hex(), self.message.span_id.hex()
 
     @property
@@ -33,7 +33,7 @@ class Received:
 
 
 class Collector:
-    """What was received so far."""
+    """The received spans."""
 
     def __init__(self) -> None:
         self.spans: list[Received] = []
@@ -64,7 +64,7 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector that listens."""
+    """Run a collector."""
     collector = Collector()
 
     def answer(asked: Asked) -> tuple[int, dict[str, str], bytes]:

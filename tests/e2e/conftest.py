@@ -1,4 +1,4 @@
-"""A tiny checkpoint, pictures with known scores, and real server processes to ask."""
+"""Fixtures: a tiny checkpoint, pictures with known scores, and real server processes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pictures(checkpoint: Path) -> Pictures:
-    """Noise of many sizes, each picture with the scores that the model gives it alone."""
+    """Return noisy pictures of many sizes, each with the scores of the model alone."""
     return Pictures.make(predictor_of(checkpoint), count=64)
 
 
@@ -28,8 +28,8 @@ def _serve(folder: Path, checkpoint: Path) -> Iterator[Serve]:
     started: list[Served] = []
 
     def serve(**settings: object) -> Served:
-        # Most tests are not of what computes, and a graph takes longer to compile than all else of
-        # a start.
+        # Most tests do not depend on the backend, and a graph takes longer to compile than the rest
+        # of a start.
         defaults: dict[str, Any] = {
             "checkpoint": checkpoint,
             "device": "cpu",
@@ -38,7 +38,7 @@ def _serve(folder: Path, checkpoint: Path) -> Iterator[Serve]:
         }
         defaults |= {
             "request_timeout": 60
-        }  # so that a busy machine refuses nothing that a test wants answered
+        }  # so that a busy machine does not refuse requests of the tests
         server = Served(
             folder / f"server-{len(started)}.log", **({"warm": True} | defaults | settings)
         )
@@ -52,11 +52,11 @@ def _serve(folder: Path, checkpoint: Path) -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def serve_module(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Serve]:
-    """Starts servers that live as long as the module's tests."""
+    """Start servers that live until the end of a module's tests."""
     yield from _serve(tmp_path_factory.mktemp("servers"), checkpoint)
 
 
 @pytest.fixture
 def serve(tmp_path: Path, checkpoint: Path) -> Iterator[Serve]:
-    """Starts servers of one test; settings as keywords."""
+    """Start servers of one test; keywords are settings."""
     yield from _serve(tmp_path, checkpoint)

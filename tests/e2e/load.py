@@ -1,4 +1,4 @@
-"""Callers of a running service, who check every answer."""
+"""Clients of a running service that check every answer."""
 
 import threading
 from collections import Counter
@@ -14,20 +14,18 @@ from tests.launcher import PATIENCE, until
 def connection(server: Served) -> httpx.Client:
     return client(
         server.url, verify=False
-    )  # to read the system's certificates would take longer than to ask
+    )  # reading the system's certificates would take longer than the requests
 
 
 class Load:
-    """Callers that ask all the time, check each answer, and connect again when a connection is
-    lost.
+    """Callers that send requests without a pause, check each answer, and reconnect.
 
     Args:
-        check: returns what an answer to a picture counts as; raises `AssertionError` if it is
-        wrong.
+        check: function that returns the outcome of a picture's answer, or raises `AssertionError`.
         pause: seconds between two requests of a caller.
 
     Attributes:
-        outcomes: what `check` returned, `lost`, or the code of a problem.
+        outcomes: counts of outcomes of `check`, of `lost` connections, and of codes of problems.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Load:
                     while not self._stop.wait(self._pause):
                         number += 7
                         self._count(self._ask(own, number))
-                except httpx.TransportError:  # the worker on the other end is gone
+                except httpx.TransportError:  # the worker on the other end has ended
                     self._count("lost")
                 except (AssertionError, KeyError) as error:
                     self.wrong.append(error)
@@ -76,7 +74,7 @@ class Load:
         if answer.status_code != 200:
             status, code = problem(answer)
             assert status == 503
-            self._stop.wait(0.1)  # as one who is told to come back later
+            self._stop.wait(0.1)  # like a client that obeys Retry-After
             return code
         if self._check is not None:
             return self._check(index, answer.json())
@@ -91,7 +89,7 @@ class Load:
         until(lambda: bool(self.wrong) or condition(self.outcomes))
 
     def more(self, outcome: str = "answered", count: int = 30) -> None:
-        """Until so many more had this outcome."""
+        """Wait for `count` further answers with this outcome."""
         goal = self.outcomes[outcome] + count
         self.until(lambda outcomes: outcomes[outcome] >= goal)
 

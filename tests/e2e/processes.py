@@ -1,4 +1,4 @@
-"""The processes of a service under test, as the kernel sees them."""
+"""Processes of a service under test, from /proc."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from tests.launcher import command_line
 
 
 class Processes:
-    """The processes of a service, as the kernel sees them."""
+    """The processes of a service, from /proc."""
 
     def __init__(self, server: Served) -> None:
         self.supervisor = server.process.process.pid
@@ -19,7 +19,7 @@ class Processes:
 
     @property
     def engine(self) -> int:
-        """The one that is called so."""
+        """Return the process with this title."""
         [pid] = [pid for pid in self.all if command_line(pid).startswith(b"vitserve: engine")]
         return pid
 
@@ -37,4 +37,4 @@ def is_gone(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return state == "Z"  # ended, and not yet looked at by its parent
+    return state == "Z"  # a zombie

@@ -1,4 +1,4 @@
-"""What the tests of a running service share: the server with a client, pictures, raw sockets."""
+"""Shared by tests of a running service: the server with a client, pictures, raw sockets."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CHECKPOINT_NAME = "tiny"
 LABELS = tuple(f"label {i}" for i in range(10))
 
 Serve = Callable[..., "Served"]
-"""What the fixtures `serve` and `serve_module` give: starts a server with settings as keywords."""
+"""Type of the fixtures `serve` and `serve_module`, which start a server; keywords are settings."""
 
 
 class Served:
-    """A server process and a client of it."""
+    """A server process and its client."""
 
     def __init__(
         self, log: Path, *, wait: bool = True, warm: bool = False, **settings: object
@@ -44,13 +44,13 @@ class Served:
             self.connect(self.process.url)
 
     def connect(self, url: str) -> None:
-        """Talk to it at `url` from now on."""
+        """Send further requests to `url`."""
         self.url = url
         self.host, self.port = "127.0.0.1", int(url.rpartition(":")[2])
         self.client = client(url)
 
     def kill(self) -> None:
-        """End it, however it is doing."""
+        """End the server in any state."""
         with self.process:
             if hasattr(self, "client"):
                 self.client.close()
@@ -67,7 +67,7 @@ class Served:
         return self.client.post(f"/classify?{query}", content=picture, headers=headers, **options)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that carry these labels; 0 where there is none."""
+        """Return the sum of a metric's samples with these labels; 0 without such samples."""
         families = text_string_to_metric_families(self.get("/metrics").text)
         return sum(
             sample.value
@@ -78,12 +78,12 @@ class Served:
 
     @contextmanager
     def raw(self, source: str = "") -> Iterator[Raw]:
-        """A connection from an address of this machine; callers are told apart by address."""
+        """Connect from an address of this machine; the service tells clients apart by address."""
         with Raw(self.host, self.port, source) as connection:
             yield connection
 
     def idle(self) -> bool:
-        """Whether nothing is being handled."""
+        """Return whether the service handles no request."""
         return self.metric("vit_inflight_requests") == 0 and self.metric("vit_queue_depth") == 0
 
 
@@ -121,7 +121,7 @@ class Raw:
         self.send(lines.encode() + body[:sent])
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """(status, headers, body) of the next answer."""
+        """Return (status, headers, body) of the next answer."""
         while b"\r\n\r\n" not in self.buffer:
             self._receive()
         head, _, self.buffer = self.buffer.partition(b"\r\n\r\n")
@@ -134,12 +134,12 @@ class Raw:
         return int(lines[0].split()[1]), headers, body
 
     def problem(self) -> tuple[int, str]:
-        """(status, code) of the next answer, which must be a problem document."""
+        """Return (status, code) of the next answer, which must be a problem document."""
         status, headers, body = self.answer()
         return status, code_of(status, headers, body)
 
     def is_closed(self) -> bool:
-        """Whether the server says nothing more and closes."""
+        """Return whether the server closes without a further byte."""
         try:
             return self.buffer == b"" and self.socket.recv(1000) == b""
         except ConnectionResetError:
@@ -152,19 +152,19 @@ class Raw:
 
 
 def problem(response: httpx.Response) -> tuple[int, str]:
-    """(status, code) of a response."""
+    """Return (status, code) of a response."""
     return response.status_code, code_of(response.status_code, response.headers, response.content)
 
 
 def predictor_of(folder: Path) -> Predictor:
-    """The model in a folder, without a service."""
+    """Load the model of a folder, without a service."""
     return Predictor(
         load_checkpoint(str(folder)), device="cpu", compile_mode="off", dtype="float32", threads=1
     )
 
 
 def scores_alone(predictor: Predictor, file: bytes) -> NDArray[np.float32]:
-    """float32 [classes] in index order, of a picture that is alone in its batch."""
+    """Return the scores of a picture alone in its batch: float32 [classes] in index order."""
     pixels = preprocess(file, predictor.checkpoint.preprocess)
     [outputs] = predictor.predict(
         pixels[np.newaxis], RequestedOutputs(predictor.config.num_classes)
@@ -188,9 +188,7 @@ class Pictures:
 
     @classmethod
     def make(cls, predictor: Predictor, *, count: int, side: int = SIZE) -> Pictures:
-        """`count` pictures of many sizes, whose scores and best classes cannot be taken for one
-        another.
-        """
+        """Return `count` pictures of many sizes, with clearly different scores and best classes."""
         generator = np.random.default_rng(1)
         files: list[bytes] = []
         vectors: list[NDArray[np.float32]] = []
@@ -213,7 +211,7 @@ class Pictures:
         return len(self.files)
 
     def check(self, index: int, document: dict[str, Any], tolerance: float = 1e-3) -> None:
-        """The answer is this picture's own: every class that it names has its score."""
+        """Check that an answer is this picture's: each named class has the picture's score."""
         found = {p["index"]: p["score"] for p in document["predictions"]}
         for class_index, score in found.items():
             assert abs(score - self.scores[index, class_index]) < tolerance, (
@@ -224,7 +222,7 @@ class Pictures:
 
 
 class Models:
-    """What each of several models says of each picture when it is alone."""
+    """The scores of several models for each picture alone."""
 
     def __init__(self, files: list[bytes], folders: Iterable[Path]) -> None:
         self.files = files
@@ -235,7 +233,7 @@ class Models:
             self._known[folder.name] = Pictures(files, scores), load_checkpoint(str(folder))
 
     def check(self, index: int, document: dict[str, Any]) -> str:
-        """The name of the model that an answer is wholly of."""
+        """Return the name of the only model that explains an answer."""
         name: str = document["model"]
         pictures, checkpoint = self._known[name]
         pictures.check(index, document, 1e-4)
@@ -253,9 +251,7 @@ INFERRED = ("score", "index", "label", "logits", "attention")
 
 
 def check_inferred(answer: Any, server: Served, files: list[bytes]) -> None:
-    """What a Triton client was answered with `top_k` 3 and `attention` cls is what /classify
-    answers.
-    """
+    """Check that a Triton client's answer (`top_k` 3, `attention` cls) equals that of /classify."""
     score, index, label, logits, maps = (answer.as_numpy(name) for name in INFERRED)
     scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(np.take_along_axis(scores, index, axis=1), score, rtol=1e-4)
@@ -275,7 +271,7 @@ def check_inferred(answer: Any, server: Served, files: list[bytes]) -> None:
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """`work(0)` ... `work(count - 1)`, each on a thread of its own; their results in order."""
+    """Return `work(0)` ... `work(count - 1)` in order, each computed on its own thread."""
     with ThreadPoolExecutor(count) as pool:
         futures: list[Future[Any]] = [pool.submit(work, i) for i in range(count)]
         return [future.result(PATIENCE) for future in futures]

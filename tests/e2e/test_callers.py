@@ -1,6 +1,4 @@
-"""The callers that the project brings, against a running service: the client and the subcommands
-that take a URL.
-"""
+"""The project's clients against a running service: the Python client and subcommands with a URL."""
 
 import csv
 import io

@@ -1,6 +1,4 @@
-"""A real Prometheus scrapes a real service: every query of the dashboard and every recording rule
-has data.
-"""
+"""A real Prometheus scrapes a real service: all queries of dashboard and rules have data."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ RULES = REPOSITORY / "deploy/prometheus/rules"
 
 
 class Prometheus:
-    """A Prometheus that scrapes every half second."""
+    """A Prometheus that scrapes twice a second."""
 
     def __init__(self, folder: Path, *targets: str, options: tuple[str, ...] = ()) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -64,7 +62,7 @@ class Prometheus:
         )
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series of an expression, now; none while Prometheus starts."""
+        """Return the current series of an expression; none while Prometheus starts."""
         try:
             answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression})
         except httpx.ConnectError:
@@ -85,7 +83,7 @@ class Prometheus:
 
 @contextmanager
 def gpu_exporter() -> Iterator[str]:
-    """Serves what `/metrics` says of a GPU, without one."""
+    """Serve the metrics of a GPU, without a GPU."""
     registry = CollectorRegistry()
     for name, text in GAUGES.items():
         Gauge(name, text, ["gpu"], registry=registry).labels("0").set(0.5)
@@ -95,8 +93,9 @@ def gpu_exporter() -> Iterator[str]:
 
 
 def panels() -> dict[str, list[str]]:
-    """The queries of each panel, for all jobs and instances, over so long that slow tests have the
-    traffic in it.
+    """Return the queries of each panel over all jobs and instances.
+
+    Their range is long enough to contain the traffic of slow tests.
     """
     values = {"$job": ".*", "$instance": ".*", "$__rate_interval": "30m"}
     found = {}
@@ -114,7 +113,7 @@ def panels() -> dict[str, list[str]]:
 def prometheus(
     serve_module: Serve, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    """One that has seen a service under load."""
+    """A Prometheus that has scraped a service under load."""
     server = serve_module(recent_bytes=20_000)
     target = server.url.removeprefix("http://")
     with (
@@ -122,7 +121,7 @@ def prometheus(
         Prometheus(tmp_path_factory.mktemp("prometheus"), target, gpus) as started,
     ):
         until(lambda: len(started.query("up == 1")) == 2)
-        # Each series is scraped once before it grows and once after it.
+        # Each series is scraped once before it grows and once after.
         for _ in range(2):
             traffic(server)
             scraped = server.metric("vit_images_total")

@@ -1,6 +1,4 @@
-"""Every endpoint, format and error of a running service, over real HTTP, and tools that know it by
-OpenAPI alone.
-"""
+"""All endpoints, formats and errors of a running service over HTTP, and clients of its OpenAPI."""
 
 import json
 import re
@@ -201,7 +199,7 @@ def run(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def generated(keyed: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the client that openapi-python-client generates without a warning."""
+    """Return the folder of the client that openapi-python-client generates without warnings."""
     pytest.importorskip("openapi_python_client", reason="openapi-python-client is not installed")
     folder = tmp_path_factory.mktemp("generated")
     # Its hooks would format the client with any ruff in the PATH.
@@ -255,4 +253,4 @@ def test_schemathesis_finds_nothing(keyed: Served, tmp_path: Path) -> None:
     assert found, done.stdout
     assert found[1] == found[2]
     assert int(found[1]) > 100
-    assert re.search(r"(\d+) selected / \1 total", done.stdout)  # none is left out
+    assert re.search(r"(\d+) selected / \1 total", done.stdout)  # all are included

@@ -1,6 +1,4 @@
-"""From start to stop: when it is ready, how it fails to start, what a second start has, and that
-nobody is lost.
-"""
+"""A service from start to stop: readiness, failed starts, later starts, and draining."""
 
 import importlib.util
 import json
@@ -35,7 +33,7 @@ def is_draining(server: Served) -> bool:
 
 
 def complaint(*arguments: str, **settings: str) -> str:
-    """What a server that cannot start says on standard error; it must end with code 1."""
+    """Return the standard error of a server that cannot start and ends with code 1."""
     done = run_vitserve("serve", *arguments, log_level="warning", **settings)
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
@@ -56,7 +54,7 @@ def hold(event, arguments):
 
 sys.addaudithook(hold)
 """
-"""A module that Python runs as it starts: no checkpoint is read until there is the file GATE."""
+"""A module that Python runs at its start: it delays the checkpoint until the file GATE exists."""
 
 
 def test_it_answers_from_the_first_moment_but_is_ready_only_after_loading(
@@ -126,9 +124,7 @@ def test_open_to_all_it_warns_once_and_ends_with_zero_when_nobody_asks_anything(
 def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(
     workers: int, serve: Serve, pictures: Pictures
 ) -> None:
-    """Then nobody can connect, and it finishes what it has, a body that is half here included, and
-    leaves nothing.
-    """
+    """Connections are then refused. Accepted requests are answered, also with half of the body."""
     server = serve(workers=workers, drain_delay=2, request_timeout=30)
     pids = Processes(server).all
     folders = {
@@ -193,7 +189,7 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
 
     first = serve(warm=False, compile="auto", cache_dir=tmp_path / "cache")
     assert holds_torch(first)
-    answers(first)  # which makes the graph of relevance
+    answers(first)  # which compiles the graph of relevance
     until(lambda: kept() == 2)
     content = first.get("/model").json()["content"]
 
@@ -201,12 +197,12 @@ def test_a_second_server_holds_no_torch_until_something_needs_it(
     expected = answers(second)
     until(
         lambda: answers(first) == expected
-    )  # a graph of relevance computes once it has been compared with torch
+    )  # torch must have confirmed the graph before it computes
     first.process.terminate()
     assert second.get("/model").json()["content"] == content
     assert second.get("/model").json()["backend"].startswith("openvino")
     assert not holds_torch(second)
-    # While torch is loaded for one caller, others are answered.
+    # While torch loads for one client, others get answers.
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(second.client.post, "/attention?method=gae", content=files[0])
         while not slow.done():

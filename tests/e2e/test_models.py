@@ -1,6 +1,4 @@
-"""Twelve heads on one backbone, and another backbone: one service, over HTTP, in one process and in
-several.
-"""
+"""A service with twelve heads on one backbone and a second backbone, in one process or several."""
 
 import itertools
 import os
@@ -25,13 +23,14 @@ HEADS = tuple(f"head{index:02}" for index in range(12))
 OTHER = "other"
 ADMIN = {"Authorization": "Bearer admin"}
 REQUESTS = int(os.environ.get("VIT_TEST_REQUESTS", "150"))
-"""Of the test under loads and unloads; 20,000 are measured with a release."""
+"""Requests of the test under loads and unloads; releases send 20,000."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve models that differ in the head alone, each with as many classes as its number and two,
-    and another.
+    """Return twelve models that differ only in the head, and another model.
+
+    Model N has N + 2 classes.
     """
     root = tmp_path_factory.mktemp("models")
     base = load_checkpoint(str(write_checkpoint(root, "base", (SIZE, SIZE), LABELS, seed=7)))
@@ -117,7 +116,7 @@ def test_none_is_lost_and_none_is_of_another_model_while_models_come_and_go(
                 continue
             assert answer.status_code == 200, answer.text
             document = answer.json()
-            # A guest is one of two, whoever is swapped in.
+            # A guest is one of two models, in any order of swaps.
             label = document["predictions"][0]["label"].rpartition(" ")[0]
             assert document["model"] == name
             expected.check(picture, document | {"model": label if name == "guest" else name})

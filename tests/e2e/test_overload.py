@@ -1,6 +1,4 @@
-"""Too many callers, callers that leave, callers that never finish: each costs itself an answer,
-nobody else.
-"""
+"""Too many clients, disconnects and endless requests cost only the client at fault."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ MAX_BATCH = 3
 
 @pytest.fixture(scope="module")
 def holding(serve_module: Serve) -> Served:
-    """Launches batches of three only, so that two images wait until their time is up."""
+    """Launch only batches of three, so that two images wait until their deadline."""
     return serve_module(
         queue_size=PLACES,
         max_batch=MAX_BATCH,
@@ -33,7 +31,7 @@ def holding(serve_module: Serve) -> Served:
 
 @pytest.fixture(scope="module")
 def narrow(serve_module: Serve) -> Served:
-    """Has one place, which an image holds that waits for another in its batch."""
+    """A service of one slot, held by an image that waits for a full batch."""
     return serve_module(
         queue_size=1,
         max_batch=2,
@@ -52,7 +50,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextmanager
 def waiting(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]]:
-    """`count` callers whose images wait for others in their batch: each holds a place."""
+    """Run `count` clients whose images wait for a full batch, each holding a slot."""
     until(server.idle)
     with ExitStack() as stack:
         callers = [stack.enter_context(server.raw()) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""`serve run` with two replicas, on a local Ray of these tests' own."""
+"""`serve run` with two replicas, on a local Ray."""
 
 import os
 import shutil
@@ -29,11 +29,11 @@ from service.extensions.ray.replicas import app
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 ARGUMENTS = {"replicas": 2, "cpus": 0.4}
-"""Two replicas fit into two cores beside two more that take over from them."""
+"""Two replicas and their two successors share two cores."""
 
 
 class Service:
-    """The service on Ray, as a caller sees it."""
+    """The service on Ray, for clients."""
 
     def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.client = client(url)
@@ -50,7 +50,7 @@ class Service:
         )
 
     def images(self) -> dict[str, float]:
-        """How many images each replica has classified; empty where there is no replica to ask."""
+        """Return the number of images that each replica classified; empty without replicas."""
         answer = self.client.get("/metrics")
         families = text_string_to_metric_families(answer.text if answer.status_code == 200 else "")
         samples = (
@@ -71,9 +71,7 @@ class Service:
 
 @pytest.fixture(scope="module")
 def settings(checkpoint: Path) -> Iterator[None]:
-    """The environment from which applications of these tests are built; an incomplete batch waits
-    for a moment.
-    """
+    """Return the environment of the tests' applications; an incomplete batch waits for a moment."""
     values = {
         "checkpoint": checkpoint,
         "device": "cpu",
@@ -91,13 +89,13 @@ def settings(checkpoint: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of a Ray on this machine, which is begun without the settings."""
+    """Return the address of a Ray on this machine, which starts without the settings."""
     # The path of a socket in the folder must be short.
     with (
         tempfile.TemporaryDirectory(prefix="ray-") as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token is written to the home folder
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token to the home folder
         context = ray.init(
             num_cpus=2,
             include_dashboard=False,
@@ -116,7 +114,7 @@ def service(
     port = free_port()
     serve.start(
         http_options={"port": port}
-    )  # `serve run` takes what runs already, and has no flag for the port
+    )  # `serve run` joins a running instance, and lacks a flag for the port
     log = tmp_path_factory.mktemp("ray") / "serve.log"
     application = [
         "service.extensions.ray.replicas:app",

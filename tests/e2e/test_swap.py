@@ -1,4 +1,4 @@
-"""The checkpoint is swapped under load: each answer is wholly of one model, and none is missing."""
+"""Swap the checkpoint under load: each answer comes from one model, and none is lost."""
 
 import json
 import os
@@ -29,7 +29,7 @@ ADMIN = {"Authorization": "Bearer admin"}
 
 @pytest.fixture
 def folder(tmp_path: Path, checkpoint: Path) -> Path:
-    """Two checkpoints of different labels and input sizes, and one that is broken."""
+    """Return a folder with two checkpoints of other labels and sizes, and a broken checkpoint."""
     folder = tmp_path / "checkpoints"
     shutil.copytree(checkpoint, folder / CHECKPOINT_NAME)
     (folder / OTHER_NAME).mkdir()
@@ -45,9 +45,7 @@ def load(server: Served, served: str, checkpoint: str) -> httpx.Response:
 
 
 def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Counter[str]:
-    """Swap under load, the last time for a checkpoint that is refused; which model answered how
-    often.
-    """
+    """Swap under load, at last to a refused checkpoint; return how often each model answered."""
     names = [CHECKPOINT_NAME, OTHER_NAME]
     with Load(
         server,
@@ -60,7 +58,7 @@ def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Co
         for swap in range(swaps):
             served, following = names[swap % 2], names[(swap + 1) % 2]
             assert load(server, served, following).status_code == 200
-            # Whoever asks from now on is answered by it, by whichever worker.
+            # Every worker answers later requests with the new model.
             assert {server.get("/model").json()["name"] for _ in range(3)} == {following}
             running.more(following)
         served = names[swaps % 2]
@@ -74,7 +72,7 @@ def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Co
 
 
 def spoilt(folder: Path) -> list[str]:
-    """The names of checkpoints that no service can serve, each as it was found to slip through."""
+    """Return the names of checkpoints that cannot be served; each once passed the checks."""
     for name, changes in (
         ("cold", {"temperature": 1e-300}),
         ("unsaid", {"labels": ["\ud800", *LABELS[1:]]}),
@@ -84,7 +82,7 @@ def spoilt(folder: Path) -> list[str]:
         config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     shutil.copytree(folder / CHECKPOINT_NAME, folder / "pipe")
     (folder / "pipe" / "config.json").unlink()
-    os.mkfifo(folder / "pipe" / "config.json")  # who opens it waits for a writer
+    os.mkfifo(folder / "pipe" / "config.json")  # opening it blocks until a writer opens it
     return ["cold", "unsaid", "pipe"]
 
 
@@ -124,7 +122,7 @@ def test_a_killed_engine_returns_with_the_swapped_model(
         compile="auto",
     )
     in_turns(server, pictures, folder, swaps=1)
-    until(lambda: len(Processes(server).all) == 3)  # the engines that do not serve have ended
+    until(lambda: len(Processes(server).all) == 3)  # the replaced engines have ended
     os.kill(Processes(server).engine, signal.SIGKILL)
     until(lambda: server.get("/readyz").status_code == 503)
     until(lambda: server.get("/readyz").status_code == 200)

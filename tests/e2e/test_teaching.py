@@ -1,6 +1,4 @@
-"""Heads that a service learns: taught, asked, examined, exported and deleted over HTTP, and there
-after a restart.
-"""
+"""Taught heads over HTTP: teach, classify, list, export, delete, and restart."""
 
 import base64
 import shutil
@@ -36,7 +34,7 @@ ADMIN = {"Authorization": "Bearer admin-key"}
 
 
 def picture(colour: tuple[int, int, int], seed: int) -> bytes:
-    """A picture of about one colour."""
+    """Return a picture of about one colour."""
     noise = np.random.default_rng(seed).normal(scale=12, size=(SIZE, SIZE, 3))
     return encode(Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)), "PNG")
 
@@ -61,7 +59,7 @@ def described(server: Served, head: str = "colours") -> dict[str, Any]:
 
 
 def fitted(server: Served, count: int, head: str = "colours") -> dict[str, Any]:
-    """What a head says of itself once it serves as fitted to so many examples."""
+    """Return a head's description once it is fitted to `count` examples."""
 
     def ready() -> bool:
         states = {each["name"]: each["state"] for each in server.get("/models").json()}
@@ -73,7 +71,7 @@ def fitted(server: Served, count: int, head: str = "colours") -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(serve_module: Serve, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """Has learned two colours."""
+    """Serve a head that has learned two colours."""
     server = serve_module(teach=tmp_path_factory.mktemp("taught"))
     teach_colours(server)
     fitted(server, 12)
@@ -176,7 +174,10 @@ def test_pictures_come_in_every_form_and_mistakes_are_mended(serve: Serve, tmp_p
         server.client.post("/heads/colours/examples?label=red", json=body).json()["examples"]["red"]
         == 6
     )
-    for label in ("Caf\u00e9 \u2764\ufe0f", "Cafe\u0301 \u2764\ufe0f"):  # one text in two forms
+    for label in (
+        "Caf\u00e9 \u2764\ufe0f",
+        "Cafe\u0301 \u2764\ufe0f",
+    ):  # one text in two Unicode forms
         named = teach(server, label, [picture(GREEN, 1)], "other").json()
     assert named["examples"] == {"Caf\u00e9 \u2764\ufe0f": 1}
     image_id = server.classify(picture(BLUE, 52)).json()["id"]
@@ -310,7 +311,7 @@ def test_every_worker_has_a_head_soon(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught", workers=2)
     teach_colours(server)
     fitted(server, 12)
-    # Each connection is one worker's; a hundred in a row find both.
+    # Each connection belongs to one worker; a hundred connections reach both.
     until(lambda: all(ask(server) == "red" for _ in range(20)))
     assert server.client.delete("/heads/colours").status_code == 204
     until(lambda: all(ask(server) is None for _ in range(20)))
@@ -321,7 +322,7 @@ def test_every_worker_has_a_head_soon(serve: Serve, tmp_path: Path) -> None:
 
 
 def ask(server: Served) -> str | None:
-    """What a worker says of a red picture by the head; None where it does not know the head."""
+    """Return a worker's answer to a red picture; None if the worker does not know the head yet."""
     with client(server.url) as own:
         answer = own.post(
             "/classify?model=colours",
@@ -407,6 +408,6 @@ def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path
         assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
         assert server.client.delete(path, headers=ADMIN).status_code in (200, 204)
     assert server.get("/heads/colours", headers=alice).status_code == 404
-    # As one that was begun before there were keys.
+    # Like examples that were added before keys were set.
     assert teach(server, "red", [picture(RED, 1)], "nobodys", headers=ADMIN).status_code == 201
     assert teach(server, "red", [picture(RED, 2)], "nobodys", headers=alice).status_code == 403

@@ -1,6 +1,4 @@
-"""Traces of a real service, as a collector receives them over the wire, and a collector that is not
-there.
-"""
+"""Traces of a real service, received by a collector over the wire, and an absent collector."""
 
 import json
 
@@ -15,7 +13,7 @@ from tests.e2e.serving import Pictures, Serve, client
 pytestmark = pytest.mark.timeout(120)
 
 CALLERS = 40
-"""Enough, on connections of their own, for both workers to have some."""
+"""Enough requests, each on a new connection, to reach both workers."""
 
 STAGES = ("read", "decode", "queue", "inference")
 
@@ -29,7 +27,7 @@ def test_a_request_is_followed_from_its_caller_through_a_worker(
         monkeypatch.setenv("OTEL_SERVICE_NAME", "cats")
         monkeypatch.setenv(
             "OTEL_BSP_SCHEDULE_DELAY", "3600000"
-        )  # so all comes when the service stops
+        )  # so that all spans are exported when the service stops
         server = serve(workers=2, log_format="json")
         workers = Processes(server).workers
         for number in range(1, CALLERS + 1):

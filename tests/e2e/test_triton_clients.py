@@ -1,6 +1,4 @@
-"""NVIDIA's own clients of the Open Inference Protocol, over HTTP and gRPC, against a real server of
-two workers.
-"""
+"""NVIDIA's clients of the Open Inference Protocol over HTTP and gRPC, against two workers."""
 
 import re
 import socket
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 
 WORKERS = 2
 LISTENING = "0A"
-"""A state of sockets, as the kernel writes it."""
+"""The kernel's number for a state of sockets."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +77,7 @@ def test_a_service_for_other_machines_answers_from_outside_of_loopback(
         try:
             probe.connect(
                 ("192.0.2.1", 9)
-            )  # nothing is sent: the system names the address that it would send from
+            )  # sends no packet: the system names the address that it would use
         except OSError:
             pytest.skip("this machine has no address but loopback")
         own = probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""A log that nobody reads costs its own lines, and no request, health check or stop."""
+"""An unread log loses only its lines: requests, health checks and the stop go on."""
 
 import fcntl
 import os
@@ -36,7 +36,7 @@ def unread_pipe() -> Iterator[int]:
 
 @contextmanager
 def stopped_terminal() -> Iterator[int]:
-    """A terminal in which somebody has pressed Ctrl-S."""
+    """A terminal stopped with Ctrl-S."""
     controller, terminal = pty.openpty()
     termios.tcflow(terminal, termios.TCOOFF)
     yield terminal
@@ -84,7 +84,7 @@ def is_ready(url: str) -> bool:
 
 
 def ask_many(url: str) -> int:
-    """Return how many of a caller's requests were answered with 200."""
+    """Return the number of a client's requests that were answered with 200."""
     answered = 0
     picture = PICTURE.read_bytes()
     with httpx.Client(base_url=url, timeout=10) as client:

@@ -1,6 +1,4 @@
-"""Two web workers and an engine, each a process: they answer as one, and whichever is killed, only
-its own is lost.
-"""
+"""Two web workers and an engine answer as one service; a killed process loses its own work."""
 
 import json
 import os
@@ -29,16 +27,14 @@ PLACES = 48
 
 @pytest.fixture(scope="module")
 def service(serve_module: Serve) -> Served:
-    """With little room, so that overload is easily made; started anew, as only its engine is to
-    have torch.
-    """
+    """Start a service with few slots; it is not forked, because only its engine has torch."""
     return serve_module(
         warm=False, workers=WORKERS, queue_size=PLACES, max_images_per_request=8, request_timeout=30
     )
 
 
 def asks_every_worker(server: Served, path: str) -> list[httpx.Response]:
-    """The answers on many new connections: the kernel chooses a worker for each."""
+    """Return the answers on many new connections; the kernel chooses a worker for each."""
     answers = []
     for _ in range(12):
         with connection(server) as own:
@@ -46,7 +42,7 @@ def asks_every_worker(server: Served, path: str) -> list[httpx.Response]:
     return answers
 
 
-# As one
+# As one service
 
 
 def test_only_the_engine_has_torch_and_a_worker_stays_small(service: Served) -> None:
@@ -141,7 +137,7 @@ def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(
         service.metric("vit_rejected_total", reason="queue_full"),
         Processes(service).engine,
     )
-    callers = 4 * PLACES  # each worker gets more than its half of the places
+    callers = 4 * PLACES  # each worker gets more than half of the slots
 
     def is_full() -> bool:
         refused = service.metric("vit_rejected_total", reason="queue_full") - before
@@ -151,8 +147,7 @@ def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(
         # One address would leave slots to others.
         sources = [f"127.0.0.{2 + index}" for index in range(callers)]
         connections = [stack.enter_context(service.raw(source)) for source in sources]
-        # The supervisor too: it would take the engine for frozen, and replace it, before all of
-        # this is done.
+        # The supervisor is stopped too; otherwise it would replace the engine as frozen meanwhile.
         for pid in (service.process.process.pid, engine):
             os.kill(pid, signal.SIGSTOP)
             stack.callback(os.kill, pid, signal.SIGCONT)
@@ -168,7 +163,7 @@ def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(
     assert service.classify(pictures.files[0]).status_code == 200
 
 
-# Killed
+# Killed processes
 
 
 def test_a_killed_worker_loses_its_own_callers_only_and_another_takes_its_place(
@@ -187,7 +182,7 @@ def test_a_killed_worker_loses_its_own_callers_only_and_another_takes_its_place(
         "answered",
         "lost",
         "engine_unavailable",
-    }  # a new worker has to meet the engine first
+    }  # a new worker first connects to the engine
     assert (
         "worker 0 ended with signal 9" in service.log
         or "worker 1 ended with signal 9" in service.log
@@ -270,11 +265,11 @@ def test_a_frozen_engine_and_a_frozen_worker_are_replaced(
     pictures.check(1, answer.json())
 
 
-# Ended
+# Stopped services
 
 
 def test_no_process_outlives_a_supervisor_that_is_killed(service: Served) -> None:
-    """The last one that uses this service."""
+    """Stop the service; the last test of this module's service."""
     pids = Processes(service).all
     assert len(pids) == WORKERS + 1
     service.process.process.kill()

@@ -25,7 +25,7 @@ def cifar(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(cifar: Path, recipe: Recipe) -> TrainingData:
-    """The training pictures, split as the recipe says."""
+    """Return the training pictures, split by the recipe."""
     dataset = open_dataset(cifar, recipe.validation, recipe.seed)
     train, validation = (
         decode(part, config((32, 32)), cifar) for part in (dataset.train, dataset.validation)

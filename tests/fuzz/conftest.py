@@ -1,4 +1,4 @@
-"""`make fuzz EXAMPLES=20000` runs these tests for longer; the suite, for a moment."""
+"""`make fuzz EXAMPLES=20000` runs these tests for long; the suite runs a few examples."""
 
 import os
 

@@ -1,6 +1,4 @@
-"""schemathesis: requests made from a server's own OpenAPI document, and checks of what it answers
-to them.
-"""
+"""schemathesis: requests from a server's OpenAPI document, and checks of the answers."""
 
 import subprocess
 import sys
@@ -15,15 +13,16 @@ def schemathesis(
     """Run all checks of schemathesis against a server.
 
     Args:
-        arguments: further ones of `schemathesis run`.
-        key: API key that is sent with the requests, where the server asks for one.
-        folder: working folder, for what schemathesis keeps.
+        arguments: further arguments of `schemathesis run`.
+        key: API key of the requests, if the server needs a key.
+        folder: working folder, for the files of schemathesis.
         timeout: seconds.
 
     Raises:
-        subprocess.TimeoutExpired: it takes longer than `timeout`.
+        subprocess.TimeoutExpired: the run takes longer than `timeout`.
     """
-    # Its command has no `python -m`, and a script beside this interpreter need not be there.
+    # The package lacks a module to run with `python -m`, and its command may not be next to this
+    # interpreter.
     program = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Whatever the bytes: a picture or an `ImageError` in one line, in bounded time."""
+"""Any bytes give a picture or an `ImageError` of one line, in bounded time."""
 
 import functools
 import struct
@@ -84,7 +84,7 @@ def answer(data: bytes, *, scaled_decode: bool = True) -> None:
 
 
 def with_checksums(data: bytearray) -> bytes:
-    """A PNG whose chunks have the checksums of what is in them: else few faults come past these."""
+    """Return a PNG whose chunks have valid checksums; otherwise few faults reach the decoder."""
     fixed, place = bytearray(data), 8
     while place + 12 <= len(fixed):
         end = place + 8 + int.from_bytes(fixed[place : place + 4], "big")
@@ -108,7 +108,7 @@ def test_any_bytes_are_answered(data: bytes) -> None:
 @given(st.data(), st.integers(0, 24), st.booleans())
 def test_damaged_files_are_answered(draw: st.DataObject, number: int, scaled_decode: bool) -> None:
     data = bytearray(valid_files()[number])
-    # Most of what matters is in the first few hundred bytes.
+    # Most relevant fields are in the first few hundred bytes.
     places = st.integers(0, len(data) - 1) | st.integers(0, min(len(data) - 1, 300))
     for place in draw.draw(st.lists(places, min_size=1, max_size=6), label="places"):
         kind = draw.draw(

@@ -1,4 +1,4 @@
-"""Whatever the bytes on a connection: an answer or an end, and the service goes on."""
+"""Any bytes on a connection get an answer or a close, and the service goes on."""
 
 import socket
 from collections.abc import Iterator
@@ -65,7 +65,9 @@ def test_damaged_requests_are_answered_and_the_service_goes_on(
         ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30
     ) as connection:
         connection.sendall(data + LAST)
-        connection.settimeout(0.05)  # a request that is damaged may want more, which never comes
+        connection.settimeout(
+            0.05
+        )  # a damaged request may announce further bytes, which never come
         received = b""
         try:
             while piece := connection.recv(1 << 16):

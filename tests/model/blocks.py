@@ -1,4 +1,4 @@
-"""The encoder blocks of a model, which `nn.ModuleList` hands out as modules of no certain type."""
+"""The encoder blocks of a model with their type, which `nn.ModuleList` loses."""
 
 from model.network.layers.block import Block
 from model.network.vit import VisionTransformer

@@ -1,4 +1,4 @@
-"""Logits of which the right temperature is known."""
+"""Logits with a known right temperature."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ from model.score_fit import scores_and_energies
 
 
 def calibrated_logits(count: int = 4000) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Labels drawn from softmax(logits): the right temperature is 1 by construction."""
+    """Draw labels from softmax(logits): the right temperature is 1 by construction."""
     generator = np.random.default_rng(0)
     logits = 2 * generator.normal(size=(count, 5)).astype(np.float32)
     return logits, np.array(

@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Use one thread, because with several the rounding may change from call to call."""
+    """Use one thread, because with several the rounding may differ between calls."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,6 +1,4 @@
-"""A tiny configuration of every kind of model that a reader knows, and of every switch that a
-native one may have.
-"""
+"""Tiny configurations of all kinds of models that readers know, with all native switches."""
 
 from typing import Any, Final
 
@@ -58,7 +56,7 @@ HUGGING_FACE: Final[dict[str, list[dict[str, Any]]]] = {
     "CLIPModel": [{"hidden_act": "quick_gelu"}],
     "SiglipModel": [{}],
 }
-"""What the `config.json` of each class of transformers says beside the sizes."""
+"""Fields of `config.json` of each class of transformers, without sizes."""
 
 NATIVE: Final[dict[str, dict[str, Any]]] = {
     "max": {"pool": "max", "qk_norm": True},
@@ -82,9 +80,7 @@ NATIVE: Final[dict[str, dict[str, Any]]] = {
 
 
 def families() -> dict[str, ViTConfig]:
-    """Return a configuration of each kind by a name that says where it comes from; kinds that are
-    alike count once.
-    """
+    """Return a configuration of each kind by a name that tells its origin, without duplicates."""
     found: dict[str, ViTConfig] = {}
     for family in FAMILIES:
         for number, fields in enumerate(HUGGING_FACE[family.class_name]):
@@ -125,7 +121,7 @@ def _timm(arguments: dict[str, Any]) -> ViTConfig:
 
 
 def _kind(config: ViTConfig) -> ViTConfig:
-    """Return the configuration without what is a number alone, and changes no operator."""
+    """Return the configuration without numbers that change no operator."""
     rotary = config.rotary and RotaryPositions(learned=config.rotary.learned)
     return config.model_copy(
         update={"norm_eps": 1e-6, "registers": min(config.registers, 1), "rotary": rotary}

@@ -1,4 +1,4 @@
-"""Fitted scores, and sets of labels: their coverage and their finite-sample correction."""
+"""Calibrated scores and sets of labels: coverage and finite-sample correction."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_so_many_pictures_are_needed_and_one_less_is_refused(coverage: float, le
     numbers = [number / least for number in range(least)]
     assert (
         LabelSets.of(1.0, numbers, numbers, coverage).least_score == 0
-    )  # of the fewest pictures, all must fit
+    )  # with the fewest pictures, all must fit
     fewer = Calibration.of(
         "pictures", least, Fit(1.0), np.array(numbers[1:]), np.array(numbers[1:])
     )
@@ -63,7 +63,7 @@ def test_the_finite_sample_correction_is_exact(count: int, coverage: float, left
 def drawn(
     generator: np.random.Generator, count: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Logits of a model that is too sure of itself, and labels."""
+    """Return logits of an overconfident model, and labels."""
     logits = generator.normal(size=(count, 5)).astype(np.float32)
     truth = np.array([generator.choice(5, p=row) for row in scores_and_energies(logits, 1.0)[0]])
     return (3 * logits + generator.normal(size=(count, 1))).astype(np.float32), truth

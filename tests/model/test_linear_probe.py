@@ -20,7 +20,7 @@ from model.score_fit import fit_scores
 
 
 def noise(count: int, width: int = 12) -> NDArray[np.float64]:
-    """Features of any mean and scale."""
+    """Return features of any mean and scale."""
     return 40 + 7 * np.random.default_rng(count).normal(size=(count, width))
 
 
@@ -59,7 +59,7 @@ def test_each_head_is_the_minimum_of_its_loss(width: int) -> None:
 
 
 def test_held_out_pictures_are_not_fitted_to() -> None:
-    """Thirty features tell forty pictures of noise apart, if they are seen."""
+    """Thirty features separate forty pictures of noise if the fit has seen them."""
     features, truth, folds = noise(40, 30), np.arange(40) % 2, np.arange(40) // 2 % 5
     axes = Axes.of(features)
     weight, bias = axes.head(truth, 2, PENALTIES[-1])

@@ -1,4 +1,4 @@
-"""Which attention map is meant."""
+"""Which attention map a request means."""
 
 from typing import Any
 

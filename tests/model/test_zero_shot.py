@@ -1,4 +1,4 @@
-"""Labels as callers write them, and the scores of an embedding against features of labels."""
+"""Labels in the forms of a request, and scores of an embedding against features of labels."""
 
 import numpy as np
 import pytest
@@ -121,7 +121,7 @@ def test_scores_stay_finite_where_exponentials_do_not() -> None:
 
 
 SATURATED = [18.0, 25.0, 3.0, 19.0, 1.0]
-"""Logits of which the sigmoids of three are 1 in float32."""
+"""Return logits of which three have a sigmoid of 1 in float32."""
 
 
 def test_saturated_sigmoids_are_ranked_by_their_logits_on_the_host_and_on_a_device() -> None:
@@ -208,7 +208,7 @@ def test_little_speaks_for_any_class_if_a_head_abstains() -> None:
 
 def test_among_many_classes_evidence_is_measured_by_the_spread_of_their_logits() -> None:
     logits = np.tile(np.array([-1.0, 1.0], np.float32), 500)
-    logits[:4] = 8.0, 2.9, 1.7, -9.0  # of a mean of 0 and a deviation of about 1
+    logits[:4] = 8.0, 2.9, 1.7, -9.0  # their mean is 0, their deviation about 1
     logits = logits[np.newaxis] + 100
     head = Head(tuple(map(str, range(1000))), independent=False)
     found = [head.evidence(logits, np.array([each]))[1].item() for each in range(4)]

@@ -1,4 +1,4 @@
-"""Settings of the property tests: no time limit an example, for machines that are busy."""
+"""Settings of property tests: examples have no time limit, for busy machines."""
 
 import pytest
 from hypothesis import settings
@@ -11,5 +11,5 @@ settings.load_profile("service")
 
 @pytest.fixture
 def service() -> App:
-    """The application as it is without settings."""
+    """Return the application with default settings."""
     return app()

@@ -33,10 +33,10 @@ from service.web.image_stores import MemoryImageStore
 from tests.model.images.pictures import encode
 
 HAS_CLUSTER = find_spec("service.extensions") is not None
-"""Whether engines can be processes of their own; the core alone does without."""
+"""Whether engines can have their own processes, which needs an extension."""
 
 PATIENCE = 30.0
-"""Seconds after which a test gives up; nothing ever waits this long when the code is right."""
+"""Seconds until a test gives up; correct code never waits this long."""
 
 SIZE = 8
 CLASSES = 10
@@ -44,7 +44,7 @@ CLASSES = 10
 BAD = 255
 """Red value of an image that the model fails on."""
 NAN = 254
-"""Red value of an image whose scores are no numbers."""
+"""Red value of an image whose scores are NaN."""
 
 
 def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -68,13 +68,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def start(model: LocalModel, on_change: Callable[[], None]) -> None:
-    """Begin to load a model on its own."""
+    """Begin to load a single model."""
     model.on_change = on_change
     model.current.engine.start(partial(model._changed, model.current, asyncio.Event()))
 
 
 class FixedModels(Models):
-    """Models that a test has made; nobody changes them but the test."""
+    """Models of a test, which only the test changes."""
 
     def start(self, on_change: Callable[[], None]) -> None:
         self.on_change = on_change
@@ -113,7 +113,7 @@ LIBRARY = LibraryConfig(
     num_classes=CLASSES,
     width=8,
 )
-"""What timm's own code runs: without maps."""
+"""Return the description of a model that timm's code runs, without maps."""
 
 
 def model_info(**changes: Any) -> ModelInfo:
@@ -158,36 +158,34 @@ def model_info(**changes: Any) -> ModelInfo:
 
 
 def pixels(red: int) -> NDArray[np.uint8]:
-    """A picture of the model's size that is recognised by its red value."""
+    """Return a picture of the model's size that its red value identifies."""
     return np.full((SIZE, SIZE, 3), (red, 0, 0), np.uint8)
 
 
 def png(red: int, size: tuple[int, int] = (SIZE, SIZE)) -> bytes:
-    """The same as a file."""
+    """Return this picture as a PNG file."""
     return encode(Image.new("RGB", size, (red, 0, 0)), "PNG")
 
 
 def expected_indices(red: int, top_k: int) -> list[int]:
-    """What `FakePredictor` answers for `pixels(red)`."""
+    """Return the scores of `FakePredictor` for `pixels(red)`."""
     return [(red + i) % CLASSES for i in range(top_k)]
 
 
 def expected_logits(red: int) -> NDArray[np.float32]:
-    """The logits that `FakePredictor` answers for `pixels(red)`."""
+    """Return the logits of `FakePredictor` for `pixels(red)`."""
     return np.array([(red + i) / 4 for i in range(CLASSES)], np.float32)
 
 
 def expected_embedding(red: int, requested: EmbeddingRequest) -> NDArray[np.float32]:
-    """The embedding that `FakePredictor` answers for `pixels(red)`: which pool it is, whether
-    normalised, and red.
-    """
+    """Return the embedding of `FakePredictor` for `pixels(red)`: pool, normalised or not, red."""
     return np.array(
         [POOLINGS.index(requested.pool), requested.normalize, red / 4, *range(5)], np.float32
     )
 
 
 def text_feature(text: str) -> NDArray[np.float32]:
-    """The feature that `FakePredictor` has of a text: how often it has some letters."""
+    """Return the feature of `FakePredictor` for a text: the counts of some letters."""
     return np.array([1 + text.count(letter) for letter in "abcdefgh"], np.float32)
 
 
@@ -198,7 +196,10 @@ def answer(red: int, top_k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]
 
 @dataclass
 class FakePredictor:
-    """Answers by an image's red value. Every call waits for `gate` and is told in `launched`."""
+    """A predictor that answers by an image's red value.
+
+    Every call waits for `gate` and is recorded in `launched`.
+    """
 
     max_batch: int = 4
     streams: int = 1
@@ -263,7 +264,7 @@ class FakePredictor:
         return Outputs(*answer(red, requested.top_k), found, logits, embedding, finite=red != NAN)
 
     def embed_texts(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """A text's feature counts its letters."""
+        """Return the counts of a text's letters as its feature."""
         self.embedded.append(list(texts))
         self.entered.release()
         assert self.gate.wait(PATIENCE)
@@ -272,7 +273,7 @@ class FakePredictor:
         return np.stack([text_feature(text) for text in texts])
 
     async def wait_until_busy(self) -> None:
-        """Until one more `predict` has begun."""
+        """Wait until one more `predict` has begun."""
         assert await asyncio.to_thread(self.entered.acquire, timeout=PATIENCE)
 
 
@@ -282,7 +283,7 @@ def request_for(red: int, *, top_k: int = 3, **requested: Any) -> InferenceReque
 
 @dataclass
 class Rig:
-    """A running engine and what it told; `close` closes it where it runs."""
+    """A running engine with its listener's records; `close` closes it in its process."""
 
     models: Models
     close: Callable[[], Coroutine[Any, Any, None]]
@@ -303,9 +304,7 @@ class Rig:
         return asyncio.create_task(self.ask(red, **options))
 
     async def keep_busy(self, red: int = 0) -> asyncio.Task[InferenceResult]:
-        """Close the gate and send one image in: from now on images wait until
-        `predictor.gate.set()`.
-        """
+        """Close the gate and submit one image: later images wait until `predictor.gate.set()`."""
         self.predictor.gate.clear()
         task = self.ask_soon(red)
         await self.predictor.wait_until_busy()
@@ -323,9 +322,7 @@ class Rig:
 
 
 def local_models(make: Callable[[Any], Any], **versions: Version) -> LocalModels:
-    """Models of this process, whose engines `make` returns of what is to be loaded; one without a
-    name.
-    """
+    """Models of this process with engines that `make` returns; by default a single model."""
     return LocalModels(
         load_settings(), make, versions={name.strip("_"): each for name, each in versions.items()}
     )
@@ -343,7 +340,7 @@ async def running(
     ready: bool = True,
     remote: bool = False,
 ) -> AsyncIterator[Rig]:
-    """An engine with a fake predictor; `remote`: asked as from another process, over a socket."""
+    """Start an engine with a fake predictor; `remote`: over a socket, as from another process."""
     predictor = predictor or FakePredictor()
     reports: list[BatchReport] = []
     states: list[str] = []

@@ -20,7 +20,7 @@ asyncio.run(running.request("GET", "/healthz"))
 
 
 def install(folder: Path) -> None:
-    """Write the example, and the metadata of an installed package, into a folder."""
+    """Write the example and an installed package's metadata into a folder."""
     page = (REPOSITORY / "docs/extensions.md").read_text()
     [module] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     [table] = re.findall(r"^(\[project\.entry-points.*?\n)\n", page, re.M | re.S)

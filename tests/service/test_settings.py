@@ -1,4 +1,4 @@
-"""Every setting, from the environment and from a flag; every wrong value, in one line."""
+"""Every setting from the environment and from a flag; every wrong value is one line."""
 
 import argparse
 import os
@@ -185,7 +185,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return secrets as the strings that they hide."""
+    """Return the texts of secrets."""
     if isinstance(value, tuple):
         return tuple(plain(each) for each in value)
     return value.get_secret_value() if isinstance(value, SecretStr) else value

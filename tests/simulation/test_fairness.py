@@ -1,4 +1,4 @@
-"""Fairness where work is admitted: a lane's turns before a batch queue that knows no callers.
+"""Fairness at admission: a lane's turns before a batch queue that treats clients alike.
 
 Time is simulated. Busy callers always have pictures waiting; a light caller sends a few a second.
 """
@@ -19,7 +19,7 @@ from tests.service.web.apps import Clock
 STREAMS = 2
 BATCHES_AHEAD = 4
 PATIENCE = 1e9
-"""Seconds that pictures wait: none expires here."""
+"""Seconds until a waiting picture expires, more than a test lasts."""
 
 
 def on_cpu(size: int, busy: int) -> float:

@@ -40,10 +40,10 @@ from tests.service.fakes import PATIENCE, model_info
 CAPACITY = 6
 MAX_BATCH = 3
 SECONDS = 10
-"""Seconds of the injected clock within which an image must be launched."""
+"""Seconds of the injected clock within which an image's batch must start."""
 
 MOST = 20
-"""Requests that are under way."""
+"""Number of requests in flight."""
 
 WHICH = st.integers(0, MOST - 1)
 
@@ -53,7 +53,7 @@ GAE = MapRequest("gae", 3)
 class Runner:
     """A model whose answers name it and the image.
 
-    Each batch waits until the machine lets it go on.
+    Each batch waits until the machine releases it.
     """
 
     streams, batch_sizes, compiled, device, max_batch = 2, None, "off", "cpu", MAX_BATCH
@@ -69,10 +69,10 @@ class Runner:
         self.size, self.heads = 0, dict[str, Any]()
 
     def warm_up(self, *, compile_later: bool = False) -> None:
-        """Be warm."""
+        """Do nothing."""
 
     def finish_warm_up(self) -> None:
-        """Be warm."""
+        """Do nothing."""
 
     def check(self) -> None:
         if self.dead:
@@ -93,7 +93,7 @@ class Runner:
         numbers = [int(image[0, 0, 0]) for image in images]
         if len(numbers) > 1 or not self.bad.issuperset(
             numbers
-        ):  # else a bad image is tried alone, in the same turn
+        ):  # otherwise the engine retries a bad image alone, in the same turn
             self.launched.append((numbers, self.clock()))
             self.waiting += 1
             assert self.turns.acquire(timeout=PATIENCE)
@@ -105,7 +105,7 @@ class Runner:
 
 
 def reachable(state: State) -> set[State]:
-    """Return the states that the table leads to from a state, itself included."""
+    """Return the states that the table reaches from a state, with the state itself."""
     states = {state}
     while more := set().union(*(TRANSITIONS[each] for each in states)) - states:
         states |= more
@@ -114,7 +114,7 @@ def reachable(state: State) -> set[State]:
 
 @dataclass(eq=False)
 class Request:
-    """A request from its head to its end: it belongs to one generation, and asks for one image."""
+    """A request from its headers to its end: it belongs to one generation and one image."""
 
     number: int
     generation: Generation[Any]
@@ -125,7 +125,7 @@ class Request:
 
 
 class ModelMachine(RuleBasedStateMachine):
-    """One name that is served, its requests, and what happens to them."""
+    """One served name, its requests, and the events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,13 +200,13 @@ class ModelMachine(RuleBasedStateMachine):
                 waiting,
                 [each.answer.done() for each in self.requests if each.answer is not None],
             )
-            # A thread that has taken a batch may not be in the model yet.
+            # A thread that has taken a batch may not yet be in the model.
             engines_open: list[Any] = [generation.engine for generation in self.model._open]
             taken = sum(len(engine._streams._under_way) for engine in engines_open)
             is_quiet = now == before and taken == sum(
                 runner.waiting for runner in self.runners.values()
             )
-            # A thread that was woken may not have looked into the queue yet.
+            # A woken thread may not yet have looked into the queue.
             is_quiet &= not any(
                 engine.ready
                 and len(engine._streams._images.queue)
@@ -221,14 +221,14 @@ class ModelMachine(RuleBasedStateMachine):
             assert generation.state in reachable(before), "no drawn way leads here"
             self.states[generation] = generation.state
 
-    # What callers do
+    # Events of callers
 
-    # Threads decide when a batch is launched, so the drawn values do not depend on any state. A
-    # rule without work returns.
+    # Threads decide when a batch starts, so drawn values do not depend on state. A rule without
+    # work returns.
 
     @rule()
     def head(self) -> None:
-        """A request's head comes, and its body is awaited."""
+        """Receive the headers of a request."""
         if len(self.requests) >= MOST:
             return
         request = Request(next(self.numbers) % 250, self.model.current, self.version())
@@ -237,14 +237,14 @@ class ModelMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH, explained=st.booleans())
     def body(self, which: int, explained: bool) -> None:
-        """Its picture is here, and asks for an answer; sometimes for a map of its own pass."""
+        """Receive a request's picture; sometimes it asks for a map of its own pass."""
         if awaited := [each for each in self.requests if each.answer is None]:
             self.ask(awaited[which % len(awaited)], GAE if explained else None)
             self.wait(self.settle())
 
     @rule(count=st.integers(2, 2 * MAX_BATCH))
     def burst(self, count: int) -> None:
-        """Several callers come at the same time."""
+        """Start requests of several callers at once."""
         for _ in range(min(count, MOST - len(self.requests))):
             self.head()
             self.ask(self.requests[-1], None)
@@ -288,11 +288,11 @@ class ModelMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    # What the device does
+    # Events of the device
 
     @rule(which=WHICH, bad=st.booleans())
     def compute(self, which: int, bad: bool) -> None:
-        """A batch is computed, of which an image may be at fault."""
+        """Compute a batch, of which an image may be at fault."""
         busy = [each for each in self.runners.values() if each.waiting]
         if not busy:
             return
@@ -303,7 +303,7 @@ class ModelMachine(RuleBasedStateMachine):
         runner.turns.release()
         self.wait(self.settle())
 
-    # What the operator does
+    # Events of the operator
 
     @rule(broken=st.booleans())
     def load(self, broken: bool) -> None:
@@ -320,13 +320,13 @@ class ModelMachine(RuleBasedStateMachine):
 
     @rule()
     def loaded(self) -> None:
-        """What was being loaded is there, or is refused."""
+        """Finish or refuse the load."""
         self.load_gate.set()
         self.wait(self.settle())
         if self.loading is not None and self.loading.done():
             assert isinstance(self.loading.exception(), CheckpointRefused | None)
 
-    # The promises
+    # Promises
 
     @invariant()
     def every_answer_is_the_images_own_and_of_its_model(self) -> None:
@@ -348,7 +348,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     @invariant()
     def versions_live_as_drawn(self) -> None:
-        """No transition outside the table was seen, or asserted against in a callback."""
+        """Every transition was in the table, and callbacks raised no assertion."""
         if hasattr(self, "model"):
             self.look_at_states()
         assert not self.errors
@@ -365,7 +365,7 @@ class ModelMachine(RuleBasedStateMachine):
             assert runner.waiting <= 3  # two streams, and the thread of maps
         assert (
             len(self.model._open) <= 3
-        )  # the current one, one that retires, and one that waits to be loaded
+        )  # the current generation, a retiring one, and one that waits to load
         for request in self.requests:
             if request.answer is None or not request.answer.done():
                 assert request.generation in self.model._open, (

@@ -1,6 +1,4 @@
-"""Callers that ask for more models than the memory holds: an injected clock, and predictors that
-cost nothing.
-"""
+"""Callers of more models than memory holds, with an injected clock and fake predictors."""
 
 import asyncio
 from collections import Counter
@@ -44,7 +42,7 @@ class Simulation:
         )
 
     async def ask(self, caller: str, name: str) -> int:
-        """Return 0 if a model is available to a caller, or else the seconds of Retry-After."""
+        """Return 0 if a model is available to a caller, otherwise the seconds of Retry-After."""
         load_caller.set(caller)
         try:
             await self.models.available(name)

@@ -1,4 +1,4 @@
-"""Answers of a service, for tests that run without one."""
+"""Answers of a service, for tests without a service."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ CAT: dict[str, Any] = {
     "timings_ms": {"decode": 1.0, "queue": 0.0, "inference": 2.0, "total": 3.0},
     "batch_size": 1,
 }
-"""The answer of POST /classify."""
+"""Return an answer of POST /classify."""
 
 FULL: dict[str, Any] = {
     "type": "about:blank",
@@ -20,7 +20,7 @@ FULL: dict[str, Any] = {
     "code": "queue_full",
     "request_id": "r",
 }
-"""A problem document."""
+"""Return a problem document."""
 
 MAP: dict[str, Any] = {
     "method": "cls",
@@ -31,10 +31,10 @@ MAP: dict[str, Any] = {
     "kept_mass": 0.5,
     "region": {"x": 0, "y": 0, "width": 2, "height": 1},
 }
-"""The answer of POST /attention with `format=json`."""
+"""Return an answer of POST /attention with `format=json`."""
 
 SIDE = 64
-"""Longer side of the pictures that the model of `MODEL` reads."""
+"""Longer side of the input of `MODEL`'s model."""
 
 MODEL: dict[str, Any] = {
     "name": "tiny",
@@ -58,4 +58,4 @@ MODEL: dict[str, Any] = {
     "preprocessing": {"resize_size": [SIDE, SIDE]},
     "attention_methods": [],
 }
-"""The answer of GET /model."""
+"""Return an answer of GET /model."""

@@ -1,4 +1,4 @@
-"""What both clients send, how they read answers, and the package of the client."""
+"""Requests of both clients, how they read answers, and the client's package."""
 
 import asyncio
 import io
@@ -78,7 +78,7 @@ def call(request: pytest.FixtureRequest) -> Call:
 
 
 class Recorder:
-    """Answers every request alike and keeps the last one."""
+    """A server that repeats one answer and keeps the last request."""
 
     def __init__(self, status: int, **answer: Any) -> None:
         self.answer = httpx.Response(status, **answer)
@@ -106,7 +106,7 @@ def test_url_with_a_path_names_the_root(answer: httpx.Response, says: bool) -> N
             with pytest.raises(ClientError) as raised:
                 client.labels()
             assert str(raised.value).endswith(f"such as {URL}") == (says and is_first)
-            client.classify(b"pixels")  # then the path is the prefix of a proxy
+            client.classify(b"pixels")  # then the path is a proxy's prefix
 
 
 def test_image_is_sent_as_the_body(call: Call, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_image_is_sent_as_the_body(call: Call, tmp_path: Path) -> None:
 
 
 RGB = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
-"""Rows of pixels of which no two are alike."""
+"""Return pixels whose rows are all different."""
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ FOREIGN = "raise SystemExit('another package')"
 
 @pytest.fixture(params=["{}.py", "{}/__init__.py"], ids=["file", "package"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder of somebody's own, with the names of the server's packages."""
+    """Return a folder of a user with the names of the server's packages."""
     for name in ("service", "model"):
         file = tmp_path / request.param.format(name)
         file.parent.mkdir(exist_ok=True)
@@ -385,7 +385,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder that comes first wherever Python looks for modules."""
+    """Run Python in a folder that comes first in the search for modules."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
     command = [sys.executable, *arguments]
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""Clients behind a proxy of the environment: which service it is for, and what its failures say."""
+"""Clients behind a proxy of the environment: for which service, and messages of its failures."""
 
 import socket
 from http.server import BaseHTTPRequestHandler, HTTPServer

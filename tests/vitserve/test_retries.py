@@ -17,11 +17,11 @@ from vitserve.documents import Classification
 from vitserve.errors import ModelFailed
 
 Step = int | Exception | tuple[int, str]
-"""A status, a status with Retry-After, or an error in place of an answer."""
+"""A status, a status with Retry-After, or an error instead of an answer."""
 
 
 class Scripted:
-    """Answers with one step after another, and is the clock that the pauses move."""
+    """A server that answers with one step after another, and the clock that pauses move."""
 
     def __init__(self, *steps: Step, took: float = 0.0) -> None:
         self.steps = list(steps)
@@ -164,7 +164,7 @@ def test_client_waits_for_a_restart(ask: Ask) -> None:
 
 
 def answer(request: httpx.Request) -> httpx.Response:
-    """Classify as a cat, but for what begins with `bad`."""
+    """Return a cat for all pictures except those whose name begins with `bad`."""
     if request.content.startswith(b"bad"):
         return httpx.Response(415, json=FULL | {"status": 415, "code": "unsupported_media_type"})
     return httpx.Response(200, json=CAT | {"model": request.content.decode()})
@@ -214,7 +214,7 @@ async def test_async_stream_keeps_the_order_of_files(tmp_path: Path, concurrency
 
 
 class Source:
-    """Gives image after image, and notes how many were taken."""
+    """Yield images, and count those that were taken."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -1,4 +1,4 @@
-"""How the service reads shrunk pictures, and that its answers refer to the originals."""
+"""The service's view of shrunk pictures; its answers refer to the original pictures."""
 
 import asyncio
 import inspect
@@ -29,7 +29,7 @@ PREPROCESS = PreprocessConfig(
 
 
 def photo(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """Smooth noise, of which no two parts are alike."""
+    """Return smooth noise whose parts all differ."""
     noise = np.random.default_rng(0).integers(
         0, 256, (height // 64, width // 64, len(mode)), dtype=np.uint8
     )
@@ -49,7 +49,7 @@ def opened(data: bytes) -> Image.Image:
 def test_shrunk_picture_has_the_same_region(form: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    exif[0x8825] = {1: "N"}  # where it was taken
+    exif[0x8825] = {1: "N"}  # where the box was cut
     original = encoded(photo(1104, 804), form, exif=exif)
     sent = shrink(original, SIDE)
     assert len(sent.data) < len(original) / 2
@@ -60,7 +60,7 @@ def test_shrunk_picture_has_the_same_region(form: str, orientation: int) -> None
     difference = np.abs(expected.pixels.astype(int) - found.pixels)
     assert (difference.mean() < 1) and (difference.max() < 16)
     region = np.array(found.region) * (sent.pixel * 2)
-    np.testing.assert_allclose(region, expected.region, atol=4)  # a pixel of what is sent
+    np.testing.assert_allclose(region, expected.region, atol=4)  # one pixel of the sent picture
 
 
 @pytest.mark.parametrize("size", [(256, 256), (511, 1200), (512, 700), (1023, 1023), (2050, 2048)])
@@ -149,7 +149,7 @@ def test_regions_refer_to_the_originals(
         batch = await ask("classify_batch", [PHOTO, SMALL], attention=True)
         assert [each.attention.region.model_dump() for each in batch.results] == [TIMES_4, REGION]
         await ask("heat_map", PHOTO)
-        now += 61  # another model may be there
+        now += 61  # another model may be served
         await ask("classify", PHOTO)
 
     retries = Retries(clock=lambda: now)

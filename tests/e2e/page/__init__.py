@@ -1,4 +1,4 @@
 """The page in a real browser.
 
-A package, so that its tests share one browser, which ends with the last of them.
+A package, so that its tests share one browser.
 """

@@ -1,4 +1,4 @@
-"""A real Chromium with the page in it, which fails a test that the page makes complain."""
+"""A real Chromium with the page; a test fails if the page reports an error."""
 
 import shutil
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from tests.launcher import PATIENCE  # noqa: E402
 __all__ = ["Browser", "Page", "Route", "Tab", "audit", "chromium", "expect", "tab"]
 
 BROWSER_PATIENCE = 1000 * PATIENCE
-"""Milliseconds after which the browser gives up on what a test waits for."""
+"""Milliseconds that the browser waits for a condition."""
 
 expect.set_options(timeout=BROWSER_PATIENCE)
 
@@ -43,7 +43,7 @@ new PerformanceObserver((list) => {
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Start Debian's Chromium; skips the test where there is none."""
+    """Start Debian's Chromium, or skip the test if it is missing."""
     path = (
         shutil.which("chromium")
         or shutil.which("chromium-browser")
@@ -52,7 +52,7 @@ def chromium() -> Iterator[Browser]:
     if path is None:
         pytest.skip("no Chromium is installed (on Debian: apt-get install chromium)")
     with sync_playwright() as driver:
-        # As root, as in a container, Chromium has no sandbox.
+        # Chromium's sandbox does not run as root.
         yield driver.chromium.launch(
             executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
@@ -60,13 +60,11 @@ def chromium() -> Iterator[Browser]:
 
 @dataclass
 class Tab:
-    """One page in a profile of its own.
+    """A page in its own profile.
 
     Attributes:
-        complaints: what the console said, scripts that failed, and requests to anywhere but the
-        service.
-        refusals_expected: whether the test provokes answers that are errors, which the console
-        reports too.
+        complaints: messages of the console, failed scripts, and requests to other services.
+        refusals_expected: whether the test provokes errors, which the console reports, too.
     """
 
     page: Page
@@ -94,9 +92,9 @@ class Tab:
             self.complaints.append(f"a request to {request.url}")
 
     def check(self) -> None:
-        """Fail if anything went wrong."""
+        """Fail if the page reported an error."""
         self.complaints += self.page.evaluate("window.violations")
-        # Only now, as refusals may come before the test has said that it expects them.
+        # Only now, because refusals may come before the test expects them.
         refusal = "Failed to load resource"
         unexpected = [
             text
@@ -108,7 +106,7 @@ class Tab:
 
 @contextmanager
 def tab(browser: Browser, url: str, **options: Any) -> Iterator[Tab]:
-    """Open the page at `url`; afterwards nothing may have gone wrong in it."""
+    """Open the page at `url`, and fail if it reports an error by the end."""
     parts = urlsplit(url)
     context = browser.new_context(
         **({"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options)
@@ -123,7 +121,7 @@ def tab(browser: Browser, url: str, **options: Any) -> Iterator[Tab]:
 
 
 def audit(page: Page) -> None:
-    """Fail if axe finds anything in the page as it is now, in light and in dark colours."""
+    """Fail if axe finds a problem in the current page, in light or dark colours."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)

@@ -1,4 +1,4 @@
-"""One browser for all tests of the page, and one server for each model."""
+"""Fixtures: one browser for all tests of the page, and one server per model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +15,8 @@ from tests.e2e.serving import Served
 
 @contextmanager
 def serving(folder: Path, **settings: Any) -> Iterator[Served]:
-    """A server on the CPU."""
-    # A minute for each request, so that a busy machine refuses no map: their thread has little
-    # priority.
+    """Start a server on the CPU."""
+    # A long deadline, so that a busy machine refuses no map: the thread of maps has low priority.
     settings |= {"device": "cpu", "compile": "off", "max_batch": 4, "request_timeout": 60}
     served = Served(folder / "server.log", warm=True, **settings)
     try:
@@ -26,8 +25,8 @@ def serving(folder: Path, **settings: Any) -> Iterator[Served]:
         served.kill()
 
 
-# Not for the whole session: while the browser runs, Playwright's event loop counts as running in
-# this thread, and other tests could start none of their own.
+# Not for the whole session: Playwright's event loop counts as running in this thread, so that other
+# tests could not start theirs.
 
 
 @pytest.fixture(scope="package")
@@ -38,7 +37,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serves the bundled model."""
+    """Serve the bundled model."""
     with serving(
         tmp_path_factory.mktemp("page"), checkpoint="bundled", max_upload_bytes="200kB"
     ) as served:
@@ -49,7 +48,7 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def locked_server(
     browser: Browser, tmp_path_factory: pytest.TempPathFactory, shared: Path
 ) -> Iterator[Served]:
-    """Serves DeiT-tiny behind keys."""
+    """Serve DeiT-tiny behind keys."""
     options: dict[str, Any] = {"api_keys": "secret,other", "metrics_public": False}
     folder, checkpoint = tmp_path_factory.mktemp("page"), shared / "weights/deit_tiny_imagenet"
     with serving(folder, checkpoint=checkpoint, **options) as served:

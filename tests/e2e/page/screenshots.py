@@ -1,8 +1,6 @@
-"""Takes the pictures of the page in docs/images: `make screenshots`, or `python -m
-tests.e2e.page.screenshots`.
+"""Take the pictures in docs/images: `make screenshots`.
 
-Asks a service of its own, with DeiT-tiny from the folder that VIT_SHARED names, or else with the
-bundled model.
+Starts a service with DeiT-tiny from the folder that VIT_SHARED names, or with the bundled model.
 """
 
 import argparse
@@ -29,9 +27,7 @@ SCREENS: dict[str, dict[str, Any]] = {
 
 
 def take(browser: Browser, url: str, *, compare: bool, **options: Any) -> Image.Image:
-    """Return what the page shows of the dog, and of the maps of two classes beside each other if
-    `compare`.
-    """
+    """Return a screenshot of the dog; if `compare`, with the maps of two classes side by side."""
     with tab(browser, url, **options) as found:
         page = found.page
         for picture in (CAT, DOG):  # one after the other, so that neither waits for the other
@@ -60,9 +56,7 @@ def main() -> None:
         with ServerProcess(
             log, checkpoint=weights if weights.is_dir() else "bundled", model_name="deit-tiny"
         ) as server:
-            for name, options in [
-                *SCREENS.items()
-            ] * 2:  # in the first round graphs are still being made
+            for name, options in [*SCREENS.items()] * 2:  # the first round still compiles graphs
                 screen = take(browser, f"{server.url}/", compare=name == "page_dark", **options)
                 screen.save(output / f"{name}.jpg", quality=78, optimize=True, progressive=True)
 

@@ -1,4 +1,4 @@
-"""What a person does on the page, and what is to be seen there."""
+"""Actions of a person on the page, and the visible results."""
 
 import base64
 import io
@@ -20,7 +20,7 @@ PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobil
 
 
 def answers(page: Page) -> list[str]:
-    """The labels on screen, when they are there."""
+    """Return the labels on screen as soon as they appear."""
     expect(page.locator(".answer").first).to_be_visible()
     return page.locator(".answer .label").all_inner_texts()
 
@@ -38,12 +38,12 @@ def map_shown(page: Page, index: int = 0) -> None:
 
 
 def open_choices(page: Page, index: int = 0) -> None:
-    """Open what a map's class and method are chosen in."""
+    """Open the controls for a map's class and method."""
     page.locator(".choices summary").nth(index).click()
 
 
 def pixels(page: Page, selector: str) -> np.ndarray:
-    """The pixels of a canvas: uint8 [rows, columns, 4]."""
+    """Return the pixels of a canvas: uint8 [rows, columns, 4]."""
     url = page.locator(selector).first.evaluate("(canvas) => canvas.toDataURL('image/png')")
     return np.asarray(
         Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGBA")
@@ -51,7 +51,7 @@ def pixels(page: Page, selector: str) -> np.ndarray:
 
 
 def send_event(page: Page, kind: str, files: list[Path], place: str = "#drop") -> None:
-    """Drop or paste files at a place as a person would: the event with its data."""
+    """Drop or paste files on an element: send the event with its data."""
     content = [[path.name, base64.b64encode(path.read_bytes()).decode()] for path in files]
     page.evaluate(
         """([kind, files, place]) => {

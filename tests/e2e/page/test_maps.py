@@ -1,4 +1,4 @@
-"""The maps of the page at / in a real browser, with the bundled model and real pictures."""
+"""Maps on the page in a real browser, with the bundled model and real pictures."""
 
 import io
 import json
@@ -29,7 +29,9 @@ def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_bel
         lying = picture.resize((900, 1200)).transpose(Image.Transpose.ROTATE_90)
     photo.write_bytes(encode(lying, "JPEG", quarter_turn, quality=100))
     smaller = encode(lying, "JPEG", quarter_turn, quality=50)
-    assert photo.stat().st_size > 200_000 > len(smaller)  # what the server takes
+    assert (
+        photo.stat().st_size > 200_000 > len(smaller)
+    )  # the largest upload that the server accepts
     found.refusals_expected = True
     choose(page, photo)
     expect(page.get_by_role("alert")).to_contain_text("larger than the service accepts")
@@ -102,7 +104,7 @@ def test_a_map_is_drawn_as_the_service_draws_it(page: Page, server: Served) -> N
     assert len(np.unique(squares[..., 3])) <= 64 < len(np.unique(smooth[..., 3]))
     page.get_by_label("Map opacity").fill("25")
     expect(page.locator(".heat")).to_have_css("opacity", "0.25")
-    # The photo alone, while the button is held.
+    # Only the photo, while the button is held.
     page.get_by_role("button", name="Hold to see the photo").hover()
     page.mouse.down()
     assert not pixels(page, ".heat").any()
@@ -194,7 +196,7 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(
     shown = document["maps"][0]
     query = f"/attention?id={shown['id']}&method=relevance&class={chosen}&format=json"
     np.testing.assert_allclose(shown["values"], server.get(query).json()["values"], atol=1e-6)
-    # Two maps share a scale, and a class is searched by its name.
+    # Two maps share a scale, and the picker searches classes by name.
     [high, other] = page.locator(".high").all_inner_texts()
     assert high == other
     open_choices(page, 1)
@@ -229,7 +231,7 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(
         rf"{labels[2]}, 0.* %, evidence 0.*; frog, 0.* %, evidence 0",
         "; ".join(page.evaluate("written")),
     )
-    # What has no layer offers none.
+    # Methods without layers do not offer layers.
     expect(page.locator(".layer").first).to_be_hidden()
 
 

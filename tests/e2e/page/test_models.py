@@ -1,6 +1,4 @@
-"""The page of a service with several models: one is chosen, a second one beside it, and either may
-go meanwhile.
-"""
+"""The page of a service with several models: choice, comparison, and models that disappear."""
 
 import io
 import json
@@ -52,9 +50,7 @@ ADMIN = {"Authorization": "Bearer admin"}
 
 @pytest.fixture(scope="module")
 def models_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serves the bundled model, with labels in another language, too, and at another size, and one
-    of words.
-    """
+    """Serve the bundled model: as it is, with other labels, resized, and with one-word labels."""
     folder = tmp_path_factory.mktemp("models")
     whole_models.clip(folder / "words")
     (folder / "german.txt").write_text("\n".join(GERMAN))
@@ -83,7 +79,7 @@ def found(open_models: Open) -> Iterator[Tab]:
 
 
 def queries(page: Page) -> list[dict[str, str]]:
-    """The queries of all requests to /classify and /attention, as they are sent from now on."""
+    """Collect the queries of all later requests to /classify and /attention."""
     sent: list[dict[str, str]] = []
 
     def note(url: str) -> None:
@@ -152,7 +148,7 @@ def test_two_models_stand_side_by_side_on_one_picture(page: Page, models_server:
         re.compile(r"^dog\.jpg: english: dog, 9.*; large: \w+, ")
     )
     expect(page.get_by_label("Compare two maps")).to_be_hidden()
-    # An answer of the second one has its map drawn there, and nowhere else.
+    # An answer of the second model has its map there only.
     chosen = lists.nth(1).locator(".answer").nth(2)
     chosen.click()
     expect(page.locator(".readout").nth(1)).to_contain_text(chosen.locator(".label").inner_text())
@@ -263,14 +259,14 @@ def test_a_model_that_is_replaced_or_removed_under_way_starts_again(
     choose(page, DOG)
     map_shown(page)
     expect(notice).to_be_empty()
-    put(image_size=48)  # the page hears of it by /metrics
+    put(image_size=48)  # the page learns it from /metrics
     expect(notice).to_have_text("The model has changed: the pictures are classified again.")
     expect(page.locator("#model")).to_contain_text("input 48\u00d748")
     map_shown(page)
     side_by_side(page, "german")
     page.route(
         "**/metrics", lambda route: route.abort()
-    )  # so that a picture is the first to hear of it
+    )  # so that a picture's request detects it first
     assert models_server.client.delete("/models/passing", headers=ADMIN).status_code == 204
     choose(page, CAT)
     expect(notice).to_have_text("passing no longer answers: the pictures are classified again.")

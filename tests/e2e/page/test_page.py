@@ -1,4 +1,4 @@
-"""The page at / in a real browser, with the bundled model, DeiT-tiny and real pictures."""
+"""The page in a real browser, with the bundled model, DeiT-tiny and real pictures."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(
     page.get_by_role("button", name="Example: a dog with a party hat").click()
     expect(page.locator("#progress-text")).to_have_text("0 of 1 answered")
     expect(page.locator("#photo-caption")).to_have_text("dog.jpg")
-    # What has a place on the page has it now, so the answer moves nothing.
+    # Space is reserved, so an answer moves no element.
     page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
     page.evaluate("shifts.length = 0")
     expect(page.locator("#headline")).to_have_text("Looking …")
@@ -54,9 +54,7 @@ def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(
     map_shown(page)
     heat = pixels(page, ".heat")
     assert heat[..., 3].max() > 200  # the strongest patch
-    assert (
-        heat[..., 3] == 0
-    ).mean() > 0.2  # the photo stays clear where there is less than the even share
+    assert (heat[..., 3] == 0).mean() > 0.2  # the photo stays clear below the even share
     expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")
     assert page.evaluate("shifts.flat()") == []
 
@@ -69,7 +67,7 @@ def test_an_empty_page_shows_only_how_to_give_it_a_picture(
         page = found.page
         first = "Take a photo" if options else "Choose pictures"
         expect(page.locator("#drop button:visible").first).to_have_text(first)
-        expect(page.locator("#live")).to_be_hidden()  # there are no figures yet
+        expect(page.locator("#live")).to_be_hidden()  # the figures are not loaded yet
         expect(page.locator("select:visible, canvas:visible, progress:visible")).to_have_count(0)
         assert page.evaluate("document.documentElement.scrollHeight - innerHeight") <= 0
         choose(page, DOG)
@@ -111,7 +109,7 @@ def test_pictures_come_in_every_way(open_page: Open) -> None:
                 re.compile(r"^(\d) of \1 answered$")
             )
             expect(page.locator("#photo-caption")).to_have_text("cat.jpg")
-        # Nothing is wider than a small phone.
+        # Every element fits a small phone's width.
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
@@ -123,12 +121,10 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     expect(page.locator("tr.failed")).to_have_count(1)
     rows = page.locator("tbody tr")
     expect(rows.nth(9)).to_contain_text("dog.jpgdog9")
-    expect(page.locator("#photo-caption")).to_have_text(
-        "late.jpg"
-    )  # the first of them that was answered
+    expect(page.locator("#photo-caption")).to_have_text("late.jpg")  # the first answered picture
     expect(page.locator("th[aria-sort]:not([aria-sort=none])")).to_have_count(
         0
-    )  # they stand as they came
+    )  # in the order of their arrival
     page.locator("th button[data-by=name]").click()
     expect(rows.nth(4)).to_contain_text("cat.jpg")
     page.locator("th button[data-by=score]").click()
@@ -181,7 +177,7 @@ def test_another_model_behind_the_page_starts_again(page: Page, server: Served) 
     expect(page.locator("#model")).to_contain_text("other on")
     expect(page.locator("#pictures button[aria-label$=': loaf']")).to_have_count(2)
     map_shown(page)
-    # A map of another model, whose answer the page has not heard of.
+    # A map of another model, whose change the page has not noticed.
     page.unroute(re.compile(r"/model\?"))
     page.unroute("**/classify?*")
     page.evaluate("document.querySelector('#notice').textContent = ''")
@@ -236,7 +232,7 @@ def test_what_a_proxy_says_is_told_in_plain_words(page: Page, found: Tab) -> Non
         502: "not ready yet",
         504: "too busy to answer in time",
         500: "could not answer",
-        200: "could not answer",  # a page to sign in, for example
+        200: "could not answer",  # such as a sign-in page
     }
 
     def answer(route):
@@ -280,7 +276,7 @@ def test_a_service_that_stops_and_a_file_that_changed_are_told_and_tried_again(
     choose(page, tmp_path / "gone.jpg")
     expect(page.locator("#photo-caption")).to_have_text("gone.jpg")
     expect(page.get_by_role("alert")).to_contain_text("cannot be read")
-    # Nothing is left of the picture before it.
+    # Everything of the previous picture is gone.
     expect(page.locator("#save-png")).to_be_disabled()
     expect(page.locator(".class")).to_have_value("")
 
@@ -294,7 +290,7 @@ def test_the_maps_under_way_are_cancelled(page: Page, found: Tab) -> None:
     with page.expect_request("**/attention?*") as asked:
         open_choices(page)
         page.locator(".method").select_option("gae")
-    # The browser tells of a request's end in its own time, so it is waited for.
+    # The browser reports a request's end asynchronously, so the test waits.
     with page.expect_event("requestfailed", lambda request: request == asked.value) as ended:
         page.locator("#cancel").click()
     assert ended.value.failure == "net::ERR_ABORTED"
@@ -308,7 +304,7 @@ def test_the_maps_under_way_are_cancelled(page: Page, found: Tab) -> None:
 
 def test_what_was_not_sent_yet_can_be_cancelled(page: Page) -> None:
     page.route("**/classify?*", lambda route: None)  # never answered
-    page.route("**/labels", lambda route: None)  # which no answer waits for
+    page.route("**/labels", lambda route: None)  # no answer waits for it
     page.reload()
     send_event(page, "drop", [DOG] * 6)
     expect(page.locator("#progress-text")).to_have_text("0 of 6 answered")
@@ -335,7 +331,9 @@ def test_a_refusal_is_told_in_plain_words(page: Page, found: Tab) -> None:
     for name, content, words in refused:
         choose(page, {"name": name, "mimeType": "", "buffer": content})
         expect(page.get_by_role("alert")).to_contain_text(words)
-        expect(page.get_by_role("alert")).to_contain_text("request ")  # to find it in the logs
+        expect(page.get_by_role("alert")).to_contain_text(
+            "request "
+        )  # the id that finds it in the logs
         expect(page.locator("#progress-text")).to_have_text("0 of 1 answered, 1 cannot be read")
         expect(page.locator("button:visible", has_text="Try again")).to_have_count(0)
 
@@ -363,7 +361,7 @@ def test_a_service_that_starts_or_is_busy_is_asked_again(page: Page, found: Tab)
     expect(page.locator("#progress-text")).to_have_text("Waiting for the service")
     expect(page.locator("select:visible")).to_have_count(0)
     busy.pop("/model")
-    assert answers(page)  # of the picture that waited
+    assert answers(page)  # from the waiting picture
     expect(page.get_by_role("alert")).to_be_hidden()
     page.route("**/classify?*", refuse_once, times=1)
     page.route("**/attention?*", refuse_once, times=1)
@@ -378,7 +376,7 @@ def test_a_service_that_starts_or_is_busy_is_asked_again(page: Page, found: Tab)
 
 
 def test_the_load_is_shown(page: Page) -> None:
-    # A service that was started again counts from zero.
+    # A restarted service counts from zero.
     page.route("**/metrics", lambda route: route.fulfill(body="vit_images_total 100000\n"))
     page.clock.install()
     with page.expect_response("**/metrics"):
@@ -517,7 +515,7 @@ def test_deit_tiny_behind_a_key(browser: Browser, locked_server: Served) -> None
             page.get_by_role("button", name="Use this key").click()
             expect(page.locator("#key-note")).to_have_text("The service does not know this key.")
             expect(page.get_by_label("API key")).to_be_focused()
-        page.keyboard.type("secret")  # over the wrong one, which is selected
+        page.keyboard.type("secret")  # over the wrong key, which is selected
         page.keyboard.press("Enter")
         assert answers(page)[0] == "Tibetan terrier, chrysanthemum dog"
         expect(page.locator("#key-form")).to_be_hidden()

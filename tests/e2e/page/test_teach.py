@@ -1,6 +1,4 @@
-"""The tab Teach in a real browser: labels get pictures, the head learns, is tried, and mistakes are
-mended.
-"""
+"""The tab Teach in a real browser: add pictures, fit a head, try it, and correct mistakes."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 @pytest.fixture(scope="module")
 def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serves the bundled model, and learns."""
+    """Serve the bundled model with teaching."""
     folder = tmp_path_factory.mktemp("teaching")
     with serving(
         folder, checkpoint="bundled", teach=folder / "taught", teach_thumbnails=True
@@ -37,7 +35,7 @@ def teaching(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def keyed(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serves the bundled model behind a key, and learns."""
+    """Serve the bundled model with teaching, behind a key."""
     folder = tmp_path_factory.mktemp("keyed")
     options: dict[str, Any] = {"api_keys": "own", "admin_key": "admin", "metrics_public": True}
     with serving(folder, checkpoint="bundled", teach=folder / "taught", **options) as served:
@@ -57,7 +55,7 @@ def found(open_teaching: Open) -> Iterator[Tab]:
 
 
 def parts(source: Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Pictures that are each a part of one photograph."""
+    """Return pictures that are parts of one photograph."""
     with Image.open(source) as photo:
         side, random = min(photo.size) * 3 // 4, np.random.default_rng(seed)
         found: list[dict[str, Any]] = []
@@ -71,7 +69,7 @@ def parts(source: Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def begin(page: Page, head: str) -> None:
-    """Open the tab, and name a head."""
+    """Open the tab and name a head."""
     page.get_by_role("button", name="Teach", exact=True).click()
     page.locator("#head-name").fill(head)
     page.keyboard.press("Enter")
@@ -84,7 +82,7 @@ def give(page: Page, label: str, pictures: list[dict[str, Any]]) -> None:
 
 
 def learned(page: Page, count: int) -> None:
-    """Wait until the head is fitted to so many pictures."""
+    """Wait until the head is fitted to `count` pictures."""
     expect(page.locator("#known")).to_have_text(re.compile(rf"^\d.* of {count} pictures right"))
 
 

@@ -12,8 +12,9 @@ from model.runtime.predictor import Predictor
 def predict_scores(
     predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8]
 ) -> NDArray[np.float32]:
-    """Return all scores, float32 [N, K] in class order, of files, or of images that are uint8 [N,
-    C, H, W].
+    """Return all scores of files or images, float32 [N, K] in class order.
+
+    Images are uint8 [N, C, H, W].
     """
     classes = predictor.checkpoint.config.num_classes
     return scores_and_members(

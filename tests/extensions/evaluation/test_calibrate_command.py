@@ -1,4 +1,4 @@
-"""`vitserve calibrate`, answers of its folder, and `vitserve evaluate`, run like a user does."""
+"""`vitserve calibrate`, the answers of its folder, and `vitserve evaluate`, as commands."""
 
 import csv
 import io
@@ -57,7 +57,7 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
     )
     assert code == 0
     assert sets is not None
-    assert float(sets[1]) >= 90  # on the very pictures that the sets are made by
+    assert float(sets[1]) >= 90  # on the pictures that the sets were fitted to
     assert 1 <= float(sets[2]) <= 3
 
     picture = write_pictures(tmp_path / "p", "a.png") / "a.png"

@@ -1,4 +1,4 @@
-"""Calibration from labelled pictures: which part fits scores, and how sets then do."""
+"""Calibration from labelled pictures: the scores' fit, and the quality of sets."""
 
 import numpy as np
 import pytest

@@ -136,7 +136,7 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
     (root / "green" / "cut.png").write_bytes(good[: len(good) // 2])
     (root / "green" / "gone.png").symlink_to(root / "nowhere.png")
     (root / "green" / "loop").symlink_to(root)
-    os.mkfifo(root / "blue" / "pipe.png")  # neither read nor waited for
+    os.mkfifo(root / "blue" / "pipe.png")  # the file is not read
     with pytest.raises(DatasetError) as caught:
         decode(find_pictures(root).sets["train"], CONFIG, tmp_path)
     first, *rest = str(caught.value).splitlines()

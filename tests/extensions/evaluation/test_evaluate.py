@@ -52,14 +52,14 @@ def test_measuring_nothing_is_refused() -> None:
     ("confidence", "correct", "bins", "error"),
     [
         ([0.9, 0.9, 0.5, 0.5], [True, False, True, True], 10, 0.45),  # gaps of 0.4 and 0.5
-        ([0.85, 0.95], [True, False], 5, 0.4),  # within a bin gaps cancel
+        ([0.85, 0.95], [True, False], 5, 0.4),  # gaps cancel within a bin
         ([0.85, 0.95], [True, False], 10, 0.55),
         (
             [0.5, 0.75, 0.75, 0.75, 0.75],
             [True, True, True, True, False],
             2,
             0.1,
-        ),  # an upper edge is of the bin below
+        ),  # an upper edge belongs to the bin below
     ],
 )
 def test_calibration_error_of_known_cases(

@@ -1,4 +1,4 @@
-"""A Vision Transformer in plain torch, as people write one for themselves, under timm's names."""
+"""A Vision Transformer in plain torch with timm's names, as users write them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,8 +19,9 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 class HomeAttention(nn.Module):
-    """Args: order: how the rows of `qkv` are counted: 3 of queries, keys and values, h heads, d
-    numbers of a head.
+    """Create attention; `order` is the order of the rows of `qkv`.
+
+    Its letters: 3 for queries, keys and values, h for heads, d for the numbers of a head.
     """
 
     def __init__(self, width: int, heads: int, order: str) -> None:
@@ -79,7 +80,7 @@ _USUAL: Final[dict[str, Any]] = {
 
 
 class HomeMade(nn.Module):
-    """Maps [B, C, H, W] to logits [B, classes]; `changes` are of `_USUAL`."""
+    """Map [B, C, H, W] to logits [B, classes]; `changes` replace values of `_USUAL`."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ class HomeMade(nn.Module):
 
 
 PLAIN = "vit,num_heads=3,norm_order=pre,act_layer=gelu,norm_eps=1e-6,global_pool=token"
-"""The architecture of `made()`, as its maker would state it."""
+"""Return the architecture of `made()` as a user would state it."""
 
 
 def made(**options: Any) -> HomeMade:
@@ -117,7 +118,7 @@ def load(
     name: str = "weights.pth",
     **options: Any,
 ) -> Checkpoint:
-    """Save what `torch.save` takes, and read it as a model of 16 px and five classes."""
+    """Save an object with `torch.save`, and read it as a model of 16 px and five classes."""
     file = folder / name
     torch.save(state, file)
     if "preprocess" not in options:

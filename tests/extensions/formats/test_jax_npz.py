@@ -13,8 +13,9 @@ from tests.timm_reference import timm
 
 
 def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
-    """The published layout of a ViT's arrays, from a timm model: the inverse of what vit_jax's
-    users convert.
+    """Return a timm model's arrays in the published layout of a ViT.
+
+    The inverse of the conversion that vit_jax's users need.
     """
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     heads, width = model.blocks[0].attn.num_heads, model.embed_dim
@@ -39,7 +40,7 @@ def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
         )
 
     def attention(theirs: str, ours: str, *fused: str) -> None:
-        """`fused` are the layers with the rows of queries, keys and values."""
+        """Return the arrays, with fused queries, keys and values in the layers `fused`."""
         weights, biases = (
             np.split(np.concatenate([state[f"{ours}.{layer}.{kind}"] for layer in fused]), 3)
             for kind in ("weight", "bias")
@@ -70,7 +71,7 @@ def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
 
 
 def stacked(arrays: dict[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:
-    """As big_vision's scan stores blocks: one array with a leading dimension of all blocks."""
+    """Stack blocks as big_vision's scan does: one array with a leading dimension for all blocks."""
     first = "Transformer/encoderblock_0/"
     rest = {n: a for n, a in arrays.items() if "encoderblock_" not in n}
     for name in [n for n in arrays if n.startswith(first)]:
@@ -133,7 +134,7 @@ POSITIONS = "Transformer/posembed_input/pos_embedding"
     [
         (POSITIONS, (1, 0, 48), r"pos_embed has shape \[1, 0, 48\], expected"),
         (POSITIONS, (1, 1, 48), r"pos_embed has shape \[1, 1, 48\]: .* no square grid"),
-        (POSITIONS, (1, 2, 48), None),  # one position is a square behind the class token
+        (POSITIONS, (1, 2, 48), None),  # the position after the class token is a grid of one
         ("Transformer/encoderblock_0/MlpBlock_3/Dense_1/kernel", (48,), r"fc2\.weight"),
     ],
 )

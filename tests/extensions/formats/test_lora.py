@@ -1,4 +1,4 @@
-"""LoRA folders of PEFT are merged into their base, as PEFT merges them."""
+"""LoRA folders of PEFT are merged into their base, with PEFT's result."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.timm_reference import timm, transformers
 
 
 def peft() -> Any:
-    transformers()  # whose torchvision may lack operators
+    transformers()  # its torchvision may lack operators
     return pytest.importorskip("peft", reason="peft is not installed")
 
 
@@ -61,7 +61,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "said to be transposed": {
         "target_modules": ["q_proj"],
         "fan_in_fan_out": True,
-    },  # of linear layers it is not
+    },  # not a linear layer
 }
 
 
@@ -74,7 +74,7 @@ def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> No
     adapted = library.get_peft_model(
         base, library.LoraConfig(r=4, lora_alpha=7, **KINDS[kind])
     ).eval()
-    randomise(adapted, seed=5)  # the base that was saved stays as it is
+    randomise(adapted, seed=5)  # the saved base does not change
     adapted = library.PeftModel.from_pretrained(
         transformers().ViTForImageClassification.from_pretrained(tmp_path / "base").eval(),
         saved(
@@ -104,7 +104,7 @@ def saved(adapted: Any, folder: Path, base: str, fan_in_fan_out: bool = False) -
 
 
 def test_base_without_head_takes_the_adapters(tmp_path: Path) -> None:
-    """As google/vit-base-patch16-224-in21k is fine-tuned: the classes are the adapter's."""
+    """An adapter like those of google/vit-base-patch16-224-in21k, with its own classes."""
     library, hub = peft(), transformers()
     base_folder(tmp_path / "base", "ViTModel")
     model = hub.ViTForImageClassification.from_pretrained(tmp_path / "base", num_labels=7)
@@ -167,7 +167,7 @@ def test_a_base_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
         load_checkpoint(str(folder))
 
 
-# The folder of the base, and the name of the head in it.
+# The folder of the base, and the name of its head.
 HEADS = {
     "huggingface": (huggingface_folder, "classifier"),
     "timm": (timm_folder, "head"),
@@ -217,7 +217,7 @@ def test_labels_of_a_base_are_not_the_adapters(format_: str, tmp_path: Path) -> 
 
 
 def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Tensor]:
-    """Write an adapter of a native folder by the formula, as PEFT lays it out."""
+    """Write an adapter of a native folder by the formula, in PEFT's layout."""
     folder.mkdir(exist_ok=True)
     config = {
         "peft_type": "LORA",

@@ -1,6 +1,6 @@
 """Folders of open_clip, as its code writes them.
 
-The reference is timm, which has open_clip's towers too.
+The reference is timm, which has open_clip's towers, too.
 """
 
 import json
@@ -19,9 +19,9 @@ from tests.model.checkpoint.parity import assert_same_embeddings, pictures, rand
 from tests.timm_reference import timm
 
 CONFIG: Final = "open_clip_config.json"
-WIDTH: Final = 24  # of the embedding
+WIDTH: Final = 24  # size of the embedding
 
-# timm's names, and open_clip's.
+# timm's name, and open_clip's.
 THEIRS: Final = (
     (r"^cls_token$", "class_embedding"),
     (r"^pos_embed$", "positional_embedding"),
@@ -38,7 +38,7 @@ THEIRS: Final = (
     (r"^head\.weight$", "proj"),
 )
 SMALL: Final = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
-# timm's name and arguments, arguments of open_clip's own tower, and whether its activation is
+# timm's name and arguments, arguments of open_clip's tower, and whether its activation is
 # `quick_gelu`.
 OWN: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]]] = {
     "openai": ("vit_base_patch16_clip_quickgelu_224", {}, {}, True),
@@ -61,7 +61,7 @@ OWN: Final[dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]]] = {
 def written(
     folder: Path, tensors: dict[str, Tensor], vision: dict[str, Any], *, quick: bool = False
 ) -> Path:
-    """Write a folder of open_clip with a piece of a text's tower."""
+    """Write a folder of open_clip with a part of a text tower."""
     config = {
         "model_cfg": {
             "embed_dim": WIDTH,
@@ -86,13 +86,13 @@ def written(
 
 
 def own_folder(folder: Path, case: str) -> Any:
-    """Write a tower of open_clip's own; return timm's model of it."""
+    """Write a tower of open_clip; return timm's model of it."""
     name, arguments, fields, quick = OWN[case]
     model = timm().create_model(name, **({"num_classes": WIDTH} | SMALL | arguments)).eval()
     randomise(model)
     with torch.no_grad():
         model.head.bias.zero_()
-        if "no_ln_pre" in fields:  # because open_clip then lacks this bias
+        if "no_ln_pre" in fields:  # open_clip then lacks this bias
             model.patch_embed.proj.bias.zero_()
     tensors = {}
     for ours, tensor in model.state_dict().items():

@@ -78,7 +78,7 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
     "rope-mixed": ("vit_small_patch16_rope_mixed_224", {}, lambda s: s),
     "dinov3": ("vit_small_patch16_dinov3", {}, lambda s: s),
     "perception-encoder": ("vit_pe_core_tiny_patch16_384", {}, lambda s: s),
-    # As Microsoft's files have it, with indices that follow from the grid.
+    # Like Microsoft's files, with indices that follow from the grid.
     "beit": (
         "beit_base_patch16_224",
         {},
@@ -427,7 +427,7 @@ LITTLE = {"image_size": 16, "patch_size": 4, "num_classes": 5, "dim": 48, "depth
             "SimpleViT",
             {"heads": 3, "dim_head": 16},
             "vit,num_heads=3",
-        ),  # positions that no tensor holds
+        ),  # positions without a tensor
     ],
 )
 def test_vit_pytorch(kind: str, options: dict[str, Any], architecture: str, tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_vit_pytorch(kind: str, options: dict[str, Any], architecture: str, tmp_
 
 
 class EncoderViT(nn.Module):
-    """A ViT around torch's own encoder, which most people's second attempt is."""
+    """A ViT around torch's encoder, which users often write."""
 
     def __init__(self, *, norm_first: bool, activation: str = "gelu", hidden: int = 64) -> None:
         super().__init__()
@@ -513,7 +513,7 @@ def test_unknown_layout_names_the_remedy(names: list[str], tmp_path: Path) -> No
 def test_post_norm_is_not_taken_for_pre_norm(
     tmp_path: Path,
 ) -> None:
-    """The names and shapes are the same."""
+    """Check that the names and shapes are the same."""
     model = made(norm_first=False)
     given = "vit_tiny_patch16_224,embed_dim=48,depth=2,num_heads=3,patch_size=4"
     with pytest.raises(CheckpointError, match="norm_order=pre"):
@@ -590,7 +590,7 @@ def test_torchvision_logits(
     model = torchvision().models.VisionTransformer(size, patch, 2, 4, 48, 96, num_classes=7).eval()
     randomise(model)
     state = model.state_dict()
-    # As releases of before 2022 name the layers of the MLP.
+    # The names of the MLP's layers in releases before 2022.
     old = {
         n.replace(".mlp.0.", ".mlp.linear_1.").replace(".mlp.3.", ".mlp.linear_2."): t
         for n, t in state.items()
@@ -708,7 +708,7 @@ def test_unsupported_head_is_refused(tmp_path: Path) -> None:
 
 
 class LinearClassifier(nn.Module):
-    """DINOv2's, of one layer (dinov2/hub/classifiers.py, `_LinearClassifierWrapper`)."""
+    """DINOv2's linear head of one layer (dinov2/hub/classifiers.py, `_LinearClassifierWrapper`)."""
 
     def __init__(self, registers: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Files as people make them are served exactly, or refused in one line with the remedy.
+"""Files of users are served exactly, or refused in one line with the remedy.
 
 `pytest -s` prints the parity of each file and each refusal.
 """
@@ -30,9 +30,9 @@ class Brought(NamedTuple):
     """A file or folder that somebody brings, and the expected notes.
 
     Attributes:
-        source: the file or folder that is named.
-        network: what made it.
-        options: of `load_checkpoint`.
+        source: path of the file or folder.
+        network: network that was saved.
+        options: arguments of `load_checkpoint`.
     """
 
     source: Path
@@ -49,7 +49,7 @@ def saved(
     architecture: str = PLAIN,
     **network: Any,
 ) -> Maker:
-    """Return a maker that saves what `pack` makes of a network of 16 px, as `torch.save` does."""
+    """Return a function that saves `pack(network of 16 px)` with `torch.save`."""
 
     def make(folder: Path) -> Brought:
         model = made(**network)
@@ -87,7 +87,7 @@ def _training(model: nn.Module) -> dict[str, Any]:
 
 
 def _pair(*names: str) -> Callable[[nn.Module], dict[str, Any]]:
-    """Return a packer of two copies, of which the first is the network's."""
+    """Return a function that packs two copies, of which the first has the network's weights."""
 
     def pack(model: nn.Module) -> dict[str, Any]:
         copies: dict[str, Any] = {
@@ -106,7 +106,7 @@ def _pair(*names: str) -> Callable[[nn.Module], dict[str, Any]]:
 
 
 def _twin(model: nn.Module) -> dict[str, Any]:
-    """Return the state of a LightningModule that also keeps an AveragedModel of its network.
+    """Return the state of a LightningModule with an AveragedModel of its network.
 
     The averaged copy is served.
     """
@@ -285,7 +285,7 @@ def _lora() -> dict[str, Tensor]:
 
 
 def _script(folder: Path) -> Path:
-    # Many layers, because TorchScript compresses its code, and torch.save never does.
+    # Many layers, because TorchScript compresses its code and torch.save does not.
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(30)))
     torch.jit.trace(layers, torch.zeros(1, 2)).save(str(folder / "net.pt"))
     return folder / "net.pt"

@@ -113,7 +113,7 @@ def test_models_own_head_may_read_parts() -> None:
 
 
 def plain_transfer_gae(model: VisionTransformer, pixels: Tensor, directions: Tensor) -> Tensor:
-    """Return generic attention explainability of transfer features, with whole matrices: [B, N]."""
+    """Return generic attention explainability of transfer features from whole matrices: [B, N]."""
     config, x, weights, outputs = model.config, model.embed(pixels), [], []
     for block in blocks(model):
         attention = attention_weights(block.attn, block.attention_input(x))

@@ -1,4 +1,4 @@
-"""`vitserve teach`: folders of pictures become a head, as a file or in a running server."""
+"""`vitserve teach` makes a head of folders of pictures, as a file or in a running server."""
 
 from pathlib import Path
 

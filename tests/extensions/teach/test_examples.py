@@ -1,4 +1,4 @@
-"""The store of examples: additions, limits, permissions, and processes that end early."""
+"""The store of examples: additions, limits, permissions, and killed processes."""
 
 import asyncio
 import hashlib
@@ -39,7 +39,7 @@ _DRAWN = np.random.default_rng(0)
 
 
 def rows(count: int, width: int = 4) -> NDArray[np.float32]:
-    """Features that are others each time."""
+    """Return random features, different in each call."""
     return _DRAWN.normal(size=(count, width)).astype(np.float32)
 
 
@@ -72,7 +72,7 @@ def test_a_picture_that_comes_again_is_the_same_example(store: Examples) -> None
     one, two, three = rows(3)
     store.add("pets", "cat", np.stack([one, two]), "alice", BACKBONE)
     before = store.head("pets")
-    rounded = one * np.float32(1 + 1e-5)  # as a batch of another size gives it
+    rounded = one * np.float32(1 + 1e-5)  # a batch of another size has such rounding
     assert store.add("pets", "cat", np.stack([two, rounded]), "alice", BACKBONE) == (
         {"cat": 2},
         [2, 1],
@@ -227,7 +227,7 @@ def test_there_are_only_so_many_heads(store: Examples, monkeypatch: pytest.Monke
 
 
 def begin(store: Examples, creator: str, count: int) -> int:
-    """Begin heads until one is refused; how many there are now of this creator."""
+    """Create heads until one is refused; return the number of this creator's heads."""
     for number in range(count):
         try:
             store.add(f"{creator}{number}", "cat", rows(1), creator, BACKBONE, creator=creator)
@@ -250,7 +250,7 @@ def test_one_creator_leaves_heads_to_the_others(store: Examples) -> None:
 
 def test_no_key_is_guessed_from_what_heads_show(store: Examples, tmp_path: Path) -> None:
     digest = f"key-{hashlib.sha256(b'hunter2').hexdigest()[:16]}"
-    with closing(sqlite3.connect(store.path)) as db, db:  # as an earlier version kept the owner
+    with closing(sqlite3.connect(store.path)) as db, db:  # the owner's format of earlier versions
         db.execute("DELETE FROM secrets")
         db.execute(
             "INSERT INTO heads (name, backbone, model, owner, creator) "

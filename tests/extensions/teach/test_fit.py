@@ -185,7 +185,7 @@ def test_fits_of_all_heads_rest_together(tmp_path: Path, monkeypatch: pytest.Mon
         features: NDArray[np.float32], labels: object, numbers: object, backbone: str, model: str
     ) -> None:
         begun.append((model, state.now))
-        state.now += 3  # others had the processor for a second
+        state.now += 3  # other processes had the processor for a second
         state.worked += 2
         raise DatasetError("")
 

@@ -26,11 +26,11 @@ from tests.service.web.fake_engine import FakeEngine
 async def until(found: Callable[[], bool], heads: TaughtHeads) -> None:
     while not found():
         await heads.look()
-        await asyncio.sleep(0.01)  # the process that fits has a core of its own
+        await asyncio.sleep(0.01)  # the process that fits has its own core
 
 
 async def end(heads: TaughtHeads) -> None:
-    """End the process that fits, which waits for changes."""
+    """Stop the fitting process, which waits for changes."""
     assert heads.child is not None
     heads.child.kill()
     await heads.child.wait()
@@ -142,7 +142,7 @@ async def test_files_of_heads_are_read_as_they_are_now(
 
 
 def written(**changes: Any) -> bytes:
-    """The file of a head with some of its arrays and texts replaced."""
+    """Copy the file of a head with some of its arrays and texts replaced."""
     content = taught()[0].to_bytes()
     with_metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])[
         "__metadata__"

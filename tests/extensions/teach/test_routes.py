@@ -51,12 +51,12 @@ async def teach(service: App, count: int, label: str = "cat") -> None:
 
 @contextmanager
 def busy_lane(service: App) -> Iterator[None]:
-    """Keep the two threads of the lane of examples at work."""
+    """Occupy the two threads of the lane of examples."""
     lane, gate = inside(service).state.examples_lane, threading.Event()
     deadline = Deadline(service_in(service).clock() + PATIENCE)
     jobs = [
         lane.work(lambda: gate.wait(PATIENCE), "other", 1, deadline) for _ in range(4)
-    ]  # two jobs a thread begin
+    ]  # one job per thread starts
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ WIDTH = 8
 
 
 class NotingKnown(Known):
-    """Notes the threads that compare a picture with its examples."""
+    """Known examples that record the threads of their comparisons."""
 
     threads: ClassVar[list[int]] = []
 

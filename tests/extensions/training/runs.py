@@ -1,4 +1,4 @@
-"""Small runs of the training loop, and what to compare them by."""
+"""Small runs of the training loop, and their comparison."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ TAUGHT: Mapping[str, Any] = {
         "weight": 0.8,
     },
 }
-"""A tiny teacher, and a stem that starts as its first layers."""
+"""Return a tiny teacher, and a stem that begins with its first layers."""
 
 EVERYTHING: Mapping[str, Any] = {
     **TAUGHT,
@@ -48,11 +48,11 @@ EVERYTHING: Mapping[str, Any] = {
     "patch_dropout.rate": 0.25,
     "patch_dropout.until": 0.7,
 }
-"""Every part of a recipe that draws random numbers or keeps state."""
+"""A recipe with every part that draws random numbers or keeps state."""
 
 
 class Interrupted(Exception):
-    """The end of a run that has epochs left."""
+    """The end of a run with epochs left."""
 
 
 def make_trainer(
@@ -82,7 +82,7 @@ def interrupted_after(recipe: Recipe, data: TrainingData, folder: Path, epochs: 
 
 
 def same(one: Trainer, other: Trainer) -> bool:
-    """Bit for bit: present and best weights, and what was measured."""
+    """Check that weights, best weights and measurements are equal bit for bit."""
     assert one.best is not None
     assert other.best is not None
     return (

@@ -11,7 +11,7 @@ LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse
 
 
 def write_batch(path: Path, count: int, seed: int) -> None:
-    """Pictures whose label can be learned: each class has its own colour, under noise."""
+    """Return pictures with learnable labels: each class has its own colour, with noise."""
     path.write_bytes(_batch(count, seed))
 
 

@@ -1,4 +1,4 @@
-"""From pictures and a checkpoint to a model of other classes at another resolution."""
+"""Train from pictures and a checkpoint a model of other classes at another resolution."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 
 
 def write_checkpoint(folder: Path, **fields: Any) -> Path:
-    """Two layers and seven classes at 16 pixels, with random weights that are always the same."""
+    """Return a model of two layers and seven classes at 16 pixels, with weights of a fixed seed."""
     config = ViTConfig(
         **{
             "image_size": (16, 16),
@@ -155,7 +155,7 @@ def test_every_kind_of_model_can_be_fine_tuned(
     for name, tensor in checkpoint.tensors.items():
         if (
             tensor.ndim > 1 and name not in heads
-        ):  # of biases and norms, some have no effect on any score
+        ):  # some biases and norms have no effect on any score
             assert torch.equal(tensor, before[name].half().float()) == (name in fixed), name
 
 

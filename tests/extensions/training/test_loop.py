@@ -65,7 +65,7 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
     recipe = recipe.override({**changes, "precision": precision, "epochs": 2})
     whole = trained(recipe, data, tmp_path / "whole")
     interrupted_after(recipe, data, tmp_path / "parts", 1)
-    torch.manual_seed(999)  # the rest of the process may have drawn numbers in between
+    torch.manual_seed(999)  # the rest of the process may have drawn numbers meanwhile
     parts = make_trainer(recipe, data, tmp_path / "parts")
     parts.load()
     assert parts.epoch == 1
@@ -112,7 +112,7 @@ def test_patches_are_dropped_until_the_told_share_and_rates_start_anew_after_a_r
     trainer.run(lambda _: dropped.append(trainer.model.patch_dropout))
     rates = [row["learning_rate"] for row in trainer.history]
     assert [rates[2] / rates[0], rates[3] / rates[1]] == pytest.approx([0.25, 0.25])
-    assert dropped == [0.5, 0.0, 0.5, 0.0]  # of each epoch's last step
+    assert dropped == [0.5, 0.0, 0.5, 0.0]  # after each epoch's last step
 
 
 def test_validation_images_are_never_trained_on(
@@ -204,7 +204,7 @@ def test_layers_are_numbered_as_in_beit(name: str, layer: int) -> None:
 
 
 def stepped(recipe: Recipe, **settings: object) -> dict[str, torch.Tensor]:
-    """Change of each weight in one update by the same gradients."""
+    """Return the change of each weight after one update by the same gradients."""
     recipe = recipe.override(
         {**TAUGHT, **{f"optimiser.{name}": value for name, value in settings.items()}}
     )
@@ -216,7 +216,7 @@ def stepped(recipe: Recipe, **settings: object) -> dict[str, torch.Tensor]:
     for parameter in model.parameters():
         parameter.grad = 5 + torch.randn(
             parameter.shape, generator=generator
-        )  # one direction outweighs all
+        )  # one direction dominates
     optimiser = ModelOptimiser(model, recipe.optimiser)
     optimiser.set_rate(Position(recipe.optimiser.warmup, restarted=False))
     optimiser.step()
@@ -253,10 +253,10 @@ def test_weight_decay_spares_vectors_and_muon_turns_matrices_of_blocks_and_stem_
         assert torch.equal(step, adamw[name]) == (not by_muon), name
     step = plain["patch_embed.backbone.1.weight"].flatten(
         1
-    )  # of a stem: filters are the rows of a matrix
+    )  # filters of a stem are the rows of a matrix
     lengths = torch.linalg.svdvals(
         step
-    )  # Muon's steps go equally far in all directions, AdamW's do not
+    )  # Muon's steps are equally long in all directions, AdamW's are not
     assert lengths.min() > 0.4 * lengths.max()
 
 
@@ -274,7 +274,7 @@ FLOAT32 = Arithmetic("float32", CPU)
 
 @pytest.fixture
 def taught(recipe: Recipe) -> Recipe:
-    """Two epochs of a tiny teacher, then two of the model."""
+    """Train a tiny teacher for two epochs, then the model for two."""
     return recipe.override({"epochs": 2, **TAUGHT})
 
 
@@ -315,7 +315,7 @@ def test_a_stem_that_starts_as_the_teachers_first_layers_gives_their_features(
         16,
         8,
         8,
-    )  # the stem sees the row and the column that the teacher leaves out
+    )  # the stem sees the row and the column that the teacher omits
     torch.testing.assert_close(features[:, :, :5, :5], expected[:, :, :5, :5], atol=1e-4, rtol=1e-4)
 
 

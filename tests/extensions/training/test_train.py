@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(120)  # models are trained
 
 
 def short_recipe() -> Recipe:
-    """So short that some answers are wrong."""
+    """A recipe so short that some answers are wrong."""
     return tiny_recipe().override(epochs=2)
 
 
@@ -40,9 +40,9 @@ def recipe() -> Recipe:
 
 @pytest.fixture(scope="module")
 def finished_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder of a finished run, which no test changes, and its record."""
+    """Return the folder of a finished run, which tests must not change, and its record."""
     folder = tmp_path_factory.mktemp("finished")
-    torch.set_num_threads(1)  # as in the tests
+    torch.set_num_threads(1)  # like the other tests
     out = folder / "run"
     return out, run(write_cifar(folder / "cifar"), out, short_recipe(), device="cpu")
 
@@ -87,8 +87,8 @@ def test_the_folder_is_calibrated_on_the_validation_images(
     assert np.mean(np.greater(calibration.scores, 0.5)) == pytest.approx(
         record["validation"]["accuracy"], abs=0.1
     )
-    # Energies are of the network's own logits: log-probabilities would have energies near 0, which
-    # tell nothing.
+    # Energies use the network's logits. Energies of log-probabilities would be near 0 and carry no
+    # information.
     predictor = Predictor(
         load_checkpoint(str(out)), device="cpu", compile_mode="off", dtype="float32"
     )
@@ -175,7 +175,7 @@ def test_the_bundled_checkpoint_is_of_the_bundled_recipe() -> None:
     config = recipe.architecture.config(IMAGE_SIZE, CLASSES)
     assert count_parameters(VisionTransformer(config)) <= 6_000_000
     assert config.attention_source == "cls"
-    # The record has fields that no recipe has any more, and the teacher's in two tables.
+    # The record has fields that recipes have lost, and the teacher's fields in two tables.
     record = json.loads((BUNDLED / "config.json").read_text())["training"]["recipe"]
     record["teacher"] |= record["distillation"]
 

@@ -1,6 +1,4 @@
-"""`vitserve train`, run as a user runs it: from a folder of pictures to a model that answers,
-whatever happens.
-"""
+"""`vitserve train` as a command, from a folder of pictures to a serving model, and its failures."""
 
 import csv
 import json
@@ -24,7 +22,7 @@ COLOURS = ("blue", "red")
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Twelve pictures of each of two classes."""
+    """Write twelve pictures of each of two classes."""
     for colour in COLOURS:
         write_class(tmp_path / "colours" / colour, colour, 12)
     return tmp_path / "colours"
@@ -32,7 +30,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
-    """A tiny checkpoint of five classes at 16 pixels."""
+    """Write a tiny checkpoint of five classes at 16 pixels."""
     return write_checkpoint(tmp_path / "start", "abcde", width=32, mlp_width=64)
 
 

@@ -105,10 +105,10 @@ def test_every_operation_keeps_the_size_and_does_least_at_its_weakest(number: in
         np.asarray(OPERATIONS[number](image, strength)).astype(int) for strength in (0.0, 1.0)
     )
     assert weakest.shape == strongest.shape == pixels.shape
-    if number not in (0, 1, 2):  # identity; auto contrast and equalise have no strength
+    if number not in (0, 1, 2):  # identity, auto contrast and equalise lack a strength
         assert np.abs(weakest - pixels).max() <= 1
         assert (strongest != pixels).any()
-    if number in (10, 11):  # a shear leaves the middle row or column where it was
+    if number in (10, 11):  # a shear does not move the middle row or column
         odd = np.ascontiguousarray(noise(1, (21, 21))[0].transpose(1, 2, 0))
         moved = np.asarray(OPERATIONS[number](Image.fromarray(odd), 1.0))
         middle = np.abs(moved.astype(int) - odd)[(10,) if number == 10 else (slice(None), 10)]
@@ -130,5 +130,5 @@ def test_mixing_keeps_the_proportion_of_pixels_in_the_targets() -> None:
             values = mixed[0].unique()
             assert len(values) == 1 if name == "mixup" else set(values.tolist()) <= {0.0, 1.0}
             found.append(float(labels[0, 0]))
-        assert 0.4 < np.mean(found) < 0.85  # what hangs over the edge is cut off a rectangle
+        assert 0.4 < np.mean(found) < 0.85  # a rectangle is cut at the edge of the picture
     assert (pixels[:3] == 1).all()

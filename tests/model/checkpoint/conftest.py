@@ -1,4 +1,4 @@
-"""A hub for the tests of checkpoints, and a function that reads an id from it."""
+"""Fixtures: a hub, and a function that reads a checkpoint from it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Read an id as a process would that had these settings from its start."""
+    """Read an id like a process that has started with these settings."""
     constants = pytest.importorskip(
         "huggingface_hub.constants", reason="the extra 'hub' is not installed"
     )

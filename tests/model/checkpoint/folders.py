@@ -1,4 +1,4 @@
-"""Small good folders of the three core formats, and functions that spoil them."""
+"""Small valid folders of the three core formats, and functions that spoil them."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def timm_folder(folder: Path) -> Path:
     return _written(folder, {"config.json": config}, tiny())
 
 
-# From the model's names to the names in transformers' files.
+# The model's names, and the names in transformers' files.
 _THEIRS = (
     (r"^cls_token$", "embeddings.cls_token"),
     (r"^pos_embed$", "embeddings.position_embeddings"),
@@ -132,7 +132,7 @@ def huggingface_folder(folder: Path) -> Path:
 
 
 def adapter_folder(folder: Path, base: str, rank: int = 2, width: int = 16) -> Path:
-    """A LoRA adapter, as PEFT saves it, of one layer of `huggingface_folder`."""
+    """Write a LoRA adapter for one layer of `huggingface_folder`, as PEFT saves it."""
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "base_model_name_or_path": base}
     module = "base_model.model.vit.encoder.layer.0.attention.attention.query"
     pair = {
@@ -160,7 +160,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
 
 
 def refusal(source: Path, **options: Any) -> str:
-    """The one line that this source is refused with."""
+    """Return the line with which this source is refused."""
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(str(source), **options).build()
     message = str(caught.value)
@@ -177,7 +177,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def put(path: Path, key: str, *values: Any) -> None:
-    """Set a dotted key of a JSON file to a value, or remove it where none is given."""
+    """Set a dotted key of a JSON file, or remove it if no value is given."""
 
     def change(config: dict[str, Any]) -> None:
         *parents, name = key.split(".")

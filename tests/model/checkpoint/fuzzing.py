@@ -1,4 +1,4 @@
-"""The judgement of files that were damaged at random."""
+"""The check of randomly damaged files."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ PYTHON = re.compile(r"Error\b|from empty|has no attr|NoneType|iterable|indices m
 
 
 def right_or_refused(source: Path, **options: Any) -> None:
-    """Either a refusal in one line, or a model that computes what its config says."""
+    """Check that a file is refused in one line, or gives a model that follows its config."""
     try:
         checkpoint = load_checkpoint(str(source), **options)
         model = checkpoint.build()

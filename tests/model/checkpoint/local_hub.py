@@ -1,4 +1,4 @@
-"""A local server that speaks the hub's protocol."""
+"""A local server with the hub's protocol."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from tests.stub_server import Asked, answering
 
 Load = Callable[..., dict[str, Any]]
-"""Reads an id through a hub or none; see the fixture `load`."""
+"""The type of the fixture `load`, which reads an id through a hub or without one."""
 
 MAIN = "a" * 40
 OLD = "b" * 40
@@ -20,7 +20,7 @@ _BRANCHES = {"main": MAIN, "v1": OLD}
 
 @dataclass
 class Hub:
-    """Repositories by name and commit, names of gated repositories, and requests."""
+    """Repositories by name and commit, names of gated repositories, and received requests."""
 
     repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
@@ -37,7 +37,7 @@ class Hub:
         commits = self.repositories.get(repository, {})
         commit = _BRANCHES.get(revision, revision)
         refusals = {
-            # The hub does not tell strangers which repositories exist.
+            # The hub hides the existence of repositories from strangers.
             (401, "RepoNotFound"): not commits,
             (401, "GatedRepo"): repository in self.gated
             and authorization != f"Bearer {self.token}",
@@ -74,7 +74,7 @@ class Hub:
 
 @contextmanager
 def running(hub: Hub) -> Iterator[Hub]:
-    """Serve a hub, which then knows its endpoint."""
+    """Serve a hub and set its endpoint."""
 
     def answer(asked: Asked) -> tuple[int, dict[str, str], bytes]:
         authorization = asked.headers.get("authorization")

@@ -1,4 +1,4 @@
-"""Helpers of the parity tests: random weights for every part, a preprocessing, a measure."""
+"""Helpers of parity tests: random weights for all parts, preprocessing, and a measure of error."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,9 @@ EXACT = 1e-5
 
 
 def randomise(module: nn.Module, seed: int = 0) -> None:
-    """Random values everywhere: libraries start some parts at zero or at one, where mistakes do not
-    show.
+    """Set random values in all parameters.
+
+    Libraries start some at zero or one, which would hide mistakes.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -32,14 +33,14 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
 
 
 def pictures(checkpoint: Checkpoint, count: int = 3) -> Tensor:
-    """Random normalised pixels [count, C, H, W] float32 of the checkpoint's input size."""
+    """Return random normalised pixels [count, C, H, W], float32, of the checkpoint's input size."""
     config = checkpoint.config
     generator = torch.Generator().manual_seed(1)
     return torch.randn(count, config.in_channels, *config.image_size, generator=generator)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value."""
+    """Return the largest difference, relative to the largest expected value."""
     assert got.shape == expected.shape
     return float((got - expected).abs().max() / expected.abs().max())
 
@@ -64,7 +65,7 @@ def assert_same_logits(checkpoint: Checkpoint, reference: Any, what: str) -> Ten
 def assert_same_embeddings(
     checkpoint: Checkpoint, pixels: Tensor, expected: dict[str, Tensor]
 ) -> None:
-    """Compare embeddings by their pooling, of a whole pass and of a pass that spares tokens."""
+    """Compare embeddings per pooling, of a full pass and of a pass that skips tokens."""
     network, config = checkpoint.build(), checkpoint.vit
     with torch.inference_mode():
         whole, spared = network(pixels, (), 0, True), network(pixels)
@@ -88,7 +89,7 @@ def assert_same_rows(checkpoint: Checkpoint, pixels: Tensor, whole: Tensor) -> N
     expected = whole[:, :, :, 0] if is_cls else whole[:, :, :, config.prefix_tokens :].mean(dim=3)
     last = (
         config.depth - 1 if config.attention_source == "pool_query" else config.depth
-    )  # that is the pooling's own
+    )  # the pooling's query
     torch.testing.assert_close(rows[:, :last], expected[:, :last], atol=1e-5, rtol=0)
 
 

@@ -109,7 +109,7 @@ def test_pickled_model_names_the_remedy(tmp_path: Path) -> None:
     message = unreadable(tmp_path / "weights.pt")
     assert "it holds the Python object torch.nn.modules.linear.Linear" in message
     assert "torch.save(model.state_dict(), FILE), or convert" in message
-    # What torch itself advises is to switch its safety off.
+    # torch's own message advises to disable its safety.
     assert not re.search("weights_only|safe_globals|trust", message)
     pickled = b"\x80\x02ctransformers.models.vit.modeling_vit\nViTForImageClassification\n)\x81."
     (tmp_path / "model.bin").write_bytes(pickled)
@@ -182,7 +182,7 @@ JSON = st.recursive(
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a JSON value."""
+    """Yield the path of each value in a JSON value."""
     found = [at] if at else []
     items = (
         value.items()
@@ -197,7 +197,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(document: Any, data: st.DataObject, values: st.SearchStrategy[Any]) -> Any:
-    """The JSON value with one place removed or another value put there."""
+    """Return a JSON value with the value at one path removed or replaced."""
     *parents, last = data.draw(st.sampled_from(paths(document)))
     inside = document
     for key in parents:

@@ -1,4 +1,4 @@
-"""Models that transformers saved: outputs, and scores of whole CLIP and SigLIP checkpoints."""
+"""Models saved by transformers: outputs, and scores of whole CLIP and SigLIP checkpoints."""
 
 import contextlib
 import json
@@ -50,7 +50,7 @@ NO_PLAIN_TRANSFORMERS = {f"{name}ForImageClassification" for name in _OTHERS.spl
         for kind in ("Learned", "Fourier", "ConvProcessing")
     ),
 }
-"""Convolutions, windows, pyramids, decoders, and pictures of any aspect."""
+"""Architectures with convolutions, windows, pyramids, decoders, or pictures of any aspect."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -98,8 +98,7 @@ def test_every_plain_transformer_class_is_read() -> None:
     assert names - NO_PLAIN_TRANSFORMERS == classifiers | {"TimmWrapperForImageClassification"}
 
 
-# Fields of a class's config that no reader looks at: a change of one changes neither logits nor
-# features.
+# Fields of a class's config that readers ignore, because they change neither logits nor features.
 _WITHOUT_EFFECT = """
 return_dict output_attentions output_hidden_states dtype chunk_size_feed_forward
 is_encoder_decoder transformers_version
@@ -112,7 +111,7 @@ use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs
 auxiliary_concat_input
 semantic_loss_ignore_index pad_token_id projection_size
 """
-"""Fields of outputs, types, training, other heads and tasks, and shapes that tensors tell."""
+"""Fields of outputs, types, training, other heads and tasks, and shapes that the tensors have."""
 _READ = """
 architectures model_type vision_config text_config id2label label2id problem_type
 hidden_size num_hidden_layers num_attention_heads intermediate_size mlp_ratio num_channels
@@ -272,7 +271,7 @@ MODELS: dict[str, Callable[[Path], Any]] = {
 
 
 def pipeline_scores(model: Any, folder: Path, pixels: Tensor, labels: tuple[str, ...]) -> Tensor:
-    """The answer of transformers' pipeline for normalised pixels, in the order of the labels."""
+    """Return the answer of transformers' pipeline for normalised pixels, ordered by label."""
     library = transformers()
     tokenizer = library.AutoTokenizer.from_pretrained(folder)
     pipeline = library.ZeroShotImageClassificationPipeline(
@@ -299,7 +298,7 @@ def own_scores(checkpoint: Checkpoint, pixels: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_zero_shot_scores_equal_the_pipelines(name: str, tmp_path: Path) -> None:
     model = MODELS[name](tmp_path)
-    # The pipeline truncates long texts of SigLIP, and fails on long texts of CLIP.
+    # The pipeline truncates long texts for SigLIP, and fails on long texts for CLIP.
     labels = LABELS if name.startswith("siglip") else LABELS[:3]
     checkpoint = load_checkpoint(
         str(tmp_path), labels=CSV.rsplit(",", len(LABELS) - len(labels))[0]
@@ -323,7 +322,7 @@ def test_zero_shot_scores_equal_the_pipelines(name: str, tmp_path: Path) -> None
         torch.from_numpy(checkpoint.embed_texts(LABELS)), of_texts, atol=1e-5, rtol=1e-5
     )
     torch.testing.assert_close(own, of_images, atol=1e-5, rtol=1e-5)
-    # Each text alone, because texts are cached one by one.
+    # Each text alone, because texts are cached separately.
     alone = np.concatenate([checkpoint.embed_texts([text]) for text in LABELS])
     np.testing.assert_allclose(alone, of_texts.numpy(), atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Labels, in the forms in which libraries and people write them."""
+"""Labels in the forms that libraries and people write."""
 
 from pathlib import Path
 

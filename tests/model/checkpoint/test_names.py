@@ -1,4 +1,4 @@
-"""A model has the name of its folder or repository, not of the model it was trained from."""
+"""A model has the name of its folder or repository, not of its pretrained base."""
 
 import os
 from pathlib import Path

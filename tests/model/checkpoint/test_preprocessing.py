@@ -27,12 +27,12 @@ from tests.model.checkpoint.parity import preprocess_file
 from tests.model.images.pictures import encode
 from tests.timm_reference import timm, transformers
 
-pytestmark = pytest.mark.timeout(60)  # libraries of references are imported
+pytestmark = pytest.mark.timeout(60)  # imports the libraries of the references
 
 BY_CLASS = {family.class_name: family for family in FAMILIES}
 
 OF_PROCESSORS = sorted({family.image_processor: name for name, family in BY_CLASS.items()}.values())
-"""A family of each image processor."""
+"""One family for each image processor."""
 
 PROCESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("ViTImageProcessorPil", "ViTForImageClassification", {}),
@@ -91,12 +91,12 @@ NUMBERS = {
     "image_mean": [0.1, 0.2, 0.3],
     "image_std": [0.4, 0.5, 0.6],
 }
-"""The other fields that a file must have; it leaves out how they are used."""
+"""Other required fields of a file, without preprocessing."""
 
 
 @cache
 def generated() -> list[bytes]:
-    """Small noisy pictures of odd sizes, so that margins are odd and every pixel counts."""
+    """Return small noisy pictures of odd sizes, so that margins are odd and every pixel matters."""
     numbers = np.random.default_rng(0)
     found = []
     for width, height in ((301, 200), (200, 301), (97, 640), (255, 257), (64, 64), (500, 333)):
@@ -109,7 +109,7 @@ def generated() -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def photographs(shared: Path) -> list[tuple[bytes, Image.Image]]:
-    """Every fifth file of each folder with its picture, which all cases begin with."""
+    """Every fifth file of each folder and its picture, from which all cases begin."""
     folders = (shared / "data" / "imagenet-samples", shared / "data" / "photos")
     lists = [
         [p for p in sorted(f.iterdir()) if p.suffix.lower() in (".jpeg", ".jpg")] for f in folders
@@ -133,9 +133,7 @@ def huggingface_case(case: str, folder: Path) -> tuple[PreprocessConfig, Any]:
 
 
 def resized_by(processor: Any) -> Any:
-    """The pixels 0...255 that an image processor of transformers makes of a picture, before it
-    normalises them.
-    """
+    """Return a transformers image processor's pixels 0...255 of a picture, before normalisation."""
 
     def reference(image: Image.Image) -> NDArray[np.float64]:
         pixels = processor(image, do_rescale=False, do_normalize=False, return_tensors="np")[
@@ -180,12 +178,11 @@ def test_pixels_equal_transformers(case: str, tmp_path: Path) -> None:
 def assert_read_as_by_transformers(
     file: dict[str, Any], family: Family, folder: Path, **config: Any
 ) -> None:
-    """The processor that transformers chooses for this family and file gives the same pixels.
+    """Check the pixels against the processor that transformers chooses for this family and file.
 
     If its pictures have different sizes, the file is refused.
     """
-    # transformers has no processor of its own for DINOv2 with registers; the released models name
-    # DINOv2's.
+    # transformers lacks a processor for DINOv2 with registers; the released models name DINOv2's.
     model_type = family.model_type.removesuffix("_with_registers")
     (folder / "config.json").write_text(json.dumps({"model_type": model_type} | config))
     (folder / "preprocessor_config.json").write_text(json.dumps(file))
@@ -193,7 +190,7 @@ def assert_read_as_by_transformers(
 
 
 def assert_carried_as_by_transformers(family: Family, folder: Path) -> None:
-    """The same for the files that already lie in a folder, whichever of them transformers reads."""
+    """Check the files of a folder against the processor that transformers chooses."""
     processor = transformers().AutoImageProcessor.from_pretrained(folder, backend="pil")
     reference = resized_by(processor)
     wide, tall = generated()[:2]

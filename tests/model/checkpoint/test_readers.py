@@ -1,4 +1,4 @@
-"""The readers of extensions: when the core asks them, and its refusal without any."""
+"""The readers of extensions: when the core calls them, and its refusal without them."""
 
 import json
 
@@ -22,7 +22,7 @@ from tests.model.checkpoint.folders import (
 
 
 def read_text(files: Files, options: CheckpointOptions) -> Checkpoint | None:
-    """Read a file `.txt`, whose content counts for nothing."""
+    """Read a `.txt` file and ignore its content."""
     if not isinstance(files, SingleFile) or files.file.suffix != ".txt":
         return None
     labels = options.labels_or(("a", "b", "c"), CONFIG.num_classes, files.title)
@@ -31,7 +31,7 @@ def read_text(files: Files, options: CheckpointOptions) -> Checkpoint | None:
 
 
 def read_inner(files: Files, options: CheckpointOptions) -> Files | None:
-    """Read the folder `inner` instead of a folder that has one."""
+    """Read the folder `inner` in place of a folder that contains it."""
     return files.subfolder("inner") if (files.folder / "inner").is_dir() else None
 
 

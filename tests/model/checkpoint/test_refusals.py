@@ -253,7 +253,7 @@ def test_what_is_wrong_is_named(
 ) -> None:
     monkeypatch.setattr(
         library, "is_installed", lambda: False
-    )  # with timm, its own code runs other architectures
+    )  # timm's code runs other architectures
     folder = FOLDERS[kind](tmp_path)
     put(folder / file, key, value)
     found = refusal(folder)
@@ -343,7 +343,7 @@ def test_unusable_label_is_refused(kind: str, key: str, tmp_path: Path) -> None:
             dict(zip("012", labels, strict=True)) if kind == "huggingface" else labels,
         )
         message = refusal(folder)
-        # pydantic itself knows no text that cannot be encoded.
+        # pydantic itself refuses text that cannot be encoded.
         assert said in message or "labels.1: expected a valid string" in message
         message.encode()
 
@@ -377,7 +377,7 @@ def unix_socket(path: Path) -> None:
         own.bind(str(path))
 
 
-@pytest.mark.timeout(30)  # who reads a pipe waits for ever
+@pytest.mark.timeout(30)  # reading a pipe would block
 @pytest.mark.parametrize(("kind", "name"), PARTS)
 @pytest.mark.parametrize(
     ("put", "said"),
@@ -393,7 +393,7 @@ def unix_socket(path: Path) -> None:
             lambda path: path.symlink_to("/etc/hostname"),
             "a symbolic link out of its folder: put the file itself there",
         ),
-        # The same words: nobody learns through a link what exists outside.
+        # The same message, because links must not reveal which files exist outside.
         (
             lambda path: path.symlink_to("/no/such/file"),
             "a symbolic link out of its folder: put the file itself there",
@@ -410,7 +410,7 @@ def test_irregular_file_of_a_folder_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = FOLDERS[kind](tmp_path / "model")
-    monkeypatch.chdir(folder)  # the path of a socket is short
+    monkeypatch.chdir(folder)  # the path of a socket must be short
     (folder / name).unlink()
     put(Path(name))
     assert refusal(folder) == f"{folder / name}: {said}"
@@ -446,7 +446,7 @@ def test_cached_snapshot_reads_only_its_blobs(tmp_path: Path) -> None:
 
 @contextmanager
 def nobody() -> Iterator[None]:
-    """A user who owns nothing here."""
+    """Run as a user who owns none of the files."""
     os.seteuid(NOBODY)
     try:
         yield
@@ -456,7 +456,7 @@ def nobody() -> Iterator[None]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
 def test_what_may_not_be_read_is_said() -> None:
-    with tempfile.TemporaryDirectory() as name:  # pytest's own lets nobody enter
+    with tempfile.TemporaryDirectory() as name:  # pytest's folder refuses other users
         Path(name).chmod(0o755)
         folder = native_folder(Path(name).resolve() / "model")
         for file in folder.iterdir():
@@ -481,7 +481,7 @@ def test_content_identifies_a_model(
         )
         native.write(tmp_path / folder, replace(checkpoint, **change), dtype=torch.float32)
         (tmp_path / "served").unlink(missing_ok=True)
-        (tmp_path / "served").symlink_to(tmp_path / folder)  # as releases are switched
+        (tmp_path / "served").symlink_to(tmp_path / folder)  # as in a swap of releases
         return load_checkpoint(str(tmp_path / "served")).content
 
     first = content({}, "first")

@@ -1,4 +1,4 @@
-"""The head that a config describes is read alike in every format."""
+"""Every format reads the head that a config describes in the same way."""
 
 import re
 from collections.abc import Callable
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(60)  # libraries of references are imported
 
 
 def wrapper_folder(folder: Path) -> Path:
-    """The folder of transformers' wrapper around a network of timm."""
+    """Write a folder of transformers' wrapper around a network of timm."""
     timm_folder(folder)
     weights = folder / "model.safetensors"
     save_file(

@@ -1,4 +1,4 @@
-"""Models that timm saved: logits, embeddings and attention rows of one pass."""
+"""Models saved by timm: logits, embeddings and attention rows of one pass."""
 
 import shutil
 import sys
@@ -185,7 +185,7 @@ def test_outputs_equal_timms(case: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         tokens = model.forward_features(pixels)
         expected = {"head": model.forward_head(tokens, pre_logits=True)}
-        # If timm's final norm follows its pooling, ours follows each of these poolings.
+        # If timm's final norm follows its pooling, our norm follows each of these poolings.
         norm = model.fc_norm if config.norm_after_pool else torch.nn.Identity()
         expected["mean"] = norm(tokens[:, config.prefix_tokens :].mean(dim=1))
         if config.class_token:
@@ -211,7 +211,7 @@ def test_architectures_have_timms_sizes(
         passed = built.call_args.kwargs
         numbers = (
             NUMBERS[:4] if "stem_layers" in arguments else NUMBERS
-        )  # patches of a hybrid are its stem's
+        )  # a hybrid's patches are its stem's
         assert [getattr(given, n) for n in numbers] == [
             passed.get(n, getattr(given, n)) for n in numbers
         ], name
@@ -220,7 +220,7 @@ def test_architectures_have_timms_sizes(
 
 
 def test_architectures_have_timms_parameters() -> None:
-    """One block is compared: all of them are alike. Kinds differ by more than sizes."""
+    """Compare one block, because all blocks are alike. The kinds differ by more than sizes."""
     sizes = {*NUMBERS, "img_size", "init_values", "ref_feat_shape", "stem_layers"}
     kinds = {
         str(sorted((k, v) for k, v in given.items() if k not in sizes)): n
@@ -262,7 +262,7 @@ def test_resized_positions_equal_timms(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     if (
         case == "deit-distilled"
-    ):  # this class cannot be resized after it is built; its function is the reference
+    ):  # this class does not support resizing after construction; its function is the reference
         from timm.layers import resample_abs_pos_embed
 
         model.pos_embed.data = resample_abs_pos_embed(
@@ -368,11 +368,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cait": ("cait_xxs24_224", {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 2}),
 }
 FIXED = {"swin", "swin-v2", "xcit", "cait"}
-"""Their input size is an argument. The others take any: here a small one, for speed."""
+"""Families whose input size is an argument; others accept any size, here a small one."""
 
 
 def make_library(family: str, folder: Path) -> Any:
-    """A random network of a family, saved as timm does; returns it in evaluation mode."""
+    """Save a random network of a family as timm does, and return it in evaluation mode."""
     name, arguments = FAMILIES[family]
     torch.manual_seed(0)
     channels = arguments.get("in_chans", 3)
@@ -404,7 +404,7 @@ def edited(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small ConvNeXt, to be copied."""
+    """Return a folder with a small ConvNeXt; tests copy it."""
     folder = tmp_path_factory.mktemp("convnext")
     make_library("convnext", folder)
     return folder

@@ -1,4 +1,4 @@
-"""Small random models of each class of transformers, saved as its library saves them."""
+"""Small random models of each class of transformers, saved by the library."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(case: str, folder: Path, **more: Any) -> Any:
-    """A random model of a case, saved with a preprocessor; returns the model in evaluation mode."""
+    """Save a random model of a case with a preprocessor; return the model in evaluation mode."""
     library = transformers()
     name, options = CASES[case]
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def make(case: str, folder: Path, **more: Any) -> Any:
 
 
 def write_preprocessor(folder: Path, rows: int, columns: int, channels: int = 3) -> None:
-    """A squashing image processor, as ViT's."""
+    """Return an image processor that squashes, like ViT's."""
     processor = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,

@@ -1,4 +1,4 @@
-"""Tiny random CLIP and SigLIP models with both towers and a tokenizer, as their library saves."""
+"""Tiny random CLIP and SigLIP models with both towers and a tokenizer, saved by their library."""
 
 import json
 import re
@@ -50,12 +50,12 @@ def _merges(word: str) -> list[tuple[str, str]]:
 
 
 def clip(folder: Path, *, legacy_eos: bool = False, projection: int = 24) -> Any:
-    """Save a CLIP with a byte-level BPE; with `legacy_eos` its config has the wrong token, as
-    OpenAI's first files.
+    """Save a CLIP with a byte-level BPE.
+
+    With `legacy_eos`, its config has the wrong token, like OpenAI's first files.
     """
     library = transformers()
-    # Merges that are written down, from the left of each word: a trained vocabulary differs from
-    # run to run.
+    # Fixed merges, from the left of each word, because a trained vocabulary differs between runs.
     words = sorted({word for text in _CORPUS for word in re.findall("[a-z]+", text.lower())})
     merges = list(dict.fromkeys(pair for word in words for pair in _merges(word)))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -79,12 +79,10 @@ def clip(folder: Path, *, legacy_eos: bool = False, projection: int = 24) -> Any
 
 
 def siglip(folder: Path, *, attention_mask: bool = False) -> Any:
-    """Save a SigLIP with a fast unigram tokenizer that lowers letters, as SigLIP 2 of one
-    resolution.
-    """
+    """Save a SigLIP with a fast unigram tokenizer that lowers letters, like SigLIP 2's."""
     library = transformers()
     names = ["input_ids", "attention_mask"] if attention_mask else ["input_ids"]
-    # Pieces that are written down: a trained vocabulary differs from run to run.
+    # Fixed pieces, because a trained vocabulary differs between runs.
     text = " ".join(_CORPUS).lower()
     words, letters = sorted({f"▁{word}" for word in text.split()}), sorted({"▁", *text} - {" "})
     specials = [(token, 0.0) for token in ("<pad>", "<eos>", "<bos>", "<unk>")]

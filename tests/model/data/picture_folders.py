@@ -11,7 +11,7 @@ COLOURS = {"blue": (40, 60, 200), "green": (50, 190, 70), "red": (210, 50, 40)}
 def write_class(
     folder: Path, colour: str, count: int, *, seed: int = 0, suffix: str = ".png"
 ) -> list[Path]:
-    """`count` pictures of one colour under noise, of many sizes."""
+    """Write `count` noisy pictures of one colour, of many sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng([seed, *colour.encode()])
     paths = []
@@ -26,7 +26,7 @@ def write_class(
 
 
 def write_folder(root: Path, count: int, *, seed: int = 0) -> Path:
-    """`root/blue/000.png` and so on, `count` pictures a class."""
+    """Write `root/blue/000.png` and so on, `count` pictures per class."""
     for colour in COLOURS:
         write_class(root / colour, colour, count, seed=seed)
     return root

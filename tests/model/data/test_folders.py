@@ -1,4 +1,4 @@
-"""Folders of pictures: which folders are classes, which are splits, and the notes on others."""
+"""Folders of pictures: classes, splits, and notes on other files."""
 
 import os
 import shutil
@@ -302,7 +302,7 @@ def test_links_between_classes_are_refused(root: Path) -> None:
             lambda root: (root.rename(root.parent / "other"), write_class(root, "red", 2)),
             "data: 2 pictures, but no class folders: expected one folder of them for each class",
         ),
-        # A Path would need the surrogate spelled out.
+        # A Path would need the surrogate written out.
         (lambda root: os.mkdir(os.fsencode(root) + b"/\xff"), "cannot be printed"),  # noqa: PTH102
     ],
     ids=[

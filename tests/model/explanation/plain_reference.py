@@ -1,6 +1,6 @@
 """A plain forward pass in which every attention matrix is a tensor that keeps its gradient.
 
-It uses only the network's parameters and norms, and none of `model.explanation`.
+It uses the network's parameters and norms, and not `model.explanation`.
 """
 
 import math
@@ -87,7 +87,7 @@ def attention_weights(layer: Attention, x: Tensor) -> Tensor:
 
 
 def turned(layer: Attention, x: Tensor) -> Tensor:
-    """Return queries or keys [B, heads, N, head_dim], turned as complex numbers patch by patch."""
+    """Return queries or keys [B, heads, N, head_dim], rotated as complex numbers patch by patch."""
     rotary = layer.rotary
     if rotary is None:
         return x

@@ -1,6 +1,6 @@
 """Relevance by automatic differentiation with constant scales, one token at a time.
 
-It uses the network's own layers, and none of `model.explanation`.
+It uses the network's layers, and not `model.explanation`.
 """
 
 import math
@@ -17,7 +17,7 @@ from tests.model.explanation.plain_reference import attention_weights, first_row
 
 
 def plain_relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tensor:
-    """Return the relevance of each token, not negative: [B, N]."""
+    """Return the relevance of each token, at least 0: [B, N]."""
     return torch.stack(
         [
             _of_image(model, one.unsqueeze(0), int(label))
@@ -43,8 +43,9 @@ def _of_image(model: VisionTransformer, pixels: Tensor, label: int) -> Tensor:
 def plain_transfer_relevance(
     model: VisionTransformer, pixels: Tensor, directions: Tensor
 ) -> Tensor:
-    """Return the relevance of each token along directions of the transfer features, before it is
-    sharpened: [B, N].
+    """Return the relevance of each token along directions of the transfer features: [B, N].
+
+    It is not sharpened yet.
     """
     return torch.stack(
         [
@@ -84,7 +85,7 @@ def _along(model: VisionTransformer, pixels: Tensor, direction: Tensor) -> Tenso
 
 
 def _entering(model: VisionTransformer, pixels: Tensor) -> list[Tensor]:
-    """Return what enters each block, and what leaves the last."""
+    """Return the input of each block, and the output of the last block."""
     entering = [model.embed(pixels)]
     for block in blocks(model):
         entering.append(block(entering[-1])[0])
@@ -98,10 +99,9 @@ def _found(
     *,
     is_token: bool,
 ) -> Tensor:
-    """Return the relevance of each token for an objective of the first tokens, or of all, of what
-    leaves a block.
+    """Return the relevance of each token for an objective of a block's output.
 
-    `entering` ends with what leaves it.
+    The objective reads the first tokens, or all. The last item of `entering` is the output.
     """
     until = blocks(model)[: len(entering) - 1]
     through = until[-1:] if is_token else []
@@ -180,9 +180,7 @@ def _frozen_mlp(mlp: Any, x: Tensor) -> Tensor:
 
 
 def _frozen_block(block: Block, x: Tensor, residual: Tensor, weights: Tensor) -> Tensor:
-    """Compute a block of x by these attention weights, past which `residual`, the same tokens, is
-    added.
-    """
+    """Compute a block of x with these attention weights; `residual` bypasses them."""
     normed = _frozen_norm(block.norm1, x)
     values = block.attn.qkv(normed)[..., block.attn.qkv.out_features // 3 * 2 :].unflatten(
         2, (block.attn.heads, -1)
@@ -225,10 +223,10 @@ def _frozen_read(model: VisionTransformer, x: Tensor) -> Tensor:
 
 
 def _sharpened(found: Tensor, model: VisionTransformer, arriving: Tensor) -> Tensor:
-    """Smooth the patches by a Gaussian whose weights sum to 1 inside of the grid, and square their
-    positive part.
+    """Smooth the patches by a Gaussian, and square their positive part.
 
-    On a coarse grid all tokens count by the root of what arrives of them before they are squared.
+    The weights sum to 1 inside of the grid. On a coarse grid, all tokens are weighted by the root
+    of their arriving share before they are squared.
     """
     prefix = model.config.prefix_tokens
     coarse = min(model.config.grid) <= 8
@@ -244,9 +242,7 @@ def _sharpened(found: Tensor, model: VisionTransformer, arriving: Tensor) -> Ten
 
 
 def _smoothed(found: Tensor, model: VisionTransformer) -> Tensor:
-    """Return the patches smoothed by a Gaussian whose weights sum to 1 inside of the grid:
-    [patches].
-    """
+    """Smooth patches by a Gaussian whose weights sum to 1 inside of the grid: [patches]."""
     prefix, (rows, columns) = model.config.prefix_tokens, model.config.grid
     coarse = min(rows, columns) <= 8
     patches, sigma = (

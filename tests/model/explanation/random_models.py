@@ -65,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def model_of(family: str, **others: Any) -> VisionTransformer:
-    """Return a model with random weights, none of them zero."""
+    """Return a model with random weights without zeros."""
     sizes: dict[str, Any] = {
         "image_size": (16, 24),
         "patch_size": 8,
@@ -107,7 +107,7 @@ def all_tokens(pool: Tensor, config: ViTConfig) -> Tensor:
 def require_maps(
     model: VisionTransformer, pixels: Tensor, classes: Tensor, method: str, tokens: Tensor
 ) -> None:
-    """Check that the method's maps and masses are those of the tokens, [B, N]."""
+    """Check the method's maps and masses against tokens, [B, N]."""
     patches = tokens[:, model.config.prefix_tokens :]
     maps, kept = explain(model, pixels, classes, MapRequest(method))
     some = (patches > 0).any(1)
@@ -152,7 +152,7 @@ def maps_of_two_classes(method: str) -> tuple[Tensor, Tensor]:
 
 
 def require_even_map_of_zero_head(method: str) -> None:
-    """Check that a head of zeros has an even map, of which nothing fell on patches."""
+    """Check that a head of zeros has an even map without mass on patches."""
     model = model_of("plain")
     with torch.no_grad():
         model.head.weight.zero_()

@@ -1,4 +1,4 @@
-"""Attention maps: how attention heads are combined, which tokens are dropped, mixed batches."""
+"""Attention maps: combined attention heads, dropped tokens, mixed batches."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ CONFIG = ViTConfig(
 
 
 def rows(*shape: int) -> NDArray[np.float32]:
-    """Attention rows over the CLS token and 2 x 3 patches."""
+    """Return attention rows over the CLS token and 2 x 3 patches."""
     values = np.random.default_rng(0).random((*shape, 2, 7), dtype=np.float32)
     shares: NDArray[np.float32] = values / values.sum(axis=-1, keepdims=True)
     return shares
@@ -60,7 +60,7 @@ def test_mixed_batch_keeps_maps_apart() -> None:
 TINY = ViTConfig(
     image_size=(16, 24), patch_size=8, width=24, depth=1, heads=3, mlp_width=40, num_classes=5
 )
-"""2 x 3 patches after one prefix token."""
+"""Return a grid of 2 x 3 patches after one prefix token."""
 
 
 def tokens(*rows: list[float]) -> Floats:

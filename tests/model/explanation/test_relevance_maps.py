@@ -21,8 +21,7 @@ from tests.model.explanation.random_models import (
 
 PRE_NORM = [family for family, options in FAMILIES.items() if "norm_order" not in options]
 CASES: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in PRE_NORM]
-# With many patches, relevance follows several tokens. It goes back through the last blocks, and
-# further on a coarse grid.
+# With many patches, relevance follows several tokens, through more blocks on a coarse grid.
 CASES += [
     (family, {"image_size": size, "depth": 6})
     for size in ((56, 48), (80, 72))

@@ -37,19 +37,20 @@ def config(
 
 
 def as_is(image: Image.Image, channels: int = 3) -> PreprocessConfig:
-    """A config that changes neither the size nor the shape of `image`."""
+    """Return a config that keeps the size and shape of `image`."""
     return config((image.height, image.width), resize="squash", channels=channels)
 
 
 def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> Image.Image:
-    """Every pixel its own: the hardest picture to resample alike."""
+    """Return a picture whose pixels all differ, the hardest picture to resample alike."""
     shape = (height, width) if channels == 1 else (height, width, channels)
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 
 
 def scene(width: int = 96, height: int = 64) -> Image.Image:
-    """Smooth, and different in each corner, so that it survives lossy formats and shows every wrong
-    turn.
+    """Return a smooth picture whose corners differ.
+
+    It survives lossy formats and shows every wrong turn.
     """
     x, y = np.meshgrid(np.linspace(0, 1, width), np.linspace(0, 1, height))
     pixels = np.stack([255 * x, 255 * y, 255 * (1 - x) * (1 - y)], axis=-1)
@@ -71,7 +72,7 @@ def png_chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def black_png(width: int, height: int, *, bits: int = 8, colour_type: int = 0) -> bytes:
-    """A black PNG of any size, made without making the picture."""
+    """Return a black PNG of any size, without its pixels in memory."""
     samples = {0: 1, 2: 3, 4: 2, 6: 4}[colour_type]
     row = b"\0" * (1 + (width * bits * samples + 7) // 8)
     packer = zlib.compressobj(1)
@@ -98,11 +99,11 @@ def insert_after_ihdr(png: bytes, *chunks: bytes) -> bytes:
 
 
 def difference(left: np.ndarray, right: np.ndarray) -> int:
-    """The largest, in levels of 0...255."""
+    """Return the largest difference, in levels of 0...255."""
     assert left.shape == right.shape
     return int(np.abs(left.astype(int) - right.astype(int)).max())
 
 
 def seen(data: bytes, image: Image.Image, channels: int = 3) -> np.ndarray:
-    """The decoded pixels at the size of `image`."""
+    """Return the decoded pixels at the size of `image`."""
     return preprocess(data, as_is(image, channels), scaled_decode=False)

@@ -99,7 +99,7 @@ def test_low_map_values_leave_pixels_unchanged():
     pixels = drawn(values, PICTURE, alpha=1.0, size=96)
     changed = (np.abs(pixels.astype(int) - PICTURE) > 6).any(axis=2)
 
-    # From the middle of each neighbouring patch on, nothing of the bright one is left.
+    # The bright patch ends in the middle of its neighbours.
     assert changed[20:28, 20:28].all()
     changed[8:40, 8:40] = False
     assert not changed.any()
@@ -155,7 +155,7 @@ def test_full_alpha_covers_the_highest_patch():
         for level in (0, 255)
     )
 
-    # The share of the picture that comes through: 1 - log(r) / log(8) with r = 16 / 3, 0 and 8 / 3.
+    # The visible share of the picture: 1 - log(r) / log(8) with r = 16 / 3, 0 and 8 / 3.
     through = (white - black)[0, :, 0] / 255
     expected = 1 - np.log([16 / 3, 1, 8 / 3, 1]) / np.log(16 / 3)
     assert np.abs(through[::2] - expected).max() < 0.01
@@ -367,7 +367,7 @@ def test_captioned_drawing_keeps_its_size(
     picture, look = np.zeros((*shape, 3), np.uint8), {"size": size, "overlay": overlay}
     drawn = draw_maps([of_class()], [label], picture=picture, **look)  # type: ignore[arg-type]
     assert max(drawn.size) == size
-    if size < 160:  # which has no room for one
+    if size < 160:  # too narrow for a caption
         assert drawn.size == draw_maps([of_class()], None, picture=picture, **look).size  # type: ignore[arg-type]
 
 

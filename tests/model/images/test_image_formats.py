@@ -76,9 +76,7 @@ def test_cmyk_jpegs_are_inverted_like_pillow(adobe):
 
 
 def renumbered(jpeg: bytes) -> bytes:
-    """The components R, G and B under the numbers 1, 2 and 3, from which a decoder concludes
-    nothing.
-    """
+    """Number the components R, G and B 1, 2 and 3, which hide their meaning from a decoder."""
     return jpeg.replace(b"R\x11\0G\x11\0B\x11\0", b"\1\x11\0\2\x11\0\3\x11\0").replace(
         b"R\0G\0B\0", b"\1\0\2\0\3\0"
     )
@@ -208,7 +206,7 @@ def test_other_formats_of_pillow_are_refused(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_truncation_is_an_invalid_image(name):
     data = encode(noise(64, 48), name)
-    # A file's last bytes may say only that it ends.
+    # A file's last bytes may be only an end marker.
     for length in {4, 16, 40, len(data) // 4, len(data) // 2, len(data) * 3 // 4, len(data) - 40}:
         with pytest.raises((InvalidImage, UnsupportedImageFormat)) as error:
             preprocess(data[:length], config())
@@ -234,7 +232,7 @@ def test_pictures_come_out_upright(name, orientation):
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
 
     assert difference(seen(data, upright), np.asarray(upright)) <= 1
-    # and not by chance: the same picture turned any other way looks different
+    # not by chance: every other turn of the picture looks different
     stored = scene()
     turned = ImageOps.exif_transpose(Image.open(io.BytesIO(encode(stored, "PNG", orientation))))
     assert difference(seen(data, upright), np.asarray(turned.convert("RGB"))) <= 40
@@ -273,7 +271,7 @@ def test_exif_after_the_pixels_of_a_png_counts():
         b"Exif\0\0MM\0*\0\0\0\x08\xff\xff",
         b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x09\0\0\0",  # orientation 9
         b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x02\0\x01\0\0\0\x06\0\0\0",  # orientation as text
-        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\0\0\0\0\x06\0\0\0",  # no value at all
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\0\0\0\0\x06\0\0\0",  # no value
         b"\0" * 300,
     ],
 )
@@ -445,7 +443,7 @@ def torture(shared: Path) -> Path:
 
 
 def likeness(left: np.ndarray, right: np.ndarray) -> float:
-    """Correlation of two pictures, which were compressed apart from one another."""
+    """Return the correlation of two pictures that were compressed separately."""
     return float(np.corrcoef(left.ravel().astype(float), right.ravel().astype(float))[0, 1])
 
 

@@ -1,4 +1,4 @@
-"""A picture is refused before it takes more pixels, memory or time than is allowed."""
+"""A picture is refused before it takes more pixels, memory or time than allowed."""
 
 import struct
 import subprocess
@@ -43,13 +43,17 @@ SIZES = {
     "GIF": (lambda _: 6, "<HH", 60_000),
     "BMP": (lambda _: 18, "<ii", 60_000),
     "WEBP": (lambda _: 26, "<HH", 16_383),
-    "AVIF": (lambda data: data.index(b"ispe") + 8, ">II", 16_000),  # libavif refuses more by itself
+    "AVIF": (
+        lambda data: data.index(b"ispe") + 8,
+        ">II",
+        16_000,
+    ),  # libavif refuses larger sizes itself
 }
-"""Position and format of each header's width and height, and the largest size it can claim."""
+"""Position and format of each header's width and height, and the largest value."""
 
 
 def bomb(name: str) -> bytes:
-    """Return a small file that claims 60,000 x 60,000 pixels, or the most that its format can."""
+    """Return a small file that claims 60,000 x 60,000 pixels, or the largest size of its format."""
     data = bytearray(encode(noise(64, 48), name))
     if name == "PNG":
         data[8:33] = png_chunk(b"IHDR", struct.pack(">II", 60_000, 60_000) + data[24:29])
@@ -141,13 +145,14 @@ def test_turned_sliver_takes_the_same_memory(size):
     exif = struct.pack("<2sHLHHHLHHL", b"II", 42, 8, 1, 274, 3, 1, 6, 0, 0)
     data = insert_after_ihdr(black_png(*size), png_chunk(b"eXIf", exif))
 
-    # The other order of the passes would put a picture of 224 MB between them.
+    # The other order of passes would need an intermediate picture of 224 MB.
     assert peak_megabytes(data, "squash") < 150
 
 
 def overlapping_directory(entries: int, size: int) -> bytes:
-    """An Exif block whose fields all claim the same bytes: `entries` x `size` if a reader copies
-    each.
+    """Return an Exif block whose fields claim the same bytes.
+
+    A reader that copies each field needs `entries` x `size` bytes.
     """
     fields = b"".join(struct.pack("<HHLL", 40_000 + tag, 7, size, 8) for tag in range(entries))
     return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", entries) + fields + b"\0" * 4
@@ -157,7 +162,7 @@ def overlapping_directory(entries: int, size: int) -> bytes:
 def test_overlapping_exif_takes_no_memory(place):
     image = noise(64, 48)
     exif = overlapping_directory(5000, 60_000)
-    with warnings.catch_warnings(action="ignore"):  # Pillow's AVIF writer looks into it
+    with warnings.catch_warnings(action="ignore"):  # Pillow's AVIF writer reads it
         data = encode(image, place, exif=exif)
 
     tracemalloc.start()
@@ -187,7 +192,7 @@ def test_files_of_many_parts_are_refused_soon(data):
     with pytest.raises(InvalidImage, match="parts"):
         preprocess(data, config())
 
-    assert time.thread_time() - start < 2  # else it takes minutes
+    assert time.thread_time() - start < 2  # otherwise it takes minutes
 
 
 @pytest.mark.parametrize(
@@ -200,7 +205,7 @@ def test_bytes_between_jpeg_segments_are_skipped(filler):
 
     pixels = seen(insert_after_soi(plain, filler), image)
 
-    assert time.thread_time() - start < 2  # else it takes minutes
+    assert time.thread_time() - start < 2  # otherwise it takes minutes
     assert np.array_equal(pixels, seen(plain, image))
 
 
@@ -229,7 +234,7 @@ def test_bigtiff_is_read_like_tiff(orientation):
 
 @pytest.mark.parametrize("frame", [0xC9, 0xCA])
 def test_arithmetic_jpeg_is_refused(frame):
-    # Its decoder reads zeros past the end of the data for ever: 2 KB took 5 s.
+    # Its decoder reads zeros past the end of the data without end: 2 KB took 5 s.
     data = encode(noise(64, 48), "JPEG").replace(b"\xff\xc0", bytes([0xFF, frame]))
 
     with pytest.raises(UnsupportedImageFormat, match="arithmetic"):

@@ -1,4 +1,4 @@
-"""From bytes to the model's picture: pixels of the original libraries, and the region they show."""
+"""From bytes to the model's input: pixels equal to the original libraries', and their region."""
 
 import io
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +35,7 @@ FILTERS = {
 
 
 def straightforward(data: bytes, wanted: PreprocessConfig) -> np.ndarray:
-    """Everything in the order that the libraries have: turn, convert, resize the whole, crop."""
+    """Return the picture in the order of the libraries: turn, convert, resize the whole, crop."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
     rows, columns = wanted.resize_size
     if wanted.resize == "squash":
@@ -55,9 +55,7 @@ def straightforward(data: bytes, wanted: PreprocessConfig) -> np.ndarray:
 
 
 def assert_same(left: np.ndarray, right: np.ndarray) -> None:
-    """Equal but for what rounds either way: one level, or two where both passes of the resize did
-    so.
-    """
+    """Check equality up to rounding: one level, or two if both passes of the resize rounded."""
     levels = np.abs(left.astype(int) - right.astype(int))
     assert levels.max() <= 2
     assert (levels > 1).mean() <= 0.002
@@ -101,7 +99,7 @@ def test_pixels_equal_the_plain_order_of_work(
 @given(sides, sides, models, st.integers(0, 20), st.sampled_from(("nearest", "box")))
 def test_sharp_filters_choose_the_same_pixels(width, height, side, more, interpolation):
     wanted = config((side, side), (side + more, side + more), interpolation=interpolation)
-    # Beyond, the part that is resized has corners that Pillow rounds.
+    # Beyond this, the resized part has corners that Pillow rounds.
     assume(max(resized_size(width, height, wanted)) <= 4096)
     data = encode(noise(width, height), "PNG", compress_level=0)
 
@@ -118,15 +116,13 @@ def test_sliver_is_cropped_to_its_middle(size):
 
     pixels = preprocess(encode(image, "PNG"), config((16, 16)))
 
-    # 16 output pixels show as many source pixels as the picture is thick, around the middle.
+    # 16 output pixels show the source pixels around the middle, as many as the picture is thick.
     middle, reach = max(size) // 2, min(size) + 3
     seen = np.asarray(row)[0, middle - reach : middle + reach].astype(int)
     assert pixels.min() >= max(0, seen.min() - 64) and pixels.max() <= min(255, seen.max() + 64)
     along = pixels if size[0] > size[1] else pixels.transpose(1, 0, 2)
     if min(size) == 1:
-        assert (
-            np.ptp(along.astype(int), axis=0).max() == 0
-        )  # one pixel thick: nothing changes across
+        assert np.ptp(along.astype(int), axis=0).max() == 0  # one pixel thick: constant across
 
 
 @pytest.mark.parametrize("size", [(20, 200_000), (200_000, 20)])
@@ -271,7 +267,7 @@ def test_upload_may_change_after_decoding(name):
     wanted = config()
     pixels = preprocess(data, wanted)
 
-    data.clear()  # fails while something holds it
+    data.clear()  # fails while an object refers to it
 
     assert pixels.any()
 
@@ -299,16 +295,16 @@ def test_the_size_that_a_picture_is_resized_to(how, resize_size, source, expecte
 @pytest.mark.parametrize(
     ("size", "wanted", "region"),
     [
-        # shortest_edge: 40 x 20 becomes 64 x 32, of which the middle 32 are cut: 16 / 1.6 = 10 from
-        # the left
+        # shortest_edge: 40 x 20 becomes 64 x 32, and the middle 32 are cut: 16 / 1.6 = 10 from the
+        # left
         ((40, 20), config((32, 32)), (10, 0, 20, 20)),
         ((20, 40), config((32, 32)), (0, 10, 20, 20)),
         ((32, 32), config((32, 32)), (0, 0, 32, 32)),
-        # 100 x 50 becomes 80 x 40; the middle 32 begin at 24 and 4 of these: times 1.25
+        # 100 x 50 becomes 80 x 40; the middle 32 begin at 24 and 4: times 1.25
         ((100, 50), config((32, 32), (40, 40)), (30, 5, 40, 40)),
         # 60 x 20 covers 32 x 48 as 96 x 32: columns 24...72 of 96, times 60 / 96
         ((60, 20), config((32, 48)), (15, 0, 30, 20)),
-        # squash: all of it, whatever its shape; with a crop, 32 of 40 of either side
+        # squash: the whole picture; with a crop, 32 of 40 on each side
         ((100, 50), config((32, 32), resize="squash"), (0, 0, 100, 50)),
         ((100, 50), config((32, 32), (40, 40), resize="squash"), (10, 5, 80, 40)),
     ],
@@ -320,7 +316,7 @@ def test_region_is_the_part_after_the_crop(size, wanted, region):
 
 
 def test_crop_begins_by_the_configured_rounding():
-    # 35 x 32: the margin of 3 is 1.5 on each side, which goes to the even 2 or down to 1
+    # 35 x 32: the margin of 3 is 1.5 on each side, rounded to the even 2 or down to 1
     data = encode(Image.new("RGB", (35, 32)), "PNG")
     even, down = (
         config((32, 32)).model_copy(update={"crop_rounding": name})
@@ -460,7 +456,7 @@ def test_strips_make_pillows_picture(size, rows_first, mode, monkeypatch):
     elif mode != "L":
         picture = noise(500, 375).quantize(64) if mode == "P" else noise(500, 375).convert(mode)
     convert = converter(picture, "RGB")
-    # A pass along one axis has no order.
+    # Order matters only with passes along both axes.
     middle = (500, size[1]) if rows_first else (size[0], 375)
     bicubic = Image.Resampling.BICUBIC
     whole = (convert(picture) if convert else picture).resize(middle, bicubic).resize(size, bicubic)

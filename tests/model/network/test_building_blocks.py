@@ -1,4 +1,4 @@
-"""The building blocks of the network, each against its definition."""
+"""The building blocks of the network, each compared with its definition."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -118,8 +118,7 @@ def test_native_folder_round_trips(variant: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         expected, got = written.build()(pixels, (0, 1)), read.build()(pixels, (0, 1))
     assert all(torch.equal(tensor, written.tensors[name]) for name, tensor in read.tensors.items())
-    # Not to the last bit: a kernel may sum in another order where a tensor lies otherwise in
-    # memory.
+    # Not bit for bit, because a kernel may sum in another order if a tensor's layout differs.
     torch.testing.assert_close(got.logits, expected.logits, atol=1e-5, rtol=1e-5)
     assert got.attention is not None
     torch.testing.assert_close(got.attention.sum(-1), torch.ones(2, 2, 4), atol=1e-5, rtol=0)
@@ -147,7 +146,7 @@ def test_plain_attention_is_the_fused_kernels() -> None:
 def test_mean_row_is_the_mean_of_softmax_rows(
     queries_at_a_time: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the queries are divided, in parts that differ too."""
+    """Any division of the queries has the same result, also into unequal parts."""
     monkeypatch.setattr(attention, "SCORES_BYTES", queries_at_a_time * 8 * 4 * 2 * 7)
     q, k = torch.randn(3, 2, 6, 8), torch.randn(3, 2, 7, 8)
     bias = torch.randn(1, 2, 6, 7) if biased else None
@@ -157,7 +156,7 @@ def test_mean_row_is_the_mean_of_softmax_rows(
 
 
 def numbered(batch: int, prefix: int, patches: int) -> torch.Tensor:
-    """Tokens whose values are their numbers."""
+    """Return tokens whose values are their numbers."""
     return (
         torch.arange(prefix + patches).float().reshape(1, -1, 1).expand(batch, -1, 4).contiguous()
     )

@@ -28,7 +28,7 @@ def make_config(**changes: object) -> ViTConfig:
 
 
 def make_model(config: ViTConfig) -> VisionTransformer:
-    """Random everywhere, biases and norms too, so that no term can be missing unseen."""
+    """Set all parameters to random values, so that a missing term shows."""
     torch.manual_seed(0)
     model = VisionTransformer(config).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -37,7 +37,7 @@ def make_model(config: ViTConfig) -> VisionTransformer:
 
 
 def reference(model: VisionTransformer, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """The paper's equations, written out: logits [B, K] and attention [B, layers, heads, N, N]."""
+    """Compute the paper's equations: logits [B, K] and attention [B, layers, heads, N, N]."""
     c = model.config
     head_dim = c.width // c.heads
     assert isinstance(model.patch_embed, PatchEmbed)
@@ -126,7 +126,7 @@ def test_resized_positions_keep_their_picture() -> None:
     assert resized.shape == (1, 65, 2)
     torch.testing.assert_close(resized[:, :1], prefix)
     picture = resized[0, 1:].reshape(16, 4, 2)
-    assert (picture[1:, :, 0] - picture[:-1, :, 0]).min() > 0  # still rising from top to bottom
+    assert (picture[1:, :, 0] - picture[:-1, :, 0]).min() > 0  # rising from top to bottom
     assert (picture[:, 1:, 1] - picture[:, :-1, 1]).min() > 0  # and from left to right
 
 
@@ -157,7 +157,7 @@ def test_chunked_attention_is_attention(
 ) -> None:
     monkeypatch.setattr(
         attention, "SCORES_BYTES", limit
-    )  # all at once, three images at a time, none
+    )  # all at once, three images at a time, no images
     q, k, v = torch.randn(3, 7, 2, 9, 16).to(dtype).unbind(0)
     for queries in (q, q[:, :, :1]):
         expected = torch.nn.functional.scaled_dot_product_attention(

@@ -11,7 +11,7 @@ from model.runtime.backend import CompileMode, Images
 from model.runtime.predictor import Predictor
 
 MODES: Final[dict[str, CompileMode]] = {"openvino": "auto", "auto": "auto", "torch": "off"}
-"""Compile modes by the library that they make run the network on a CPU."""
+"""Compile modes by the library that they select on a CPU."""
 
 
 class Predictions(NamedTuple):
@@ -32,7 +32,7 @@ def predict(
     maps: Sequence[MapRequest | None] = (),
     logits: bool = False,
 ) -> Predictions:
-    """Ask for the same of all images, but for their maps."""
+    """Request the same outputs of all images, except for their maps."""
     requests = [RequestedOutputs(top_k, wanted, logits) for wanted in maps or [None] * len(images)]
     outputs = predictor.predict(images, requests)
     return Predictions(

@@ -1,4 +1,4 @@
-"""Batches on the CPU: their pieces, memory for the next one, and what counts as the same answer."""
+"""Batches on the CPU: their pieces, memory for the next batch, and the tolerance of answers."""
 
 import ctypes
 import subprocess
@@ -76,7 +76,7 @@ def test_relevance_of_another_class_or_beside_another_rival_is_not_compared() ->
     require_close(
         BatchOutputs(other, relevance=-relevance), expected, exact=False, source="OpenVINO"
     )
-    other[1, [8, 9]] = 8.5 - np.array([0.01, 0])  # the same classes in its margin
+    other[1, [8, 9]] = 8.5 - np.array([0.01, 0])  # its margin has the same classes
     with pytest.raises(DeviceError, match="relevance"):
         require_close(
             BatchOutputs(other, relevance=-relevance), expected, exact=False, source="OpenVINO"

@@ -127,7 +127,7 @@ CORES = 8
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of eight logical cores, of which each two are one physical core."""
+    """Simulate a machine of eight logical cores on four physical cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(CORES)))
     for core in range(CORES):

@@ -60,7 +60,7 @@ def checkpoint_of(kind: str) -> Checkpoint:
 def predictor_of(backend: str, checkpoint: Checkpoint) -> Predictor:
     if backend == "stand-in":
         made = Predictor(checkpoint, device="cpu", dtype="float32", max_batch=8, ops=StandInOps())
-        made.warm_up()  # batches go through captured graphs
+        made.warm_up()  # batches use captured graphs
         return made
     return Predictor(
         checkpoint,
@@ -73,7 +73,7 @@ def predictor_of(backend: str, checkpoint: Checkpoint) -> Predictor:
 
 
 def reference(checkpoint: Checkpoint, images: np.ndarray) -> dict[Pooling, np.ndarray]:
-    """Each embedding of each image, of the plain network."""
+    """Return each embedding of each image from the plain network."""
     with torch.inference_mode():
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(images))
         output = checkpoint.build()(pixels, (), 0, True, True)
@@ -85,7 +85,7 @@ def close(found: np.ndarray | None, expected: np.ndarray, backend: str) -> bool:
     assert found is not None
     assert found.dtype == np.float32
     assert found.shape == expected.shape
-    # OpenVINO's own kernels, in float32, too.
+    # OpenVINO's kernels in float32, too
     return bool(
         np.abs(found - expected).max()
         <= (1e-4 if backend == "openvino" else 1e-5) * np.abs(expected).max()

@@ -1,4 +1,4 @@
-"""From uint8 images to scores and maps, on the device that every machine has."""
+"""From uint8 images to scores and maps, on the CPU."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from tests.needs import needs_methods
 
 
 def spoil_second_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the second image of each batch has a pixel that is not finite."""
+    """Set a pixel of the second image in later batches to a value that is not finite."""
     normalise = Normalise.forward
 
     def spoilt(self: Normalise, images: torch.Tensor) -> torch.Tensor:
@@ -257,7 +257,7 @@ def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(
     if backend == "openvino" and unsupported_reason(dtype):
         pytest.skip("OpenVINO does not compute so here")
     checkpoint = make_checkpoint()
-    # Black normalises to 0; every other colour overflows as it is embedded.
+    # Black normalises to 0; every other colour overflows in the embedding.
     preprocess = checkpoint.preprocess.model_copy(update={"mean": (0.0, 0.0, 0.0)})
     tensors = dict(checkpoint.tensors)
     name = "patch_embed.proj.weight"

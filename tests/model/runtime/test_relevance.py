@@ -1,6 +1,4 @@
-"""The relevance of the best class out of the classification's own pass, and several heads on one
-backbone.
-"""
+"""Relevance of the best class from the classifying pass, and several heads on one backbone."""
 
 import logging
 import threading
@@ -172,7 +170,7 @@ class TestOpenVino:
     def test_its_graph_gives_it(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if (
             family != "registers"
-        ):  # which has a graph for each of some batch sizes; others have one for any
+        ):  # this backend has a graph for some batch sizes, others have one for all
             monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
         predictor = made(family, "openvino")
         backend = predictor._backend
@@ -294,7 +292,7 @@ MAPS = [
 
 
 def with_head(checkpoint: Checkpoint, classes: int, seed: int, **changes: Any) -> Checkpoint:
-    """The same backbone with another head."""
+    """Return the same backbone with another head."""
     generator = torch.Generator().manual_seed(seed)
     config = checkpoint.config.model_copy(update={"num_classes": classes})
     shapes = {
@@ -308,7 +306,7 @@ def with_head(checkpoint: Checkpoint, classes: int, seed: int, **changes: Any) -
 
 
 def models_on(backbone: Checkpoint) -> dict[str, Checkpoint]:
-    """Heads of another number of classes, a temperature, sigmoids, and a single class."""
+    """Return heads with another number of classes, a temperature, sigmoids, or a single class."""
     return {
         "own": backbone,
         "seven": with_head(backbone, 7, 1, temperature=2.5),
@@ -324,7 +322,7 @@ def predictor_of(checkpoint: Checkpoint, mode: str = "torch") -> Predictor:
 
 
 def sharing(models: dict[str, Checkpoint], mode: str = "torch") -> Predictor:
-    """One predictor with the heads of all."""
+    """Return one predictor with all heads."""
     predictor = predictor_of(models["own"], mode)
     for name, checkpoint in models.items():
         key, head = backbone_and_head(checkpoint)
@@ -335,7 +333,7 @@ def sharing(models: dict[str, Checkpoint], mode: str = "torch") -> Predictor:
 
 
 def asked_alone(checkpoint: Checkpoint, images: np.ndarray, requested: RequestedOutputs) -> Any:
-    """The `Outputs` of the model that has a predictor to itself."""
+    """Return the outputs of a model in its own predictor."""
     [outputs] = predictor_of(checkpoint).predict(images, replace(requested, head=""))
     return outputs
 
@@ -357,7 +355,7 @@ def require_same(found: Outputs, alone: Outputs) -> None:
 
 
 def bounded(requested: RequestedOutputs, checkpoint: Checkpoint) -> RequestedOutputs:
-    """What is asked of a model, which may have fewer classes."""
+    """Return requests of a model, which may have fewer classes."""
     classes = checkpoint.config.num_classes
     wanted = requested.map
     if wanted is not None and wanted.class_index is not None:
@@ -438,13 +436,13 @@ def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(
     requests = [replace(ASKED, map=MapRequest("relevance")), replace(wanted, head="seven"), brought]
     found: list[Any] = predictor.predict(images, requests)
     mixed, of_seven, of_caller = found
-    assert passes in ([2], [1, 2])  # the own head's by its own pass
+    assert passes in ([2], [1, 2])  # the checkpoint's head, in its own pass
     alone = asked_alone(models["seven"], images[1:2], wanted)
     require_same(of_seven, alone)
     alone = asked_alone(models["seven"], images[2:], wanted)
     np.testing.assert_allclose(of_caller.map.values, alone.map.values, atol=1e-4)
     assert of_caller.map.request == alone.map.request
-    # Other heads do not change a bit of the own head's answer.
+    # Other heads do not change a bit of the first head's answer.
     for name in ("scores", "logits"):
         assert getattr(mixed, name).tobytes() == getattr(own, name).tobytes()
     assert mixed.map.values.tobytes() == own.map.values.tobytes()

@@ -1,6 +1,4 @@
-"""What the tests of subcommands share: a run of the command line, a tiny checkpoint and pictures to
-run it on.
-"""
+"""Helpers for tests of subcommands: run the command line, write a tiny checkpoint and pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ HALF = (0.5, 0.5, 0.5)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `vitserve` with these arguments, in this process."""
+    """Run `vitserve` in this process; return (exit code, stdout, stderr)."""
     code = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
@@ -41,9 +39,7 @@ def write_pictures(folder: Path, *names: str) -> Path:
 def write_checkpoint(
     folder: Path, labels: Sequence[str], *, resize: str = "shortest_edge", **changes: Any
 ) -> Path:
-    """Write a native folder called `tiny` with random weights that are always the same; `changes`
-    to its config.
-    """
+    """Write a native folder `tiny` with weights of a fixed seed and `changes` to its config."""
     sizes = {
         "image_size": (16, 16),
         "patch_size": 8,

@@ -1,4 +1,4 @@
-"""Commands start soon: no graph is compiled."""
+"""Fixtures: commands start fast, without compiled graphs."""
 
 import pytest
 

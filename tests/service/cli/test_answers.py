@@ -1,4 +1,4 @@
-"""The flags of subcommands that ask a server follow the environment that started it."""
+"""The flags of subcommands that ask a server use the environment of its start."""
 
 import io
 from functools import partial

@@ -1,6 +1,4 @@
-"""The command line, run as a user runs it: what it imports, which files it finds, and what it
-answers.
-"""
+"""The command line as a user runs it: imports, found files, and answers."""
 
 import csv
 import importlib
@@ -43,9 +41,7 @@ def pictures(tmp_path: Path) -> Path:
 def test_classify_walks_a_folder_in_order(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    upload = (pictures / "b.PNG").rename(
-        tmp_path / "upload"
-    )  # a file that is named may be called anything
+    upload = (pictures / "b.PNG").rename(tmp_path / "upload")  # a named file may have any suffix
     files = [upload, write_pictures(pictures, "b.PNG")]
     code, out, err = run(
         capsys, "classify", *files, "--checkpoint", checkpoint, "--json", "--top-k", "99"
@@ -153,7 +149,7 @@ def test_pillow_does_not_log_in_commands(
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # 32 x 32 pixels of 65,535 samples, which Pillow calls an error.
+    # 32 x 32 pixels of 65,535 samples, which Pillow reports as an error.
     fields = [
         (256, 32),
         (257, 32),
@@ -292,7 +288,7 @@ finally:
 
 
 def imported_by(*arguments: str) -> set[str]:
-    """The modules that a new interpreter has imported after this command line."""
+    """Return the modules that a new interpreter has imported after this command line."""
     command = [sys.executable, "-c", LIST_MODULES, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert done.stdout
@@ -311,7 +307,7 @@ def test_flags_are_shown_without_torch(name: str) -> None:
     modules = imported_by(name, "--help")
     assert {other for other, command in commands().items() if command.module in modules} == {name}
     assert "torch" not in modules
-    assert not modules & {"starlette", "uvicorn"}  # which take long to import
+    assert not modules & {"starlette", "uvicorn"}  # slow to import
 
 
 def test_every_subcommand_is_in_the_table() -> None:

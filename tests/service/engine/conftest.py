@@ -1,4 +1,4 @@
-"""The engine that a test asks: one of this process, and one behind a socket."""
+"""Fixtures: an engine in this process, and an engine behind a socket."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -14,5 +14,5 @@ Running = Callable[..., AbstractAsyncContextManager[Rig]]
 
 @pytest.fixture(params=[False, True][: 1 + HAS_CLUSTER], ids=["local", "remote"][: 1 + HAS_CLUSTER])
 def running(request: pytest.FixtureRequest) -> Running:
-    """Return what starts an engine, see `fakes.running`."""
+    """Return a function that starts an engine, see `fakes.running`."""
     return partial(running_engine, remote=request.param)

@@ -1,4 +1,4 @@
-"""The batch queue against a model of it, with a clock that only the tests move."""
+"""The batch queue compared with a model of it, on a clock that only the tests move."""
 
 from collections import Counter
 
@@ -25,10 +25,10 @@ def items(entries: list[Entry[str]]) -> list[str]:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Does anything that web code and an engine may do, in any order.
+    """Do anything that web code and an engine may do, in any order.
 
-    `waiting` holds the entries that must be in the queue, oldest first. Every item must leave it
-    exactly once.
+    `waiting` contains the entries that must be in the queue, oldest first. Every item must leave
+    the queue exactly once.
     """
 
     @initialize(
@@ -107,7 +107,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def poll_when_told_to(self) -> None:
-        """`wait` is neither too early nor too late."""
+        """Check that `wait` ends on time."""
         poll = self.polled()
         if poll.wait is not None:
             self.clock.now += poll.wait / 2

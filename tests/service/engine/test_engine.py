@@ -1,7 +1,7 @@
-"""The engine's promise: every submitted image gets exactly one outcome, and its own.
+"""The engine's promise: every submitted image gets one outcome, its own.
 
-Maps that need a pass of their own have batches of their own, after classification. The features of
-a text are computed once, within bounds, while batches of images run.
+Maps that need their own pass have separate batches, after classification. The features of a text
+are computed once, within bounds, while batches of images run.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ async def test_an_image_launched_in_time_is_answered_even_if_late(running: Runni
         launched_in_time = rig.ask_soon(1, timeout=0.05)
         await rig.predictor.wait_until_busy()
         with pytest.raises(DeadlineExceeded):
-            await rig.ask(2, timeout=0.1)  # by now the first one's time is up, too
+            await rig.ask(2, timeout=0.1)  # by now the first one has expired, too
         rig.predictor.gate.set()
         assert (await launched_in_time).outputs.indices.tolist() == expected_indices(1, 3)
 
@@ -122,7 +122,7 @@ async def test_they_share_no_batch_with_classification_and_are_few_at_once(
         tasks = [await rig.keep_busy(0), rig.ask_soon(100, map=GAE)]
         await (
             rig.predictor.wait_until_busy()
-        )  # while the first one computes, because no image waits
+        )  # while the first text computes, because no image waits
         tasks += [rig.ask_soon(red, map=GAE) for red in range(101, 112)]
         tasks += [rig.ask_soon(red, map=MapRequest.row(2)) for red in range(1, 4)]
         await rig.until_queued(14)
@@ -159,15 +159,15 @@ async def test_they_wait_while_another_image_waits_and_no_longer_and_not_for_lon
 
 @on_a_loop
 async def test_what_has_something_to_load_first_holds_up_no_batch(running: Running) -> None:
-    """An answer of torch is an example, if the service started without torch."""
+    """If the service started without torch, an answer of torch is an example."""
     predictor, asked = FakePredictor(slow_embeddings=True), {"embedding": EmbeddingRequest("head")}
     async with running(predictor) as rig:
         tasks = [await rig.keep_busy(0), rig.ask_soon(100, **asked)]
-        await predictor.wait_until_busy()  # while the first one computes
+        await predictor.wait_until_busy()  # while the first computes
         tasks += [rig.ask_soon(red, **asked) for red in (101, 102)]
         left = rig.ask_soon(103, **asked)
         await rig.until_queued(3)
-        predictor.slow_embeddings = False  # it is loaded
+        predictor.slow_embeddings = False  # torch is loaded
         tasks += [rig.ask_soon(1), rig.ask_soon(2, **asked)]
         await rig.until_queued(5)
         left.cancel()
@@ -295,7 +295,7 @@ async def test_the_memory_of_features_is_bounded_oldest_out_first() -> None:
         return np.stack([text_feature(text) for text in texts])
 
     features = TextFeatures(cache_bytes=3 * 1600)
-    for text in ("a", "b", "c", "a", "d", "a", "b"):  # "b" is the oldest when "d" comes
+    for text in ("a", "b", "c", "a", "d", "a", "b"):  # "b" is the oldest when "d" arrives
         await features.embed([text], tower, timeout=PATIENCE)
     assert computed == ["a", "b", "c", "d", "b"]
     features.close()

@@ -43,7 +43,7 @@ from tests.service.fakes import PATIENCE
 
 
 class Forgetful(dict[str, Predictor]):
-    """Has no predictor, as in a process that has loaded none."""
+    """A process that has not loaded a predictor."""
 
     def __setitem__(self, key: str, value: Predictor) -> None:
         """Keep nothing."""
@@ -215,9 +215,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
     calibration = Calibration.of("made", 39, Fit(2.5), np.full(39, 0.1), np.full(39, -99.0))
     native.write_calibration(folder, calibration)
 
-    [answer] = served.predict(
-        images, request
-    )  # for which torch is loaded, and the folder read again
+    [answer] = served.predict(images, request)  # torch is loaded for it, and the folder read again
     np.testing.assert_allclose(answer.scores, before.scores, rtol=1e-4)
     assert answer.map is not None
     assert before.map is not None

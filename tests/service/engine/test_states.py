@@ -1,4 +1,4 @@
-"""An engine's states: loading, ready, failed and closed, their listeners, and a lost device."""
+"""The states of an engine: loading, ready, failed and closed; listeners, and a lost device."""
 
 import asyncio
 import gc
@@ -178,7 +178,7 @@ async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waitin
         assert rig.engine.status.reason == reason
         with pytest.raises(EngineUnavailable, match="hangs"):
             await rig.ask(2)
-        await rig.close()  # though the thread is still in the batch
+        await rig.close()  # although the thread is still in the batch
         rig.predictor.gate.set()
     assert [each for each in rig.states if each != "loading"][:2] == ["ready", "failed"]
     assert [record.levelname for record in caplog.records if reason in record.message] == [

@@ -1,4 +1,4 @@
-"""One launch and the outcomes of its images; several batches at once from one queue."""
+"""A launch and the outcomes of its images; several batches at once from one queue."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ async def test_each_stream_takes_the_next_batch_while_others_compute() -> None:
         tasks = [await rig.keep_busy(0)]
         tasks.append(rig.ask_soon(1))
         await rig.predictor.wait_until_busy()
-        for red in range(2, 5):  # both are busy: these wait
+        for red in range(2, 5):  # both streams are busy: these wait
             tasks.append(rig.ask_soon(red))
             await rig.until_queued(red - 1)
         assert rig.predictor.launched == [[0], [1]]
@@ -43,7 +43,7 @@ async def test_each_stream_takes_the_next_batch_while_others_compute() -> None:
         assert len(threads) >= 2
         assert all(
             thread.daemon for thread in threads
-        )  # one that hangs does not keep the process alive
+        )  # a hanging stream does not keep the process alive
         rig.predictor.gate.set()
         results = await asyncio.gather(*tasks)
     assert rig.predictor.launched == [[0], [1], [2, 3, 4]]
@@ -100,7 +100,7 @@ def entries(*reds: int) -> list[Entry[InferenceRequest]]:
 
 
 def ticking() -> Callable[[], float]:
-    """A clock that is one second later with each look, from 100."""
+    """A clock from 100 that advances one second per look."""
     return map(float, count(100)).__next__
 
 
@@ -140,7 +140,7 @@ def test_a_lost_device_ends_the_engine_at_once() -> None:
 
 
 class Fragile(FakePredictor):
-    """Loses its device to an image that fails alone."""
+    """A predictor that loses its device to an image that fails alone."""
 
     def predict(
         self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]

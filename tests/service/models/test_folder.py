@@ -1,4 +1,4 @@
-"""The folder of models: its entries, other files, and the messages about broken entries."""
+"""The folder of models: entries, other files, and messages about broken entries."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ from service.settings import load_settings
 
 
 def write(folder: Path, **files: str | None) -> None:
-    """Files of a folder by name, `__` for a dot; None makes a folder, of a checkpoint."""
+    """Write files of a folder by name, with `__` for a dot; None makes a folder of a checkpoint."""
     for name, text in files.items():
         path = folder / name.replace("__", ".")
         path.parent.mkdir(exist_ok=True)
@@ -166,7 +166,7 @@ def test_an_entry_is_another_one_when_a_file_of_it_changes(tmp_path: Path) -> No
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Return a folder of models, and make a file with a secret outside."""
+    """Return a folder of models, and write a secret file outside of it."""
     (tmp_path / "secret.env").write_text("VIT_ADMIN_KEY=hunter2")
     (tmp_path / "models").mkdir()
     return tmp_path / "models"
@@ -225,7 +225,7 @@ def test_a_link_that_is_set_later_is_refused(models: Path) -> None:
     assert "hunter2" not in str(refused.value)
 
 
-@pytest.mark.timeout(20)  # a pipe without a writer is never read
+@pytest.mark.timeout(20)  # a pipe without a writer is not read
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder", "huge"])
 def test_only_regular_small_files_are_settings(kind: str, models: Path) -> None:
     path = models / "x.toml"

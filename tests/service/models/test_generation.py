@@ -1,4 +1,4 @@
-"""Swapping a model: which version answers a request, failed loads, and closing the old version."""
+"""Swap a model: which generation answers a request, failed loads, and closing the previous one."""
 
 import asyncio
 import gc
@@ -23,9 +23,7 @@ from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, 
 
 
 class Models:
-    """Checkpoints by name, each with a predictor; loading one waits for `gate`, and `broken` ones
-    cannot be read.
-    """
+    """Checkpoints by name, each with a predictor; loads wait for `gate`, `broken` names fail."""
 
     all: LocalModels
 
@@ -123,7 +121,7 @@ async def test_a_request_is_answered_by_its_own_version() -> None:
                 "next",
                 1,
             )
-            prepared = ask(old, 3)  # decoded for the old model while the next one took over
+            prepared = ask(old, 3)  # decoded for the previous model during the swap
             assert (await ask(swap.current, 4)).batch_size == 1
             before.gate.set()
             assert [(await task).batch_size for task in (launched, waiting, prepared)] == [1, 2, 2]
@@ -190,7 +188,7 @@ async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_o
         hung = models.engines[-1]
         await until(
             lambda: "hangs" in models.predictors
-        )  # it comes back after all, is not warmed up, and given back
+        )  # it loads after all, and is closed without a warm-up
         monkeypatch.undo()
         await load(models, "next")
         assert (models.predictors["hangs"].warm_ups, hung.status.state) == (0, "closed")

@@ -1,6 +1,4 @@
-"""Models by name in one process: loaded one at a time, shared, unloaded for others, replaced,
-deleted.
-"""
+"""Models by name in one process: load one at a time, share, unload, replace and delete."""
 
 import asyncio
 import shutil
@@ -41,9 +39,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @dataclass
 class Disk:
-    """What is loaded: a checkpoint's name is its backbone's, up to a dot; predictors are shared as
-    a loader does.
-    """
+    """A loader whose models share a predictor if their names are equal up to a dot."""
 
     broken: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
@@ -103,7 +99,7 @@ def states(models: LocalModels) -> dict[str, str]:
 
 
 async def ask(models: LocalModels, name: str, red: int = 3) -> int:
-    """The launches of the predictor that answered."""
+    """Return the launches of the predictor that answered."""
     await models.available(name)
     generation = models.find(name).current
     with generation.request():
@@ -139,7 +135,7 @@ async def test_a_model_that_is_closed_as_its_backbone_is_handed_over_does_not_ke
     one.start(lambda: None)
     await until(lambda: one.ready)
     two.start(lambda: told.append(two.status.state))
-    while len(pool.users[one.backbone]) < 2:  # the event loop is blocked, and does not see it
+    while len(pool.users[one.backbone]) < 2:  # the event loop is blocked
         time.sleep(0.001)
     await two.close()
     assert (set(disk.live["a"].heads), told) == ({"a.1"}, ["ready"])
@@ -198,7 +194,7 @@ async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a.1", "b.1", "b.2", "c", "d", models_bytes="300") as (models, _):
-        # The first start fills the memory, and gives the rest back until it is asked for.
+        # The first start fills the memory, and unloads the others until a request.
         assert states(models) == {
             "a.1": "ready",
             "b.1": "ready",
@@ -251,7 +247,7 @@ async def test_what_was_loaded_last_is_not_unloaded_first(tmp_path: Path) -> Non
     async with running(tmp_path, "a", "b", "c", "d", models_bytes="300") as (models, _):
         await ask(models, "b")
         await ask(models, "c")
-        await models.available("d")  # in the place of b
+        await models.available("d")  # in the slot of b
         await models.available("b")
         assert states(models) == {"a": "ready", "b": "ready", "c": "unloaded", "d": "ready"}
 
@@ -272,7 +268,7 @@ async def test_what_is_loaded_for_who_waits_answers_them_before_it_is_unloaded(
 async def test_a_model_that_cannot_fit_costs_the_others_nothing(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="300") as (models, disk):
         disk.live["big"] = FakePredictor(size=250)
-        for _ in range(2):  # when its size is not known yet, and when it is
+        for _ in range(2):  # with unknown and with known size
             with pytest.raises(ModelsFull):
                 await models.put("d", {"checkpoint": "big"})
             with pytest.raises(ModelsFull):
@@ -323,7 +319,7 @@ async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts
             assert states(models) == {"a": "ready", "b": "unloaded", "c": "unloaded"}
             await until(
                 lambda: sum(models._memory.loaded().values()) <= 200
-            )  # c, which did not fit, is gone
+            )  # c, which did not fit, is unloaded
             assert await models.put("a", {"checkpoint": "a.1"}) is False
             again = asyncio.create_task(ask(models, "b"))
         await again
@@ -524,7 +520,7 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_it_though_i
             await until(lambda: not waits or models._turn.locked())
             put = partial(
                 models._put, "b", "x", in_turn=waits
-            )  # else it is refused while another load runs
+            )  # otherwise it is refused while another load runs
             changing = asyncio.create_task(models.delete("b") if change == "delete" else put())
             await asyncio.sleep(0)
             disk.gate.set()
@@ -580,7 +576,7 @@ async def test_callers_of_models_that_do_not_fit_together_cost_the_default_nothi
 
         async def alternate(*names: str) -> None:
             for name in names * 10:
-                with suppress(ModelsFull):  # the other one is at work
+                with suppress(ModelsFull):  # the other model is in use
                     await ask(models, name)
 
         attacks = [asyncio.create_task(alternate(*names)) for names in ("bc", "cb")]

@@ -1,4 +1,4 @@
-"""The states of a model's version: the table, and that a version keeps to it."""
+"""The states of a generation: the table of transitions, which a generation obeys."""
 
 from types import SimpleNamespace
 from typing import Any

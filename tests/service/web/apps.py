@@ -1,4 +1,4 @@
-"""The application around a fake engine, its settings, and what tests do with it."""
+"""The application around a fake engine, its settings, and helpers of tests."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ BOUNDARY = "b0undary"
 
 
 class Clock:
-    """Seconds that pass only when a test says so."""
+    """A clock that only a test moves."""
 
     def __init__(self) -> None:
         self.now = 50.0
@@ -35,7 +35,7 @@ class Clock:
 
 @dataclass
 class App:
-    """One application; `request` sends it one HTTP request."""
+    """An application; `request` sends it one HTTP request."""
 
     settings: Settings
     engine: FakeEngine = field(default_factory=FakeEngine)
@@ -67,7 +67,7 @@ class App:
     async def classify(
         self, body: bytes | None = None, query: str = "", path: str = "/classify"
     ) -> HttpCommunicator:
-        """Post a picture as a raw body; by default one that is fine."""
+        """Post a picture as a raw body; by default a valid one."""
         body = png(7) if body is None else body
         return await self.request(
             "POST", path, query=query, headers={"content-type": "image/png"}, body=body
@@ -89,7 +89,7 @@ def app(clock: Callable[[], float] = time.monotonic, **settings: Any) -> App:
 
 
 def inside(running: App) -> Any:
-    """What is below the middleware."""
+    """Return the application below the middleware."""
     layer: Any = running.asgi
     while not hasattr(layer, "state"):
         layer = getattr(layer, "app", None) or layer._app
@@ -97,18 +97,18 @@ def inside(running: App) -> Any:
 
 
 def service_in(running: App) -> Service:
-    """The shared objects inside, to fill its places."""
+    """Return the shared objects, so that a test can occupy slots."""
     service: Service = inside(running).state.service
     return service
 
 
 def budget_of(running: App) -> Receiving:
-    """The budget of bytes inside."""
+    """Return the budget of bytes."""
     return service_in(running).receiving
 
 
 def form(*files: bytes, fields: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Headers and body of a multipart request with `file` parts, and other fields before them."""
+    """Return headers and body of a form with `file` parts, after other fields."""
     head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="'
     body = "".join(f'{head}{name}"\r\n\r\n{value}\r\n' for name, value in fields.items()).encode()
     body += b"".join(
@@ -119,12 +119,12 @@ def form(*files: bytes, fields: Mapping[str, str] = MappingProxyType({})) -> dic
 
 
 async def kept(service: App, red: int = 100) -> str:
-    """Classify a picture; its id."""
+    """Classify a picture; return its id."""
     image_id: str = (await service.classify(png(red))).json["id"]
     return image_id
 
 
 async def settle() -> None:
-    """Let the event loop do all that it can do without an outside event."""
+    """Run the event loop until all tasks wait for an outside event."""
     for _ in range(100):
         await asyncio.sleep(0)

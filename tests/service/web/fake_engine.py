@@ -23,7 +23,7 @@ from tests.service.fakes import (
 
 
 class FakeEngine:
-    """Answers by red value, or with `error`; every call waits for `gate`."""
+    """An engine that answers by red value, or with `error`; every call waits for `gate`."""
 
     def __init__(self, info: ModelInfo | None = None) -> None:
         self.info: ModelInfo | None = info or model_info()

@@ -1,4 +1,4 @@
-"""A communicator that sends an ASGI application one HTTP request, as a server would."""
+"""A communicator that sends an ASGI application one HTTP request, like a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 
 class HttpCommunicator:
-    """Sends one request to an application and collects its answer, message by message."""
+    """Send one request to an application and collect its answer, message by message."""
 
     def __init__(
         self,
@@ -96,5 +96,5 @@ class HttpCommunicator:
 
     @property
     def code(self) -> str:
-        """The problem code; the answer must be a whole problem document."""
+        """Return the problem code; the answer must be a complete problem document."""
         return code_of(self.status or 0, self.headers, self.content)

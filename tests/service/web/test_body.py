@@ -1,4 +1,4 @@
-"""Bodies of requests: how much is read, and which files they hold."""
+"""Bodies of requests: the bytes that are read, and the files in them."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -41,7 +41,7 @@ def test_junk_is_refused_with_an_error(body: bytes, cuts: list[int], junk_type: 
     outcome(cut(body, cuts), "multipart/form-data; boundary=" + junk_type.decode("latin-1"))
 
 
-@given(st.binary(max_size=500).map(b".".__add__), CUTS)  # the beginning of no picture
+@given(st.binary(max_size=500).map(b".".__add__), CUTS)  # not the beginning of a picture
 def test_raw_body_is_the_picture(body: bytes, cuts: list[int]) -> None:
     kinds = (
         "image/jpeg",
@@ -78,7 +78,7 @@ def _pictures() -> list[bytes]:
 
 @pytest.mark.parametrize("picture", _pictures(), ids=["PNG", "tiny JPEG", "JPEG"])
 def test_picture_stripped_by_curl_is_refused(picture: bytes) -> None:
-    """`curl -d @FILE` takes line breaks and NULs away (man curl, --data), and declares a form."""
+    """Remove line breaks and NULs like `curl -d @FILE` (man curl, --data), and declare a form."""
     stripped = picture.translate(None, b"\r\n\0")
     form_type = "application/x-www-form-urlencoded"
     with pytest.raises(
@@ -86,9 +86,7 @@ def test_picture_stripped_by_curl_is_refused(picture: bytes) -> None:
     ):
         read([stripped[:40], stripped[40:]], form_type)
     assert read(picture, form_type) == [picture]
-    assert read(stripped, "image/jpeg") == [
-        stripped
-    ]  # whatever was sent, this was not by `curl -d`
+    assert read(stripped, "image/jpeg") == [stripped]  # certainly not sent by `curl -d`
 
 
 def test_compressed_body_is_refused() -> None:

@@ -1,6 +1,4 @@
-"""Files are decoded by processes whose time, memory and rights are bounded: a bad one costs its
-sender alone.
-"""
+"""Processes with bounded time, memory and rights decode files: a bad file fails alone."""
 
 import asyncio
 import importlib
@@ -44,9 +42,7 @@ CONFIG = config()
 
 
 def children() -> list[int]:
-    """The decoder processes that any thread of this one has started, without those that end
-    meanwhile.
-    """
+    """Return the decoder processes of all threads, without those that end meanwhile."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -55,7 +51,7 @@ def children() -> list[int]:
 
 
 def is_slow() -> bool:
-    """Whether one of them leaves the processor to others."""
+    """Return whether a decoder leaves the processor to other processes."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     with suppress(ProcessLookupError):
         return any(os.getpriority(os.PRIO_PROCESS, each) > own for each in children())
@@ -63,7 +59,7 @@ def is_slow() -> bool:
 
 
 class Pool(Decoders):
-    """Decoders that count their restarts."""
+    """Return decoders that count their restarts."""
 
     def __init__(self, **settings: Any) -> None:
         self.restarts = 0
@@ -91,7 +87,7 @@ async def pool(**options: Any) -> AsyncIterator[Pool]:
 
 
 def tiff_of_tiles(tiles: int) -> bytes:
-    """A TIFF of one column, each 16 pixels of which stand in a tile of 25 million: 0.05 s each."""
+    """Return a TIFF of one column with a tile of 25 million pixels per 16 pixels: 0.05 s each."""
     tile = zlib.compress(bytes(1_600_000 * 16), 9)
     places = 8 + 2 + 9 * 12 + 4
     first = places + 8 * tiles
@@ -120,9 +116,9 @@ COSTLY = tiff_of_tiles(240)
 async def test_processes_decode_like_the_service() -> None:
     image = scene(500, 400)
     if "HEIF" in SUPPORTED_FORMATS:
-        importlib.import_module("pillow_heif").register_heif_opener()  # which encodes, too
+        importlib.import_module("pillow_heif").register_heif_opener()  # it encodes, too
     async with pool() as decoders:
-        for name in [*FORMATS, *({"HEIF"} & {*SUPPORTED_FORMATS})]:  # HEIF's library begins threads
+        for name in [*FORMATS, *({"HEIF"} & {*SUPPORTED_FORMATS})]:  # HEIF's library starts threads
             data = encode(
                 image,
                 name,
@@ -196,7 +192,7 @@ async def test_killed_decoder_is_replaced() -> None:
         assert (await decoders.decode(data)).shape == (32, 32, 3)
         assert decoders.restarts == 1
         costly = asyncio.create_task(decoders.decode(COSTLY))
-        for _ in range(2):  # what is killed twice is not tried for ever
+        for _ in range(2):  # a file that kills two processes is not tried again
             seen = decoders.restarts
             await until(is_slow)
             os.kill(children()[0], signal.SIGKILL)

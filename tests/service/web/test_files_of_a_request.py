@@ -1,4 +1,4 @@
-"""Count the files that one POST /classify passes in one process; its reader follows as many."""
+"""Count the files that one POST /classify passes in one process; a reader follows as many."""
 
 import http.client
 import os
@@ -23,13 +23,11 @@ from tests.model.images.pictures import encode, noise
 
 REPOSITORY = Path(__file__).parents[3]
 MOST = {"service": 25, "model": 19}
-"""Files of each package."""
+"""Largest number of files per package."""
 
 
 class Recorder:
-    """Records, while `on`, the files of `service` and `model` whose functions are called in any
-    thread.
-    """
+    """Record, while `on`, the files of `service` and `model` whose functions any thread calls."""
 
     def __init__(self) -> None:
         self.on = False
@@ -48,9 +46,9 @@ def passed(files: set[str]) -> list[str]:
 
 
 def files_passed(settings: Settings) -> list[str]:
-    """Serve in this process, warm up, and return the files that every further request passes.
+    """Serve in this process, warm up, and return the files of a later request.
 
-    Work beside requests appears only in some of the records.
+    Background work appears only in some of the records.
     """
     recorder, lifecycle, metrics = Recorder(), Lifecycle(), Metrics()
     requests: list[set[str]] = []

@@ -1,4 +1,4 @@
-"""The fair queue by a clock of the test's own, and lanes on real threads."""
+"""The fair queue with the test's clock, and lanes with real threads."""
 
 import asyncio
 import gc
@@ -41,7 +41,7 @@ class Arrival(Entry):
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Jobs of a few callers, numbered in their order, with work of any length."""
+    """Jobs of a few callers in numbered order, with work of any length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.clock.now += seconds
             self.queue.charge(entry, seconds)
             self.queue.leave(entry)
-            self.queue.leave(entry)  # whoever leaves twice gives back once
+            self.queue.leave(entry)  # leaving twice returns the slot once
 
     @rule(which=st.integers(0, 9))
     def drop(self, which: int) -> None:
@@ -135,7 +135,7 @@ TestQueue.settings = settings(max_examples=100, stateful_step_count=40, deadline
 
 @dataclass
 class Simulation:
-    """Jobs that arrive at moments and take seconds of a server, with outcomes by caller."""
+    """Jobs with arrival times and seconds of work, and their outcomes by caller."""
 
     servers: int = 1
     per_caller: float = math.inf
@@ -260,7 +260,7 @@ def lane() -> Iterator[Lane]:
 
 
 class Blocker:
-    """Work that runs until it is let go."""
+    """Work that runs until the test releases it."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
@@ -302,9 +302,7 @@ async def test_a_waiting_job_leaves_with_its_caller(lane: Lane) -> None:
     running = asyncio.create_task(run(lane, blocker))
     await blocker.wait_until_begun()
     held = weakref.ref(picture)
-    following = asyncio.create_task(
-        run(lane, lambda: 1)
-    )  # the thread takes it without asking the loop
+    following = asyncio.create_task(run(lane, lambda: 1))  # the thread takes it without the loop
     waiting = asyncio.create_task(run(lane, partial(ran.append, picture)))
     del picture
     await settle()
@@ -407,7 +405,7 @@ async def test_a_turn_is_dropped_with_its_caller() -> None:
             await late
         tasks.append(asyncio.create_task(work("a4", "a")))
         await settle()
-        tasks[-1].cancel()  # it is still there when its turn comes
+        tasks[-1].cancel()  # the cancelled job is still queued when its turn comes
     await until(lambda: lane.waiting == 0)
 
 

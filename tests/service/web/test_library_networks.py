@@ -1,6 +1,4 @@
-"""Networks of a library over HTTP: served as any, without maps, and swapped for a Vision
-Transformer and back.
-"""
+"""Library networks over HTTP: without maps, and swapped for a Vision Transformer and back."""
 
 from importlib.metadata import version
 

@@ -63,4 +63,4 @@ def test_every_slot_is_given_back(requests):
     for permit in permits:
         permit.close()
     assert limiter.in_use == 0
-    assert flood(limiter, "a") == 56  # nothing of an earlier request counts
+    assert flood(limiter, "a") == 56  # earlier requests do not count

@@ -65,7 +65,7 @@ def test_huge_picture_evicts_nothing() -> None:
     assert asyncio.run(store.put(picture(2, side=100))) is None
     assert asyncio.run(store.get(image_id)) is not None
     exact, _ = kept(max_bytes=store.usage().size)
-    for value in (1, 2):  # one fills it
+    for value in (1, 2):  # one picture fills it
         put(exact, picture(value))
     assert exact.usage() == (1, store.usage().size, 1)
 
@@ -117,6 +117,6 @@ def test_pictures_that_are_pushed_out_tell_their_age() -> None:
     put(store, picture(1))
     clock.now += 12.5
     put(store, picture(2))
-    clock.now += 60  # this one has had its time
+    clock.now += 60  # this picture has expired
     put(store, picture(3))
     assert ages == [12.5]

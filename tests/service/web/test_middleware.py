@@ -1,6 +1,4 @@
-"""What surrounds every request: identity, keys and how much each may have in flight, CORS, log
-lines, refusals.
-"""
+"""The middleware of every request: ids, keys and their limits, CORS, log lines, refusals."""
 
 import asyncio
 import json
@@ -270,7 +268,7 @@ def test_keys_without_name_are_numbered() -> None:
         ApiKey("night-run_2", b"x:y", True),
         ApiKey("key4", b"a.b:c"),
     ]
-    assert parse_keys(["web: abc"]) == parse_keys(["web:abc"])  # no header could bring the space
+    assert parse_keys(["web: abc"]) == parse_keys(["web:abc"])  # headers cannot contain the space
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Multipart forms, however the network cuts them."""
+"""Multipart forms, split by the network at any byte."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ from tests.service.web.uploads import (
     upload_of,
 )
 
-# Contents made of what is likely to be taken for a boundary.
+# Contents similar to a boundary.
 CONTENTS = st.lists(
     st.sampled_from(
         [
@@ -46,7 +46,7 @@ CONTENTS = st.lists(
 
 
 def is_content(content: bytes) -> bool:
-    """Whether no line of it begins with the boundary (RFC 2046, 5.1.1)."""
+    """Return whether no line of it begins with the boundary (RFC 2046, 5.1.1)."""
     return f"\r\n--{BOUNDARY}".encode() not in b"\r\n" + content
 
 

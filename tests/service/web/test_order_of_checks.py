@@ -1,8 +1,8 @@
-"""Checks of a request run in one order, and the first that fails gives the answer.
+"""Checks of a request run in one order, and the first failing check gives the answer.
 
-The order is: key, path and method, query, room, sizes, form of the body, kind of file, image. Each
-fault below spoils a request in one way. For each pair of faults of neighbouring checks, the answer
-is that of the earlier check.
+The order is: key, path and method, query, slots, sizes, form of the body, kind of file, image. Each
+fault below spoils a request in one way. For each pair of faults of neighbouring checks, the earlier
+check must answer.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ BOUNDARY = "b0undary"
 
 @dataclass
 class Draft:
-    """A request that is fine until faults are put into it."""
+    """A valid request, until faults are added."""
 
     method: str = "POST"
     path: str = "/classify"
@@ -54,7 +54,7 @@ class Draft:
 
 
 Fault = tuple[str, str, dict[str, Any]]
-"""The check that a fault fails, the code of its answer, and the changed fields of a draft."""
+"""A fault: the failing check, the code of its answer, and the changed fields of a draft."""
 
 FAULTS: list[Fault] = [
     ("key", "unauthorized", {"key": "wrong"}),
@@ -81,7 +81,7 @@ CHECKS = list(dict.fromkeys(check for check, _, _ in FAULTS))
 
 
 def neighbours() -> Iterator[tuple[Fault, Fault]]:
-    """Yield pairs of faults of neighbouring checks that a request can have at once."""
+    """Yield pairs of faults of neighbouring checks that one request can have."""
     for first, second in itertools.combinations(FAULTS, 2):
         is_next = CHECKS.index(second[0]) == CHECKS.index(first[0]) + 1
         if is_next and not first[2].keys() & second[2].keys():
@@ -189,7 +189,7 @@ CONTRACT = {
 }
 
 NEVER_ANSWERED = {errors.SettingsError, errors.ClientDisconnected}
-"""Start-up only, and a caller that is gone."""
+"""Errors that no request gets: at the start, or after a disconnect."""
 
 ONLY_PARENTS = {errors.ServiceError, errors.Unavailable, model_errors.ImageError}
 
@@ -209,7 +209,7 @@ def test_each_error_has_a_row_in_the_table() -> None:
         | {model_errors.InputError}
     )
     reachable -= ONLY_PARENTS | NEVER_ANSWERED
-    # Classes that tests of other files made up do not count.
+    # Classes that other tests define do not count.
     reachable = {
         kind for kind in reachable if kind.__module__ in ("service.errors", "model.errors")
     }

@@ -1,6 +1,4 @@
-"""What a web page can do to a service that its reader reaches: nothing by a foreign name, and
-nothing that changes.
-"""
+"""Limits of a foreign web page: it cannot use a foreign host name, and cannot change anything."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How the layers around the routes treat the paths of several parts of an application."""
+"""How middleware treats the paths of several parts of an application."""
 
 import pytest
 from starlette.responses import Response

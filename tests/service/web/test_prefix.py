@@ -1,6 +1,4 @@
-"""A prefix of paths that a proxy cuts off or does not: links carry it, and routes answer with and
-without it.
-"""
+"""A path prefix, stripped by a proxy or not: links contain it, routes accept both forms."""
 
 from typing import Any
 
@@ -14,7 +12,7 @@ from tests.service.web.http_communicator import HttpCommunicator
 
 
 async def linked(service: App, before: str, **headers: str) -> list[str]:
-    """The links of answers to requests whose paths begin with `before`."""
+    """Return the links of answers to requests with paths that begin with `before`."""
     body = {"headers": {"content-type": "image/png", **headers}, "body": png(7)}
     classified = await service.request("POST", f"{before}/classify", query="attention=true", **body)
     mapped = await service.request("POST", f"{before}/attention", **body)
@@ -61,7 +59,7 @@ async def test_a_prefix_hides_no_route_and_no_admin_route() -> None:
 
 
 async def behind(service: App, path: str, prefix: str, peer: str = "10.0.0.1") -> HttpCommunicator:
-    """The answer to a request of a proxy that says its prefix."""
+    """Return the answer to a request of a proxy that sends its prefix."""
     layer: Any = TrustedProxies(service.asgi, "10.0.0.1")  # type: ignore[arg-type]  # uvicorn's own types
     communicator = HttpCommunicator(layer, "GET", path, headers={"x-forwarded-prefix": prefix})
     communicator.scope["client"] = (peer, 1)

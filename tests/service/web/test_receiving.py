@@ -1,4 +1,4 @@
-"""Bytes and slots of requests whose bodies arrive, and the pace of refusals."""
+"""Bytes and slots of requests while bodies arrive, and the pace of refusals."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from tests.service.web.apps import Clock, app, budget_of, form, service_in
 
 
 class Bodies:
-    """Bodies under a clock; `ended` has the names of bodies that gave way, in order."""
+    """Bodies under a clock; `ended` lists the names of ended bodies in order."""
 
     def __init__(self, *, capacity: int = 1_000_000) -> None:
         self.clock = Clock()
@@ -64,7 +64,7 @@ def test_unread_answers_give_way_to_bodies() -> None:
     bodies = Bodies(capacity=100)
     reader = Reader(80)
     bodies.receiving.add_reader(reader)
-    with pytest.raises(ReceivingFull):  # a reader of less than a second is not known to be slow
+    with pytest.raises(ReceivingFull):  # in less than a second a reader is not known to be slow
         bodies.arrive("early", 30)
     bodies.clock.now += 2
     bodies.arrive("in time", 90)
@@ -84,7 +84,7 @@ def test_an_arrived_body_is_freed_at_once() -> None:
                 receiving.add(self.body, 1)
 
         def end(self) -> None:
-            """End its body."""
+            """End this body."""
 
     gc.disable()
     try:

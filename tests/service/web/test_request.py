@@ -1,7 +1,7 @@
-"""A request's way: its time, its places, its turns, and what a caller who leaves gives back.
+"""A request: deadline, slots, turns, and what a disconnect releases.
 
-What a request sent is held no more than once, and given back at once, not when the garbage
-collector comes by.
+The service holds a request's data once at most, and releases it at once, without the garbage
+collector.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ def decoded_by(service: App) -> float:
 
 
 def gif(red: int) -> bytes:
-    """A picture that a process decodes, and no thread."""
+    """Return a picture that a process decodes instead of a thread."""
     return encode(Image.new("RGB", (8, 8), (red, 0, 0)), "GIF")
 
 
@@ -199,7 +199,10 @@ async def test_waiting_in_a_side_lane_lends_the_slot() -> None:
     )
     await until(lambda: lane.waiting == 1)
     assert inside.limiter.in_use == 0
-    with inside.limiter.permit(), inside.limiter.permit():  # others fill the service meanwhile
+    with (
+        inside.limiter.permit(),
+        inside.limiter.permit(),
+    ):  # other requests fill the service meanwhile
         for turn in turns:
             turn.__exit__()
         assert (await answer).status == 200
@@ -296,10 +299,9 @@ NO_PICTURE = bytes(5 << 20)
 
 @asynccontextmanager
 async def little_stays() -> AsyncIterator[None]:
-    """Without the collector, less than a fifth of a picture is held in the end.
+    """Check that less than a fifth of a picture remains in memory without garbage collection.
 
-    A thread's last references may outlive the answer that it gave by a moment, so this waits for
-    the end.
+    A thread's last references may outlive its answer by a moment, so this waits for them.
     """
     gc.collect()
     gc.disable()
@@ -340,7 +342,7 @@ async def test_http_frees_a_refused_picture(
     make: Callable[[], dict[str, Any]], status: int
 ) -> None:
     service, request = app(), make()
-    assert (await service.request("POST", **request)).status == status  # whatever is made once
+    assert (await service.request("POST", **request)).status == status  # objects that are made once
     async with little_stays():
         assert (await service.request("POST", **request)).status == status
 
@@ -357,7 +359,7 @@ async def test_grpc_frees_a_refused_picture() -> None:
 
 
 def picture() -> bytes:
-    """A file of 3 MB."""
+    """Return a file of 3 MB."""
     return encode(noise(1000, 1000), "PNG")
 
 
@@ -382,9 +384,7 @@ def traced() -> Iterator[None]:
 
 
 async def hold_no_more_than_counted(service: App, count: int) -> None:
-    """At the engine, requests hold the memory that is counted for them, and a little for what they
-    are.
-    """
+    """Check that requests at the engine hold only the counted memory, and a little more."""
     await until(lambda: service.engine.waiting == count)
     gc.collect()
     assert tracemalloc.get_traced_memory()[0] < budget_of(service).in_use + (1 << 20)
@@ -396,7 +396,7 @@ async def test_memory_of_inference_is_counted(
     request_of: Callable[[bytes], dict[str, Any]],
 ) -> None:
     service, request = app(), request_of(picture())
-    assert (await service.request("POST", **request)).status == 200  # whatever is made once
+    assert (await service.request("POST", **request)).status == 200  # objects that are made once
     service.engine.gate.clear()
     with traced():
         held = [asyncio.create_task(service.request("POST", **request)) for _ in range(3)]

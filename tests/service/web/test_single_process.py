@@ -54,7 +54,7 @@ def test_the_hint_can_be_pasted_and_shows_no_key(hint: pytest.LogCaptureFixture)
         (
             "0.0.0.0",
             "127.0.0.1:8000 here, port 8000 for others",
-        ),  # in a container, too, whatever is published of it
+        ),  # in a container, too, whichever port is published
     ],
 )
 def test_log_names_an_address_for_browsers(
@@ -154,7 +154,7 @@ def test_each_loaded_model_is_logged(
         until(lambda: hint.text.count("fake from nowhere") == 2)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(follow)
         process.server.run()

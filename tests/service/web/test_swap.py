@@ -1,4 +1,4 @@
-"""Requests while the model is swapped: each is answered wholly by one model."""
+"""Requests while the model is swapped: a single model answers each."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ LABELS = tuple(f"other {index}" for index in range(10))
 
 
 def other_model() -> FakeEngine:
-    """One with other labels and another input size."""
+    """Return a model with other labels and another input size."""
     info = model_info(name="other", labels=LABELS)
     size = (2 * SIZE, SIZE)
     preprocess = info.preprocess.model_copy(update={"size": size, "resize_size": size})
@@ -23,7 +23,7 @@ def other_model() -> FakeEngine:
 
 
 def swap(service: App, engine: FakeEngine) -> Generation[Any]:
-    """Let another model take over; the generation that served before."""
+    """Swap the model; return the previous generation."""
     model = service_in(service).models.default
     before, model.current = model.current, Generation(engine, 2)
     return before

@@ -1,4 +1,4 @@
-"""Bodies of requests, and a channel that brings them chunk by chunk."""
+"""Bodies of requests, and a channel that sends them chunk by chunk."""
 
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,7 +19,7 @@ MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine that never has to wait."""
+    """Run a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -28,7 +28,7 @@ def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Channel:
-    """An ASGI receive channel over chunks that are all there."""
+    """Return an ASGI receive channel over chunks that are all available."""
 
     def __init__(self, chunks: Sequence[bytes], *, disconnect: bool = False) -> None:
         self.chunks = list(chunks)
@@ -51,7 +51,7 @@ async def at_once(work: Callable[[], bytearray], size: int) -> bytearray:
 def read(
     chunks: bytes | Sequence[bytes] | Channel, content_type: str | None = MULTIPART, **options: Any
 ) -> list[Any]:
-    """The files of a body; see `upload_of`."""
+    """Return the files of a body; see `upload_of`."""
     return list(upload_of(chunks, content_type, **options).files)
 
 

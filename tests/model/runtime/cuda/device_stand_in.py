@@ -49,13 +49,13 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class StandInStream:
-    """Only a number."""
+    """A stream that is only a number."""
 
     number: int
 
 
 class StandInEvent:
-    """Logs its calls; downloads before it are complete after a thread has waited for it."""
+    """An event that logs its calls; after a wait for it, earlier downloads are complete."""
 
     def __init__(self, ops: StandInOps) -> None:
         self._ops = ops
@@ -120,7 +120,7 @@ class StandInOps:
 
     @property
     def capturing(self) -> bool:
-        """Whether this thread captures; others may use the device meanwhile."""
+        """Whether this thread captures; other threads may use the device meanwhile."""
         return self._capturing_thread == threading.get_ident()
 
     def need_life(self) -> None:
@@ -165,7 +165,7 @@ class StandInOps:
         self._downloaded_on.add(self._current.stream)
         host = torch.empty_like(tensor)
         host.view(torch.uint8).fill_(POISON)
-        # Per thread, and not per stream, because a thread uses one stream at a time.
+        # Per thread instead of per stream, because a thread uses one stream at a time.
         self._current.downloads = [*self.take_downloads(), (host, tensor.clone())]
         return host
 
@@ -210,7 +210,7 @@ class StandInOps:
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at each operator on a stream of a stand-in."""
+    """A mode that checks each operator on a stream of a stand-in."""
 
     def __init__(self, ops: StandInOps) -> None:
         super().__init__()

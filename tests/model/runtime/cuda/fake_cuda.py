@@ -31,7 +31,7 @@ _PRODUCTS: Final = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 
 
 class NotCapturable(AssertionError):
-    """What a CUDA graph cannot hold, or what would be slow in it, was computed."""
+    """An operation ran that a CUDA graph cannot hold, or that would be slow in it."""
 
 
 @contextmanager
@@ -54,9 +54,7 @@ def captured(dtype: torch.dtype, *, float_products: bool = False) -> Iterator[li
 
 
 class _OnDevice(TorchFunctionMode):
-    """Computes attention in one step, as CUDA's kernels do, which torch spells out elsewhere;
-    notices uploads.
-    """
+    """Attention in one step, like CUDA's kernels; other devices split it. Counts uploads."""
 
     def __torch_function__(
         self,
@@ -66,7 +64,7 @@ class _OnDevice(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function is F.scaled_dot_product_attention:
-            return args[0] + args[1][..., :1, :] + args[2][..., :1, :]  # of one dtype on one device
+            return args[0] + args[1][..., :1, :] + args[2][..., :1, :]  # same dtype and device
         if function in (torch.tensor, torch.as_tensor):
             raise NotCapturable(f"{function.__name__}: a tensor on cpu")
         return function(*args, **(kwargs or {}))
@@ -130,6 +128,6 @@ class MetaOps(StandInOps):
         self.device = META
 
     def capture(self, work: Callable[[], None], stream: Any) -> Callable[[], None]:
-        """Run the work as it would be captured."""
+        """Run the work under the rules of a capture."""
         work()
         return work

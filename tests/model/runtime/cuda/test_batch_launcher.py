@@ -1,4 +1,4 @@
-"""Batches on their way to a device and back, on a device that every machine has."""
+"""Batches on their way to a device and back, on a stand-in that every machine has."""
 
 import itertools
 import threading
@@ -24,10 +24,9 @@ FAULTY = 255
 
 
 class Sums:
-    """Answers each image with the sum of its bytes, plus 1000 for each layer asked for; fails on
-    `FAULTY`.
+    """A computation that answers each image with the sum of its bytes; fails on `FAULTY`.
 
-    Its logits are half of that, and the number of images.
+    Each requested layer adds 1000. Logits are half of that, and the number of images.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ def images(*values: int) -> np.ndarray:
 
 
 def watchless() -> StandInOps:
-    """Return a device on which the computation may look at its images, as `Sums` does."""
+    """Return a device whose computation may look at its images, as `Sums` does."""
     return StandInOps(strict=False)
 
 
@@ -155,7 +154,7 @@ def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time
 
 
 def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
-    """Those of cuBLAS are freed by others, and the graph would write to memory of somebody else."""
+    """cuBLAS frees its old workspaces, so a graph that holds one would write to foreign memory."""
     ops = StandInOps()
     weight = torch.ones(6, 3)
 
@@ -196,7 +195,7 @@ def test_graphs_are_captured_on_a_stream_of_their_own_once_the_batch_before_is_d
     subject = BatchLauncher(ops, compute, shape=SHAPE, max_batch=2, slots=1)
     subject.run(
         images(1), BatchRequest(), size=1
-    )  # the stand-in refuses to capture where this was downloaded
+    )  # the stand-in cannot capture on a stream with a download
     settled = ops.settled
     subject.capture(compute, (1, 2), (BatchRequest(),))
     assert ops.settled == settled + 5, "before and after each capture, and before the next batch"
@@ -231,7 +230,7 @@ def torch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PooledStream:
-    """One of torch's 32 streams of a priority, which are handed out in turn."""
+    """A stream of torch's 32 per priority, which are reused in turn."""
 
     number: tuple[int, int]
 
@@ -245,7 +244,7 @@ def pool_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class PooledOps(StandInOps):
-    """A stand-in whose streams are CUDA's, and which tells which were for batches."""
+    """A stand-in with CUDA's streams, which counts those of batches."""
 
     def __init__(self) -> None:
         super().__init__()

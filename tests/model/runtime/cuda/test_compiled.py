@@ -1,6 +1,4 @@
-"""Compiling before the first answer: a stand-in for a GPU, and torch's compiler without its
-generator of kernels.
-"""
+"""Compiling before the first answer, with a stand-in for a GPU and torch's compiler."""
 
 import re
 import shutil
@@ -36,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(autouse=True)
 def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiler is given is computed as it is."""
+    """Compile by running the function as it is."""
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
@@ -71,7 +69,7 @@ def traced() -> int:
 
 
 def not_strict() -> StandInOps:
-    """Return a device whose operators are not watched: dynamo does not bear it."""
+    """Return a device whose operators are not checked, because dynamo fails otherwise."""
     return StandInOps(strict=False)
 
 
@@ -96,9 +94,7 @@ def test_a_service_is_ready_with_graphs_of_the_compiled_model_and_captures_once(
 def test_nothing_is_compiled_after_the_compiler_has_run(
     graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in a capture nor by a request: the compiler has seen tensors of the kind that
-    requests bring.
-    """
+    """Neither in a capture nor for a request: the compiler has seen all kinds of tensors."""
     seen: list[int] = []
     exercise = cuda.Cuda._take_compiled
 
@@ -119,9 +115,7 @@ KINDS = {"mlp": "swiglu", "qk_norm": True, "layer_scale": True}
 
 @pytest.mark.usefixtures("tracer")
 def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo compiles a function eight times by default, and then runs it uncompiled without a
-    word.
-    """
+    """By default, dynamo compiles a function eight times, and then silently runs it uncompiled."""
     for name, value in KINDS.items():
         before = traced()
         config = make_checkpoint().vit.model_copy(update={name: value})
@@ -181,7 +175,7 @@ def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
 
 
 class SlowCompiler:
-    """A compiler that is done when it is told so, and whose logits at 4 images are multiplied."""
+    """A compiler that waits for a signal, and multiplies the logits of 4 images."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, factor: float = 1.0) -> None:
         self.begun = threading.Event()
@@ -203,7 +197,7 @@ class SlowCompiler:
 
 
 def serving(ops: StandInOps) -> Predictor:
-    """Return a predictor that is ready and not compiled yet."""
+    """Return a predictor that is ready and not yet compiled."""
     options: Any = {
         "device": "cpu",
         "dtype": "float32",

@@ -1,6 +1,4 @@
-"""The predictor's way through the batch launcher: on a stand-in everywhere, on CUDA where there is
-some.
-"""
+"""The predictor with the batch launcher: on a stand-in everywhere, and on CUDA if available."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
@@ -259,7 +257,7 @@ def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
 
 @pytest.mark.parametrize("kind", ["beit"])
 def test_a_model_of_real_size_in_bfloat16_is_close_to_float32(kind: str) -> None:
-    """What is asked of a GPU below, of the CPU."""
+    """The requests to the GPU below, on the CPU."""
     predictor = Predictor(
         of_real_size(**REAL_KINDS[kind]),
         device="cpu",
@@ -276,7 +274,7 @@ def test_a_model_of_real_size_in_bfloat16_is_close_to_float32(kind: str) -> None
 class TestOnCuda:
     @pytest.fixture(autouse=True)
     def _forgetful_compiler(self) -> None:
-        """Each test compiles its own model, whatever those before it have compiled."""
+        """Reset the compiler, so that each test compiles its own model."""
         torch._dynamo.reset()
 
     @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Every kind of model on a CUDA device that computes nothing: all that a graph captures stays on it
-and never waits.
-"""
+"""Every kind of model on a fake CUDA device: captured work stays on it and never waits."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -32,7 +30,7 @@ BEIT = "BeitForImageClassification 0"
 
 @pytest.fixture(autouse=True)
 def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compilers are given is computed as it is."""
+    """Compile by running the function as it is."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(nn.Module, "compile", lambda module, **_: None)
 
@@ -45,7 +43,7 @@ def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(kind: str, dtype: torch.dtype) -> Cuda:
-    """Return a backend as after a start, with the weights on the device."""
+    """Return a backend in the state after a start, with the weights on the device."""
     source = checkpoint(KINDS[kind])
     backend = Cuda(
         TorchOptions(source.build(), source, META, dtype, "on", (2,)), MetaOps(), streams=1
@@ -79,8 +77,8 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
             )
         assert outputs["scores"].shape == (2, 3)
         assert ("attention" in outputs, "relevance" in outputs) == (bool(request.layers), relevance)
-        # One finds the rivals of the best class, another the strongest tokens; a head that reads
-        # several blocks needs more.
+        # One request finds the rivals of the best class, another the strongest tokens; a head that
+        # reads several blocks needs more.
         counts = range(2, 5) if config.pool == "transfer" else (2,)
         assert kernels.count("topk") in (counts if relevance else (0,))
     return kernels
@@ -132,9 +130,7 @@ def test_no_family_and_no_switch_is_left_out() -> None:
     assert set(HUGGING_FACE) == {family.class_name for family in FAMILIES}
     assert {config.pool for config in KINDS.values()} == set(get_args(Pool))
     activations = {config.activation for config in KINDS.values()}
-    assert activations == set(get_args(Activation)) - {
-        "tanh"
-    }  # of the heads of older folders alone
+    assert activations == set(get_args(Activation)) - {"tanh"}  # only of heads in older folders
     assert set(NATIVE) <= {name.removeprefix("native ") for name in KINDS}
     for name, field in ViTConfig.model_fields.items():
         if field.annotation is bool:

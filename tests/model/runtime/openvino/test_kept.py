@@ -1,4 +1,4 @@
-"""Kept graphs give the same answers without torch, and are made again after any change."""
+"""Kept graphs give the same answers without torch, and any change invalidates them."""
 
 import json
 import os

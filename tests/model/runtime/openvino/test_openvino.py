@@ -1,4 +1,4 @@
-"""OpenVINO gives torch's scores and rows for any batch, and refuses other models."""
+"""OpenVINO gives torch's scores and rows for any batch, and refuses unsupported models."""
 
 import importlib.util
 import subprocess
@@ -39,7 +39,7 @@ pytestmark = [
 
 
 def shallow() -> Checkpoint:
-    """The first two layers of the bundled model, which are compiled sooner than all."""
+    """Return the first two layers of the bundled model, which compile faster."""
     bundled = load_checkpoint("bundled")
     beyond = tuple(f"blocks.{layer}." for layer in range(2, bundled.vit.depth))
     tensors = {
@@ -109,7 +109,7 @@ os._exit(any(each.is_alive() for each in threads))
 
 @pytest.fixture
 def one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile one graph for any batch size, which takes less time than one for each of some."""
+    """Compile one graph for any batch size, which is faster than one graph for each size."""
     monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
 
 
@@ -307,7 +307,7 @@ def test_a_graph_that_does_not_compute_what_torch_does_leaves_torch_serving(
         if fault == "fails":
             raise RuntimeError("shapes do not match")
         outputs = infer(self, images)
-        outputs[-1][0][0] += 100  # of one image, on the last stream alone
+        outputs[-1][0][0] += 100  # one image, on the last stream only
         return outputs
 
     monkeypatch.setattr(CompiledGraph, "infer_on_all", wrong)

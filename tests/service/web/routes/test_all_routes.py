@@ -1,7 +1,7 @@
-"""What holds for every route that the application has, and for every route that is added to it.
+"""Promises of every route that the application has or will have.
 
-Each route that takes a body is admitted, bounded, and ends when its caller leaves. Each route
-refuses parameters that it does not have, in the address and in a form.
+Each route with a body is admitted, bounded, and ends at a disconnect. Each route refuses unknown
+parameters, in the address and in a form.
 """
 
 import base64
@@ -18,16 +18,16 @@ from tests.service.web.http_communicator import HttpCommunicator
 ADMIN = {"authorization": "Bearer root"}
 
 NAMES = {"{name:path}": "fake", "{name}": "birds", "{version}": "1", "{number:int}": "1"}
-"""Values of the parameters of paths."""
+"""Values of the parameters in paths."""
 
 REQUIRED = {
     "/heads/{name}/examples": "label=cat",
     "/heads/{name}/examples/{number:int}": "label=cat",
 }
-"""Parameters without which a route refuses its request."""
+"""Required parameters of routes."""
 
 WITHOUT_BODY = {"/heads/{name}/examples/{number:int}"}
-"""Routes of POST and PUT that read no body."""
+"""Routes of POST and PUT without a body."""
 
 WITHOUT_SLOT = {
     "/models/{name:path}",
@@ -35,8 +35,9 @@ WITHOUT_SLOT = {
     "/v2/repository/models/{name:path}/load",
     "/v2/repository/models/{name:path}/unload",
 }
-"""Routes that read a small document and compute nothing: operators use them while all slots are
-taken.
+"""Routes that read a small document and compute nothing.
+
+Operators use them while all slots are taken.
 """
 
 LOOSE = {
@@ -48,7 +49,7 @@ LOOSE = {
     "/v2/health/ready",
     "/openapi.json",
 }
-"""Routes where probes and browsers add parameters, beside the pages and their files."""
+"""Routes where probes and browsers add parameters, besides the pages and their files."""
 
 
 def running(folder: Path, **settings: Any) -> App:
@@ -68,7 +69,7 @@ def routes_of(service: App) -> list[Endpoint]:
 
 
 def with_bodies(service: App) -> list[tuple[str, Endpoint]]:
-    """The method and route of whatever takes a body."""
+    """Return method and route of each route with a body."""
     found = [
         (method, route)
         for route in routes_of(service)

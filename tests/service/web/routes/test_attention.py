@@ -199,14 +199,14 @@ async def test_a_disconnect_cancels_all_maps(service: App) -> None:
 
 
 def crops(monkeypatch: pytest.MonkeyPatch, service: App) -> None:
-    """Let the model see the middle square of a photo."""
+    """Configure the model to see the middle square of a photo."""
     info = model_info()
     cropping = info.preprocess.model_copy(update={"resize": "shortest_edge"})
     monkeypatch.setattr(service.engine, "info", replace(info, preprocess=cropping))
 
 
 def two_halves(orientation: int) -> bytes:
-    """A file of 40 x 20 pixels, left half red and right half blue."""
+    """Return a file of 40 x 20 pixels, left half red and right half blue."""
     picture = Image.new("RGB", (40, 20), (200, 0, 0))
     picture.paste((0, 0, 200), (20, 0, 40, 20))
     return encode(picture, "PNG", orientation)
@@ -220,7 +220,7 @@ async def test_the_region_is_that_of_the_upright_photo(
     posted = (
         await service.request("POST", "/attention", query="format=json", **form(two_halves(6)))
     ).json
-    assert posted["region"] == {"x": 0, "y": 10, "width": 20, "height": 20}  # upright it is 20 x 40
+    assert posted["region"] == {"x": 0, "y": 10, "width": 20, "height": 20}  # 20 x 40 when upright
     classified = (await service.classify(two_halves(6), query="attention=true")).json
     assert classified["attention"]["region"] == posted["region"]
     kept_one = await service.get("/attention", f"id={classified['id']}&format=json")

@@ -1,6 +1,4 @@
-"""POST /classify and POST /classify/batch; the digits of their numbers; and sets of labels at every
-door.
-"""
+"""POST /classify and /classify/batch, digits of numbers, and sets of labels in all protocols."""
 
 import json
 import time
@@ -237,9 +235,7 @@ def test_a_map_is_rounded_to_seven_decimals() -> None:
 
 
 def with_coverage() -> App:
-    """The application of a model with a coverage; a picture's set has as many labels as its red
-    value.
-    """
+    """Return the application of a model whose sets have as many labels as a picture's red value."""
     service = app()
     service.engine.info = model_info(coverage=0.95, calibrated_on=50)
     return service
@@ -328,7 +324,7 @@ async def test_classes_below_thresholds_are_left_out() -> None:
     service = app()
     service.engine.info = model_info(has_thresholds=True)
     service.engine.least = np.zeros(10, np.float32)
-    service.engine.least[[3, 4]] = 0.6, 0.25  # scores of the picture are 0.5, 0.25, 0.125
+    service.engine.least[[3, 4]] = 0.6, 0.25  # the picture's scores are 0.5, 0.25, 0.125
     answer = (await service.classify(png(3), "top_k=3")).json
     assert [each["label"] for each in answer["predictions"]] == ["label 4", "label 5"]
     assert len((await service.classify(png(3), "top_k=3&min_score=0.2")).json["predictions"]) == 1
@@ -359,7 +355,7 @@ def test_a_large_label_set_is_only_a_number() -> None:
 @pytest.mark.parametrize("unloaded", [False, True])
 async def test_slow_loading_leaves_half_of_the_time(unloaded: bool) -> None:
     served, models = several(request_timeout=60)
-    served.asgi._clock = lambda: time.monotonic() - 31  # as long ago the request began
+    served.asgi._clock = lambda: time.monotonic() - 31  # seconds since the request began
     models.engines["few"].state = "loading"
     if unloaded:
         models.give_back("few")

@@ -1,6 +1,4 @@
-"""POST /embed and POST /embed/batch; a model without a classification head, which has embeddings
-and maps alone.
-"""
+"""POST /embed and POST /embed/batch, also with a model without a classification head."""
 
 import base64
 import io

@@ -1,6 +1,4 @@
-"""How a request finds its route, and how its query is read; the routes of operators and their
-tools.
-"""
+"""The route and the query of a request; the routes of operators and their tools."""
 
 import pytest
 
@@ -281,11 +279,11 @@ async def test_a_stopping_service_is_not_ready(service: App) -> None:
     assert (await service.get("/healthz")).json == {"status": "ok"}
     for path in ("/readyz", "/ping", "/v2/health/ready", "/v2/models/fake/ready"):
         assert (await service.get(path)).status == 503
-    response = await service.classify()  # load balancers need time to look away
+    response = await service.classify()  # load balancers need time to notice
     assert (response.status, response.headers["connection"]) == (200, "close")
     service.lifecycle.draining = True
     assert (await service.classify()).code == (await service.get("/readyz")).code == "draining"
     assert (service.lifecycle.answered, service.lifecycle.refused) == (
         1,
         2,
-    )  # the model's readiness is one of them
+    )  # including the model's readiness

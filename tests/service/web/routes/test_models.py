@@ -422,7 +422,7 @@ async def test_failed_model_spares_the_others(query: str) -> None:
 async def test_a_batch_for_a_model_that_is_not_loaded_holds_one_place_while_it_waits() -> None:
     service, models = several(queue_size=8, request_timeout=60)
     engine, limiter = models.engines["few"], service_in(service).limiter
-    await classify(service, "model=few")  # which knows it then
+    await classify(service, "model=few")  # it has the picture then
     models.give_back("few")
     engine.gate.clear()
     asked = service.communicator(
@@ -442,7 +442,7 @@ UNLOAD = "/v2/repository/models/fake/unload"
 def swapping(
     folder: Path | None = None, error: Exception | None = None, **settings: Any
 ) -> tuple[App, list[Any]]:
-    """An application, and the checkpoints that its engine is to load."""
+    """Return an application, and the checkpoints that its engine is told to load."""
     if folder is not None:
         settings["checkpoint_folder"] = str(folder)
     service, loaded = app(**({"admin_key": "admin"} | settings)), []

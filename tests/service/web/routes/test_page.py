@@ -1,6 +1,6 @@
-"""GET /, /docs and /openapi.json as they are served.
+"""GET /, /docs and /openapi.json as served.
 
-What the page does is tested in a browser, in tests/e2e/page.
+tests/e2e/page tests the page in a browser.
 """
 
 import gzip
@@ -41,7 +41,7 @@ def test_page_loads_only_from_its_host() -> None:
 
 
 def test_page_waits_for_the_whole_document() -> None:
-    """On a slow machine or line its parts would appear one by one, and move those before them."""
+    """Without this, late parts would move earlier parts on a slow machine or line."""
     text = (FOLDER / "index.html").read_text()
     [last] = re.findall(r'<link rel="expect" href="#([a-z-]+)" blocking="render">', text)
     assert last == re.findall(r'\bid="([^"]+)"', text)[-1]
@@ -129,7 +129,7 @@ async def test_all_parameters_of_maps_are_documented() -> None:
 
 
 def operations(document: dict[str, Any]) -> dict[str, Any]:
-    """Operations by id."""
+    """Return the operations by id."""
     return {
         found["operationId"]: found
         for path in document["paths"].values()
@@ -222,9 +222,7 @@ async def test_page_needs_no_key() -> None:
 @on_a_loop
 @pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"])
 async def test_large_files_are_compressed_for_who_takes_it(path: str) -> None:
-    """Who reads slowly would be disconnected: an answer as large as the bundle counts against a
-    limit.
-    """
+    """An uncompressed bundle counts against the limit of slow readers, which disconnects them."""
     service = app()
     file = await service.get(path, **{"accept-encoding": "br, gzip;q=0.5"})
     assert (file.status, file.headers["content-encoding"]) == (200, "gzip")

@@ -1,4 +1,4 @@
-"""Fields of a form beside the file are parameters, or they are refused."""
+"""Fields of a form besides the file are parameters, or they are refused."""
 
 import base64
 from typing import Any

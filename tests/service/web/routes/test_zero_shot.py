@@ -1,6 +1,4 @@
-"""Labels and texts of a request, by every way in: /classify, /embed, /v2, gRPC and other servers'
-routes.
-"""
+"""Labels and texts of a request: /classify, /embed, /v2, gRPC and other servers' routes."""
 
 import asyncio
 import io
@@ -97,7 +95,7 @@ async def test_labels_of_a_request_replace_classes(labels: str) -> None:
     with_more = (await classify(served, labels=labels, embedding=True, attention=True)).json
     np.testing.assert_allclose(with_more["embedding"], expected_embedding(9, EmbeddingRequest()))
     assert with_more["attention"]["method"] == "cls"
-    # Without labels the classes of the start are there as ever.
+    # Requests without labels use the classes of the start.
     assert (await classify(served)).json["predictions"][0]["label"].startswith("label ")
 
 
@@ -245,7 +243,7 @@ async def test_known_texts_do_not_wait_for_new_ones() -> None:
     ]
     await until(
         lambda: service_in(served).lanes.texts.waiting == 2
-    )  # two of one caller are computed
+    )  # two texts of one caller are computed
     assert (
         (await classify(served, labels=CSV)).status,
         service_in(served).lanes.texts.waiting,
