@@ -10,7 +10,7 @@ TORCH_INDEX_URL ?=
 # Empty without an NVIDIA driver.
 NVIDIA_DRIVER = $(shell command -v nvidia-smi 2>/dev/null)$(wildcard /proc/driver/nvidia/version)
 
-.PHONY: help run test core test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean \
+.PHONY: help run test test-fast core test-ray check format chaos soak fuzz bench-peers gpu-kit screenshots rules protocol image clean \
 	version wheels notes site release-check locks
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "             smaller, on Linux without a GPU:"
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
+	@echo "make test-fast  the part of it without server processes and training"
 	@echo "make core    the core's tests in a copy without extensions"
 	@echo "make test-ray  install Ray (300 MB) and run the tests of the service on Ray Serve"
 	@echo "make fuzz    damaged pictures and requests, EXAMPLES=5000 of each kind"
@@ -79,6 +80,11 @@ TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $$(($$(getconf _NP
 
 test: $(VENV)/.test
 	$(TEST)
+
+# No server process and no training: under a minute on two cores.
+test-fast: $(VENV)/.test
+	$(TEST) -m 'not ray and not slow' tests/simulation tests/vitserve tests/service/engine tests/service/models \
+		tests/service/web tests/service/observe tests/service/test_*.py tests/model/test_*.py tests/model/network
 
 # The core alone: a copy without the folders `extensions/`, whose metadata names no entry points. In the copy, Python does
 # not find the editable installation of this folder.
