@@ -72,11 +72,13 @@ class Routes(NamedTuple):
 class Extension(model_extension.Extension):
     """The additions of one extension; every field but `name` is optional.
 
-    Importing the object must be cheap, because `vitserve --help` does: functions import what they
-    need when they are called.
-    Functions that take the application find in `app.state`: `service` (the objects that requests
-    share), `guard` (of API keys), `count` (counts a request that did not come over HTTP) and
-    `on_models_changed` (a list of functions that are called after each change of a model).
+    Importing the object must be cheap, because `vitserve --help` imports it. Therefore its functions
+    import their modules when they are called.
+
+    Functions that take the application find the shared objects in `app.state`. `service` has the
+    objects that requests share, and `guard` checks API keys. `count` counts a request that did not
+    arrive over HTTP. `on_models_changed` is a list of functions, called after each change of a
+    model.
 
     Attributes:
         settings: `module:Class` of a pydantic model whose fields join the settings as `VIT_NAME`.

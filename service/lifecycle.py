@@ -64,7 +64,7 @@ def bound_heaps() -> None:
 
     Threads come and go with models, and allocate from different heaps. The few objects that outlive
     a model keep single pages of all heaps resident. Three models of 170 MiB were loaded and
-    unloaded three times: memory grew from 327 to 385 MiB, and with two heaps from 312 to 338 MiB.
+    unloaded three times. Memory grew from 327 to 385 MiB; with two heaps, from 312 to 338 MiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}.intersection(os.environ):

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Final
 
 import uvicorn
@@ -100,9 +101,12 @@ class Server:
         self.connections = Connections(
             app, connection_limit(max_connections), idle_seconds=settings.keep_alive
         )
+        served: Any = app
         trusted = os.environ.get("FORWARDED_ALLOW_IPS")
+        if trusted is not None:
+            served = TrustedProxies(served, trusted)
         config = uvicorn.Config(
-            app if trusted is None else TrustedProxies(app, trusted),  # type: ignore[arg-type]  # uvicorn's own types
+            served,
             http=self.connections.protocol,  # type: ignore[arg-type]  # uvicorn calls it as a class
             interface="asgi3",
             ws="none",
@@ -220,11 +224,10 @@ class Server:
         with listener, contextlib.suppress(OSError):
             while True:
                 connection, _ = listener.accept()
-                self._last_connections.begin(
-                    loop.connect_accepted_socket(
-                        lambda: self.connections.protocol(config, state), connection
-                    )
+                accepted = loop.connect_accepted_socket(
+                    partial(self.connections.protocol, config, state), connection
                 )
+                self._last_connections.begin(accepted)
 
     def _give_up(self) -> None:
         logger.warning(

@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -73,10 +74,7 @@ class EngineServer:
         """Start loading the models, and accept connections on a socket with this path."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
-            lambda: frames.Connection(
-                lambda connection: self._serving.begin(self._serve(connection))
-            ),
-            str(path),
+            partial(frames.Connection, self._accept), str(path)
         )
         self.models.start(self._changed)
         self._refresher = keep_running("engine-status", self._refresh)
@@ -111,6 +109,9 @@ class EngineServer:
             worker.adopted.get(name, 0) < number for worker in self.workers
         ):
             await asyncio.sleep(_CHECK_SECONDS)
+
+    def _accept(self, connection: frames.Connection) -> None:
+        self._serving.begin(self._serve(connection))
 
     async def _serve(self, connection: frames.Connection) -> None:
         worker = _Worker(self, connection)
@@ -220,9 +221,12 @@ class _Worker:
             case frames.Call(id_, request):
                 task = asyncio.create_task(self._answer(id_, request))
                 self._tasks[id_] = task
-                task.add_done_callback(lambda _: self._tasks.pop(id_, None))
+                task.add_done_callback(partial(self._forget, id_))
             case _:
                 raise frames.FrameError(f"{type(frame).__name__} out of order")
+
+    def _forget(self, id_: int, _: asyncio.Task[None]) -> None:
+        self._tasks.pop(id_, None)
 
     def _release_older(self, model: str, oldest: int) -> None:
         """Release generations before `oldest`, except the current one, if it was just reloaded."""

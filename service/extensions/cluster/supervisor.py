@@ -7,9 +7,9 @@
   503 without an engine, and a dead worker's connections wait for its successor.
 * A child whose event loop is silent for `_MAX_SILENT_CHECKS` is frozen, and gets killed.
 * A child that ends before it ever ran ends the service with code 1, because a restart would not
-  help. The same applies to a child that fails after `_MAX_RESTARTS` restarts in a row: if a
-  container loses its GPU, only a new container gets it back. A child that a signal ends has not
-  failed.
+  help. The same applies to a child that fails after `_MAX_RESTARTS` restarts in a row. For
+  example, if a container loses its GPU, only a new container gets it back. A child that a signal
+  ends has not failed.
 * A child that ends with `TRY_AGAIN` restarts at once, even if it never ran. Its last report has the
   option that its successor changes.
 * SIGTERM, SIGINT or SIGHUP: the workers drain, and then the engines end, with exit code 0. A second

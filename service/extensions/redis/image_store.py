@@ -159,7 +159,7 @@ class RedisImageStore:
         return await self._ask(find)
 
     def usage(self) -> StoreUsage:
-        """Return what all replicas stored, as of the last picture from this process."""
+        """Return the usage by all replicas, as of this process's last stored picture."""
         return self._usage
 
     async def close(self) -> None:
