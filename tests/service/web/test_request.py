@@ -5,13 +5,7 @@ collector.
 """
 
 import asyncio
-import base64
-import gc
-import json
-import struct
-import tracemalloc
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +19,10 @@ from service.web.admission import Permit
 from service.web.admitted import network_of
 from service.web.gather import all_of
 from service.web.lanes import Deadline
-from tests.extensions.inference_protocol.grpc.caller import calling, raw
-from tests.model.images.pictures import encode, noise
+from tests.model.images.pictures import encode
 from tests.service.fakes import PATIENCE, model_info, on_a_loop, png, until
 from tests.service.web.apps import App, Clock, app, budget_of, form, service_in, settle
+from tests.service.web.memory import NO_PICTURE, little_stays
 
 
 @on_a_loop
@@ -294,27 +288,6 @@ async def test_all_of_ends_the_others_on_an_error() -> None:
     assert ended == ["hangs"] * 2
 
 
-NO_PICTURE = bytes(5 << 20)
-
-
-@asynccontextmanager
-async def little_stays() -> AsyncIterator[None]:
-    """Check that less than a fifth of a picture remains in memory without garbage collection.
-
-    A thread's last references may outlive its answer by a moment, so this waits for them.
-    """
-    gc.collect()
-    gc.disable()
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        yield
-        await until(lambda: tracemalloc.get_traced_memory()[0] - before < len(NO_PICTURE) // 5)
-    finally:
-        tracemalloc.stop()
-        gc.enable()
-
-
 def classify() -> dict[str, Any]:
     return {"path": "/classify", "headers": {"content-type": "image/png"}, "body": NO_PICTURE}
 
@@ -323,21 +296,8 @@ def classify_batch() -> dict[str, Any]:
     return {"path": "/classify/batch", **form(NO_PICTURE, b"x")}
 
 
-def infer(file: bytes = NO_PICTURE) -> dict[str, Any]:
-    data = struct.pack("<I", len(file)) + file
-    tensor = {
-        "name": "image",
-        "datatype": "BYTES",
-        "shape": [1],
-        "parameters": {"binary_data_size": len(data)},
-    }
-    header = json.dumps({"inputs": [tensor]}).encode()
-    headers = {"inference-header-content-length": str(len(header))}
-    return {"path": "/v2/models/fake/infer", "headers": headers, "body": header + data}
-
-
 @on_a_loop
-@pytest.mark.parametrize(("make", "status"), [(classify, 415), (classify_batch, 200), (infer, 415)])
+@pytest.mark.parametrize(("make", "status"), [(classify, 415), (classify_batch, 200)])
 async def test_http_frees_a_refused_picture(
     make: Callable[[], dict[str, Any]], status: int
 ) -> None:
@@ -345,65 +305,6 @@ async def test_http_frees_a_refused_picture(
     assert (await service.request("POST", **request)).status == status  # objects that are made once
     async with little_stays():
         assert (await service.request("POST", **request)).status == status
-
-
-@on_a_loop
-async def test_grpc_frees_a_refused_picture() -> None:
-    data = struct.pack("<I", len(NO_PICTURE)) + NO_PICTURE
-    message = raw("image", "BYTES", [1], data).SerializeToString()
-    async with calling() as caller:
-        await caller.refusal(message)
-        async with little_stays():
-            await caller.refusal(message)
-            await until(lambda: caller.service.metric("vit_inflight_requests") == 0)
-
-
-def picture() -> bytes:
-    """Return a file of 3 MB."""
-    return encode(noise(1000, 1000), "PNG")
-
-
-def infer_json(file: bytes) -> dict[str, Any]:
-    tensor = {
-        "name": "image",
-        "datatype": "BYTES",
-        "shape": [1],
-        "data": [base64.b64encode(file).decode()],
-    }
-    return {"path": "/v2/models/fake/infer", "body": json.dumps({"inputs": [tensor]}).encode()}
-
-
-@contextmanager
-def traced() -> Iterator[None]:
-    gc.collect()
-    tracemalloc.start()
-    try:
-        yield
-    finally:
-        tracemalloc.stop()
-
-
-async def hold_no_more_than_counted(service: App, count: int) -> None:
-    """Check that requests at the engine hold only the counted memory, and a little more."""
-    await until(lambda: service.engine.waiting == count)
-    gc.collect()
-    assert tracemalloc.get_traced_memory()[0] < budget_of(service).in_use + (1 << 20)
-
-
-@on_a_loop
-@pytest.mark.parametrize("request_of", [infer_json, infer])
-async def test_memory_of_inference_is_counted(
-    request_of: Callable[[bytes], dict[str, Any]],
-) -> None:
-    service, request = app(), request_of(picture())
-    assert (await service.request("POST", **request)).status == 200  # objects that are made once
-    service.engine.gate.clear()
-    with traced():
-        held = [asyncio.create_task(service.request("POST", **request)) for _ in range(3)]
-        await hold_no_more_than_counted(service, len(held))
-    service.engine.gate.set()
-    assert [(await each).status for each in held] == [200] * len(held)
-    assert budget_of(service).in_use == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """POST /classify and /classify/batch, digits of numbers, and sets of labels in all protocols."""
 
-import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -9,20 +8,15 @@ import numpy as np
 import pytest
 
 from model.errors import InputError
-from model.features import Known
-from model.heads import Head
 from model.images.preprocess import ModelInput, Region
 from model.outputs import AttentionMap, MapRequest
 from model.parameters import methods_of
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
-from service.models.added_heads import AddedHead
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from service.web.routes.answers import map_fields, region_document
-from tests.extensions.inference_protocol.grpc.caller import Output, arrays, calling, image
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
-from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.named_models import several
 from vitserve.documents import MAX_SET, Classification, Prediction, ranked, set_fields
 
@@ -262,64 +256,6 @@ async def test_a_label_set_does_not_depend_on_top_k(red: int, expected: dict[str
 
 
 @on_a_loop
-async def test_the_protocol_has_the_size_of_the_set() -> None:
-    service = with_coverage()
-    inputs = [
-        {
-            "name": "pixels",
-            "shape": [2, 8, 8, 3],
-            "datatype": "UINT8",
-            "data": [3, 0, 0] * 64 + [0] * 192,
-        }
-    ]
-    body = json.dumps({"inputs": inputs, "outputs": [{"name": "set_size"}]}).encode()
-    headers = {"content-type": "application/json"}
-    answer = await service.request("POST", "/v2/models/fake/infer", headers=headers, body=body)
-    [output] = answer.json["outputs"]
-    assert output == {"name": "set_size", "datatype": "INT64", "shape": [2, 1], "data": [3, 0]}
-    names = [each["name"] for each in (await service.get("/v2/models/fake")).json["outputs"]]
-    assert "set_size" in names
-    assert service.metric("vit_abstained_total") == 1
-    body = json.dumps({"inputs": inputs}).encode()
-    answer = await service.request("POST", "/v2/models/fake/infer", headers=headers, body=body)
-    by_name = {each["name"]: each for each in answer.json["outputs"]}
-    assert list(by_name) == ["label", "index", "score", "abstained"]
-    assert by_name["abstained"] == {
-        "name": "abstained",
-        "datatype": "BOOL",
-        "shape": [2, 1],
-        "data": [False, True],
-    }
-    request = image(png(3), png(0))
-    request.outputs.append(Output(name="set_size"))
-    async with calling(FakeEngine(model_info(coverage=0.95))) as caller:
-        np.testing.assert_array_equal(arrays(await caller.infer(request))["set_size"], [[3], [0]])
-
-
-@on_a_loop
-@pytest.mark.parametrize(("limit", "is_far"), [(-1.0, True), (10.0, False)])
-async def test_the_protocol_says_a_head_abstains(limit: float, is_far: bool) -> None:
-    known = Known(np.ones((2, 8), np.float32), limit)
-    head = Head(("a", "b"), independent=False, weight=np.eye(2, 8, dtype=np.float32), known=known)
-    async with calling(FakeEngine(model_info())) as caller:
-        service_in(caller.service).models.added = {"pets": AddedHead("pets", head, "", "")}
-        request = image(png(3))
-        request.model_name = "pets"
-        found = arrays(await caller.infer(request))
-        assert found["abstained"].tolist() == [[is_far]]
-        assert set(found["label"].ravel()) == {"a", "b"}
-    service = app()
-    service_in(service).models.added = {"pets": AddedHead("pets", head, "", "")}
-    inputs = [
-        {"name": "pixels", "shape": [1, 8, 8, 3], "datatype": "UINT8", "data": [3, 0, 0] * 64}
-    ]
-    answer = await service.request(
-        "POST", "/v2/models/pets/infer", body=json.dumps({"inputs": inputs}).encode()
-    )
-    assert {each["name"]: each["data"] for each in answer.json["outputs"]}["abstained"] == [is_far]
-
-
-@on_a_loop
 async def test_classes_below_thresholds_are_left_out() -> None:
     service = app()
     service.engine.info = model_info(has_thresholds=True)
@@ -335,9 +271,6 @@ async def test_classes_below_thresholds_are_left_out() -> None:
         ([], "min_score")
     ] * 2
     assert service.metric("vit_abstained_total") == 2
-    async with calling(service.engine) as caller:
-        found = arrays(await caller.infer(image(png(3))))
-    assert (found["abstained"].tolist(), found["score"][0, 0]) == ([[True]], 0.5)
 
 
 def test_a_large_label_set_is_only_a_number() -> None:

@@ -1,4 +1,4 @@
-"""Labels and texts of a request: /classify, /embed, /v2, gRPC and other servers' routes."""
+"""Labels and texts of a request, to /classify, /embed and /attention."""
 
 import asyncio
 import io
@@ -14,19 +14,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from model.checkpoint import load_checkpoint
-from model.heads import ZeroShot
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine.loading import load_predictor
 from service.errors import QueueFull
 from service.settings import load_settings
-from tests.extensions.inference_protocol.requests import encoded, infer, outputs
 from tests.model.checkpoint import whole_models
 from tests.model.images.pictures import encode
 from tests.needs import needs_methods
 from tests.service.fakes import (
     expected_embedding,
-    model_info,
     on_a_loop,
     png,
     running,
@@ -34,12 +31,14 @@ from tests.service.fakes import (
     until,
 )
 from tests.service.web.apps import App, app, form, service_in
-from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
+from tests.service.web.zero_shot import (
+    CSV,
+    LABELS,
+    require_scores,
+    service,
+)
 
-ZERO_SHOT = ZeroShot(5.0, -1.0, False, ("a photo of {}.", "{} at night"))
-LABELS = ("cab", "a bee, high", "egg")
-CSV = 'cab, "a bee, high", egg'
 NOUNS = (
     "cat",
     "dog's tail",
@@ -58,30 +57,8 @@ NOUNS = (
 )
 
 
-def service(**changes: Any) -> App:
-    return App(load_settings({**changes}), FakeEngine(model_info(zero_shot=ZERO_SHOT)))
-
-
-def expected_scores(red: int, independent: bool = False) -> dict[str, float]:
-    embedding = expected_embedding(red, EmbeddingRequest())
-    texts = np.stack([text_feature(text) for text in ZERO_SHOT.prompts(LABELS)])
-    [logits] = ZERO_SHOT.head(LABELS, texts).logits(embedding[np.newaxis])
-    scores = 1 / (1 + np.exp(-logits)) if independent else np.exp(logits) / np.exp(logits).sum()
-    return dict(zip(LABELS, scores.tolist(), strict=True))
-
-
 async def classify(served: App, red: int = 9, **query: object) -> HttpCommunicator:
     return await served.classify(png(red), urlencode(query))
-
-
-def require_scores(predictions: list[dict[str, Any]], red: int) -> None:
-    expected = expected_scores(red)
-    assert [each["label"] for each in predictions] == sorted(
-        expected, key=lambda label: -expected[label]
-    )
-    for each in predictions:
-        assert each["score"] == pytest.approx(expected[each["label"]], abs=1e-6)
-        assert LABELS[each["index"]] == each["label"]
 
 
 @on_a_loop
@@ -289,28 +266,6 @@ async def test_texts_are_embedded_in_every_format() -> None:
     ]
     assert [type(each) for each in text] == [str]
     assert served.metric("vit_inflight_requests") == 0
-
-
-@on_a_loop
-async def test_labels_of_v2_are_a_parameter() -> None:
-    names = [{"name": name} for name in ("label", "index", "score", "logits", "embedding")]
-    response = await infer(service(), encoded(9, 60), outputs=names, parameters={"labels": CSV})
-    found = outputs(response.json)
-    for place, red in enumerate((9, 60)):
-        rows = zip(found["label"][place], found["index"][place], found["score"][place], strict=True)
-        require_scores(
-            [{"label": name, "index": int(i), "score": float(s)} for name, i, s in rows], red
-        )
-    assert found["logits"].shape == (2, 3)
-    assert found["embedding"].shape == (2, 8)
-    for parameters, detail in (
-        ({"labels": 7}, "labels: expected a text"),
-        ({"labels": "a,b", "pool": "mean"}, "pool: does not apply beside labels"),
-        ({"labels": "a,b", "top_k": 3}, "top_k 3: expected 1 to 2"),
-    ):
-        refusal = await infer(service(), encoded(9), parameters=parameters)
-        assert refusal.status == 422
-        assert detail in refusal.json["error"]
 
 
 @on_a_loop
