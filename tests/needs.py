@@ -4,8 +4,20 @@ from typing import Final
 
 import pytest
 
-from model.methods import methods
+from model.extension import extensions
 
-needs_methods: Final = pytest.mark.skipif(
-    "gae" not in methods(), reason="the extension of explanation methods is not installed"
-)
+INSTALLED: Final = frozenset(extension.name for extension in extensions())
+"""Names of the installed extensions."""
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test if an extension is not installed."""
+    return pytest.mark.skipif(
+        name not in INSTALLED, reason=f"the extension {name} is not installed"
+    )
+
+
+needs_methods: Final = needs("methods")
+
+TEACH: Final = {"teach": "taught"} if "teach" in INSTALLED else {}
+"""Settings that let the routes of taught heads take part in a test of every route."""

@@ -123,14 +123,3 @@ def test_what_is_not_a_host_stops_the_start(host: str) -> None:
         load_settings({"host": host})
     with pytest.raises(ValueError, match="expected"):
         parse_listen_hosts(host)
-
-
-def test_grpc_needs_a_host_beside_the_socket() -> None:
-    with pytest.raises(SettingsError, match=r"VIT_GRPC_PORT=.*VIT_HOST=unix:/PATH,127\.0\.0\.1"):
-        load_settings({"host": "unix:/run/a", "grpc_port": 9001})
-    assert (
-        load_settings({"host": "unix:/run/a,127.0.0.1", "grpc_port": 9001}).model_dump()[
-            "grpc_port"
-        ]
-        == 9001
-    )

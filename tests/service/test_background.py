@@ -1,9 +1,7 @@
 """Failed background tasks and threads are logged, counted and restarted."""
 
-import ast
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,18 +9,8 @@ from service import background
 from service.background import Restarts, Tasks, keep_running, supervised_thread
 from service.errors import EngineUnavailable
 from service.observe.metrics import Metrics
+from tests.service.beginnings import beginnings_below
 from tests.service.fakes import on_a_loop, until
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-BEGINS = {
-    "create_task",
-    "ensure_future",
-    "Thread",
-    "Timer",
-    "start_new_thread",
-    "ThreadPoolExecutor",
-    "run_in_executor",
-}
 
 # Tasks and threads that `service.background` does not start, and where their errors appear.
 ALLOWED = {
@@ -34,55 +22,16 @@ ALLOWED = {
     "service/engine/texts.py:TextFeatures._compute": "of a request, which awaits it",
     "service/http/connection.py:Connection._begin": "the answer has the error",
     "service/models/folder.py:in_time": "the error is raised where the result is read",
-    "service/extensions/tracing/spans.py:Tracing.close": "the log has the error",
-    "service/extensions/cluster/engine_server.py:_Worker.handle": "the error is its answer",
     "service/server.py:Server.serve": "the server itself, which is awaited",
     "service/web/decoders.py:Decoders._ask": "the end of a process; asyncio logs the error",
-    "service/extensions/inference_protocol/grpc/call.py:Call.message": "its request awaits it",
     "service/web/admitted.py:Cancellation.watch": "of a request, which it cancels",
 }
 
 
-class Beginnings(ast.NodeVisitor):
-    """The functions of a file that start a task or a thread, except in a `TaskGroup`."""
-
-    def __init__(self) -> None:
-        self.scope: list[str] = []
-        self.renamed: dict[str, str] = {}
-        self.found: set[str] = set()
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        self.renamed |= {alias.asname or alias.name: alias.name for alias in node.names}
-
-    def visit_ClassDef(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.scope.append(node.name)
-        self.generic_visit(node)
-        self.scope.pop()
-
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef  # noqa: N815
-
-    def visit_Call(self, node: ast.Call) -> None:
-        called = node.func
-        name = ""
-        if isinstance(called, ast.Attribute) and ast.unparse(called.value) != "group":
-            name = called.attr
-        elif isinstance(called, ast.Name):
-            name = self.renamed.get(called.id, called.id)
-        if name in BEGINS:
-            self.found.add(".".join(self.scope))
-        self.generic_visit(node)
-
-
 def test_every_background_task_is_supervised() -> None:
-    found = set()
-    for path in (REPOSITORY / "service").rglob("*.py"):
-        beginnings = Beginnings()
-        beginnings.visit(ast.parse(path.read_text()))
-        file = path.relative_to(REPOSITORY).as_posix()
-        found |= {
-            f"{file}:{function}" for function in beginnings.found if file != "service/background.py"
-        }
-    assert found == ALLOWED.keys()
+    others = ("service/background.py:", "service/extensions/")
+    functions = {name for name in beginnings_below("service") if not name.startswith(others)}
+    assert functions == ALLOWED.keys()
 
 
 @pytest.fixture

@@ -11,16 +11,13 @@ from pydantic import SecretStr
 from service.cli import serve
 from service.errors import SettingsError
 from service.setting_values import ApiKey
-from service.settings import load_settings, settings_class, variable_warnings
-from tests.deploy.settings_page import PAGE, page
+from service.settings import Settings, load_settings, variable_warnings
 
 DEFAULTS: dict[str, Any] = {
     "checkpoint": "bundled",
     "image_size": None,
     "models": None,
     "models_bytes": None,
-    "teach": None,
-    "teach_thumbnails": False,
     "strict": False,
     "model_name": None,
     "coverage": None,
@@ -37,7 +34,6 @@ DEFAULTS: dict[str, Any] = {
     "compile": "auto",
     "host": "127.0.0.1",
     "port": 8000,
-    "grpc_port": None,
     "keep_alive": 75,
     "root_path": "",
     "workers": 1,
@@ -80,8 +76,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("thresholds", '{"cat": 0.4}', {"cat": 0.4}),
     ("models", "/models", "/models"),
     ("models_bytes", "2GiB", 2 << 30),
-    ("teach", "/taught", "/taught"),
-    ("teach_thumbnails", "true", True),
     ("strict", "true", True),
     ("model_name", "cats v2", "cats v2"),
     ("device", "cuda:1", "cuda:1"),
@@ -99,7 +93,6 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("cache_dir", "/var/cache/vitserve", "/var/cache/vitserve"),
     ("host", "0.0.0.0", "0.0.0.0"),
     ("port", "9000", 9000),
-    ("grpc_port", "0", 0),
     ("keep_alive", "620", 620),
     ("root_path", "vit/a/", "/vit/a"),
     ("workers", "1", 1),
@@ -122,7 +115,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("allowed_hosts", "Vit.example.org, *.b.example", ("vit.example.org", "*.b.example")),
     ("recent_ttl", "0", 0),
     ("recent_bytes", "0", 0),
-    ("recent_url", "redis://cache:6379/1", "redis://cache:6379/1"),
+    ("recent_url", "memory://", "memory://"),
     ("drain_delay", "0", 0),
     ("drain_timeout", "7.5", 7.5),
     (
@@ -150,7 +143,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
     ("port", "65536", "less than or equal to 65535"),
     ("port", "http", "valid integer"),
-    ("grpc_port", "65536", "less than or equal to 65535"),
     ("keep_alive", "0", "greater than or equal to 1"),
     ("workers", "0", "greater than or equal to 1"),
     ("max_batch", "0", "greater than or equal to 1"),
@@ -205,13 +197,11 @@ def test_the_admin_key_is_a_key_that_no_other_caller_has(key: str) -> None:
 
 def test_defaults_are_the_documented_ones() -> None:
     settings = load_settings()
-    assert {
-        name: plain(getattr(settings, name)) for name in settings_class().model_fields
-    } == DEFAULTS
+    assert {name: plain(getattr(settings, name)) for name in Settings.model_fields} == DEFAULTS
 
 
 def test_every_setting_is_tried_below() -> None:
-    assert {name for name, _, _ in GIVEN} == set(settings_class().model_fields)
+    assert {name for name, _, _ in GIVEN} == set(Settings.model_fields)
 
 
 @pytest.mark.parametrize(("name", "text", "value"), GIVEN)
@@ -245,12 +235,10 @@ def test_a_file_of_variables_in_the_working_directory_is_not_read(
 
 
 def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in settings_class().model_fields:
+    for name in Settings.model_fields:
         monkeypatch.setenv(f"VIT_{name.upper()}", "")
     settings = load_settings()
-    assert {
-        name: plain(getattr(settings, name)) for name in settings_class().model_fields
-    } == DEFAULTS
+    assert {name: plain(getattr(settings, name)) for name in Settings.model_fields} == DEFAULTS
 
 
 @pytest.mark.parametrize(("name", "text", "allowed"), WRONG)
@@ -271,18 +259,12 @@ def test_a_wrong_value_gives_one_line_with_setting_value_and_what_is_allowed(
     assert "\n" not in line
 
 
-def test_keys_and_an_address_of_redis_are_never_shown() -> None:
-    settings = load_settings({"recent_url": "redis://:topsecret@cache", "api_keys": "topsecret"})
+def test_keys_are_never_shown() -> None:
+    settings = load_settings({"recent_url": "memory://", "api_keys": "topsecret"})
     assert "topsecret" not in repr(settings)
     with pytest.raises(SettingsError) as raised:
         load_settings({"recent_url": "http://:topsecret@cache"})
     assert str(raised.value).startswith("VIT_RECENT_URL=***: expected memory://")
-
-
-@pytest.mark.parametrize("url", ["redis://host:port", "redis://host:99999"])
-def test_an_address_of_redis_that_cannot_be_read_is_refused_at_the_start(url: str) -> None:
-    with pytest.raises(SettingsError, match="a port from 0 to 65535"):
-        load_settings({"recent_url": url})
 
 
 def test_a_slip_of_the_pen_is_noticed() -> None:
@@ -303,8 +285,10 @@ def test_quotes_of_env_files_change_no_value(
 
 
 def test_kept_quotes_cause_a_warning() -> None:
-    told = "VIT_TEACH: the quotes around its value are ignored; remove them from the env file"
-    assert variable_warnings({"VIT_TEACH": '"taught"', "VIT_LABELS": '"a red car","cat"'}) == [told]
+    told = "VIT_MODELS: the quotes around its value are ignored; remove them from the env file"
+    assert variable_warnings({"VIT_MODELS": '"models"', "VIT_LABELS": '"a red car","cat"'}) == [
+        told
+    ]
 
 
 @pytest.mark.parametrize(
@@ -362,7 +346,3 @@ def test_a_key_that_no_caller_can_send_is_refused(name: str, text: str) -> None:
     ) as raised:
         load_settings({name: text})
     assert "K1" not in str(raised.value) or "[" in str(raised.value)  # the example of a list
-
-
-def test_the_documented_table_is_that_of_the_settings() -> None:
-    assert PAGE.read_text() == page(), "python -m tests.deploy.settings_page"

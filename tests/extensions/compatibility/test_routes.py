@@ -7,6 +7,7 @@ import pytest
 
 from tests.service.fakes import model_info, on_a_loop, png
 from tests.service.web.apps import App, app
+from tests.service.web.named_models import FEW, several
 from tests.service.web.uploads import MULTIPART, form, part
 
 
@@ -126,3 +127,10 @@ async def test_a_document_that_is_not_a_picture_is_415(path: str) -> None:
     )
     assert answer.status == 415
     assert "parameters go into the URL" in answer.json["detail"]
+
+
+@on_a_loop
+async def test_torchserve_path_names_the_model() -> None:
+    service, _ = several()
+    predictions = await service.classify(png(1), path="/predictions/few")
+    assert set(predictions.json) <= set(FEW)

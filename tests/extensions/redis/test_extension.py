@@ -30,3 +30,18 @@ def test_replicas_share_pictures_by_model_name(
     settings = load_settings({"recent_url": "redis://127.0.0.1", **changes})
     EXTENSION.stores["redis"](settings, Metrics(), time.monotonic)
     assert names == [name]
+
+
+def test_password_of_redis_is_never_shown() -> None:
+    assert "topsecret" not in repr(load_settings({"recent_url": "redis://:topsecret@cache"}))
+
+
+@pytest.mark.parametrize("url", ["redis://host:port", "redis://host:99999"])
+def test_unreadable_address_ends_the_start(url: str) -> None:
+    with pytest.raises(SettingsError, match="a port from 0 to 65535"):
+        load_settings({"recent_url": url})
+
+
+def test_url_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIT_RECENT_URL", "redis://cache:6379/1")
+    assert load_settings().recent_url.get_secret_value() == "redis://cache:6379/1"

@@ -4,20 +4,16 @@ import asyncio
 import base64
 import json
 import logging
-import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from service.extensions.inference_protocol import inference
-from service.extensions.inference_protocol import routes as inference_protocol
 from service.web import admitted, body
 from service.web.admission import RefusalPace
 from service.web.problems import CODES
 from service.web.routes import classify
 from tests.service.fakes import CLASSES, SIZE, on_a_loop, png, until
 from tests.service.web.apps import App, Clock, app, form, kept, service_in, settle
+from tests.service.web.thread_names import BIG, LOOP, ThreadNames
 
 
 @on_a_loop
@@ -130,30 +126,13 @@ async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(
     assert service_in(service).limiter.in_use == 0
 
 
-BIG = "documents_0"
-LOOP = threading.main_thread().name
-
-
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names of the threads on which documents are read and written."""
-    found: set[str] = set()
-
-    def watch(module: Any, name: str) -> None:
-        original: Callable[..., Any] = getattr(module, name)
-
-        def watched(*arguments: Any, **options: Any) -> Any:
-            found.add(threading.current_thread().name)
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(module, name, watched)
-
-    watch(body, "picture_of_json")
-    watch(classify, "classification_fields")
-    watch(inference_protocol, "decode_request")
-    watch(inference_protocol, "encode_answer")
-    watch(inference, "make_outputs")
-    return found
+    watched = ThreadNames(monkeypatch)
+    watched.watch(body, "picture_of_json")
+    watched.watch(classify, "classification_fields")
+    return watched.names
 
 
 @on_a_loop
@@ -162,7 +141,6 @@ async def test_json_of_many_values_does_not_hold_the_event_loop(
     large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
     monkeypatch.setattr(admitted, "LARGE", large)
-    monkeypatch.setattr(inference, "BYTES_A_VALUE", 100)
     in_json = json.dumps({"image": base64.b64encode(png(7)).decode()}).encode()
     headers = {"content-type": "application/json"}
     single = await service.request(
@@ -172,13 +150,4 @@ async def test_json_of_many_values_does_not_hold_the_event_loop(
     batch = await service.request("POST", "/classify/batch", **form(png(1), b"text", png(2)))
     codes = [one.get("error", {}).get("code") for one in batch.json["results"]]
     assert codes == [None, "unsupported_media_type", None]
-    image = {
-        "name": "image",
-        "datatype": "BYTES",
-        "shape": [1],
-        "data": [base64.b64encode(png(3)).decode()],
-    }
-    body = json.dumps({"inputs": [image]}).encode()
-    answer = await service.request("POST", "/v2/models/fake/infer", body=body)
-    assert answer.json["outputs"][1]["data"][0] == 3
     assert threads == {thread}

@@ -92,7 +92,7 @@ async def test_a_page_of_another_origin_changes_nothing(
 
 @on_a_loop
 async def test_every_changing_route_refuses_a_page() -> None:
-    running = app(teach="taught")
+    running = app()
     for route in inside(running).routes:
         for method in sorted(route.methods - {"GET", "HEAD", "OPTIONS"}):
             answer = await running.request(

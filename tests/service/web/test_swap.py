@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from service.models.generation import Generation
+from tests.needs import needs
 from tests.service.fakes import SIZE, model_info, on_a_loop, png, until
 from tests.service.web.apps import App, kept, service_in
 from tests.service.web.fake_engine import FakeEngine
@@ -34,7 +35,10 @@ def named(answer: dict[str, Any]) -> tuple[str, str]:
 
 
 @on_a_loop
-@pytest.mark.parametrize("path", ["/classify", "/v2/models/fake/infer"])
+@pytest.mark.parametrize(
+    "path",
+    ["/classify", pytest.param("/v2/models/fake/infer", marks=needs("inference_protocol"))],
+)
 async def test_a_picture_that_was_prepared_for_the_old_model_is_answered_by_it_after_the_swap(
     service: App, path: str
 ) -> None:

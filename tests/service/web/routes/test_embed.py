@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,10 @@ import pytest
 
 from model.methods import is_class_specific, methods
 from model.outputs import EmbeddingRequest
-from service.settings import load_settings
+from tests.needs import needs
 from tests.service.fakes import SIZE, expected_embedding, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form
-from tests.service.web.fake_engine import FakeEngine
+from tests.service.web.headless import REFUSAL, headless
 from tests.service.web.http_communicator import HttpCommunicator
 
 HEAD = EmbeddingRequest()
@@ -122,41 +121,14 @@ async def test_embeddings_do_not_count_as_classes(service: App) -> None:
     assert service.metric("vit_top1_score_count") == 1
 
 
-REFUSAL = (
-    "the model has no classification head: it gives embeddings (POST /embed, vitserve embed) "
-    "and attention maps"
-)
-
-
-def headless() -> App:
-    info = model_info()
-    info = model_info(labels=(), config=info.config.model_copy(update={"num_classes": 0}))
-    return App(load_settings(), engine=FakeEngine(info))
-
-
-def v2(outputs: list[str], **parameters: Any) -> dict[str, Any]:
-    tensor = {
-        "name": "pixels",
-        "datatype": "UINT8",
-        "shape": [1, SIZE, SIZE, 3],
-        "data": [9] * (3 * SIZE * SIZE),
-    }
-    body = {
-        "inputs": [tensor],
-        "outputs": [{"name": name} for name in outputs],
-        "parameters": parameters,
-    }
-    return {"headers": {"content-type": "application/json"}, "body": json.dumps(body).encode()}
-
-
 @on_a_loop
 @pytest.mark.parametrize(
     ("path", "query"),
     [
         ("/classify", ""),
         ("/classify", "embedding=true"),
-        ("/invocations", ""),
-        ("/predictions/fake", ""),
+        pytest.param("/invocations", "", marks=needs("compatibility")),
+        pytest.param("/predictions/fake", "", marks=needs("compatibility")),
     ],
 )
 async def test_a_refusal_names_available_outputs(path: str, query: str) -> None:
@@ -194,25 +166,3 @@ async def test_what_describes_the_model_says_so() -> None:
     offered = [name for name in methods() if not is_class_specific(name)]
     assert (described["classes"], described["attention_methods"]) == (0, offered)
     assert (await service.get("/labels")).json["labels"] == []
-    outputs = (await service.get("/v2/models/fake")).json["outputs"]
-    assert [output["name"] for output in outputs] == ["attention", "embedding"]
-    assert (await service.get("/v2/models/fake/config")).status == 200
-
-
-@on_a_loop
-async def test_the_protocol_defaults_to_embeddings() -> None:
-    service, path = headless(), "/v2/models/fake/infer"
-    for outputs in ([], ["embedding", "attention"]):
-        answer = (await service.request("POST", path, **v2(outputs))).json["outputs"]
-        assert [output["name"] for output in answer] == (outputs or ["embedding"])
-    for names in (["label"], ["embedding", "logits"]):
-        response = await service.request("POST", path, **v2(names))
-        assert (response.status, response.json["error"][: len(REFUSAL)]) == (422, REFUSAL)
-    refused = await service.request("POST", path, **v2(["attention"], attention="relevance"))
-    assert refused.json["error"] == "attention 'relevance': expected one of cls"
-    refused = await service.request("POST", path, **v2(["embedding"], top_k=1))
-    assert (
-        refused.json["error"]
-        == "top_k: does not apply to these outputs; select the output index or label or score"
-    )
-    assert service.metric("vit_top1_score_count") == 0

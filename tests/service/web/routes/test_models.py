@@ -6,15 +6,15 @@ from typing import Any, cast
 
 import pytest
 
-from service.engine.backbones import What
 from service.errors import ModelsFull
 from service.models.added_heads import AddedHead
 from service.models.generation import Generation
+from tests.needs import needs
 from tests.service.fakes import model_info, on_a_loop, png, until
-from tests.service.web.apps import App, app, form, service_in, settle
+from tests.service.web.apps import App, form, service_in, settle
 from tests.service.web.fake_engine import FakeEngine
 from tests.service.web.http_communicator import HttpCommunicator
-from tests.service.web.named_models import FEW, several
+from tests.service.web.named_models import several
 
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -30,36 +30,28 @@ async def classify(service: App, query: str, red: int = 1) -> HttpCommunicator:
         ("POST", "/classify", "model=few&top_k=3"),
         ("POST", "/embed", "model=few"),
         ("GET", "/labels", "model=few"),
-        ("POST", "/v2/models/few/infer", ""),
     ],
 )
 async def test_the_named_model_answers_on_every_route(method: str, path: str, query: str) -> None:
     service, _ = several()
-    headers = (
-        {"inference-header-content-length": "0"}
-        if path.startswith("/v2")
-        else {"content-type": "image/png"}
-    )
+    headers = {"content-type": "image/png"}
     answer = await service.request(method, path, query=query, headers=headers, body=png(1))
     assert answer.status == 200
     assert b'"few"' in answer.content
 
 
 @on_a_loop
-async def test_the_named_model_describes_itself_draws_its_maps_and_is_torchserves() -> None:
+async def test_the_named_model_describes_itself_and_draws_maps() -> None:
     service, _ = several()
     assert (await service.get("/model", "model=few")).json["classes"] == 3
     drawn = await service.request(
         "POST", "/attention", query="model=few&format=json&class=2", **form(png(1))
     )
     assert (drawn.json["class"], drawn.json["label"]) == (2, "few 2")
-    predictions = await service.classify(png(1), path="/predictions/few")
-    assert set(predictions.json) <= set(FEW)
     batch = await service.request(
         "POST", "/classify/batch", query="model=few&top_k=1", **form(png(1), png(2))
     )
     assert [each["model"] for each in batch.json["results"]] == ["few", "few"]
-    assert (await service.get("/v2/models/few/ready")).status == 200
 
 
 @on_a_loop
@@ -88,7 +80,6 @@ async def test_an_unknown_name_is_404_with_the_names() -> None:
     assert (await classify(service, "model=cats,nope")).code == "unknown_model", (
         "it refuses the whole request"
     )
-    assert (await service.get("/v2/models/nope/ready")).status == 404
 
 
 @on_a_loop
@@ -160,7 +151,7 @@ async def test_few_requests_wait_for_a_load() -> None:
     models.engines["few"].gate.clear()
     waiting = [
         service.communicator("POST", path, query=query, body=png(1))
-        for path, query in (("/classify", "model=few&top_k=1"), ("/predictions/few", ""))
+        for path, query in (("/classify", "model=few&top_k=1"), ("/embed", "model=few"))
     ]
     tasks = [each.start() for each in waiting]
     limiter = service_in(service).limiter
@@ -172,7 +163,6 @@ async def test_few_requests_wait_for_a_load() -> None:
         True,
     )
     assert (await classify(service, "model=cats")).status == 200, "others are not delayed"
-    assert (await service.get("/v2/models/few/ready")).status == 503
     assert (await service.get("/readyz")).status == 200
     models.engines["few"].gate.set()
     for task in tasks:
@@ -187,9 +177,9 @@ async def test_few_requests_wait_for_a_load() -> None:
     [
         "/labels?model=few",
         "/model?model=few",
-        "/v2/models/few",
-        "/v2/models/few/config",
-        "/v2/models/few/stats",
+        pytest.param("/v2/models/few", marks=needs("inference_protocol")),
+        pytest.param("/v2/models/few/config", marks=needs("inference_protocol")),
+        pytest.param("/v2/models/few/stats", marks=needs("inference_protocol")),
     ],
 )
 async def test_description_does_not_load_a_model(path: str) -> None:
@@ -216,8 +206,10 @@ async def test_description_does_not_load_a_model(path: str) -> None:
         ("/attention", "model=few&method=gradcam", png(1), 422),
         ("/attention", "model=few", b"no picture", 415),
         ("/embed", "model=few&pool=best", png(1), 422),
-        ("/predictions/few", "", b"", 422),
-        ("/v2/models/few/infer", "", b"no request", 400),
+        pytest.param("/predictions/few", "", b"", 422, marks=needs("compatibility")),
+        pytest.param(
+            "/v2/models/few/infer", "", b"no request", 400, marks=needs("inference_protocol")
+        ),
     ],
 )
 async def test_what_is_refused_loads_no_model(
@@ -294,14 +286,6 @@ async def test_list_of_models_has_all_fields() -> None:
         "taught": False,
     }
     assert (few["state"], few["reason"], few["default"]) == ("failed", "no such file", False)
-    models.give_back("few")
-    assert "its memory was given back" in str((await service.get("/v2/models/few/ready")).json)
-    models.served["few"].current.move("loading")
-    models.engines["few"].state = "failed"
-    index = (await service.request("POST", "/v2/repository/index")).json
-    assert [(each["name"], each["state"]) for each in index] == [
-        ("bare", "READY"), ("cats", "READY"), ("few", "UNAVAILABLE")
-    ]  # fmt: skip
 
 
 @on_a_loop
@@ -435,184 +419,10 @@ async def test_a_batch_for_a_model_that_is_not_loaded_holds_one_place_while_it_w
     assert limiter.in_use == 0
 
 
-LOAD = "/v2/repository/models/fake/load"
-UNLOAD = "/v2/repository/models/fake/unload"
-
-
-def swapping(
-    folder: Path | None = None, error: Exception | None = None, **settings: Any
-) -> tuple[App, list[Any]]:
-    """Return an application, and the checkpoints that its engine is told to load."""
-    if folder is not None:
-        settings["checkpoint_folder"] = str(folder)
-    service, loaded = app(**({"admin_key": "admin"} | settings)), []
-
-    async def put(name: str, what: What) -> bool:
-        loaded.append(what)
-        if error is not None:
-            raise error
-        return False
-
-    service_in(service).models.put = put  # type: ignore[method-assign]
-    return service, loaded
-
-
-async def post(
-    service: App, path: str = LOAD, body: Any = None, **headers: str
-) -> HttpCommunicator:
-    content = (
-        body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    )
-    return await service.request("POST", path, headers=ADMIN | headers, body=content)
-
-
-def checkpoint(path: str) -> dict[str, Any]:
-    return {"parameters": {"checkpoint": path}}
-
-
 @on_a_loop
-@pytest.mark.parametrize("body", [None, {}, {"parameters": {}}])
-async def test_load_without_checkpoint_reloads(body: Any) -> None:
-    service, loaded = swapping()
-    answer = await post(service, body=body)
-    assert (answer.status, loaded) == (200, [None])
-    assert answer.json == {"name": "fake", "version": "1", "state": "READY", "reason": ""}
-
-
-@on_a_loop
-async def test_a_checkpoint_below_the_folder_is_loaded(tmp_path: Path) -> None:
-    service, loaded = swapping(tmp_path)
-    (tmp_path / "v2").mkdir()
-    (tmp_path / "current").symlink_to("v2")
-    for path in ("v2", "./x/../v2", str(tmp_path / "v2"), "current"):
-        assert (await post(service, body=checkpoint(path))).status == 200
-    assert loaded == [str(tmp_path.resolve() / "v2")] * 4
-
-
-@on_a_loop
-@pytest.mark.parametrize(
-    "path", ["../elsewhere", "/etc", "out", "out/side", "v2/../../elsewhere", "circle"]
-)
-async def test_checkpoint_elsewhere_is_refused(path: str, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (folder / "out").symlink_to(tmp_path / "elsewhere")
-    (folder / "circle").symlink_to("circle")
-    service, loaded = swapping(folder)
-    answer = await post(service, body=checkpoint(path))
-    assert (answer.status, loaded) == (403, [])
-    assert "VIT_CHECKPOINT_FOLDER" in answer.json["error"]
-
-
-@on_a_loop
-async def test_without_a_folder_no_checkpoint_may_be_named() -> None:
-    service, loaded = swapping()
-    answer = await post(service, body=checkpoint("v2"))
-    assert (answer.status, loaded) == (403, [])
-    assert answer.json == {
-        "error": "a checkpoint cannot be named: VIT_CHECKPOINT_FOLDER is not set"
-    }
-
-
-@on_a_loop
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"{", 400),
-        (b"[]", 400),
-        (b"\xff", 400),
-        (b"[" * 60_000, 400),
-        ({"parameters": {"config": "{}"}}, 422),
-        ({"parameters": {"dtype": "float32"}}, 422),
-        ({"parameters": {"dtype": "float32", "image_size": "48"}}, 422),
-        (checkpoint(""), 422),
-        (checkpoint("a\0b"), 422),
-        (checkpoint("a\nb"), 422),
-        (checkpoint("\ud800"), 400),
-        (checkpoint("x" * 4001), 422),
-        ({"parameters": {"checkpoint": 7}}, 422),
-        (b" " * 70_000, 413),
-    ],
-    ids=str,
-)
-async def test_what_is_no_load_is_refused(body: Any, status: int, tmp_path: Path) -> None:
-    service, loaded = swapping(tmp_path)
-    answer = await post(service, body=body)
-    assert (answer.status, loaded, list(answer.json)) == (status, [], ["error"])
-
-
-@on_a_loop
-@pytest.mark.parametrize("path", [LOAD, UNLOAD])
-async def test_loading_is_off_without_admin_key(path: str) -> None:
-    service, loaded = swapping(admin_key=None)
-    answer = await post(service, path)
-    assert (answer.status, loaded) == (403, [])
-    assert answer.json == {"error": "loading is off: VIT_ADMIN_KEY is not set"}
-
-
-@on_a_loop
-async def test_admin_key_opens_only_loading() -> None:
-    service, loaded = swapping(api_keys="user")
-    assert (await post(service)).status == 200
-    assert loaded == [None]
-    for path in ("/v2/repository/index", "/classify"):
-        assert (await post(service, path)).status == 401
-    assert (await post(service, "/v2/repository/index", authorization="Bearer user")).status == 200
-
-
-@on_a_loop
-async def test_the_default_model_is_not_unloaded() -> None:
-    service, _ = swapping()
-    answer = await post(service, UNLOAD, body={"parameters": {"unload_dependents": False}})
-    assert (answer.status, "is the default model" in answer.json["error"]) == (409, True)
-
-
-@on_a_loop
-async def test_a_service_that_stops_loads_nothing() -> None:
-    service, loaded = swapping()
-    service.lifecycle.stopping = service.lifecycle.draining = True
-    assert ((await post(service)).status, loaded) == (503, [])
-
-
-@on_a_loop
-@pytest.mark.parametrize(
-    ("path", "body", "status", "detail"),
-    [
-        (
-            "/models/fake",
-            {"checkpoint": "v2", "lables": "a"},
-            422,
-            "lables: unknown name: did you mean labels?",
-        ),
-        (
-            LOAD,
-            {"parameters": {"checkpoint": "v2", "lables": "a"}},
-            422,
-            "lables: unknown name: did you mean labels?",
-        ),
-        (
-            LOAD,
-            {"parameter": {"checkpoint": "v2"}},
-            400,
-            "unknown field 'parameter'; available: parameters",
-        ),
-        (UNLOAD, {"parameter": {}}, 400, "unknown field 'parameter'; available: parameters"),
-        (
-            UNLOAD,
-            {"parameters": {"unload": True}},
-            422,
-            "unknown parameter 'unload'; available: unload_dependents",
-        ),
-        ("/v2/repository/index", {"redy": True}, 400, "unknown field 'redy'; available: ready"),
-    ],
-)
-async def test_a_document_with_an_unknown_field_is_refused(
-    path: str, body: dict[str, Any], status: int, detail: str, tmp_path: Path
-) -> None:
-    service, loaded = swapping(tmp_path)
-    headers = {"authorization": "Bearer admin"}
-    method = "PUT" if path.startswith("/models") else "POST"
-    answer = await service.request(method, path, headers=headers, body=json.dumps(body).encode())
-    assert (answer.status, loaded) == (status, [])
-    assert detail in answer.content.decode()
+async def test_unknown_setting_of_a_model_is_refused(tmp_path: Path) -> None:
+    service, models = several(checkpoint_folder=str(tmp_path))
+    body = json.dumps({"checkpoint": "v2", "lables": "a"}).encode()
+    answer = await service.request("PUT", "/models/few", headers=ADMIN, body=body)
+    assert (answer.status, models.changes) == (422, [])
+    assert "lables: unknown name: did you mean labels?" in answer.json["detail"]

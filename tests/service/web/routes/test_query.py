@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.http_communicator import HttpCommunicator
@@ -27,7 +28,7 @@ def without_times(document: dict[str, Any]) -> dict[str, Any]:
     [
         ("/classify", {"top_k": "1", "embedding": "true"}),
         ("/classify", {"model": "few", "min_score": "0.2"}),
-        ("/invocations", {"top_k": "2"}),
+        pytest.param("/invocations", {"top_k": "2"}, marks=needs("compatibility")),
         ("/embed", {"pool": "mean", "normalize": "true", "model": "few"}),
         ("/attention", {"class": "3", "format": "json"}),
     ],
