@@ -1,6 +1,6 @@
 """Marks of tests that need an extension, so that the core's tests pass without it."""
 
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -19,5 +19,5 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 needs_methods: Final = needs("methods")
 
-TEACH: Final = {"teach": "taught"} if "teach" in INSTALLED else {}
+TEACH: Final[dict[str, Any]] = {"teach": "taught"} if "teach" in INSTALLED else {}
 """Settings that let the routes of taught heads take part in a test of every route."""

@@ -21,7 +21,6 @@ from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import CLIP, SIGLIP
 from model.errors import CheckpointError
 from model.explanation.explain import explain
-from model.extensions.evaluation.summary import summarise
 from model.heads import compared, of_image
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
@@ -363,12 +362,6 @@ def test_request_labels_score_as_start_labels(name: str, backend: Any, tmp_path:
             maps, _ = explain(checkpoint.build(), pixels, classes, MapRequest("relevance"))
         assert of_label.map is not None
         np.testing.assert_allclose(of_label.map.values, maps[0], atol=1e-5)
-
-
-def test_summary_tells_that_requests_bring_labels(whole: Path) -> None:
-    rows = summarise(load_checkpoint(str(whole)))
-    assert rows["labels"] == "none: set VIT_LABELS, or send labels= with a request"
-    assert rows["scores"] == "of the labels of a request"
 
 
 @pytest.fixture(scope="module")
