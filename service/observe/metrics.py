@@ -8,9 +8,9 @@ With several processes, each process counts in its own files in one private fold
 process adds them up (`prometheus_client.multiprocess`), and adds the metrics of `state`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
@@ -58,6 +58,8 @@ _BY_MODEL = frozenset({"vit_images", "vit_top1_score", "vit_image_duration_secon
 class Metrics(Collector):
     """The metrics of a service.
 
+    `counter`, `gauge` and `histogram` add further ones, which extensions use.
+
     Args:
         folder: folder in which several processes count; None for a service of one process.
     """
@@ -69,22 +71,22 @@ class Metrics(Collector):
         self._folder = folder
         self._state = StateCollector()
         self.registry.register(self._state)
-        registry = None if folder else self.registry
-        if registry:  # values of one process among several would not describe the service
-            ProcessCollector(registry=registry)
-            PlatformCollector(registry=registry)
-            GCCollector(registry=registry)
-        counter = partial(Counter, registry=registry)
-        histogram = partial(Histogram, registry=registry)
-        gauge = partial(Gauge, registry=registry, multiprocess_mode="livesum")
-        self.requests = counter("vit_requests_total", "Answered requests", ["endpoint", "code"])
-        self.request_duration = histogram(
+        # With a folder, its files are scraped: a registered metric would be a second series.
+        self._registry = None if folder else self.registry
+        if folder is None:  # values of one process among several would not describe the service
+            ProcessCollector(registry=self.registry)
+            PlatformCollector(registry=self.registry)
+            GCCollector(registry=self.registry)
+        self.requests = self.counter(
+            "vit_requests_total", "Answered requests", ["endpoint", "code"]
+        )
+        self.request_duration = self.histogram(
             "vit_request_duration_seconds",
             "From a request's headers to the end of its answer",
             ["endpoint"],
             buckets=_SECONDS,
         )
-        self.stage_duration = histogram(
+        self.stage_duration = self.histogram(
             "vit_stage_duration_seconds",
             "Time of one image in each stage: read, decode, queue, inference",
             ["stage"],
@@ -92,26 +94,26 @@ class Metrics(Collector):
         )
         # `labels` takes a lock and hashes strings: call it once, not four times per image.
         self.stages = {stage: self.stage_duration.labels(stage) for stage in _STAGES}
-        self.decoder_restarts = counter(
+        self.decoder_restarts = self.counter(
             "vit_decoder_restarts_total", "Decoder processes that died or were killed"
         )
-        self.log_lines_dropped = counter(
+        self.log_lines_dropped = self.counter(
             "vit_log_lines_dropped_total",
             "Log lines dropped because nothing read the log fast enough",
         )
-        self.task_restarts = counter(
+        self.task_restarts = self.counter(
             "vit_task_restarts_total",
             "Background tasks and threads that failed and restarted",
             ["task"],
         )
-        self._images = counter("vit_images_total", "Classified images", ["model"])
-        self.batches = counter(
+        self._images = self.counter("vit_images_total", "Classified images", ["model"])
+        self.batches = self.counter(
             "vit_batches_total", "Batches, by reason of launch", ["device", "release"]
         )
-        self.batch_size = histogram(
+        self.batch_size = self.histogram(
             "vit_batch_size", "Images in a batch, without padding", ["device"], buckets=_BATCH_SIZES
         )
-        self.batch_padding = counter(
+        self.batch_padding = self.counter(
             "vit_batch_padding_total",
             "Empty rows added to reach a fixed batch size",
             ["device"],
@@ -123,37 +125,37 @@ class Metrics(Collector):
                 self.batch_padding.labels(device),
             )
         )
-        self.inflight = gauge("vit_inflight_requests", "Requests in progress")
-        self.admitted = gauge("vit_admitted_images", "Images in the service, in all stages")
-        self.admitted_limit = gauge(
+        self.inflight = self.gauge("vit_inflight_requests", "Requests in progress")
+        self.admitted = self.gauge("vit_admitted_images", "Images in the service, in all stages")
+        self.admitted_limit = self.gauge(
             "vit_admitted_images_limit", "Maximum of images in the service at once"
         )
-        self.key_requests = counter(
+        self.key_requests = self.counter(
             "vit_key_requests_total", "Answered requests, by API key", ["key", "code"]
         )
-        self.key_inflight = gauge(
+        self.key_inflight = self.gauge(
             "vit_key_inflight_requests", "Requests in progress, by API key", ["key"]
         )
-        self.rejected = counter(
+        self.rejected = self.counter(
             "vit_rejected_total", "Refused images and requests, by problem code", ["reason"]
         )
-        self.cancelled = counter(
+        self.cancelled = self.counter(
             "vit_cancelled_total", "Requests whose client disconnected before the answer"
         )
-        self.recent_errors = counter(
+        self.recent_errors = self.counter(
             "vit_recent_errors_total",
             "Pictures that the store of VIT_RECENT_URL failed to keep or to return",
         )
-        self._top1_score = histogram(
+        self._top1_score = self.histogram(
             "vit_top1_score", "Highest score of each answer", ["model"], buckets=_SCORES
         )
-        self._image_duration = histogram(
+        self._image_duration = self.histogram(
             "vit_image_duration_seconds",
             "From a request's headers to the answer for each image, without maps of /attention",
             ["model"],
             buckets=_SECONDS,
         )
-        self.recent_evicted_age = histogram(
+        self.recent_evicted_age = self.histogram(
             "vit_recent_evicted_age_seconds",
             "Age of kept pictures at early evictions",
             buckets=_AGES,
@@ -166,10 +168,29 @@ class Metrics(Collector):
                 self._image_duration.labels(name),
             )
         )
-        self.abstained = counter(
+        self.abstained = self.counter(
             "vit_abstained_total",
             "Pictures without a fitting label, for models with VIT_COVERAGE and taught heads",
         )
+
+    def counter(self, name: str, summary: str, labels: Sequence[str] = ()) -> Counter:
+        """Add a counter, which a scrape sums over all processes."""
+        return Counter(name, summary, labels, registry=self._registry)
+
+    def gauge(self, name: str, summary: str, labels: Sequence[str] = ()) -> Gauge:
+        """Add a gauge, which a scrape sums over the running processes."""
+        return Gauge(name, summary, labels, registry=self._registry, multiprocess_mode="livesum")
+
+    def histogram(
+        self,
+        name: str,
+        summary: str,
+        labels: Sequence[str] = (),
+        *,
+        buckets: Sequence[float] = _SECONDS,
+    ) -> Histogram:
+        """Add a histogram; its buckets are by default those of durations in seconds."""
+        return Histogram(name, summary, labels, registry=self._registry, buckets=buckets)
 
     def observe_stage(self, stage: str, seconds: float, batch_size: int | None = None) -> None:
         """Measure a completed stage of one image or body, also for the request's span and log."""

@@ -218,6 +218,25 @@ def test_scrape_adds_up_all_processes(count_as: Callable[[str], Metrics]) -> Non
         } == sums
 
 
+def test_added_metrics_are_summed(count_as: Callable[[str], Metrics]) -> None:
+    for name in ("worker-0", "worker-1"):
+        metrics = count_as(name)
+        metrics.counter("audit_lines_total", "Written lines", ["kind"]).labels("answer").inc(2)
+        metrics.gauge("audit_files", "Open files").inc()
+        metrics.histogram("audit_seconds", "Time of a line").observe(0.1)
+
+    assert scraped(metrics, "audit_lines_total", kind="answer") == 4
+    assert scraped(metrics, "audit_files") == 2
+    assert scraped(metrics, "audit_seconds_count") == 2
+
+
+def test_added_metric_of_one_process_is_shown() -> None:
+    metrics = Metrics()
+    metrics.counter("audit_lines_total", "Written lines").inc()
+
+    assert scraped(metrics, "audit_lines_total") == 1
+
+
 @pytest.mark.parametrize("several", [False, True], ids=["one process", "several"])
 def test_families_are_stable_for_dashboards(
     several: bool, count_as: Callable[[str], Metrics]
