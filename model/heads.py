@@ -338,7 +338,7 @@ class ZeroShot:
 
 
 def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs:
-    """Return the outputs that the engine computes of an image which a head outside it scores.
+    """Return the outputs to request from the engine if the web process scores the image.
 
     Args:
         requested: the caller's request.

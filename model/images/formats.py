@@ -1,6 +1,11 @@
 """Recognise the format of an image file by its first bytes; a declared type is ignored.
 
-To add a format, add Pillow's class to `READERS` and its first bytes to `MAGIC`.
+To add a format, add Pillow's class to `READERS`, its first bytes to `MAGIC`, and its name to the
+message of `format_of`. Further places know the formats:
+
+    model.images.decode._open_image    whether the reader turns a picture upright
+    model.data.listing                 suffixes of files in a folder
+    service.web.upload                 first bytes of a body that is a picture, not a form or JSON
 """
 
 import importlib

@@ -177,13 +177,16 @@ class Backend(Protocol):
         """
 
     def covers(self, request: BatchRequest) -> bool:
-        """Return whether one graph computes the whole request, or no graph computes any part."""
+        """Return whether one launch computes the whole batch.
+
+        Otherwise, images whose own request a graph computes are launched apart from the others.
+        """
         return True
 
     def defers(self, request: BatchRequest) -> bool:
         """Return whether `predict` would first load something for a second or two.
 
-        Soon after it is loaded, this is never true again.
+        Once that is loaded, the result is False for good.
         """
         return False
 

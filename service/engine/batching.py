@@ -13,8 +13,8 @@ delay it launches all waiting images at once, up to the largest batch (`idle`). 
 queue holds an incomplete batch until its oldest entry is that old, counted from its arrival.
 
 The queue answers nobody. The engine may be busy when a deadline passes, so its owner keeps a timer
-for each entry, and cancels the entry when it fires. The work of `poll` does not grow with the
-queue: it looks at the entries that it takes out, and at the next one.
+for each entry, and cancels the entry when the timer fires. The work of `poll` does not grow with
+the queue: it looks at the entries that it takes out, and at the next one.
 
 The queue does not know callers. They take turns where work is admitted: see
 docs/decisions/fairness.md.

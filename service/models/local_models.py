@@ -5,7 +5,9 @@
     unload    give the memory back until a request comes
     delete    remove the name, and close its versions after their last requests
 
-Loads take turns: at any time one model is being loaded.
+Loads take turns: at any time one model is being loaded. `prepare` begins the turn of a `put`, and
+`take_over` or `discard` ends it, perhaps on a message from another process. So `_turn` is a lock
+that one method acquires and two others release.
 """
 
 import asyncio
@@ -211,8 +213,13 @@ class LocalModels(Models):
 
         Args:
             name: name of the model.
-            what: see `Models.put`. None is the configured checkpoint if `in_turn`, or for the
-                default model; for another model it is the served one.
+            what: see `Models.put`. None means the configured checkpoint
+
+                - of a new model;
+                - of the default model, if it is configured;
+                - with `in_turn`, of each configured model;
+
+                and the served checkpoint of every other model.
             in_turn: whether to wait for the load under way.
 
         Raises:

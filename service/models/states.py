@@ -12,8 +12,8 @@
                          its last request
                          has ended
 
-A name that is served has one current version, and perhaps older ones that are leaving. To unload a
-model is to let its version leave, and to put an unloaded one of the same number in its place.
+A name that is served has one current version, and perhaps older ones that are leaving. Unloading
+replaces the current version by an unloaded one of the same number; the old one leaves.
 """
 
 from collections.abc import Mapping

@@ -26,7 +26,7 @@ MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body is slow."""
 
 GRACE_SECONDS: Final = 1.0
-"""Seconds by which a body may be behind its rate, and by which a burst puts it ahead."""
+"""Seconds that a body may be behind its rate; also the most credit that a burst gives."""
 
 PROMISE_SECONDS: Final = 0.1
 """Age up to which an arriving body is expected to take a slot soon."""
@@ -38,7 +38,10 @@ RECEIVING_BYTES: Final = 512 << 20
 """Bytes of unanswered bodies and unsent answers in a service: 4,000 photographs."""
 
 _SHARE: Final = 7
-"""Slots that a caller may hold for each slot left free: 224 of 256, and then 28 of the last 32."""
+"""Slots that a caller may hold for each free slot.
+
+Of 256 slots, the first caller gets 224, and the second one 28 of the other 32.
+"""
 
 _LEAST_SHARED: Final = 8
 """Capacity below which callers do not share the slots."""

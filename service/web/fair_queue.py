@@ -119,8 +119,8 @@ class FairQueue(Generic[E]):
         servers: returns how many jobs may be under way.
         clock: monotonic seconds.
         per_caller: number of jobs of one caller that may be under way.
-        leaves_room: whether a caller that is not alone begins a job only while more servers are
-            free than it holds, once jobs hold them for long. Use it if the servers are slots in a
+        leaves_room: a caller that shares the queue starts a job only while free servers outnumber
+            its own jobs. This applies once jobs are long. Use it if the servers are slots in a
             first-in, first-out queue: another caller's job then finds a slot and a short queue.
             See docs/decisions/fairness.md.
     """
@@ -236,7 +236,7 @@ class FairQueue(Generic[E]):
         self._last_share = share
 
     def _most(self) -> float:
-        """Return the number of jobs under way from which on a caller begins no other one."""
+        """Return the most jobs that a caller may have under way."""
         is_long = self._costs.held_per_job >= _LONG_HOLD_SECONDS
         if not self._leaves_room or not is_long or self._clock() >= self._shared_until:
             return self._per_caller
@@ -244,6 +244,9 @@ class FairQueue(Generic[E]):
 
     def _wait(self, share: _Share[E], bound: float) -> float:
         """Return the seconds until a further job of a caller would begin.
+
+        Two costs per unit of size appear here. Seconds of work order the callers, because callers
+        are charged for work. Seconds for which a server is held tell when a server is free.
 
         The result is exact only near `bound`: the jobs ahead are counted one by one only if all
         waiting jobs together would take longer.

@@ -28,8 +28,8 @@ from service.web.fair_queue import Entry, FairQueue
 
 T = TypeVar("T")
 
-# Batches of each engine whose pictures are decoded at once, or have been: two under way, and two
-# that wait. Decoding further ahead would take the processors from the batches before.
+# Batches of each engine that are decoded or being decoded: two under way, and two that wait.
+# Decoding further ahead would take the processors from the batches before.
 _BATCHES_AHEAD: Final = 4
 
 # Requests whose texts are computed in turns, and how many of one caller: with more, all would be
@@ -55,6 +55,15 @@ class Job(Entry, Generic[T]):
 
     Awaiting a job returns the result of its work, or None once its turn begins. Leaving its context
     gives its server back, or drops the job while it waits.
+
+    Attributes:
+        future: the awaited result.
+        timer: drops the job when its time is up; None if it begins at once.
+        is_turn: whether the caller works itself; otherwise a thread does.
+        work: the thread's work; None once the thread has taken it.
+        on_thread: whether a thread has the job, working or about to.
+        works: whether the thread is working, so that the job is not dropped.
+        has_left: whether the caller has left, perhaps before the thread ends.
     """
 
     def __init__(
@@ -101,11 +110,10 @@ class Lane:
 
     Args:
         name: the resource, for messages to callers.
-        servers: returns how many jobs may have begun and not left; None if a job leaves with its
-            thread.
+        servers: returns how many jobs may be under way; None: a job ends with its work.
         threads: number of threads.
         clock: monotonic seconds.
-        per_caller: number of jobs of one caller that may have begun and not left.
+        per_caller: most jobs of one caller that may be under way.
         leaves_room: see `FairQueue`.
     """
 
@@ -122,6 +130,7 @@ class Lane:
         self._name = name
         self._clock = clock
         self._leaves_at_once = servers is None
+        # Jobs that threads may still take; without threads, callers work and nothing limits them.
         # Two jobs per thread: a job that ends before the event loop looks has a successor.
         self._free = 2 * threads if threads else math.inf
         self._queue: FairQueue[Job[Any]] = FairQueue(

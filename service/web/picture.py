@@ -114,8 +114,9 @@ async def decode_file(admitted: AdmittedRequest, data: bytearray) -> tuple[Decod
     """Return the picture of a file at the model's size, and its turn, a context to be left.
 
     A thread decodes a file if its header bounds the work, else a process does. A picture from a
-    process waits for a turn in the lane of the threads, at the cost of a file of as many bytes. The
-    process is held until then, so that decoding there does not run further ahead either.
+    process then waits for a turn in the lane of the threads. The turn costs as much as a file of
+    the picture's pixel bytes. The process is held until then, so that decoding there does not run
+    further ahead either.
 
     Raises:
         MissingImage: the file is empty.

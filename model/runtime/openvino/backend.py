@@ -120,7 +120,8 @@ class OpenVino(Backend):
                 return
             try:
                 network = self._make_network(kind)
-                if self._in_service:  # other programs compute too few images for graphs of sizes
+                # Only a server computes enough images to pay for graphs of several batch sizes.
+                if self._in_service:
                     network.complete(*SIZES)
                 self._networks[kind] = network
             except (DeviceError, RuntimeError) as error:
