@@ -146,7 +146,7 @@ class Settings(ModelSettings, BaseSettings):
         le=1_000_000,
         description="images in the service at once, over all workers: received, decoded, queued "
         "or computed; further ones are refused (503). Default: 256, or two largest "
-        "batches a stream of each device if that is more",
+        "batches for each stream of each device, if that is more",
     )
     request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         10,

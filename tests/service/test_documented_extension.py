@@ -1,4 +1,4 @@
-"""The example of docs/extensions.md, found by its entry point."""
+"""The examples of docs/extensions.md, found by their entry points."""
 
 import json
 import os
@@ -7,39 +7,56 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY
+from tests.service.fakes import model_info
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, json, sys
 from service.settings import load_settings
 from tests.service.web.apps import App
 
 running = App(load_settings({"audit_file": sys.argv[1]}))
-asyncio.run(running.request("GET", "/healthz"))
+answers = [asyncio.run(running.get("/count", query)) for query in ("prefix=c", "suffix=t")]
+print(json.dumps([answers[0].json, answers[1].status, running.metric("label_counts_total")]))
 """
 
 
 def install(folder: Path) -> None:
-    """Write the example and an installed package's metadata into a folder."""
+    """Write the examples and their metadata into a folder, with the documented commands."""
     page = (REPOSITORY / "docs/extensions.md").read_text()
-    [module] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    [table] = re.findall(r"^(\[project\.entry-points.*?\n)\n", page, re.M | re.S)
-    group, entry = table.replace('"', "").splitlines()
-    (folder / "audit_log.py").write_text(module)
-    metadata = folder / "vitserve_audit_log-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Name: vitserve-audit-log\nVersion: 0.1\n")
-    section = group.strip("[]").removeprefix("project.entry-points.")
-    (metadata / "entry_points.txt").write_text(f"[{section}]\n{entry}\n")
+    audit, count = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    (folder / "audit_log.py").write_text(audit)
+    (folder / "label_count.py").write_text(count)
+    [commands] = re.findall(r"^(mkdir.*?)^cd \.\.", page, re.M | re.S)
+    entry = "echo count = label_count:EXTENSION >>entry_points.txt"
+    subprocess.run(["bash", "-ec", commands + entry], cwd=folder, check=True)
 
 
-def test_documented_extension_works(tmp_path):
-    install(tmp_path)
-    answers = tmp_path / "answers.jsonl"
-
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, object]], object]:
+    """The audited lines, and the answers of /count."""
+    folder = tmp_path_factory.mktemp("extensions")
+    install(folder)
+    lines = folder / "answers.jsonl"
+    path = os.pathsep.join([str(folder), str(REPOSITORY)])
     environment = os.environ | {"PYTHONPATH": path}
-    subprocess.run([sys.executable, "-c", PROGRAM, answers], env=environment, check=True)
+    command = [sys.executable, "-c", PROGRAM, lines]
+    printed = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    return [json.loads(line) for line in lines.read_text().splitlines()], json.loads(printed)
 
-    [line] = map(json.loads, answers.read_text().splitlines())
-    assert (line["path"], line["status"]) == ("/healthz", 200)
+
+def test_documented_middleware_works(outcome):
+    lines, _ = outcome
+
+    assert [(line["path"], line["status"]) for line in lines] == [("/count", 200), ("/count", 422)]
+
+
+def test_documented_route_answers(outcome):
+    _, [answer, status_of_unknown_parameter, counted] = outcome
+
+    labels = [label for label in model_info().labels if label.startswith("c")]
+    assert answer == {"model": model_info().name, "labels": len(labels)}
+    assert status_of_unknown_parameter == 422
+    assert counted == 1
