@@ -42,7 +42,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, ob
     lines = folder / "answers.jsonl"
     path = os.pathsep.join([str(folder), str(REPOSITORY)])
     environment = os.environ | {"PYTHONPATH": path}
-    command = [sys.executable, "-c", PROGRAM, lines]
+    command = [sys.executable, "-c", PROGRAM, str(lines)]
     printed = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
     return [json.loads(line) for line in lines.read_text().splitlines()], json.loads(printed)
 
