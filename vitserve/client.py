@@ -106,6 +106,9 @@ _WRONG_PATH_CODES = ("not_found", "method_not_allowed")
 _SIDE_SECONDS = 60.0
 """Time after which a client asks again for the size of the default model's input."""
 
+_UNSHRUNK_FILTERS = ("nearest", "box")
+"""Filters that take whole pixels: of a smaller picture they would take other pixels."""
+
 
 class _Service:
     """What a client knows of its service, and the parts of sending that do not wait."""
@@ -117,7 +120,7 @@ class _Service:
     _has_succeeded = False
     _shrink: bool
     # The longer side in pixels of the default model's input, and when to ask for it again.
-    _side = 0
+    _side = 0.0
     _side_expires = -math.inf
 
     def _read(self, request: Request[Answer], response: httpx.Response) -> Answer:
@@ -175,6 +178,8 @@ class _Service:
 
     def _keep_side(self, model: ModelDescription) -> None:
         self._side = max(model.preprocessing["resize_size"])
+        if model.preprocessing.get("interpolation") in _UNSHRUNK_FILTERS:
+            self._side = math.inf
         self._side_expires = self._retries.clock() + _SIDE_SECONDS
 
 

@@ -129,7 +129,7 @@ class Request(Generic[Answer]):
             return False
         return max(map(len, self._files), default=0) >= _MIN_SHRUNK_BYTES
 
-    def shrunk(self, side: int) -> Request[Answer]:
+    def shrunk(self, side: float) -> Request[Answer]:
         """Return the request with pictures shrunk for a model of this input size."""
         small = [shrink(data, side) for data in self._files]
         if "files" in self.options:

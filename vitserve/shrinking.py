@@ -31,7 +31,7 @@ class Shrunk(NamedTuple):
     pixel: Pixel = (1.0, 1.0)
 
 
-def shrink(data: bytes, side: int) -> Shrunk:
+def shrink(data: bytes, side: float) -> Shrunk:
     """Return a JPEG or PNG file shrunk by 8, 4 or 2, with at least twice `side` pixels per side.
 
     The file itself is returned if it is too small or of another format, if it would not become
@@ -39,7 +39,8 @@ def shrink(data: bytes, side: int) -> Shrunk:
 
     Args:
         data: a whole file.
-        side: longer side, in pixels, of the pictures that the service's model reads.
+        side: longer side, in pixels, of the pictures that the service's model reads; infinity
+            sends every picture unchanged.
     """
     try:
         from PIL import Image, ImageOps  # noqa: PLC0415  optional

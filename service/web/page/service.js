@@ -27,7 +27,10 @@ export class Service {
   get classes() { return this.asksLabels ? this.labels.length : this.model.classes; }
 
   /** Return the longer side, in pixels, of the pictures after the model's resize. */
-  get side() { return Math.max(...this.model.preprocessing.resize_size); }
+  get side() {
+    const { interpolation, resize_size: size } = this.model.preprocessing;
+    return ["nearest", "box"].includes(interpolation) ? Infinity : Math.max(...size); // these filters take whole pixels
+  }
 
   /** Return whether this model gave an answer of /classify. */
   gave(answer) { return answer.model === this.model.name; }

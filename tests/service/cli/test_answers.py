@@ -86,9 +86,17 @@ def test_key_comes_from_flag_or_environment(
     assert asked == [sent]
 
 
-@pytest.mark.parametrize(("flags", "size"), [([], (480, 640)), (["--shrink"], (120, 160))])
+@pytest.mark.parametrize(
+    ("flags", "interpolation", "size"),
+    [
+        ([], "bicubic", (480, 640)),
+        (["--shrink"], "bicubic", (120, 160)),
+        (["--shrink"], "nearest", (480, 640)),
+    ],
+)
 def test_shrink_sends_smaller_pictures(
     flags: list[str],
+    interpolation: str,
     size: tuple[int, int],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -97,7 +105,8 @@ def test_shrink_sends_smaller_pictures(
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/model":
-            return httpx.Response(200, json=MODEL | {"preprocessing": {"resize_size": [56, 56]}})
+            preprocessing = {"resize_size": [56, 56], "interpolation": interpolation}
+            return httpx.Response(200, json=MODEL | {"preprocessing": preprocessing})
         sent.append(Image.open(io.BytesIO(request.content)).size)
         return httpx.Response(200, content=CAT.model_dump_json())
 
