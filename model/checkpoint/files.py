@@ -213,6 +213,10 @@ class Files:
                 raise CheckpointError(
                     f"{where}: {shard!r:.100} is not the name of a {suffix} file in the same folder"
                 )
+            if self.path(shard) is None:
+                raise CheckpointError(
+                    f"{where}: names {shard}, which is missing: copy or download the shard, too"
+                )
             tensors |= self.part(shard)
         if tensors.keys() != index.keys():
             odd = min(tensors.keys() ^ index.keys())

@@ -136,7 +136,8 @@ def indexed_labels(mapping: Mapping[str, Any], classes: int, where: str) -> tupl
     indices = [str(index) for index in range(classes)]
     if mapping.keys() != set(indices):
         raise CheckpointError(
-            f"{where}: {len(mapping)} labels, expected one for each of 0...{classes - 1}"
+            f"{where}: {len(mapping)} labels, expected one for each of 0...{classes - 1}: correct "
+            "it, or name the labels with --labels FILE (VIT_LABELS)"
         )
     return tuple(mapping[index] for index in indices)
 

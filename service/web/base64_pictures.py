@@ -116,6 +116,8 @@ def _remedy(text: str) -> str:
     """Return a message that says what to send instead of a text."""
     if begins_as_markup(text.lstrip("\ufffd")[:100].encode("ascii", "replace")):
         return f"the body is HTML or XML, not a picture: send the picture's bytes: {RIGHT_CALL}"
+    if text.startswith(("%PDF-", "%!PS")):
+        return "the body is a PDF or PostScript document, not a picture: send a page as PNG or JPEG"
     if _URL.match(text):
         return (
             "the body is a URL, and the service does not fetch URLs: "

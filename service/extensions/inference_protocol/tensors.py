@@ -20,6 +20,7 @@ from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
 from service.web.base64_pictures import from_base64
 from service.web.json_bodies import explained
+from service.web.upload import begins_as_picture
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_ELEMENTS: Final = 1 << 40
@@ -135,6 +136,15 @@ class InferenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decode = msgspec.json.Decoder(InferenceRequest, float_hook=float).decode
 
 
+def _header_remedy(body: bytearray) -> str:
+    """Return the header that a body with binary parts lacks; empty for other bodies."""
+    if begins_as_picture(body):
+        return ": one picture alone needs the header Inference-Header-Content-Length: 0"
+    if b'"binary_data_size"' in body:
+        return ": binary tensors need the header Inference-Header-Content-Length, the JSON's bytes"
+    return ""
+
+
 def decode_request(body: bytearray, header_length: int | None) -> InferenceRequest:
     """Return the request in a body.
 
@@ -165,7 +175,8 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
         request = _decode(whole[:length])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         wrong = explained(error, InferenceRequest)
-        raise MalformedRequest(f"not the JSON of an inference request: {wrong}") from None
+        remedy = "" if header_length else _header_remedy(body)
+        raise MalformedRequest(f"not the JSON of an inference request: {wrong}{remedy}") from None
     rest = whole[length:]
     for tensor in request.inputs:
         size = tensor.parameters.get("binary_data_size")

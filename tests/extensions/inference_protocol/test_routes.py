@@ -328,6 +328,24 @@ async def test_a_body_that_is_no_request_is_400(body: bytes, headers: dict[str, 
 
 @on_a_loop
 @pytest.mark.parametrize(
+    ("body", "remedy"),
+    [
+        (png(1), "one picture alone needs the header Inference-Header-Content-Length: 0"),
+        (
+            b'{"inputs":[{"parameters":{"binary_data_size":3}}]}abc',
+            "binary tensors need the header Inference-Header-Content-Length",
+        ),
+    ],
+    ids=["one picture", "tensors"],
+)
+async def test_binary_without_its_header_names_it(body: bytes, remedy: str) -> None:
+    response = await post(app(), body)
+    assert response.status == 400
+    assert remedy in response.json["error"]
+
+
+@on_a_loop
+@pytest.mark.parametrize(
     "path",
     [
         "/v2/models/other/infer",

@@ -136,6 +136,17 @@ def test_overwritten_weights_stay_as_they_were_read(
     )
 
 
+def test_missing_shard_is_named_with_remedy(tmp_path: Path) -> None:
+    folder = native_folder(tmp_path)
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-2-of-2.safetensors")}))
+    assert (
+        f"{index}: names model-2-of-2.safetensors, which is missing: copy or download the shard"
+    ) in refusal(folder)
+
+
 def test_wrong_index_of_shards_is_refused(
     tmp_path: Path,
 ) -> None:

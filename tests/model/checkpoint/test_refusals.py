@@ -166,6 +166,7 @@ def test_missing_crop_mode_is_the_centre(tmp_path: Path) -> None:
         ("huggingface", "config.json", "num_attention_heads", 3, "not a multiple of heads"),
         ("huggingface", "config.json", "image_size", 32, "has shape"),
         ("huggingface", "config.json", "id2label", {"0": "a"}, "expected one for each of 0...2"),
+        ("huggingface", "config.json", "id2label", {"1": "a"}, "correct it, or name the labels"),
         (
             "huggingface",
             "config.json",

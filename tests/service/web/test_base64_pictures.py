@@ -138,6 +138,7 @@ def test_text_may_hold_a_picture(
         ('{"image": "AAAA"}', "Content-Type: application/json"),
         ("aGVsbG8gd29ybGQsIHRoaXMgaXMgbm8gcGljdHVyZQ==", "text, not a picture"),
         ("hello", "text, not a picture"),
+        ("%PDF-1.7\n%\u00b5\n1 0 obj", "send a page as PNG or JPEG"),
     ],
 )
 def test_other_text_names_the_remedy(text: str, remedy: str) -> None:
