@@ -32,8 +32,8 @@ _REACH = 4
 # axis.
 _MIN_DECODED_FACTOR = 2
 
-# Filters whose weights jump at pixel borders: `nearest` takes single pixels, `box` takes whole ones.
-# After a scaled decode they take other pixels, so a value may change by 80 levels.
+# Filters whose weights jump at pixel borders: `nearest` uses single pixels, `box` whole pixels.
+# After a scaled decode they use other pixels, so a value may change by 80 levels.
 _HARD_FILTERS = ("nearest", "box")
 
 # Default limit of a photo's longer side, in pixels.

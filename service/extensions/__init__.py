@@ -1,1 +1,1 @@
-"""Parts of the service above its core, each in a folder of its own; the core imports none of them."""
+"""Parts of the service above its core, each in its own folder; the core does not import them."""

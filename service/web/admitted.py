@@ -54,9 +54,9 @@ class Sender(NamedTuple):
         receive: returns the next part of the body.
         left: done once the caller has disconnected, or a coroutine function that waits for that;
             None if the request is cancelled then.
-        headers: of the request.
-        request_id: of the request.
-        prefix: of the path; links in the answer begin with it.
+        headers: headers of the request.
+        request_id: id of the request.
+        prefix: prefix of the path; links in the answer begin with it.
     """
 
     caller: str
@@ -202,7 +202,7 @@ class RequestBody:
         """Return a body that is not a picture; raises as `read_files`.
 
         Args:
-            limit: number of bytes that the body may have, if not VIT_MAX_REQUEST_BYTES.
+            limit: number of bytes that the body may have; default: VIT_MAX_REQUEST_BYTES.
         """
         bound = Bound(self._service.settings.max_request_bytes, WHOLE_BODY)
         if limit is not None:

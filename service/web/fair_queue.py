@@ -63,10 +63,10 @@ class _Share(Generic[E]):
     """The share of one caller.
 
     Attributes:
-        used: seconds of work that the caller has had, on a scale that all callers have in common.
-        waiting: its waiting jobs.
-        size: of all waiting jobs.
-        under_way: number of its jobs under way.
+        used: seconds of work that the caller has had, on a scale common to all callers.
+        waiting: waiting jobs.
+        size: sum of the sizes of the waiting jobs.
+        under_way: number of jobs under way.
         turn: number of its turn in the line; an entry of the line with another number is stale.
     """
 

@@ -32,8 +32,8 @@ T = TypeVar("T")
 # Decoding further ahead would take the processors from the batches before.
 _BATCHES_AHEAD: Final = 4
 
-# Requests whose texts are computed in turns, and how many of one caller: with more, all would be
-# late instead of some.
+# Requests whose texts may be computed at once, of all callers and of one caller. With more, all
+# requests would be late instead of some.
 _TEXTS_AT_ONCE: Final = 8
 _TEXTS_PER_CALLER: Final = 2
 

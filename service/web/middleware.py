@@ -323,7 +323,8 @@ class RequestContextMiddleware:
     ) -> tuple[int, list[Header], bytes]:
         """Count and log a refused connection, or bytes that are not a request.
 
-        See `service.http.application.Application`. Returns the status, the headers and the body of the answer.
+        Returns the status, the headers and the body of the answer; see
+        `service.http.application.Application`.
         """
         problem = problems.problem_of(error)
         request_id = request_id_from(dict(headers).get(b"x-request-id", b"").decode("latin-1"))

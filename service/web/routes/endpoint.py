@@ -45,14 +45,13 @@ class Endpoint:
     """One method of one path, served by a function.
 
     Args:
-        is_loose: take any parameters, without effect. Probes and pages do, because machines and
-            browsers add some.
+        is_loose: accept and ignore unknown parameters, because probes and browsers add some.
         is_described: describe the endpoint in the OpenAPI document.
-        description: of the answers, see `Operation`.
+        description: further fields of `Operation`.
 
     Attributes:
-        path: with the convertors of its parameters, as Starlette writes them.
-        methods: GET includes HEAD, whose answer the server sends without its body.
+        path: path in Starlette's notation, with convertors of its parameters.
+        methods: HTTP methods. GET includes HEAD, whose answer the server sends without its body.
     """
 
     def __init__(
@@ -112,9 +111,9 @@ class Router:
     """A list of endpoints, which decorators add.
 
     Args:
-        tag: the group of the endpoints in the OpenAPI document.
-        prefix: of all paths.
-        options: of all endpoints, see `Endpoint`.
+        tag: group of the endpoints in the OpenAPI document.
+        prefix: start of all paths.
+        options: options of all endpoints, see `Endpoint`.
     """
 
     def __init__(self, tag: str = "", *, prefix: str = "", **options: Any) -> None:

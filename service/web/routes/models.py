@@ -1,6 +1,6 @@
 """GET, PUT and DELETE /models. PUT and DELETE require the admin key.
 
-Its owner decides which models are served, from files below VIT_CHECKPOINT_FOLDER.
+The key's owner chooses the served models, from files below VIT_CHECKPOINT_FOLDER.
 """
 
 import os

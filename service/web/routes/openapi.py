@@ -57,16 +57,16 @@ class Operation:
     """The description of an endpoint.
 
     Attributes:
-        method: of HTTP.
-        path: with the names of its parameters in braces.
-        function: the function that answers; its name is the operation's id, which names the method
-            of generated clients, and its docstring the description.
-        query_model: the model of its query, if it has parameters.
-        tag: the group of the operation.
-        answer: the type of the JSON that it answers with; None if `responses` describes it all.
-        status: of that answer.
-        responses: other answers by status; the key `model` of one is the type of its JSON.
-        extra: what else the document says of the operation: its body, the parameters of its path.
+        method: HTTP method.
+        path: path with the names of its parameters in braces.
+        function: function that answers. Its name is the operation's id, which generated clients use
+            as the method's name, and its docstring is the description.
+        query_model: model of the query, if it has parameters.
+        tag: group of the operation.
+        answer: type of the JSON answer; None if `responses` describes all answers.
+        status: status of `answer`.
+        responses: other answers by status; the key `model` is the type of the JSON.
+        extra: further fields of the operation, such as the body and the path's parameters.
     """
 
     method: str
@@ -86,9 +86,9 @@ def openapi_document(
     """Return the OpenAPI document of a service.
 
     Args:
-        version: of the service.
+        version: version of the service.
         public: paths that do not take a key.
-        keys_required: whether the other paths need a key; without, a key is described as optional.
+        keys_required: whether the other paths need a key; otherwise the key is optional.
     """
     schemas, definitions = _schemas(operations)
     paths: dict[str, Json] = {}
