@@ -72,7 +72,7 @@ class Routes(NamedTuple):
 class Extension(model_extension.Extension):
     """The additions of one extension; every field but `name` is optional.
 
-    Importing the object must be cheap, because `vitserve --help` imports it. Therefore its functions
+    Importing the object must be cheap, because `vitserve --help` does it. Therefore its functions
     import their modules when they are called.
 
     Functions that take the application find the shared objects in `app.state`. `service` has the

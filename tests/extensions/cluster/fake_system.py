@@ -24,7 +24,8 @@ class FakeLink(Link):
         self._name = name
 
     def receive(self) -> list[Report]:
-        system, name = self._system, self._name
+        system = self._system
+        name = self._name
         if name not in system.alive.values() or name in system.silent:
             return []
         return [Report(SERVING if name in system.serving else 0)]

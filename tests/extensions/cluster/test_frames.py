@@ -67,7 +67,8 @@ def results(draw: st.DrawFn) -> InferenceResult:
         )
     indices = draw(arrays.arrays(np.int64, top_k, elements=SMALL))
     times = draw(SECONDS), draw(SECONDS)
-    logits, embedding = draw(st.none() | floats(20)), draw(st.none() | floats(12))
+    logits = draw(st.none() | floats(20))
+    embedding = draw(st.none() | floats(12))
     label_set = draw(st.none() | arrays.arrays(np.int64, st.integers(0, 9), elements=SMALL))
     outputs = Outputs(draw(floats(top_k)), indices, found, logits, embedding, label_set=label_set)
     return InferenceResult(outputs, draw(SMALL), *times)
@@ -203,7 +204,8 @@ def test_frames_survive_any_cut_of_the_stream(sent: list[frames.Frame], cut: int
 def test_pictures_of_any_length_arrive(sizes: list[int], cuts: list[int]) -> None:
     images = [InferenceRequest(noise(n, size), RequestedOutputs(1)) for n, size in enumerate(sizes)]
     sent = [frames.Call(n, SUBMIT.of("m", n, image, 1)) for n, image in enumerate(images)]
-    data, places = b"".join(map(frames.encode, sent)), [0, *sorted(cuts), 400_000]
+    data = b"".join(map(frames.encode, sent))
+    places = [0, *sorted(cuts), 400_000]
     found = asyncio.run(received(*(data[begin:end] for begin, end in pairwise(places))))
     assert found == sent
 

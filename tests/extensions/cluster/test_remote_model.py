@@ -288,7 +288,8 @@ async def test_cancellation_reaches_the_engine() -> None:
         predictor.gate.clear()
         busy = ask(model, 0)
         await predictor.wait_until_busy()
-        leaves, stays = ask(model, 1), ask(model, 2)
+        leaves = ask(model, 1)
+        stays = ask(model, 2)
         await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 2)
         leaves.cancel()
         await until(lambda: service.devices[0].model.current.engine.status.queue_depth == 1)
@@ -474,7 +475,8 @@ async def test_wait_survives_an_early_eviction(
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
         await model.unload("other")
-        engine, left = service.devices[0].models, [1, 2]
+        engine = service.devices[0].models
+        left = [1, 2]
         load = engine.available
 
         async def load_for_a_moment(name: str | None) -> None:
@@ -504,7 +506,8 @@ async def test_reloaded_generation_is_not_released() -> None:
 @on_a_loop
 async def test_arriving_request_keeps_a_model_busy() -> None:
     async with running() as service:
-        model, other = await service.worker(), await service.worker()
+        model = await service.worker()
+        other = await service.worker()
         await model.put("other", {"checkpoint": "other"})
         await until(lambda: all("other" in each.served for each in (model, other)))
         await until(
@@ -535,7 +538,8 @@ async def test_admitted_request_outlives_its_model(
         leads, model = [await service.worker() for _ in range(2)]
         await leads.put("other", {"checkpoint": "other"})
         await until(lambda: "other" in model.served and model.served["other"].state == "ready")
-        admitted, [device] = model.served["other"].current, service.devices
+        admitted = model.served["other"].current
+        [device] = service.devices
         with admitted.request():  # whose picture is being read
             generation = device.models.served["other"].current
             await until(lambda: generation.requests > generation.held)
@@ -589,7 +593,8 @@ async def test_invalid_frames_end_only_their_connection(
 
 @on_a_loop
 async def test_withdrawn_version_does_not_revive_the_old() -> None:
-    client, uses = EngineClient(Path("nowhere"), "cpu"), list[frames.Frame]()
+    client = EngineClient(Path("nowhere"), "cpu")
+    uses = list[frames.Frame]()
     client._published = replace(client.status, state="ready")
     client.send = uses.append  # type: ignore[method-assign, assignment]
     model = RemoteModel([client], "m")

@@ -59,7 +59,8 @@ def reports(of: Child) -> list[Report]:
 async def test_engine_reports_its_served_versions(
     tmp_path: Path,
 ) -> None:
-    own, settings = child(), load_settings({"workers": 2})
+    own = child()
+    settings = load_settings({"workers": 2})
     loaded: list[str] = []
 
     def load(settings: Any) -> Any:
@@ -86,7 +87,8 @@ async def test_engine_asks_once_for_a_new_process(
     def fail(_: Any) -> Any:
         raise NewProcessNeeded("no memory", "max_batch", 16)
 
-    own, settings = child(), load_settings({"workers": 2})
+    own = child()
+    settings = load_settings({"workers": 2})
     assert await _run(settings, own, tmp_path / "engine", fail, Metrics(), {}) == TRY_AGAIN
     assert reports(own) == [Report(options={"max_batch": 16})]
     own.options = {"max_batch": 16}

@@ -162,7 +162,8 @@ async def test_health_follows_the_engine(service: App) -> None:
         ("failed", False, 503),
         ("ready", True, 503),
     ):
-        service.engine.state, service.lifecycle.stopping = state, stopping
+        service.engine.state = state
+        service.lifecycle.stopping = stopping
         for path in ("/v2/health/ready", "/v2/models/fake/ready"):
             assert (await service.get(path)).status == status
     assert (await service.get("/v2/health/live")).status == 200

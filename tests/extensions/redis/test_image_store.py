@@ -139,7 +139,8 @@ async def test_full_store_evicts_the_oldest(server: Redis) -> None:
 
 @on_a_loop
 async def test_bytes_limit_pictures_of_all_sizes(server: Redis) -> None:
-    small, large = COST, 40 * 40 * 3 + 44 + 512
+    small = COST
+    large = 40 * 40 * 3 + 44 + 512
     limit = 2 * large + small
     async with stores(server, max_bytes=limit) as (one, two):
         for value in range(4):

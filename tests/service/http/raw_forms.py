@@ -60,7 +60,8 @@ def chunk(data: bytes = PNG, size: bytes | None = None) -> bytes:
 LENGTH = b"%d" % len(PNG)
 FITS = b"Content-Length: " + LENGTH
 LAST = b"0\r\n\r\n"
-GET, POST = get(), sized(LENGTH)
+GET = get()
+POST = sized(LENGTH)
 
 FORMS: dict[str, Form] = {
     "HEAD": kept(get(line=b"HEAD /healthz HTTP/1.1"), 200),

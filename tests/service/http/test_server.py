@@ -118,7 +118,8 @@ async def test_hang_up_never_counts_as_second_signal(
 @on_a_loop
 @pytest.mark.parametrize("supervised", [False, True])
 async def test_handled_hang_up_does_not_drain(ended: list[int], supervised: bool) -> None:
-    service, taken = app(port=0, drain_delay=600), list[bool]()
+    service = app(port=0, drain_delay=600)
+    taken = list[bool]()
 
     def hung_up() -> bool:
         taken.append(True)

@@ -191,7 +191,8 @@ def scraped(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def test_scrape_adds_up_all_processes(count_as: Callable[[str], Metrics]) -> None:
-    one, two = count_as("worker-0"), count_as("worker-1")
+    one = count_as("worker-0")
+    two = count_as("worker-1")
     for number, metrics in enumerate((one, two), start=1):
         for _ in range(number):
             metrics.count_image("cats")

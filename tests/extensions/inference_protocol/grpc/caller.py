@@ -106,7 +106,8 @@ def arrays(response: ModelInferResponse) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.datatype == "BYTES":
-            texts, position = [], 0
+            texts = []
+            position = 0
             while position < len(content):
                 length = int.from_bytes(content[position : position + 4], "little")
                 texts.append(content[position + 4 : position + 4 + length].decode())

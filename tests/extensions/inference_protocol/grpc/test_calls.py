@@ -123,7 +123,8 @@ async def test_health_follows_the_engine() -> None:
             ("failed", False, False),
             ("ready", True, False),
         ):
-            service.engine.state, service.lifecycle.stopping = state, stopping
+            service.engine.state = state
+            service.lifecycle.stopping = stopping
             assert await ready("ServerReady") is expected
             assert await ready("ModelReady", name="fake", version="1") is expected
         assert messages.ServerLiveResponse.FromString(await caller.call("ServerLive")).live
@@ -308,7 +309,8 @@ async def test_large_messages_are_refused() -> None:
 @on_a_loop
 async def test_calls_need_a_key_except_health() -> None:
     async with calling(api_keys="name:one,two", key_max_requests=1) as caller:
-        service, mine = caller.service, (("authorization", "Bearer one"),)
+        service = caller.service
+        mine = (("authorization", "Bearer one"),)
         await caller.call("ServerLive")
         await caller.call("ServerReady")
         for metadata in ((), (("authorization", "Bearer three"),), (("authorization", "one"),)):
