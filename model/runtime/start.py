@@ -19,7 +19,7 @@ from model.runtime.batch_request import GraphKind
 from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
 from model.runtime.memory import Meter
 from model.runtime.openvino.backend import REASON, OpenVino
-from model.runtime.openvino.kept import Entry, Keep, Manifest
+from model.runtime.openvino.kept import Keep, KeptEntry, Manifest
 from model.runtime.openvino.network import OpenVinoNetwork
 from model.runtime.predictor import Predictor
 
@@ -33,7 +33,7 @@ class _Torch:
 
     def __init__(
         self,
-        entry: Entry,
+        entry: KeptEntry,
         manifest: Manifest,
         read: Callable[[], Checkpoint],
         threads: ThreadPolicy,
@@ -121,7 +121,7 @@ class _Torch:
 
 
 def kept_predictor(
-    entry: Entry,
+    entry: KeptEntry,
     read: Callable[[], Checkpoint],
     on_read: Callable[[Description], None] = lambda _: None,
     *,

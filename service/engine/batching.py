@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Entry(Generic[T]):
+class QueuedItem(Generic[T]):
     """One item's stay in the queue.
 
     Attributes:
@@ -57,7 +57,7 @@ class Poll(Generic[T]):
         wait: seconds until a poll can return a batch; None if that needs another `put`.
     """
 
-    batch: list[Entry[T]] = field(default_factory=list)
+    batch: list[QueuedItem[T]] = field(default_factory=list)
     release: Release = "idle"
     wait: float | None = None
 
@@ -78,14 +78,14 @@ class BatchQueue(Generic[T]):
         self._max_delay = max_delay
         self._clock = clock
         # Ordered by arrival; removes the first entry, or any other, in constant time.
-        self._entries: OrderedDict[Entry[T], None] = OrderedDict()
+        self._entries: OrderedDict[QueuedItem[T], None] = OrderedDict()
         self._closed = False
 
     def __len__(self) -> int:
         """Return the number of waiting entries."""
         return len(self._entries)
 
-    def put(self, item: T, *, deadline: float) -> Entry[T]:
+    def put(self, item: T, *, deadline: float) -> QueuedItem[T]:
         """Add an item at the end.
 
         Raises:
@@ -96,11 +96,11 @@ class BatchQueue(Generic[T]):
             raise EngineUnavailable("the engine is closed")
         if len(self._entries) >= self._capacity:
             raise QueueFull(f"all {self._capacity} slots in the queue are taken; try again")
-        entry = Entry(item, self._clock(), deadline)
+        entry = QueuedItem(item, self._clock(), deadline)
         self._entries[entry] = None
         return entry
 
-    def cancel(self, entry: Entry[T]) -> None:
+    def cancel(self, entry: QueuedItem[T]) -> None:
         """Take an entry out; no effect once it has left, or if it is in another queue."""
         self._entries.pop(entry, None)
 
@@ -128,7 +128,7 @@ class BatchQueue(Generic[T]):
         self._closed = True
         self._entries.clear()
 
-    def _oldest_in_time(self, now: float) -> Entry[T] | None:
+    def _oldest_in_time(self, now: float) -> QueuedItem[T] | None:
         """Take out the expired entries at the front, and return the first one in time."""
         while self._entries:
             oldest = next(iter(self._entries))

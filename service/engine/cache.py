@@ -13,7 +13,7 @@ from service.engine.devices import gpus_are_here
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from model.runtime.openvino.kept import Entry
+    from model.runtime.openvino.kept import KeptEntry
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _KERNELS: Final = {
 }
 
 
-def graph_entry(settings: Settings) -> Entry | None:
+def graph_entry(settings: Settings) -> KeptEntry | None:
     """Return the entry of kept graphs for these settings, or None if their graphs are not kept."""
     on_gpu = settings.device != "cpu" and (settings.device != "auto" or gpus_are_here())
     folder = cache_folder(settings, "graphs")
@@ -49,9 +49,9 @@ def graph_entry(settings: Settings) -> Entry | None:
         return None
     if importlib.util.find_spec("openvino") is None:
         return None
-    from model.runtime.openvino.kept import Entry  # noqa: PLC0415  an optional package
+    from model.runtime.openvino.kept import KeptEntry  # noqa: PLC0415  an optional package
 
-    return Entry(folder, {name: _resolved(getattr(settings, name)) for name in GRAPH_SETTINGS})
+    return KeptEntry(folder, {name: _resolved(getattr(settings, name)) for name in GRAPH_SETTINGS})
 
 
 def keep_kernels(settings: Settings, environment: MutableMapping[str, str] = os.environ) -> None:

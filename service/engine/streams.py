@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from model.errors import CheckpointChanged, VitError
 from model.outputs import RequestedOutputs
 from service.engine.base import ModelRunner
-from service.engine.batching import BatchQueue, Entry, Poll
+from service.engine.batching import BatchQueue, Poll, QueuedItem
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
 from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 
@@ -33,7 +33,7 @@ MAX_EXPLANATION_WAIT: Final = 1.0
 Outcome = InferenceResult | ServiceError
 
 # An image that is, or was, in a queue.
-Waiting = Entry[InferenceRequest]
+Waiting = QueuedItem[InferenceRequest]
 
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 

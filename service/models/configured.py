@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from service.errors import InvalidParameter, SettingsError
 from service.model_settings import PATHS, ModelSettings
-from service.models.folder import Entry, in_time, read_folder, unread_names
+from service.models.folder import FolderEntry, in_time, read_folder, unread_names
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
@@ -16,10 +16,10 @@ logger = logging.getLogger("vitserve")
 
 def configured_models(
     settings: Settings,
-    before: Mapping[str, Entry] = MappingProxyType({}),
+    before: Mapping[str, FolderEntry] = MappingProxyType({}),
     *,
     log: int = logging.ERROR,
-) -> dict[str, Entry]:
+) -> dict[str, FolderEntry]:
     """Return the entries of the folder of models by name, or one entry without a name.
 
     Args:
@@ -32,7 +32,7 @@ def configured_models(
             are strict, an entry is broken.
     """
     if settings.models is None:
-        return {"": Entry({}, {})}
+        return {"": FolderEntry({}, {})}
     if settings.checkpoint != ModelSettings.model_fields["checkpoint"].default:
         raise SettingsError(
             f"VIT_CHECKPOINT={settings.checkpoint!r}: VIT_MODELS={settings.models!r} already names "
@@ -57,7 +57,7 @@ def configured_models(
     return entries
 
 
-def _read(settings: Settings, models: str) -> tuple[dict[str, Entry], dict[str, str]]:
+def _read(settings: Settings, models: str) -> tuple[dict[str, FolderEntry], dict[str, str]]:
     """Return the entries of the folder of models, and the problems of its broken ones."""
     folder = Path(models).expanduser()
     others = () if settings.checkpoint_folder is None else (Path(settings.checkpoint_folder),)
@@ -72,7 +72,7 @@ def _read(settings: Settings, models: str) -> tuple[dict[str, Entry], dict[str, 
         raise SettingsError(f"VIT_MODELS={models!r}: {error}") from None
 
 
-def notes_on_folder(settings: Settings, entries: Mapping[str, Entry]) -> list[str]:
+def notes_on_folder(settings: Settings, entries: Mapping[str, FolderEntry]) -> list[str]:
     """Return a line for each setting or file of the folder that is not used."""
     if settings.models is None:
         return []

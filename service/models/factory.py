@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from service.engine.backbones import ModelEngine, What
-from service.models.folder import Entry
+from service.models.folder import FolderEntry
 from service.models.generation import LocalModel, Version
 from service.settings import Settings
 
@@ -30,11 +30,11 @@ class ModelFactory:
         self,
         settings: Settings,
         make: Callable[[Mapping[str, Any]], ModelEngine],
-        configured: Mapping[str, Entry] | None,
+        configured: Mapping[str, FolderEntry] | None,
         versions: Mapping[str, Version] | None,
         on_retired: Callable[[], None],
     ) -> None:
-        self.configured = dict(configured or {"": Entry({}, {})})
+        self.configured = dict(configured or {"": FolderEntry({}, {})})
         self.versions = dict(versions or {})
         self.default = next(iter(self.configured))
         if settings.models is not None and settings.model_name:

@@ -62,7 +62,7 @@ READ_SECONDS: Final = 30.0
 _NAME: Final = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
 
-class Entry(NamedTuple):
+class FolderEntry(NamedTuple):
     """A model of the folder.
 
     Attributes:
@@ -183,7 +183,7 @@ def in_time(read: Callable[[], T], what: str) -> T:
         ) from None
 
 
-def unread_names(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
+def unread_names(folder: Path, entries: Mapping[str, FolderEntry]) -> list[str]:
     """Return the names of files and folders that are not read, except junk; raises `OSError`."""
     paths_read = {Path(path).absolute() for entry in entries.values() for path in entry.files}
     names = []
@@ -223,7 +223,7 @@ def _require_folder_of_models(folder: Path) -> None:
 
 def read_folder(
     folder: Path, others: Sequence[Path] = ()
-) -> tuple[dict[str, Entry], dict[str, str]]:
+) -> tuple[dict[str, FolderEntry], dict[str, str]]:
     """Return the models of a folder by name, sorted, and the problem of each broken entry.
 
     Args:
@@ -242,7 +242,7 @@ def read_folder(
             continue
         if not is_taught_head(path) and not _is_key_map(path):
             parts.setdefault(name, []).append(path)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, FolderEntry] = {}
     problems: dict[str, str] = {}
     for name, paths in sorted(parts.items()):
         try:
@@ -252,7 +252,7 @@ def read_folder(
     return entries, problems
 
 
-def _entry(folder: Path, paths: list[Path], others: Sequence[Path]) -> Entry:
+def _entry(folder: Path, paths: list[Path], others: Sequence[Path]) -> FolderEntry:
     """Return the model that these paths make up.
 
     Raises:
@@ -289,7 +289,7 @@ def _entry(folder: Path, paths: list[Path], others: Sequence[Path]) -> Entry:
         is_link = weights[0].is_symlink()
         checkpoint = weights[0].resolve() if is_link else weights[0].absolute()
         settings["checkpoint"] = str(checkpoint)
-    return Entry(settings, dict(_times(files)))
+    return FolderEntry(settings, dict(_times(files)))
 
 
 def _is_packaged(checkpoint: str) -> bool:

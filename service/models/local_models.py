@@ -30,7 +30,7 @@ from service.errors import (
 )
 from service.models.configured import configured_models
 from service.models.factory import ModelFactory
-from service.models.folder import Entry
+from service.models.folder import FolderEntry
 from service.models.generation import LocalModel, Prepared, Version
 from service.models.registry import SWAP_UNDER_WAY, Models
 from service.models.residency import Residency, load_caller
@@ -63,7 +63,7 @@ class LocalModels(Models):
         self,
         settings: Settings,
         make: Callable[[Mapping[str, Any]], ModelEngine],
-        configured: Mapping[str, Entry] | None = None,
+        configured: Mapping[str, FolderEntry] | None = None,
         versions: Mapping[str, Version] | None = None,
         *,
         on_retired: Callable[[], None] = lambda: None,
@@ -386,7 +386,7 @@ class LocalModels(Models):
             except ServiceError as error:
                 logger.warning("not reloaded: %s", error)
 
-    async def _reconcile(self, name: str, entry: Entry, before: Entry | None) -> None:
+    async def _reconcile(self, name: str, entry: FolderEntry, before: FolderEntry | None) -> None:
         model = self.served.get(name)
         if model is None:
             number = self.versions[name].number + 1 if name in self.versions else 1

@@ -223,7 +223,7 @@ class _Reading:
     unsent_bytes: int
 
 
-class Receiving(AnswerRoom):
+class ByteBudget(AnswerRoom):
     """Counts the bytes that callers make a process keep: bodies and unsent answers.
 
     Args:

@@ -220,7 +220,7 @@ class RequestBody:
 
     def give_back(self) -> None:
         """Stop counting the bytes of this body."""
-        self._service.receiving.give_back(self._counted)
+        self._service.byte_budget.give_back(self._counted)
 
     @contextmanager
     def _arriving(self) -> Iterator[None]:
@@ -232,14 +232,14 @@ class RequestBody:
             f"the body did not arrive within {service.settings.request_timeout:g} s"
         )
         cancellation.end_in(self._deadline.remaining())
-        with service.receiving.arriving(self._counted, self._give_way):
+        with service.byte_budget.arriving(self._counted, self._give_way):
             yield
         cancellation.timeout_error = timeout_error
         service.metrics.observe_stage("read", service.clock() - started)
 
     async def _receive(self) -> Message:
         message = await self._sender.receive()
-        self._service.receiving.add(self._counted, len(message.get("body", b"")))
+        self._service.byte_budget.add(self._counted, len(message.get("body", b"")))
         return message
 
     def _give_way(self) -> None:

@@ -21,7 +21,7 @@ from service.observe.state import Sources
 from service.setting_values import MEMORY
 from service.settings import Settings
 from service.web import problems
-from service.web.admission import RECEIVING_BYTES, Limiter, Receiving, RefusalPace
+from service.web.admission import RECEIVING_BYTES, ByteBudget, Limiter, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore
@@ -97,7 +97,7 @@ def create_app(
         settings,
         metrics,
         Limiter(settings.queue_size),
-        Receiving(max(RECEIVING_BYTES // settings.workers, settings.max_request_bytes), clock),
+        ByteBudget(max(RECEIVING_BYTES // settings.workers, settings.max_request_bytes), clock),
         images,
         lifecycle or Lifecycle(),
         Lanes(settings, models, lambda: decoders.processes, clock),
@@ -181,7 +181,7 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
         service.metrics,
         endpoints,
         service.lifecycle,
-        service.receiving,
+        service.byte_budget,
         prefixes,
         state.rules.probes,
         clock=service.clock,

@@ -27,7 +27,7 @@ _SHARED_SECONDS: Final = 1.0
 _LONG_HOLD_SECONDS: Final = 0.05
 
 
-class Entry:
+class QueuedJob:
     """A job in a queue.
 
     Attributes:
@@ -55,7 +55,7 @@ class Entry:
         return bool(self.share.waiting)
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=QueuedJob)
 
 
 @dataclass(slots=True, eq=False)

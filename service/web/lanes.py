@@ -24,7 +24,7 @@ from service.engine.streams import MAX_EXPLANATION_BATCH
 from service.errors import DeadlineExceeded
 from service.models.registry import Models
 from service.settings import Settings
-from service.web.fair_queue import Entry, FairQueue
+from service.web.fair_queue import FairQueue, QueuedJob
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Deadline:
         return max(0.0, self.at - self.clock())
 
 
-class Job(Entry, Generic[T]):
+class Job(QueuedJob, Generic[T]):
     """Work of one caller in a lane, or its turn there.
 
     Awaiting a job returns the result of its work, or None once its turn begins. Leaving its context

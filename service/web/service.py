@@ -26,7 +26,7 @@ from service.models.generation import Generation, ServedModel
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.web.admission import Limiter, Receiving
+from service.web.admission import ByteBudget, Limiter
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id
 from service.web.lanes import Deadline, Lanes
@@ -80,7 +80,7 @@ class Service:
     settings: Settings
     metrics: Metrics
     limiter: Limiter
-    receiving: Receiving
+    byte_budget: ByteBudget
     images: ImageStore
     lifecycle: Lifecycle
     lanes: Lanes
@@ -226,7 +226,7 @@ class Service:
         self.limiter.check(caller=caller)
         free = self.limiter.capacity - self.limiter.in_use
         if free <= self.limiter.capacity // 2:
-            self.limiter.check(1 + self.receiving.newcomers(free))
+            self.limiter.check(1 + self.byte_budget.newcomers(free))
 
 
 def service_of(request: Request) -> Service:

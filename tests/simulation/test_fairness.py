@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from service.engine.batching import BatchQueue
-from service.web.fair_queue import Entry, FairQueue
+from service.web.fair_queue import FairQueue, QueuedJob
 from tests.service.web.apps import Clock
 
 STREAMS = 2
@@ -32,7 +32,7 @@ def on_gpu(size: int, busy: int) -> float:
     return max(size, 32) * busy / 1500
 
 
-class Picture(Entry):
+class Picture(QueuedJob):
     """A picture of a caller that arrives now."""
 
     def __init__(self, caller: str, now: float) -> None:

@@ -64,7 +64,7 @@ class Manifest(BaseModel):
     """The description of an entry, in its folder.
 
     Attributes:
-        key: the text that `Entry` hashes.
+        key: the text that `KeptEntry` hashes.
         files: the hash of each file that was read, and of the names in each folder; None for a
             path that does not exist.
         times: size and time of change of these files; unchanged ones are not hashed again.
@@ -106,7 +106,7 @@ class Manifest(BaseModel):
         return None
 
 
-class Entry:
+class KeptEntry:
     """The graphs of one model with its settings, in a folder of entries.
 
     Args:
@@ -279,7 +279,7 @@ class Keep:
         backbone, head: the checkpoint's, see `model.checkpoint.checkpoint`.
     """
 
-    entry: Entry
+    entry: KeptEntry
     files: Mapping[Path, Signature]
     backbone: str = ""
     head: Head | None = None
@@ -321,7 +321,7 @@ class Keep:
         return None
 
     def _facts(self, checkpoint: Checkpoint, parameters: int, dtype: str) -> dict[str, Any]:
-        """Return the fields of `Manifest` for `Entry.put`.
+        """Return the fields of `Manifest` for `KeptEntry.put`.
 
         Raises:
             OSError: a file changed since it was read.

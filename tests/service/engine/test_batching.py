@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service.engine.batching import BatchQueue, Entry, Poll
+from service.engine.batching import BatchQueue, Poll, QueuedItem
 from service.errors import EngineUnavailable, QueueFull
 from tests.service.web.apps import Clock
 
@@ -20,7 +20,7 @@ def queue(*, capacity: int = 100, max_delay: float = 0.0) -> tuple[BatchQueue[st
     return BatchQueue(capacity=capacity, max_delay=max_delay, clock=clock), clock
 
 
-def items(entries: list[Entry[str]]) -> list[str]:
+def items(entries: list[QueuedItem[str]]) -> list[str]:
     return [entry.item for entry in entries]
 
 
@@ -45,8 +45,8 @@ class QueueMachine(RuleBasedStateMachine):
             capacity=capacity, max_delay=max_delay, clock=self.clock
         )
         self.put_count = 0
-        self.waiting: list[Entry[int]] = []
-        self.known: list[Entry[int]] = []
+        self.waiting: list[QueuedItem[int]] = []
+        self.known: list[QueuedItem[int]] = []
         self.left: Counter[int] = Counter()
         self.closed = False
 
@@ -97,7 +97,7 @@ class QueueMachine(RuleBasedStateMachine):
         if self.max_delay and not full and now < release_at:
             assert poll == Poll(wait=release_at - now)
             return poll
-        batch: list[Entry[int]] = []
+        batch: list[QueuedItem[int]] = []
         while self.waiting and len(batch) < self.max_batch:
             batch.append(self.waiting[0])
             self.leave(batch[-1:], launched=True)
@@ -125,7 +125,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.leave(self.waiting)
         self.closed = True
 
-    def leave(self, entries: list[Entry[int]], *, launched: bool = False) -> None:
+    def leave(self, entries: list[QueuedItem[int]], *, launched: bool = False) -> None:
         for entry in list(entries):
             assert entry.launched is launched
             self.left[entry.item] += 1

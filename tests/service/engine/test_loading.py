@@ -242,7 +242,7 @@ def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
 
 def test_nothing_is_kept_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "model.runtime.openvino.kept.Entry.__init__", lambda *_, **__: pytest.fail("it is kept")
+        "model.runtime.openvino.kept.KeptEntry.__init__", lambda *_, **__: pytest.fail("it is kept")
     )
     load_predictor(load_settings({"device": "cpu", "cache_dir": "off"}))
 

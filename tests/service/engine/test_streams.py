@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from model.errors import CheckpointChanged, NewProcessNeeded
 from model.outputs import Outputs, RequestedOutputs
-from service.engine.batching import Entry
+from service.engine.batching import QueuedItem
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.engine.streams import Streams, launch
 from service.errors import EngineUnavailable, InferenceFailed
@@ -93,9 +93,10 @@ def test_the_oldest_batch_under_way_is_timed_by_looks_until_it_ends() -> None:
     thread.join(PATIENCE)
 
 
-def entries(*reds: int) -> list[Entry[InferenceRequest]]:
+def entries(*reds: int) -> list[QueuedItem[InferenceRequest]]:
     return [
-        Entry(request_for(red), arrived=90.0 + row, deadline=200.0) for row, red in enumerate(reds)
+        QueuedItem(request_for(red), arrived=90.0 + row, deadline=200.0)
+        for row, red in enumerate(reds)
     ]
 
 

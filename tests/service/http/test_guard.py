@@ -254,7 +254,7 @@ async def test_no_request_begins_behind_unread_answer() -> None:
 @on_a_loop
 async def test_answer_without_room_for_it_is_cut() -> None:
     async with listening() as server, server.connect() as connection:
-        service_in(server.app).receiving.capacity = 1 << 16
+        service_in(server.app).byte_budget.capacity = 1 << 16
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         connection.writer.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_RCVBUF, 4096

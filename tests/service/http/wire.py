@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 from service.errors import MalformedRequest, ServiceError
 from service.http.application import Header
 from service.http.connections import Connections
-from service.web.admission import Receiving
+from service.web.admission import ByteBudget
 
 Request = tuple[str, str, bytes]
 """Method, path and body."""
@@ -78,7 +78,7 @@ class Wire:
     """
 
     def __init__(self) -> None:
-        self.answer_room = Receiving(1 << 20)
+        self.answer_room = ByteBudget(1 << 20)
         connections = Connections(self)
         config = uvicorn.Config(
             self, interface="asgi3", ws="none", lifespan="off", log_config=None, proxy_headers=False

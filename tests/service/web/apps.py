@@ -12,7 +12,7 @@ from service.models.generation import LocalModel
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
-from service.web.admission import Receiving
+from service.web.admission import ByteBudget
 from service.web.app import create_app
 from service.web.image_stores import ImageStore
 from service.web.service import Service
@@ -102,9 +102,9 @@ def service_in(running: App) -> Service:
     return service
 
 
-def budget_of(running: App) -> Receiving:
+def budget_of(running: App) -> ByteBudget:
     """Return the budget of bytes."""
-    return service_in(running).receiving
+    return service_in(running).byte_budget
 
 
 def form(*files: bytes, fields: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:

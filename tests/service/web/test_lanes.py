@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from service.errors import DeadlineExceeded, QueueFull
-from service.web.fair_queue import Entry, FairQueue
+from service.web.fair_queue import FairQueue, QueuedJob
 from service.web.lanes import Deadline, Lane
 from tests.service.fakes import PATIENCE, on_a_loop, until
 from tests.service.web.apps import Clock, settle
@@ -28,13 +28,13 @@ from tests.service.web.apps import Clock, settle
 # The queue
 
 
-class Numbered(Entry):
+class Numbered(QueuedJob):
     def __init__(self, item: int, size: float, deadline: float) -> None:
         super().__init__(size, deadline)
         self.item = item
 
 
-class Arrival(Entry):
+class Arrival(QueuedJob):
     def __init__(self, caller: str, seconds: float, moment: float, patience: float) -> None:
         super().__init__(1, moment + patience)
         self.caller, self.seconds, self.moment = caller, seconds, moment
@@ -214,9 +214,9 @@ def test_busy_callers_get_equal_shares(costs: list[float]) -> None:
 
 def test_a_job_that_begins_at_once_is_accepted() -> None:
     clock = Clock()
-    queue: FairQueue[Entry] = FairQueue(lambda: 8, clock, per_caller=2)
+    queue: FairQueue[QueuedJob] = FairQueue(lambda: 8, clock, per_caller=2)
     first, one, *many = (
-        Entry(size, clock.now + 10 + size) for size in (250, 1, 250, 250, 250, 250)
+        QueuedJob(size, clock.now + 10 + size) for size in (250, 1, 250, 250, 250, 250)
     )
     queue.add(first, "many")
     queue.begin()
@@ -239,9 +239,9 @@ def test_a_quiet_caller_does_not_save_turns() -> None:
 
 def test_callers_of_long_ago_are_forgotten() -> None:
     clock = Clock()
-    queue: FairQueue[Entry] = FairQueue(lambda: 1, clock)
+    queue: FairQueue[QueuedJob] = FairQueue(lambda: 1, clock)
     for number in range(20_000):
-        queue.add(Entry(1, clock.now + 1), number)
+        queue.add(QueuedJob(1, clock.now + 1), number)
         entry = queue.begin()
         assert entry is not None
         queue.charge(entry, 0.001)

@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import QueueFull, ReceivingFull
 from service.web.admission import MIN_BODY_RATE as RATE
-from service.web.admission import Body, Receiving, RefusalPace
+from service.web.admission import Body, ByteBudget, RefusalPace
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.web.apps import Clock, app, budget_of, form, service_in
 
@@ -20,15 +20,15 @@ class Bodies:
 
     def __init__(self, *, capacity: int = 1_000_000) -> None:
         self.clock = Clock()
-        self.receiving = Receiving(capacity, self.clock)
+        self.byte_budget = ByteBudget(capacity, self.clock)
         self.ended: list[str] = []
         self.stack = ExitStack()
 
     def arrive(self, name: str, size: int = 0) -> Body:
         body = Body()
-        self.stack.callback(self.receiving.give_back, body)
-        self.stack.enter_context(self.receiving.arriving(body, lambda: self.ended.append(name)))
-        self.receiving.add(body, size)
+        self.stack.callback(self.byte_budget.give_back, body)
+        self.stack.enter_context(self.byte_budget.arriving(body, lambda: self.ended.append(name)))
+        self.byte_budget.add(body, size)
         return body
 
 
@@ -48,47 +48,47 @@ def test_slowest_reader_makes_room_for_answer() -> None:
     slow = Reader(40)
     steady = Reader(50)
     for reader in (steady, slow):
-        bodies.receiving.add_reader(reader)
+        bodies.byte_budget.add_reader(reader)
     bodies.clock.now += 10
     slow.unsent_bytes -= 5
     steady.unsent_bytes -= 10
     newcomer = Reader(30)
-    bodies.receiving.add_reader(newcomer)
+    bodies.byte_budget.add_reader(newcomer)
     assert (slow.is_cut, steady.is_cut, newcomer.is_cut) == (True, False, False)
     too_large = Reader(101)
-    bodies.receiving.add_reader(too_large)
+    bodies.byte_budget.add_reader(too_large)
     assert (steady.is_cut, newcomer.is_cut, too_large.is_cut) == (True, False, True)
 
 
 def test_unread_answers_give_way_to_bodies() -> None:
     bodies = Bodies(capacity=100)
     reader = Reader(80)
-    bodies.receiving.add_reader(reader)
+    bodies.byte_budget.add_reader(reader)
     with pytest.raises(ReceivingFull):  # in less than a second a reader is not known to be slow
         bodies.arrive("early", 30)
     bodies.clock.now += 2
     bodies.arrive("in time", 90)
     assert reader.is_cut
     other = Reader(5)
-    bodies.receiving.add_reader(other)
-    bodies.receiving.remove_reader(other)
+    bodies.byte_budget.add_reader(other)
+    bodies.byte_budget.remove_reader(other)
     bodies.arrive("last", 10)
     assert not other.is_cut
 
 
 def test_an_arrived_body_is_freed_at_once() -> None:
     class Request:
-        def __init__(self, receiving: Receiving) -> None:
+        def __init__(self, budget: ByteBudget) -> None:
             self.body = Body()
-            with receiving.arriving(self.body, self.end):
-                receiving.add(self.body, 1)
+            with budget.arriving(self.body, self.end):
+                budget.add(self.body, 1)
 
         def end(self) -> None:
             """End this body."""
 
     gc.disable()
     try:
-        held = weakref.ref(Request(Receiving(10)))
+        held = weakref.ref(Request(ByteBudget(10)))
         assert held() is None
     finally:
         gc.enable()
@@ -116,22 +116,22 @@ def test_the_largest_slow_bodies_give_way() -> None:
     bodies.clock.now += 2
     bodies.arrive("newcomer", 80)
     assert bodies.ended == ["larger", "large"]
-    assert bodies.receiving.in_use == 90
+    assert bodies.byte_budget.in_use == 90
     bodies.stack.close()
-    assert bodies.receiving.in_use == 0
+    assert bodies.byte_budget.in_use == 0
 
 
 def test_a_complete_body_never_gives_way() -> None:
     bodies = Bodies(capacity=100)
     body = Body()
-    with bodies.receiving.arriving(body, lambda: bodies.ended.append("whole")):
-        bodies.receiving.add(body, 100)
+    with bodies.byte_budget.arriving(body, lambda: bodies.ended.append("whole")):
+        bodies.byte_budget.add(body, 100)
     bodies.clock.now += 10
     with pytest.raises(ReceivingFull, match="100 bytes"):
         bodies.arrive("newcomer", 1)
-    assert bodies.receiving.in_use == 100
-    bodies.receiving.give_back(body)
-    assert (bodies.ended, bodies.receiving.in_use) == ([], 0)
+    assert bodies.byte_budget.in_use == 100
+    bodies.byte_budget.give_back(body)
+    assert (bodies.ended, bodies.byte_budget.in_use) == ([], 0)
 
 
 @on_a_loop
@@ -216,7 +216,7 @@ async def test_new_bodies_reserve_half_of_the_slots() -> None:
     service = service_in(app(clock=clock, queue_size=4))
     with ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(service.receiving.arriving(Body(), lambda: None))
+            stack.enter_context(service.byte_budget.arriving(Body(), lambda: None))
         service.check_room()  # two of four slots are reserved, two are free
         with service.limiter.permit():
             service.check_room()

@@ -294,7 +294,7 @@ async def test_silent_calls_give_way_to_a_crowd(
 @on_a_loop
 async def test_large_messages_are_refused() -> None:
     async with calling(max_request_bytes=100_000) as caller:
-        service_in(caller.service).receiving.capacity = 50_000
+        service_in(caller.service).byte_budget.capacity = 50_000
         assert (await caller.refusal(bytes(100_001))).code() == Code.RESOURCE_EXHAUSTED
         refused = await caller.refusal(raw("image", "BYTES", [1], bytes(60_000)))
         assert (refused.code(), "being received" in refused.details()) == (Code.UNAVAILABLE, True)
@@ -303,7 +303,7 @@ async def test_large_messages_are_refused() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="more fields or numbers"):
             await caller.call("ModelReady", bytes(70_000))
         await caller.infer(image(png(1)))
-        assert service_in(caller.service).receiving.in_use == 0
+        assert service_in(caller.service).byte_budget.in_use == 0
 
 
 @on_a_loop

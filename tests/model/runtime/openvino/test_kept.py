@@ -15,7 +15,7 @@ from model.checkpoint.local_files import recording
 from model.description import Description
 from model.errors import CheckpointChanged
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
-from model.runtime.openvino.kept import Entry, Keep
+from model.runtime.openvino.kept import Keep, KeptEntry
 from model.runtime.openvino.network import CompiledGraph
 from model.runtime.predictor import Predictor
 from model.runtime.start import kept_predictor
@@ -37,7 +37,7 @@ def first_start(
 ) -> Predictor:
     with recording() as files:
         loaded = load_checkpoint(str(checkpoint))
-    keep = Keep(Entry(folder, settings, limit=limit), files)
+    keep = Keep(KeptEntry(folder, settings, limit=limit), files)
     predictor = Predictor(loaded, device="cpu", dtype="float32", threads=1, max_batch=4, keep=keep)
     predictor.warm_up()
     return predictor
@@ -45,7 +45,10 @@ def first_start(
 
 def later_start(checkpoint: Path, folder: Path, **settings: object) -> Predictor | None:
     return kept_predictor(
-        Entry(folder, settings), lambda: load_checkpoint(str(checkpoint)), max_batch=4, threads=1
+        KeptEntry(folder, settings),
+        lambda: load_checkpoint(str(checkpoint)),
+        max_batch=4,
+        threads=1,
     )
 
 
@@ -114,7 +117,7 @@ def test_a_later_start_is_warm_when_its_text_tower_is_loaded(tmp_path: Path, fol
         reads.append(load_checkpoint(str(checkpoint)))
         return reads[-1]
 
-    later = kept_predictor(Entry(folder, {}), read, max_batch=4, threads=1)
+    later = kept_predictor(KeptEntry(folder, {}), read, max_batch=4, threads=1)
     assert later is not None
     assert reads == []
     later.warm_up()
@@ -154,7 +157,7 @@ def test_an_entry_that_is_not_what_was_written_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first_start(checkpoint, folder)
-    change(Entry(folder, {}).path())
+    change(KeptEntry(folder, {}).path())
     assert later_start(checkpoint, folder) is None
     assert "a graph that is not used and is made again" in caplog.text
 
@@ -188,7 +191,7 @@ def test_entries_are_bounded_and_the_one_unused_for_longest_goes(
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     first_start(checkpoint, folder, number=2)
     for number, used in ((1, 2_000_000_000), (2, 1_000_000_000)):
-        os.utime(Entry(folder, {"number": number}).path(), (used, used))
+        os.utime(KeptEntry(folder, {"number": number}).path(), (used, used))
     first_start(checkpoint, folder, number=3, limit=2 * size + size // 2)
     kept = [
         number for number in (1, 2, 3) if later_start(checkpoint, folder, number=number) is not None
