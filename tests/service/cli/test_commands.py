@@ -21,6 +21,7 @@ import service.cli
 from model.checkpoint import load_checkpoint
 from service.cli.main import commands, main
 from tests.conftest import REPOSITORY
+from tests.needs import needs
 from tests.service.cli.command_line import run, write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
@@ -122,7 +123,8 @@ def test_numpy_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_closed_pipe_ends_a_command_quietly(checkpoint: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "service", "inspect", str(checkpoint)]
+    command = [sys.executable, "-m", "service", "classify", str(REPOSITORY / "examples/dog.jpg")]
+    command += ["--checkpoint", str(checkpoint)]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, "Error" in done.stderr) == (1, False)
@@ -201,16 +203,21 @@ def test_pillow_does_not_log_in_commands(
         (["classify", "absent/*.jpg"], "no such file or folder: no file matches this pattern"),
         (["classify", "https://example.org/dog.jpg"], "download the picture first"),
         (["classify", "-"], "standard input is not read"),
-        (
+        pytest.param(
             ["evaluate", "--data", "README.md"],
             "README.md: not a folder: give one folder of pictures a class",
+            marks=needs("evaluation"),
         ),
-        (["teach", "dogs", "README.md"], "README.md: a file: expected a folder"),
+        pytest.param(
+            ["teach", "dogs", "README.md"],
+            "README.md: a file: expected a folder",
+            marks=needs("teach"),
+        ),
         (
             ["classify", "examples/dog.jpg", "--url", "ftp://there"],
             "expected an address such as http://there",
         ),
-        (["inspect", "absent"], "absent: no such folder"),
+        pytest.param(["inspect", "absent"], "absent: no such folder", marks=needs("evaluation")),
         (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:abc"], "Invalid port: 'abc'"),
@@ -229,32 +236,6 @@ def test_errors_of_commands_are_one_line(
     assert err.startswith("vitserve: ")
     assert len(err.splitlines()) == 1
     assert out == ""
-
-
-def test_inspect_prints_what_was_understood(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run(capsys, "inspect", checkpoint)
-    assert code == 0
-    for expected in ("tiny", "16x16", "bird, flying", "shortest_edge", "width=16"):
-        assert expected in out
-
-
-def test_converted_folder_answers_the_same(
-    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run(capsys, "convert", checkpoint, "-o", tmp_path / "my converted")
-    folder = f"{tmp_path}/my converted"
-    line = f"{folder}: tiny; serve it with: vitserve serve --checkpoint '{folder}'"
-    assert (code, out.splitlines()) == (0, [line])
-    assert run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")[0] == 0
-    arguments = ["classify", pictures, "--json", "--dtype", "float32", "--checkpoint"]
-    assert (
-        run(capsys, *arguments, tmp_path / "converted")[1] == run(capsys, *arguments, checkpoint)[1]
-    )
-    code, _, err = run(capsys, "convert", checkpoint, "-o", tmp_path / "converted")
-    assert code == 1
-    assert "not an empty folder" in err
 
 
 def test_example_is_package_data() -> None:
@@ -302,7 +283,9 @@ def test_help_imports_no_subcommand(flag: str) -> None:
     assert {name for name in modules if name.startswith("service.cli.")} == {"service.cli.main"}
 
 
-@pytest.mark.parametrize("name", ["serve", "classify", "train"])
+@pytest.mark.parametrize(
+    "name", ["serve", "classify", pytest.param("train", marks=needs("training"))]
+)
 def test_flags_are_shown_without_torch(name: str) -> None:
     modules = imported_by(name, "--help")
     assert {other for other, command in commands().items() if command.module in modules} == {name}
@@ -327,8 +310,14 @@ def test_every_subcommand_is_in_the_table() -> None:
             "--checkpoint or --model-name or --models or --models-bytes",
         ),
         (["serve", "--gpu"], "--device"),
-        (["train", "--data", "d", "--out", "o", "--checkpoint", "bundled"], "--from"),
-        (["train", "--data", "d", "--out", "o", "--lr", "1e-4"], "--set"),
+        pytest.param(
+            ["train", "--data", "d", "--out", "o", "--checkpoint", "bundled"],
+            "--from",
+            marks=needs("training"),
+        ),
+        pytest.param(
+            ["train", "--data", "d", "--out", "o", "--lr", "1e-4"], "--set", marks=needs("training")
+        ),
         (["serve", "--work", "2"], "--workers"),
     ],
 )
@@ -353,20 +342,7 @@ def test_unknown_option_names_the_nearest(
             "'owner/name' is not a command: `vitserve serve owner/name` serves a checkpoint",
         ),
         (["README.md"], "`vitserve classify README.md` classifies pictures"),
-        (["attention", "a.jpg", "--url", "http://there"], "but one of classify, embed, teach"),
-        (
-            ["calibrate", "bundled", "photos/"],
-            "required: --data; for example: vitserve calibrate runs/mine --data",
-        ),
-        (
-            ["evaluate", "photos/"],
-            "--data --unknown is required; for example: vitserve evaluate --data photos/",
-        ),
-        (["inspect", "a", "b"], "unexpected argument 'b'"),
-        (
-            ["inspect", "bundled", "--checkpoint", "mine"],
-            "two checkpoints, bundled and mine: name only one",
-        ),
+        (["attention", "a.jpg", "--url", "http://there"], "but one of classify, embed"),
         (
             ["serve", "--checkpoint", "mine", "bundled"],
             "two checkpoints, mine and bundled: name only one",
@@ -383,31 +359,8 @@ def test_a_wrong_call_says_what_was_meant(
     assert message in shown
 
 
-def test_a_checkpoint_is_an_argument_or_a_flag(
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told = run(capsys, "inspect", checkpoint)
-    assert told[0] == 0
-    assert run(capsys, "inspect", "--checkpoint", checkpoint) == told
-    assert run(capsys, "convert", "--checkpoint", checkpoint, "--out", tmp_path / "flag")[0] == 0
-    assert run(capsys, "convert", "-o", tmp_path / "argument", checkpoint)[0] == 0
-    _, _, err = run(capsys, "convert", "-o", tmp_path / "none")
-    assert err == (
-        "vitserve: the checkpoint is missing: vitserve convert CHECKPOINT, "
-        "such as convert bundled\n"
-    )
-    assert run(capsys, "serve", "bundled", "--port", "http")[2].startswith(
-        "vitserve: VIT_PORT='http'"
-    )
-    monkeypatch.setenv("VIT_CHECKPOINT", str(checkpoint))
-    assert run(capsys, "inspect") == told
-
-
 def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, text in ((["help", "teach"], "usage: vitserve teach"), (["version"], "vitserve ")):
+    for words, text in ((["help", "embed"], "usage: vitserve embed"), (["version"], "vitserve ")):
         with pytest.raises(SystemExit) as stopped:
             main(words)
         assert stopped.value.code == 0
@@ -427,12 +380,14 @@ def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> N
     "command",
     [
         "classify PICTURES --json --top-k 3",
-        "evaluate --data PICTURES",
+        pytest.param("evaluate --data PICTURES", marks=needs("evaluation")),
         "attention PICTURES -o OUT --class thing",
         "embed PICTURES -o OUT.npy",
-        "inspect",
-        "convert -o OUT",
-        "calibrate --data PICTURES --out OUT --coverage 0.8",
+        pytest.param("inspect", marks=needs("evaluation")),
+        pytest.param("convert -o OUT", marks=needs("formats")),
+        pytest.param(
+            "calibrate --data PICTURES --out OUT --coverage 0.8", marks=needs("evaluation")
+        ),
     ],
 )
 def test_labels_are_listed_in_every_command(
@@ -450,3 +405,8 @@ def test_labels_are_listed_in_every_command(
         assert "cat" not in out
     if command.startswith(("convert", "calibrate")):
         assert load_checkpoint(str(paths["OUT"])).labels == ("bird", "dog", "thing")
+
+
+def test_a_served_checkpoint_is_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = run(capsys, "serve", "bundled", "--port", "http")
+    assert err.startswith("vitserve: VIT_PORT='http'")

@@ -47,11 +47,6 @@ def test_headless_checkpoint_is_not_classified(
     code, out, err = run(capsys, "attention", picture, "-o", tmp_path / "a.png", *options)
     assert (code, err) == (0, "")
     assert "a.png: cls" in out
-    code, out, _ = run(capsys, "inspect", headless)
-    assert (code, "no classification head" in out) == (0, True)
-    code, out, err = run(capsys, "convert", headless, "-o", tmp_path / "again")
-    assert (code, err) == (0, "")
-    assert load_checkpoint(str(tmp_path / "again")).config.num_classes == 0
 
 
 def test_table_names_the_file_of_each_row(

@@ -3,14 +3,13 @@
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from model.checkpoint import load_checkpoint
 from service.cli.main import main
+from tests.needs import needs
 from tests.service.cli.command_line import write_checkpoint, write_pictures
 
 pytestmark = pytest.mark.timeout(120)  # processes start
@@ -50,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, encoding: str, *arguments: object) -> t
     [
         "classify PHOTOS",
         "classify PHOTOS --csv",
-        "evaluate --data PHOTOS",
+        pytest.param("evaluate --data PHOTOS", marks=needs("evaluation")),
         "attention PHOTOS -o OUT",
         "embed PHOTOS -o N",
     ],
@@ -100,19 +99,3 @@ def test_names_that_are_not_text_keep_their_bytes(
     assert os.fsencode(odd) in stream.buffer.getvalue()
     assert run(monkeypatch, "utf-8", "embed", *arguments, "-o", tmp_path / "x.npy")[0] == 0
     assert os.fsencode(odd) in (tmp_path / "x.csv").read_bytes()
-
-
-def test_files_are_utf8_in_any_locale(checkpoint: Path, tmp_path: Path) -> None:
-    plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [
-        sys.executable,
-        "-m",
-        "vitserve",
-        "convert",
-        str(checkpoint),
-        "-o",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, env=plain, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert load_checkpoint(str(tmp_path / "out")).labels == LABELS
