@@ -25,7 +25,7 @@ _HEAD_BYTES = 256
 def find_images(paths: Iterable[Path]) -> list[Path]:
     """Return the named files, and the sorted images below each folder except junk (`__MACOSX`).
 
-    A note on stderr names pictures of a folder whose names do not end like those of pictures.
+    A note on stderr names pictures of a folder that lack the suffix of a picture.
 
     Raises:
         InputError: a path does not exist, or a folder holds no images.
@@ -83,7 +83,7 @@ def _files_below(folder: Path, parents: tuple[str, ...] = ()) -> Iterator[Path]:
 
 
 def _begins_like_a_picture(file: Path) -> bool:
-    """Return whether the first bytes of a file are those of a supported format."""
+    """Return whether a file begins like a supported format."""
     try:
         with file.open("rb") as stream:
             format_of(stream.read(_HEAD_BYTES))

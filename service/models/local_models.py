@@ -163,8 +163,7 @@ class LocalModels(Models):
 
     async def _load(self, key: str, *, at_start: bool) -> None:
         if key in self.served:
-            # A worker that releases the old generation would release the new one: their numbers are
-            # equal.
+            # Their numbers are equal: a worker's release of the old one would release the new one.
             await self.served[key].retired()
         async with self._turn:
             model = self.served.get(key)
@@ -213,13 +212,9 @@ class LocalModels(Models):
 
         Args:
             name: name of the model.
-            what: see `Models.put`. None means the configured checkpoint
-
-                - of a new model;
-                - of the default model, if it is configured;
-                - with `in_turn`, of each configured model;
-
-                and the served checkpoint of every other model.
+            what: see `Models.put`. None means the configured checkpoint of a new model, of the
+                default model if it is configured, and with `in_turn` of each configured model.
+                For all other models, None means the served checkpoint.
             in_turn: whether to wait for the load under way.
 
         Raises:
@@ -319,8 +314,7 @@ class LocalModels(Models):
     async def _take_turn(self, key: str, *, waits: bool) -> None:
         """Begin a turn when the version before a model's current one is closed.
 
-        So there are never three versions in memory. While the last requests of the old version take
-        long, others may load.
+        So there are never three versions in memory. Other models may load meanwhile.
 
         Raises:
             SwapUnderWay: another load has the turn, and `waits` is false.
@@ -400,8 +394,7 @@ class LocalModels(Models):
 
     def _kept(self) -> set[str]:
         """Return the keys of models that are not unloaded for others."""
-        waited_for = {key for key in self.served if self._waiters[key]}
-        return {self.default_name, *waited_for}
+        return {self.default_name, *(key for key in self.served if self._waiters[key])}
 
     async def _fit(self, key: str, *, evict: bool) -> None:
         await self._memory.fit(key, evict=evict, may_leave=key != self.default_name)

@@ -1,4 +1,4 @@
-"""How the layers around the routes treat paths, as the core and the extensions state it."""
+"""How middleware treats paths, by the rules of the core and of the extensions."""
 
 import re
 from collections.abc import Callable, Sequence
