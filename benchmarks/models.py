@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import checkpoints, pictures
+from benchmarks.attacked_services import Service
 from benchmarks.load import Load, Loader, Protocol
 from benchmarks.record import Record, command_line
-from benchmarks.reliability import Service
 from benchmarks.servers import VITSERVE, resident_mib
 from model.checkpoint import load_checkpoint, native
 from vitserve.client import Client

@@ -1,21 +1,22 @@
-"""A real service while it is hurt: `python -m benchmarks.reliability`, or `make chaos`, `make
-soak`.
+"""Attacks and faults of a real service: `python -m benchmarks.reliability`.
 
-Honest callers ask at the moments of a Poisson process, whatever is answered, and every answer is
-compared with what the service said when nothing else was asked. First nothing hurts the service;
-then each attack of `benchmarks.attacks` and each fault of `FAULTS` does. Told are how many were
-answered, the median and p99, and what must never happen: an answer that is lost, mixed up or of a
-wrong status. Exit code 1 when that happened.
+Honest callers ask at the moments of a Poisson process, regardless of the answers. Every answer is
+compared with the answer of the quiet service. The first run hurts nothing; then each attack of
+`benchmarks.attacks` and each fault of `FAULTS` hurts the service. The table has the share of
+answered requests, the median, p99, and faults: lost answers, mixed up answers and wrong statuses.
+The exit code is 1 if there was a fault.
 
-Beside an attack there are honest callers of other kinds, too, and marks: JPEGs answered, p99 beside
-that of the same callers without an attack, WebP and HEIC answered. Each kind has an address of its
-own in 127.0.0.0/8 (Linux): a service is fair by caller.
+During an attack, honest callers of other kinds ask too. The marks are the share of answered
+requests of each kind, and p99 compared with the same callers without the attack. Each kind has an
+address of its own in 127.0.0.0/8 (Linux), because the service is fair by caller.
 
     python -m benchmarks.reliability --only avif-batches heic-30 --seconds 20 --workers 1
     python -m benchmarks.reliability --soak 30        # minutes without a fault: does memory grow?
 
-All callers run on the cores of the service, as an attacker's would not, but the hostile in a
-process of their own.
+`make chaos` and `make soak` run these too.
+
+All callers share the cores of the service, unlike real attackers. Hostile callers have a process
+of their own.
 """
 
 import argparse
@@ -23,7 +24,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import random
 import signal
 import statistics
 import sys
@@ -39,215 +39,30 @@ from typing import Any
 
 import httpx
 
-from benchmarks import checkpoints, pictures
-from benchmarks.attacks import (
-    ATTACKS,
-    KEY,
-    MODEL,
-    OTHERS,
-    Callers,
-    attack,
-    attacked,
-    client_of,
-    grpc_port,
-)
+from benchmarks import pictures
+from benchmarks.attack_requests import MODEL, Callers
+from benchmarks.attacked_services import ADMIN, KINDS, Service, prepare, settings_of
+from benchmarks.attacks import ATTACKS, OTHERS, attack, attacked
+from benchmarks.honest import Honest, learn, told_apart
 from benchmarks.record import RESULTS, Record, table
-from benchmarks.servers import VITSERVE, Running, resident_mib
+from benchmarks.servers import VITSERVE, resident_mib
 
-# Until then after a kill a connection may end without an answer.
-_CUT_SECONDS = 12.0
-# Sum of differences between the scores of two pictures from which on they are told apart.
-_APART = 0.2
-# Such a sum up to which an answer is a picture's: scores depend a little on the batch and on what
-# else it computes.
-_CLOSE = _APART / 2
-_ADMIN = "admin"
-# Outcomes that must never happen.
-_FAULTS = ("cut", "no answer", "mixed up", "wrong status")
-# Marks beside an attack: JPEGs that are answered of those that are due; p99 beside that without
-# one. The service refuses such requests unread, so they hurt nobody and prove nothing.
-_WRONG_HOST = "421"
-_LEAST_JPEG, _LONGEST = 0.995, 3.0
+# Marks during an attack: the share of due JPEGs that are answered, and p99 compared with the quiet
+# service's.
+_LEAST_JPEG = 0.995
+_LONGEST = 3.0
 # Seconds of a hurt before honest callers come.
 _HEAD_START = 2.0
-
-Scores = Mapping[int, float]
-
-
-class Service(Running):
-    """A service that is started again where it has ended, as systemd or Docker would."""
-
-    last_kill = -_CUT_SECONDS
-
-    def children(self, *, torch: bool) -> list[int]:
-        """Return the engine processes (with torch or OpenVINO in their memory), or the web workers."""
-        found = []
-        with contextlib.suppress(OSError):
-            path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-            for pid in map(int, path.read_text().split()):
-                maps = Path(f"/proc/{pid}/maps").read_text()
-                if ("libtorch" in maps or "libopenvino" in maps) == torch:
-                    found.append(pid)
-        return found
-
-    async def until_ready(self, seconds: float = 300) -> float:
-        """Wait until it is ready, start it again where it has ended, and return the seconds."""
-        began = time.monotonic()
-        async with httpx.AsyncClient(base_url=self.url, timeout=2) as client:
-            while time.monotonic() - began < seconds:
-                if self.process.poll() is not None:
-                    self.launch()
-                with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get("/readyz")).status_code == 200:
-                        return time.monotonic() - began
-                await asyncio.sleep(0.05)
-        raise TimeoutError(f"not ready after {seconds:g} s:\n{self.log_end()}")
-
-
-@dataclass
-class Honest:
-    """Callers who mean well, and what became of their requests.
-
-    Attributes:
-        bodies: pictures whose answers tell them apart.
-        known: by picture the scores that the quiet service gave, by each model that may answer.
-        counts: outcomes; those of `_FAULTS` must never happen.
-        seconds: of each right answer.
-    """
-
-    service: Service
-    bodies: Sequence[bytes]
-    known: list[list[Scores]]
-    counts: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
-
-    async def run(self, rate: float, seconds: float) -> None:
-        """Send for some seconds at a rate (requests a second), then wait for the answers."""
-        await Callers(self._one, "127.0.0.1", rate, counts=self.counts).run(
-            self.service.url, seconds
-        )
-
-    async def _one(self, client: httpx.AsyncClient, number: int) -> str:
-        began, chance = time.monotonic(), random.Random(number)
-        try:
-            outcome = await self._ask(client, chance.randrange(len(self.bodies)), chance.random())
-        except httpx.ConnectError:
-            return "not connected"
-        except httpx.TimeoutException:
-            return "no answer"
-        except httpx.TransportError:
-            killed = time.monotonic() - self.service.last_kill < _CUT_SECONDS
-            return "cut by a kill" if killed else "cut"
-        if outcome == "right":
-            self.seconds.append(time.monotonic() - began)
-        return outcome
-
-    async def _ask(self, client: httpx.AsyncClient, number: int, kind: float) -> str:
-        """Ask for one picture, for several, or with half a picture; a few callers leave."""
-        if kind < 0.05:
-            answer = await client.post(
-                "/classify", content=self.bodies[number][: len(self.bodies[number]) // 9]
-            )
-            return "refused" if answer.status_code == 422 else _of_status(answer)
-        if kind < 0.1:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await client.post("/classify", content=self.bodies[number])
-            return "left"
-        if kind < 0.15:
-            chosen = [number, (number + 1) % len(self.bodies)]
-            files = [("file", ("a.jpg", self.bodies[each])) for each in chosen]
-            answer = await client.post("/classify/batch", files=files)
-            documents = answer.json()["results"] if answer.status_code == 200 else []
-            if any("error" in document for document in documents):
-                return "503"
-        else:
-            chosen, query = [number], {"attention": "true"} if kind < 0.25 else {}
-            answer = await client.post("/classify", content=self.bodies[number], params=query)
-            documents = [answer.json()]
-        if answer.status_code != 200:
-            return _of_status(answer)
-        return "right" if all(map(self._fits, chosen, documents)) else "mixed up"
-
-    def _fits(self, number: int, document: Mapping[str, Any]) -> bool:
-        """Whether an answer is this picture's, and wholly of one model."""
-        given = _scores(document)
-        return any(
-            sum(abs(known.get(k, 0) - v) for k, v in given.items()) < _CLOSE
-            for known in self.known[number]
-        )
-
-    def told(self) -> dict[str, float]:
-        """Return the share of right answers among those that were due one, and milliseconds."""
-        due = sum(self.counts.values()) - self.counts["left"] - self.counts["refused"]
-        cuts = (
-            [*statistics.quantiles(self.seconds, n=100)]
-            if len(self.seconds) > 1
-            else [float("nan")] * 99
-        )
-        faults = sum(self.counts[name] for name in _FAULTS)
-        share = round(self.counts["right"] / due, 4) if due else 0.0
-        return {
-            "due": due,
-            "answered": share,
-            "p50": 1e3 * cuts[49],
-            "p99": 1e3 * cuts[98],
-            "faults": faults,
-        }
-
-
-def _of_status(answer: httpx.Response) -> str:
-    if answer.status_code in (429, 503, 504):
-        return str(answer.status_code)
-    print(f"wrong status: {answer.status_code} {answer.text[:200]}", file=sys.stderr, flush=True)
-    return "wrong status"
-
-
-def _scores(document: Mapping[str, Any]) -> dict[int, float]:
-    return {best["index"]: best["score"] for best in document["predictions"]}
-
-
-async def learn(url: str, files: Sequence[bytes]) -> list[Scores]:
-    """Return the scores of the ten best classes of each picture, as the quiet service answers now."""
-    async with client_of(url, "127.0.0.1") as client:
-        answers = [await client.post("/classify?top_k=10", content=data) for data in files]
-        return [_scores(answer.json()) for answer in answers]
-
-
-def told_apart(files: Sequence[bytes], scores: Sequence[Scores]) -> list[int]:
-    """Return the numbers of the pictures that their answers tell apart; raises `ValueError` below
-    four.
-    """
-    found: list[int] = []
-    for number, own in enumerate(scores):
-        if all(
-            sum(abs(own.get(k, 0) - scores[o].get(k, 0)) for k in {*own, *scores[o]}) >= _APART
-            for o in found
-        ):
-            found.append(number)
-    if len(found) < 4:
-        raise ValueError(f"the model tells only {len(found)} of {len(files)} pictures apart")
-    return found
-
-
-@asynccontextmanager
-async def _serving(settings: Mapping[str, str], files: Sequence[bytes]) -> AsyncIterator[Honest]:
-    """Start a service, yield honest callers who know its answers, stop it; raises `RuntimeError` if
-    it ends badly.
-    """
-    service = Service(VITSERVE, settings)
-    try:
-        await service.until_ready()
-        scores = await learn(service.url, files)
-        chosen = told_apart(files, scores)
-        yield Honest(
-            service, [files[number] for number in chosen], [[scores[number]] for number in chosen]
-        )
-    finally:
-        exit_code = service.stop()
-    print(f"stopped in order at the end: exit code {exit_code}")
-    if exit_code:
-        raise RuntimeError(f"the service ended with {exit_code}")
+# Outcomes that hostile callers must not see. A refused address, path or host proves nothing about
+# the attack; the others are faults of the service.
+_WRONG_OUTCOMES = (
+    *("404", "405", "421", "500", "not kept"),
+    *("INTERNAL", "UNIMPLEMENTED", "UNKNOWN", "ConnectError"),
+)
+_HEADER = (
+    *("due", "answered", "p50 ms", "p99 ms", "faults", "ready after s", "MiB"),
+    *("answered of others", "marks"),
+)
 
 
 # Faults. Each gets the service and repeats until it is cancelled.
@@ -255,7 +70,7 @@ async def _serving(settings: Mapping[str, str], files: Sequence[bytes]) -> Async
 
 async def _signals(number: signal.Signals, who: str, service: Service) -> None:
     while True:
-        await asyncio.sleep(7)  # so that requests are under way
+        await asyncio.sleep(7)  # so that requests are in flight
         pids = {"engine": service.children(torch=True), "worker": service.children(torch=False)}
         if who != "engine":  # connections may end with it
             service.last_kill = time.monotonic()
@@ -266,10 +81,8 @@ async def _signals(number: signal.Signals, who: str, service: Service) -> None:
 
 
 async def _load(service: Service, checkpoint: str) -> None:
-    headers, body = (
-        {"Authorization": f"Bearer {_ADMIN}"},
-        {"parameters": {"checkpoint": checkpoint}},
-    )
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    body = {"parameters": {"checkpoint": checkpoint}}
     async with httpx.AsyncClient(base_url=service.url, timeout=300, headers=headers) as client:
         answer = await client.post(f"/v2/repository/models/{MODEL}/load", json=body)
     if answer.status_code not in (200, 503):
@@ -277,7 +90,7 @@ async def _load(service: Service, checkpoint: str) -> None:
 
 
 async def swaps(service: Service) -> None:
-    """The checkpoint is loaded again, under the same name, as often as the service takes it."""
+    """Load two checkpoints in turn under the same name, as often as the service allows."""
     for checkpoint in itertools.cycle(["other", "first"]):
         await _load(service, checkpoint)
 
@@ -290,161 +103,197 @@ FAULTS: dict[str, Callable[[Service], Coroutine[Any, Any, None]]] = {
     "kill-service": partial(_signals, signal.SIGKILL, "service"),
     "terminate": partial(_signals, signal.SIGTERM, "service"),
 }
-"""What happens beside the honest callers."""
+"""The faults by name."""
 
 _NEED_WORKERS = {"kill-engine", "kill-worker", "stop-worker"}
 
 
-async def _beside(
+# Measurements
+
+
+@asynccontextmanager
+async def _serving(
+    settings: Mapping[str, str],
+    files: Sequence[bytes],
+    ready: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+) -> AsyncIterator[Honest]:
+    """Start a service, yield honest callers that know its answers, and stop it.
+
+    Args:
+        ready: prepares the service at this URL.
+
+    Raises:
+        RuntimeError: the service ends with another exit code than 0.
+    """
+    service = Service(VITSERVE, settings)
+    try:
+        await service.until_ready()
+        if ready is not None:
+            await ready(service.url)
+        scores = await learn(service.url, files)
+        numbers = told_apart(files, scores)
+        known = [[scores[number]] for number in numbers]
+        yield Honest(service, [files[number] for number in numbers], known)
+    finally:
+        exit_code = service.stop()
+    print(f"stopped in order at the end: exit code {exit_code}")
+    if exit_code:
+        raise RuntimeError(f"the service ended with {exit_code}")
+
+
+async def _measure(
     name: str, kinds: Sequence[str], honest: Honest, rate: float, seconds: float
 ) -> dict[str, Callers]:
-    """Let honest callers, these kinds of others too, ask beside a hurt; return all other callers."""
+    """Let honest callers ask during a hurt, and return all other callers.
+
+    Args:
+        name: name of an attack or a fault; another name hurts nothing.
+        kinds: kinds of `OTHERS` that ask too.
+    """
     url = honest.service.url
-    found = {kind: await asyncio.to_thread(OTHERS[kind]) for kind in kinds}
+    others = {kind: await asyncio.to_thread(OTHERS[kind]) for kind in kinds}
     hurt: Coroutine[Any, Any, Callers | None]
     if name in ATTACKS:
         hurt = attacked(await attack(name, url, seconds + _HEAD_START))
+    elif name in FAULTS:
+        hurt = FAULTS[name](honest.service)
     else:
-        hurt = FAULTS[name](honest.service) if name in FAULTS else asyncio.sleep(0)
+        hurt = asyncio.sleep(0)
     hurting = asyncio.create_task(hurt)
     async with asyncio.TaskGroup() as group:
-        for each in found.values():
-            group.create_task(each.run(url, seconds + _HEAD_START))
+        for callers in others.values():
+            group.create_task(callers.run(url, seconds + _HEAD_START))
         await asyncio.sleep(_HEAD_START)
         await honest.run(rate, seconds)
         if hurting.done():
-            hurting.result()  # a fault of this program
+            hurting.result()  # raises a fault of this program
         if name in FAULTS:
             hurting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         attackers = await hurting
-        found |= {} if attackers is None else {"attackers": attackers}
-    return found
+        if attackers is not None:
+            others["attackers"] = attackers
+    return others
 
 
-def missed(
-    found: Mapping[str, float], quiet_p99: float, others: Mapping[str, Callers]
-) -> list[str]:
-    """Return the marks that were missed beside an attack, each with what was found."""
+@dataclass(frozen=True)
+class Quiet:
+    """Times of a service that nothing hurts, in milliseconds.
+
+    Attributes:
+        p99: time of honest callers of JPEGs.
+        medians: time of each other kind of callers.
+    """
+
+    p99: float
+    medians: Mapping[str, float] = field(default_factory=dict)
+
+
+def missed(told: Mapping[str, float], quiet: Quiet, others: Mapping[str, Callers]) -> list[str]:
+    """Return the missed marks of an attack, each with its figure."""
     marks = []
-    if found["answered"] < _LEAST_JPEG:
-        marks.append(f"answered {found['answered']:.1%}")
-    if not found["p99"] <= _LONGEST * quiet_p99:
-        marks.append(f"p99 {found['p99'] / quiet_p99:.1f} x")
-    if "attackers" in others and others["attackers"].counts[_WRONG_HOST]:
-        marks.append("the attack was refused for its Host header")
-    return marks + [
-        f"{kind} {each}"
-        for kind, each in others.items()
-        if each.counts["200"] < each.least * each.counts.total()
-    ]
+    if told["answered"] < _LEAST_JPEG:
+        marks.append(f"answered {told['answered']:.1%}")
+    if not told["p99"] <= _LONGEST * quiet.p99:
+        marks.append(f"p99 {told['p99'] / quiet.p99:.1f} x")
+    for kind, callers in others.items():
+        if callers.counts["200"] < callers.least * callers.counts.total():
+            marks.append(f"{kind} {callers}")
+        if callers.longest and not callers.median_ms <= callers.longest * quiet.medians[kind]:
+            marks.append(f"{kind} p50 {callers.median_ms / quiet.medians[kind]:.1f} x")
+    attackers = others.get("attackers")
+    if attackers is not None:
+        if not attackers.counts:
+            marks.append("the attack sent nothing")
+        wrong = {name: attackers.counts[name] for name in _WRONG_OUTCOMES}
+        marks += [f"attackers got {name}: {count}" for name, count in wrong.items() if count]
+    return marks
+
+
+def _service_of(name: str) -> str:
+    """Return the kind of service that an attack or a fault hurts."""
+    return ATTACKS[name].service if name in ATTACKS else "vit"
+
+
+def _runs_of(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the kinds of other callers of each run; a quiet run comes before its first hurt."""
+    runs: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        kinds = ATTACKS[name].beside if name in ATTACKS else ()
+        runs.setdefault(", ".join(["honest", *kinds]), kinds)
+        runs[name] = kinds
+    return runs
+
+
+async def _know_other(honest: Honest) -> None:
+    """Load the other checkpoint, and let its answers count as right too."""
+    await _load(honest.service, "other")
+    scores = await learn(honest.service.url, honest.bodies)
+    honest.known = [[*known, other] for known, other in zip(honest.known, scores, strict=True)]
 
 
 async def _hurt(
     kind: str, arguments: argparse.Namespace, record: Record, files: Sequence[bytes]
 ) -> int:
-    """Measure one kind of service without and beside each hurt, print the table, and return the
-    number of faults.
+    """Measure one kind of service with and without each hurt, and print the table.
+
+    Returns:
+        The number of faults.
     """
-    names = [
-        name
-        for name in arguments.only
-        if (ATTACKS[name].service if name in ATTACKS else "vit") == kind
-    ]
+    names = [name for name in arguments.only if _service_of(name) == kind]
     if not names:
         return 0
-    faults, rows, quiet_p99 = 0, [], dict[Sequence[str], float]()
-    runs: dict[str, Sequence[str]] = {}
-    for name in names:
-        others_of = ATTACKS[name].beside if name in ATTACKS else ()
-        runs |= {", ".join(["honest", *others_of]): others_of, name: others_of}
-    with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as folder:
-        async with _serving(_settings(kind, Path(folder), arguments), files) as quiet:
-            for name, kinds in runs.items():
+    faults = 0
+    rows = []
+    quiet: dict[Sequence[str], Quiet] = {}
+    with tempfile.TemporaryDirectory(prefix="vitserve-hurt-") as directory:
+        folder = Path(directory)
+        settings = settings_of(kind, folder, arguments.workers) | _set_by_hand(arguments)
+        async with _serving(settings, files, partial(prepare, kind, folder=folder)) as callers:
+            for name, kinds in _runs_of(names).items():
                 if name == "swaps":
-                    await _load(quiet.service, "other")
-                    both = zip(
-                        quiet.known, await learn(quiet.service.url, quiet.bodies), strict=True
-                    )
-                    quiet.known = [[*own, other] for own, other in both]
-                honest = replace(quiet, counts=Counter(), seconds=[])
-                others = await _beside(name, kinds, honest, arguments.rate, arguments.seconds)
-                ready = await honest.service.until_ready()
-                found: dict[str, Any] = honest.told() | {
-                    "ready_s": ready,
-                    "resident_mib": resident_mib(honest.service.process.pid),
-                }
-                faults += int(found["faults"])
-                quiet_p99.setdefault(kinds, found["p99"])
-                marks = (
-                    ", ".join(missed(found, quiet_p99[kinds], others)) or "met"
-                    if name in ATTACKS
-                    else ""
-                )
-                told = ", ".join(f"{other} {each}" for other, each in others.items())
-                rows.append([name, *found.values(), told, marks])
-                counts = {"honest": honest.counts} | {
-                    other: each.counts for other, each in others.items()
-                }
-                found |= {"counts": counts, "marks": marks}
-                record.section(f"{arguments.workers} workers, {kind}")[name] = found
+                    await _know_other(callers)
+                honest = replace(callers, counts=Counter(), seconds=[])
+                others = await _measure(name, kinds, honest, arguments.rate, arguments.seconds)
+                told: dict[str, Any] = honest.told()
+                told["ready_s"] = await honest.service.until_ready()
+                told["resident_mib"] = resident_mib(honest.service.process.pid)
+                faults += told["faults"]
+                if kinds not in quiet:
+                    medians = {other: each.median_ms for other, each in others.items()}
+                    quiet[kinds] = Quiet(told["p99"], medians)
+                marks = ""
+                if name in ATTACKS:
+                    marks = ", ".join(missed(told, quiet[kinds], others)) or "met"
+                answered = ", ".join(f"{other} {each}" for other, each in others.items())
+                rows.append([name, *told.values(), answered, marks])
+                counts = {other: each.counts for other, each in others.items()}
+                told |= {"counts": {"honest": honest.counts, **counts}, "marks": marks}
+                record.section(f"{arguments.workers} workers, {kind}")[name] = told
                 record.save()
-                print(f"{name}: {counts} {marks}", file=sys.stderr, flush=True)
-    header = [
-        "due",
-        "answered",
-        "p50 ms",
-        "p99 ms",
-        "faults",
-        "ready after s",
-        "MiB",
-        "answered of others",
-        "marks",
-    ]
-    print(table([kind, *header], rows))
+                print(f"{name}: {told['counts']} {marks}", file=sys.stderr, flush=True)
+    print(table([kind, *_HEADER], rows))
     return faults
 
 
+def _set_by_hand(arguments: argparse.Namespace) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in arguments.setting)
+
+
 async def hurt_all(arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
-    """Measure each kind of service, for one number of workers; return how many faults there were."""
-    return sum(
-        [await _hurt(kind, arguments, record, files) for kind in ("vit", "keys", "models", "clip")]
-    )
-
-
-def _settings(kind: str, folder: Path, arguments: argparse.Namespace) -> dict[str, str]:
-    """Write checkpoints of one architecture and other weights into a folder; return the settings of
-    a service.
-    """
-    first = folder / "models" / "first"
-    if kind == "clip":
-        checkpoints.write_clip(first)
-    else:
-        for name, seed in (("first", 0), ("other", 1)):
-            checkpoints.write(folder / "models" / name, checkpoints.VIT32, seed=seed)
-    of_kind = {
-        "vit": {"VIT_ADMIN_KEY": _ADMIN, "VIT_CHECKPOINT_FOLDER": str(first.parent)},
-        "keys": {"VIT_API_KEYS": KEY},
-        "models": {"VIT_MODELS": str(first.parent), "VIT_CHECKPOINT": ""},
-        "clip": {"VIT_LABELS": "cat,dog,car,tree,sky,house,street,apple,person,night"},
-    }
-    settings = {
-        "VIT_WORKERS": str(arguments.workers),
-        "VIT_DRAIN_DELAY": "0",
-        "VIT_GRPC_PORT": str(grpc_port()),
-    }
-    settings |= {} if kind == "models" else {"VIT_CHECKPOINT": str(first), "VIT_MODEL_NAME": MODEL}
-    return settings | of_kind[kind] | dict(pair.split("=", 1) for pair in arguments.setting)
+    """Measure each kind of service, for one number of workers; return the number of faults."""
+    return sum([await _hurt(kind, arguments, record, files) for kind in KINDS])
 
 
 async def soak(arguments: argparse.Namespace, record: Record, files: Sequence[bytes]) -> int:
-    """Send mixed requests for some minutes, look at the processes, and tell what grows; return how
-    many faults.
+    """Send mixed requests for some minutes, and print how much the processes grow.
+
+    Returns:
+        The number of faults.
     """
     samples: list[dict[str, float]] = []
     settings = {"VIT_RECENT_TTL": "0", "VIT_WORKERS": str(arguments.workers)}
-    settings |= dict(pair.split("=", 1) for pair in arguments.setting)
-    async with _serving(settings, files) as honest:
+    async with _serving(settings | _set_by_hand(arguments), files) as honest:
         sending = asyncio.ensure_future(honest.run(arguments.rate, 60 * arguments.soak))
         process = Path(f"/proc/{honest.service.process.pid}")
         while not sending.done():
@@ -461,16 +310,30 @@ async def soak(arguments: argparse.Namespace, record: Record, files: Sequence[by
     record.data |= {"outcomes": honest.counts, "samples": samples}
     record.save()
     settled = samples[len(samples) // 5 :]  # allocators and caches are warm
-    x = [sample["requests"] / 1000 for sample in settled]
-    slopes = {
-        n: statistics.linear_regression(x, [s[n] for s in settled]).slope
-        for n in samples[0]
-        if n != "requests"
-    }
+    thousands = [sample["requests"] / 1000 for sample in settled]
+    rows = []
+    for name in samples[0]:
+        if name != "requests":
+            values = [sample[name] for sample in settled]
+            slope = statistics.linear_regression(thousands, values).slope
+            rows.append((name, samples[-1][name], f"{slope:+.4f}"))
     print(dict(honest.counts), honest.told())
-    rows = [(name, samples[-1][name], f"{slope:+.4f}") for name, slope in slopes.items()]
     print(table(["", "at the end", "growth per 1,000 requests"], rows))
     return int(honest.told()["faults"])
+
+
+def _chosen(only: Sequence[str] | None, workers: int) -> list[str]:
+    """Return the hurts to measure, and print which are skipped and why."""
+    names = []
+    for name in only or [*ATTACKS, *FAULTS]:
+        if only is None and workers == 1 and name in _NEED_WORKERS:
+            continue
+        lacking = ATTACKS[name].lacking if name in ATTACKS else []
+        if lacking:
+            print(f"{name}: skipped: it needs {', '.join(lacking)}", file=sys.stderr)
+            continue
+        names.append(name)
+    return names
 
 
 def main() -> int:
@@ -493,15 +356,9 @@ def main() -> int:
     )
     parser.add_argument("--record", type=Path, default=RESULTS / "reliability.json")
     arguments = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("ended")
-    )  # a run that is ended stops its service
-    if arguments.only is None:
-        arguments.only = [
-            name
-            for name in [*ATTACKS, *FAULTS]
-            if arguments.workers > 1 or name not in _NEED_WORKERS
-        ]
+    # A run that is ended stops its service.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
+    arguments.only = _chosen(arguments.only, arguments.workers)
     paths, origin = pictures.ensure()
     record = Record(
         arguments.record, dtype="auto", about={"pictures": origin, "rate": arguments.rate}

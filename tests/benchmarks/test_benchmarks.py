@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks import checkpoints, gpu, gpu_kit, gpu_steps
-from benchmarks.attacks import HOSTILE, Callers, post
+from benchmarks.attack_requests import HOSTILE, Callers, form_of, hang_ups, post, relabels
+from benchmarks.attacked_services import KINDS
+from benchmarks.attacks import ATTACKS, OTHERS
 from benchmarks.explanations import (
     RANDOM,
     Maps,
@@ -23,9 +26,10 @@ from benchmarks.explanations import (
     mosaic,
     quarter_share,
 )
+from benchmarks.honest import Honest, told_apart
 from benchmarks.load import Load, Loader
 from benchmarks.record import Record, table
-from benchmarks.reliability import Honest, missed, told_apart
+from benchmarks.reliability import Quiet, missed
 from benchmarks.servers import OURS
 
 
@@ -101,15 +105,77 @@ def test_an_answer_that_is_another_pictures_or_of_two_models_is_mixed_up():
     assert not honest._fits(0, answer(0.1, 0.9))
 
 
-def test_an_attack_refused_by_its_host_misses() -> None:
-    found = {"answered": 1.0, "p99": 20.0}
+@pytest.mark.parametrize("outcome", ["421", "404", "500", "not kept"])
+def test_wrong_outcome_of_attackers_misses(outcome: str) -> None:
+    told = {"answered": 1.0, "p99": 20.0}
     attackers = Callers(post(b""), HOSTILE)
     attackers.counts["503"] = 300
-    assert missed(found, 20.0, {"attackers": attackers}) == []
-    attackers.counts["421"] = 1
-    assert missed(found, 20.0, {"attackers": attackers}) == [
-        "the attack was refused for its Host header"
+    assert missed(told, Quiet(20.0), {"attackers": attackers}) == []
+    attackers.counts[outcome] = 1
+    marks = missed(told, Quiet(20.0), {"attackers": attackers})
+    assert marks == [f"attackers got {outcome}: 1"]
+
+
+def test_attack_without_requests_misses() -> None:
+    told = {"answered": 1.0, "p99": 20.0}
+    marks = missed(told, Quiet(20.0), {"attackers": Callers(post(b""), HOSTILE)})
+    assert marks == ["the attack sent nothing"]
+
+
+def test_slow_honest_calls_miss_their_mark() -> None:
+    told = {"answered": 1.0, "p99": 20.0}
+    calls = Callers(post(b""), "127.0.0.7", longest=3, seconds=[0.031])
+    assert missed(told, Quiet(20.0, {"grpc": 11.0}), {"grpc": calls}) == []
+    marks = missed(told, Quiet(20.0, {"grpc": 10.0}), {"grpc": calls})
+    assert marks == ["grpc p50 3.1 x"]
+
+
+def test_attacks_name_known_callers_and_services() -> None:
+    for attack in ATTACKS.values():
+        assert attack.service in KINDS
+        assert set(attack.beside) <= OTHERS.keys()
+
+
+def test_hang_ups_leave_before_the_answer() -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(1)
+        return httpx.Response(200)
+
+    async def run() -> str:
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://any") as client:
+            return await hang_ups("/heads/large/examples")(client, 0)
+
+    assert asyncio.run(run()) == "left"
+
+
+def test_relabels_change_a_label_of_each_head() -> None:
+    seen: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(str(request.url).removeprefix("http://any"))
+        return httpx.Response(200)
+
+    async def run() -> None:
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://any") as client:
+            for number in (0, 1, 60, 60 * 32):
+                await relabels()(client, number)
+
+    asyncio.run(run())
+    assert seen == [
+        "/heads/head-00/examples/1?label=dog",
+        "/heads/head-01/examples/1?label=dog",
+        "/heads/head-00/examples/2?label=dog",
+        "/heads/head-00/examples/33?label=cat",
     ]
+
+
+def test_forms_have_files_and_fields() -> None:
+    content, headers = form_of([b"picture"], model="a,b")
+    assert headers["Content-Type"].startswith("multipart/form-data; boundary=")
+    assert content.count(b'name="file"; filename="a"') == 1
+    assert b'name="model"\r\n\r\na,b\r\n' in content
 
 
 @pytest.mark.timeout(120)
