@@ -21,7 +21,7 @@ from service.errors import QueueFull
 from service.settings import load_settings
 from tests.model.checkpoint import whole_models
 from tests.model.images.pictures import encode
-from tests.needs import needs_methods
+from tests.needs import needs, needs_methods
 from tests.service.fakes import (
     expected_embedding,
     on_a_loop,
@@ -83,7 +83,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["one process", "several"])
+@pytest.mark.parametrize(
+    "remote",
+    [
+        pytest.param(False, id="one process"),
+        pytest.param(True, id="several", marks=needs("cluster")),
+    ],
+)
 @pytest.mark.parametrize("count", [1, 2, 14])
 def test_label_maps_equal_those_of_fixed_labels(count: int, remote: bool, folder: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 2}
