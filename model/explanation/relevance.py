@@ -13,6 +13,9 @@ scales held constant (see `model.explanation.frozen_gradients`), in two steps.
 On a coarse grid, a token has seen more than its patch. There, relevance goes three blocks back and
 is smoothed. It is also multiplied by the root of the token's share that arrives at the head's
 input. A map shows the square, and so weights tokens by that share.
+
+Sizes in shapes: B images, N tokens, S strongest tokens, D features, `heads` attention heads of
+`head_dim`, `read` tokens that the head reads, and Q queries.
 """
 
 import math
@@ -135,7 +138,8 @@ def with_moved(
     attentions = [block.attn for block in blocks[last_first]]
     if not attentions:
         return start.relevance
-    moved = _moved(weights.hops, attentions, kept[last_first], start)
+    moved = _moved(weights.hops, attentions, kept[last_first], start)  # [B, S, N]
+    # The source tokens gain what the strongest tokens lose.
     return (start.relevance + moved.sum(dim=1)).scatter_add(1, start.strongest, -moved.sum(dim=2))
 
 
@@ -172,7 +176,7 @@ def start_at_block(weights: FoldedWeights, block: Block, kept: Kept, gradient: T
     hidden = kept.hidden
     if hidden is None:
         hidden = block.mlp.fc1(block.norm2(attended))
-    hidden = hidden[:, :read]
+    hidden = hidden[:, :read]  # [B, read, hidden features]
     to_mlp = through_mlp(block.mlp, hidden, through_scale(block.ls2, gradient))
     gradient = gradient + through_norm(block.norm2, attended, to_mlp)
     bias = attention.bias()
@@ -180,9 +184,11 @@ def start_at_block(weights: FoldedWeights, block: Block, kept: Kept, gradient: T
         bias = bias[:, :, :read]
     weights_of_read = _softmax(attention, kept.q[:, :, :read], kept.k, bias)  # [B, heads, read, N]
     to_heads = nn.functional.linear(gradient.to(weights.last.dtype), weights.last)
+    # [B, heads, read, head_dim]
     to_heads = _through_norm_of_heads(attention, to_heads, weights_of_read, kept.v)
+    # [B, heads, read, N]
     through_attention = weights_of_read * (to_heads @ kept.v.transpose(-2, -1))
-    through_residual = _dot(gradient, kept.x[:, :read].float())
+    through_residual = _dot(gradient, kept.x[:, :read].float())  # [B, read]
     unread = int(kept.x.shape[1]) - read
     relevance = through_attention.sum(dim=(1, 2), dtype=torch.float32) + nn.functional.pad(
         through_residual, (0, unread)
@@ -192,8 +198,11 @@ def start_at_block(weights: FoldedWeights, block: Block, kept: Kept, gradient: T
     if isinstance(block.norm1, nn.LayerNorm):
         shares = shares * inverse_deviation(block.norm1, _at(kept.x, rows)).to(shares.dtype)
     to_values = to_heads.transpose(0, 1).flatten(1, 2) @ weights.values  # [heads, B read, D]
+    # [B, heads, read, D]
     by_image = to_values.reshape(attention.heads, -1, read, to_values.shape[2]).transpose(0, 1)
-    is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)
+    # A strongest token that the head reads also has the gradient along the residual connection.
+    is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)  # [B, S, read]
+    # [B, S, heads read + read] @ [B, heads read + read, D]
     shares = torch.cat((shares, is_read.to(shares.dtype)), dim=2)
     to_inputs = torch.cat((by_image.flatten(1, 2), gradient.to(to_values.dtype)), dim=1)
     return Start(relevance, strongest, rows, shares @ to_inputs)
@@ -269,9 +278,9 @@ def _moved(weight: Tensor, attentions: list[Attention], kept: list[Kept], start:
         bias = attention.bias()
         if bias is not None:
             bias = bias[0].transpose(0, 1)[start.strongest].transpose(1, 2)  # [B, heads, S, N]
-        q = _at(of_block.q.transpose(1, 2), start.rows).transpose(1, 2)
-        weights = _softmax(attention, q, of_block.k, bias)
-        to_heads = projected[:, :, index * width : (index + 1) * width]
+        q = _at(of_block.q.transpose(1, 2), start.rows).transpose(1, 2)  # [B, heads, S, head_dim]
+        weights = _softmax(attention, q, of_block.k, bias)  # [B, heads, S, N]
+        to_heads = projected[:, :, index * width : (index + 1) * width]  # [B, S, D]
         to_heads = _through_norm_of_heads(attention, to_heads, weights, of_block.v)
         of_hop = weights * (to_heads @ of_block.v.transpose(-2, -1))
         moved = of_hop if moved is None else moved + of_hop

@@ -1,4 +1,13 @@
-"""A batch whose images ask for maps, embeddings, logits or further heads."""
+"""A batch whose images ask for maps, embeddings, logits or further heads.
+
+Names of indices:
+
+    image       of an image in the batch
+    number      of a request to one head, over all images: an image has several if its request has
+                `more`
+    row         of a request among those to the same head; also of its row in their arrays
+    position    of an entry in any shorter selection, such as the rows that share a pass
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +44,7 @@ class _HeadRequest(NamedTuple):
 
     Attributes:
         image: index of the image in the batch.
-        requested: the requested outputs.
+        requested: the outputs that the head computes.
         map_head: the head whose class a map shows.
     """
 
@@ -50,7 +59,7 @@ class _Pass(NamedTuple):
     Attributes:
         request: the outputs requested of the pass.
         arrays: its outputs by name.
-        aimed: maps of further heads' classes, by the index of their request.
+        aimed: maps of further heads' classes, by the number of their request.
     """
 
     request: BatchRequest
@@ -162,11 +171,11 @@ class MixedBatch:
         arrays = self._backend.aim(self._images, request, aims).tensors()
         values, kept_mass = sharpened_maps(arrays.pop("aimed"), self._config)
         aimed: dict[int, AttentionMap] = {}
-        for row, number in enumerate(numbers):
+        for position, number in enumerate(numbers):
             image, requested, head = self._head_requests[number]
             label, _ = _target(head, requested, arrays[head.features][image])
             aimed[number] = AttentionMap(
-                MapRequest("relevance", label), values[row], float(kept_mass[row])
+                MapRequest("relevance", label), values[position], float(kept_mass[position])
             )
         return _Pass(request, arrays, aimed)
 
@@ -177,7 +186,7 @@ class MixedBatch:
 
         Args:
             head: the head that scores the images.
-            numbers: indices of the requests to it.
+            numbers: numbers of the requests to it.
             computed: the batch's pass.
         """
         head_requests = [self._head_requests[number] for number in numbers]

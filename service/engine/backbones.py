@@ -4,7 +4,9 @@
     ModelEngine ----------------------+--> LocalEngine: one queue, one runner with a head for each
 
 A model is loaded on a thread of an engine of its own. If the loader returns a runner that another
-engine already has, that engine answers for the model, too. An engine is closed with its last model.
+engine already has, that engine answers for the model, too. The model's own engine then ends: its
+thread raises `HandedOver`, and the model takes the other engine on the event loop (`changed`). An
+engine is closed with its last model.
 `service.models.residency` decides which one is unloaded for others.
 """
 
@@ -85,6 +87,7 @@ class ModelEngine:
         )
         self._backbones = backbones
         self._settings = settings
+        # The engine that the thread found, until the event loop takes it up.
         self._joined: tuple[LocalEngine, ModelInfo] | None = None
         self._closed = False
         self._on_change: Callable[[], None] = lambda: None

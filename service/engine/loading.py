@@ -149,7 +149,7 @@ def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
     shared = _LIVE.get(key)
     if shared is not None:
         _label_sets(settings, manifest.checkpoint)
-        return shared, _described(settings, manifest.checkpoint, shared, key, entry.head(manifest))
+        return shared, _add_model(settings, manifest.checkpoint, shared, key, entry.head(manifest))
     from model.runtime.start import kept_predictor  # noqa: PLC0415
 
     def on_read(checkpoint: Description) -> None:
@@ -159,7 +159,7 @@ def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
     kept = kept_predictor(entry, read, on_read, manifest=manifest, max_batch=settings.max_batch)
     if kept is None:
         return None
-    return kept, _described(settings, kept.checkpoint, kept, key)
+    return kept, _add_model(settings, kept.checkpoint, kept, key)
 
 
 class _Read(NamedTuple):
@@ -188,7 +188,7 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     shared = _LIVE.get(read.key)
     if shared is None:
         return _build(settings, read)
-    info = _described(settings, read.checkpoint, shared, read.key, read.head)
+    info = _add_model(settings, read.checkpoint, shared, read.key, read.head)
     read.keep_head(shared.dtype, info.parameters)
     return shared, info
 
@@ -238,7 +238,7 @@ def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
-    return predictor, _described(settings, read.checkpoint, predictor, read.key)
+    return predictor, _add_model(settings, read.checkpoint, predictor, read.key)
 
 
 @functools.cache
@@ -255,24 +255,29 @@ def _needs_transfer_features(settings: Settings) -> bool:
     )
 
 
-# The description of a model
+# A model in its predictor
 
 
-def _described(
+def _add_model(
     settings: Settings,
     checkpoint: Description,
     predictor: Predictor,
     key: str,
     head: Head | None = None,
 ) -> ModelInfo:
-    """Add a model's head to its predictor, and return the model's description.
+    """Add a model to its predictor, and return the model's description.
+
+    The first model of a backbone makes the predictor known to later ones (`_LIVE`), and decides its
+    coverage and the thresholds of its own head. A later model brings a further head,
+    unless the head is part of the backbone.
 
     Args:
         settings: settings of the model.
         checkpoint: description of its checkpoint.
         predictor: predictor of its backbone.
         key: key of its backbone.
-        head: its own head, if another model has brought the predictor.
+        head: its own head, if another model has brought the predictor; None if
+            the head is part of the backbone.
     """
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)

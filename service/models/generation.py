@@ -66,13 +66,19 @@ class Generation(Generic[E_co]):
         self.on_work: Callable[[], None] = lambda: None
         self._idle = asyncio.Event()
         self._idle.set()
-        # The engine knows only that it is loading, ready or failed.
+        # The last `move` to a state that the engine does not know, such as `unloaded`.
         self._beyond_engine: State | None = None
+        # The state when last looked at, to check the next transition.
         self._noted: State = "loading"
 
     @property
     def state(self) -> State:
-        """Return the current state, see `service.models.states`."""
+        """Return the current state, see `service.models.states`.
+
+        `leaving` and `gone` are final, whatever the engine does. Otherwise the engine tells
+        whether it is ready. An engine that is not ready is unloaded or failed if a `move` has said
+        so; else the engine tells whether it has failed or is loading.
+        """
         if self._beyond_engine in ("leaving", "gone"):
             return self._beyond_engine
         if self.engine.ready:
