@@ -337,6 +337,28 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         raise SettingsError(f"{variable}={value}: {message[:1].lower()}{message[1:]}") from None
 
 
+_NEEDS = {
+    "key_max_requests": ("api_keys",),
+    "metrics_public": ("api_keys",),
+    "checkpoint_folder": ("admin_key", "models"),
+    "strict": ("models",),
+    "models_bytes": ("models",),
+}
+"""Settings that have an effect only with one of others."""
+
+
+def unused_warnings(settings: Settings) -> list[str]:
+    """Return a warning for each setting that has no effect because another setting is unset."""
+    lines = []
+    for name, needed in _NEEDS.items():
+        if name in settings.model_fields_set and not any(
+            getattr(settings, other, None) for other in needed
+        ):
+            others = " or ".join(f"{ENV_PREFIX}{other.upper()}" for other in needed)
+            lines.append(f"{ENV_PREFIX}{name.upper()} has no effect without {others}")
+    return lines
+
+
 def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return a warning for each unknown `VIT_` variable and for each value with kept quotes."""
     known = [name.upper() for name in settings_class().model_fields]

@@ -17,7 +17,7 @@ from service.extension import check, extensions
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.models.configured import configured_models, notes_on_folder
 from service.observe import logs
-from service.settings import Settings, settings_class, variable_warnings
+from service.settings import Settings, settings_class, unused_warnings, variable_warnings
 
 logger = logging.getLogger("vitserve")
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
     logs.never_wait()
-    for line in variable_warnings():
+    for line in (*variable_warnings(), *unused_warnings(settings)):
         logger.warning("%s", line)
     if not settings.api_keys and not settings.is_local:
         logger.warning(

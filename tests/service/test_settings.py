@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from service.cli import serve
 from service.errors import SettingsError
 from service.setting_values import ApiKey
-from service.settings import Settings, load_settings, variable_warnings
+from service.settings import Settings, load_settings, unused_warnings, variable_warnings
 
 DEFAULTS: dict[str, Any] = {
     "checkpoint": "bundled",
@@ -346,3 +346,19 @@ def test_a_key_that_no_caller_can_send_is_refused(name: str, text: str) -> None:
     ) as raised:
         load_settings({name: text})
     assert "K1" not in str(raised.value) or "[" in str(raised.value)  # the example of a list
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        ({"key_max_requests": 3}, "VIT_KEY_MAX_REQUESTS has no effect without VIT_API_KEYS"),
+        ({"strict": True}, "VIT_STRICT has no effect without VIT_MODELS"),
+        (
+            {"checkpoint_folder": "/weights"},
+            "VIT_CHECKPOINT_FOLDER has no effect without VIT_ADMIN_KEY or VIT_MODELS",
+        ),
+        ({"metrics_public": False, "api_keys": "secret"}, None),
+    ],
+)
+def test_setting_without_effect_is_named(flags: dict[str, Any], warning: str | None) -> None:
+    assert unused_warnings(load_settings(flags)) == ([] if warning is None else [warning])

@@ -52,6 +52,19 @@ async def _beside(app: Application) -> AsyncIterator[None]:
     app.state.examples_lane.close()
 
 
+def _check(settings: Settings) -> None:
+    import logging
+
+    from service.extensions.teach.settings import TeachSettings
+    from service.settings import settings_of
+
+    teach = settings_of(settings, TeachSettings)
+    if teach.teach_thumbnails and teach.teach is None:
+        logging.getLogger("vitserve").warning(
+            "VIT_TEACH_THUMBNAILS has no effect without VIT_TEACH"
+        )
+
+
 def _reads_transfer_features(settings: Settings) -> bool:
     from service.extensions.teach.settings import TeachSettings
     from service.settings import settings_of
@@ -69,6 +82,7 @@ EXTENSION = Extension(
             example="vitserve teach pets photos/",
         )
     },
+    check=_check,
     routes=_routes,
     beside=_beside,
     reads_transfer_features=_reads_transfer_features,
