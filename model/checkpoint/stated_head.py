@@ -22,7 +22,7 @@ _NAME_THEM: Final = "name the labels with --labels FILE (VIT_LABELS)"
 
 
 @dataclass(frozen=True)
-class Labels:
+class HeadLabels:
     """Labels of a head, with notes and assumptions about them; see `Description`."""
 
     names: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class StatedHead:
     where: str
     multi_label: bool
 
-    def labels(self, classes: int, options: CheckpointOptions) -> Labels | None:
+    def labels(self, classes: int, options: CheckpointOptions) -> HeadLabels | None:
         """Return the operator's labels, else the config's; None if neither states labels.
 
         Args:
@@ -60,7 +60,7 @@ class StatedHead:
             CheckpointError: the config states other classes, or labels that contradict each other.
         """
         if options.labels is not None or not classes:
-            return Labels(options.labels_or(None, classes, self.where))
+            return HeadLabels(options.labels_or(None, classes, self.where))
         count = self.config.get("num_labels")
         if count not in (None, classes):
             raise CheckpointError(
@@ -89,7 +89,7 @@ class StatedHead:
             )
         return tuple(str(texts.get(name, name)) for name in names)
 
-    def _compared(self, names: tuple[str, ...]) -> Labels:
+    def _compared(self, names: tuple[str, ...]) -> HeadLabels:
         """Return the labels of `id2label`; refuse a `label2id` that contradicts them.
 
         Names that transformers makes up are not compared.
@@ -100,7 +100,7 @@ class StatedHead:
         inverse = {str(index): label for label, index in label2id.items()}
         indices = [str(index) for index in range(len(names))]
         if all(map(UNNAMED.fullmatch, names)) and inverse.keys() == set(indices):
-            return Labels(
+            return HeadLabels(
                 tuple(inverse[index] for index in indices),
                 assumed=("labels: those of label2id, because id2label has none (VIT_LABELS)",),
             )
@@ -122,8 +122,8 @@ class StatedHead:
                     f"one, or {_NAME_THEM}"
                 )
 
-    def _noted(self, names: tuple[str, ...]) -> Labels:
-        labels = Labels(names)
+    def _noted(self, names: tuple[str, ...]) -> HeadLabels:
+        labels = HeadLabels(names)
         if labels.has_names:
             return labels
         note = f"its classes have numbers only, {names[0]} to {names[-1]}: {_NAME_THEM}"

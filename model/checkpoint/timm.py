@@ -18,7 +18,7 @@ from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.resizing import resized_config, resized_positions
-from model.checkpoint.stated_head import Labels, stated_head
+from model.checkpoint.stated_head import HeadLabels, stated_head
 from model.checkpoint.timm_architectures import architectures, runs_in_library
 from model.checkpoint.timm_arguments import parse_arguments
 from model.checkpoint.timm_names import native_names
@@ -114,7 +114,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     labels = head.labels(network.config.num_classes, options)
     if _is_projection(name, network) and (labels is None or not labels.has_names):
         network = _projecting(network)
-        labels = Labels(assumed=(_PROJECTION,))
+        labels = HeadLabels(assumed=(_PROJECTION,))
     if labels is None:
         labels = _assumed_labels(where, pretrained, network.config.num_classes, options)
     return Checkpoint(
@@ -275,10 +275,10 @@ def _projecting(network: _Network) -> _Network:
 
 def _assumed_labels(
     where: str, pretrained: Pretrained, classes: int, options: CheckpointOptions
-) -> Labels:
+) -> HeadLabels:
     """Return the labels that the tag implies: timm's own ImageNet-1k checkpoints carry none."""
     tag = pretrained.tag or ""
     if classes == 1000 and tag.endswith("in1k"):
         assumed = f"labels: imagenet-1k, because of its tag {tag!r} (VIT_LABELS)"
-        return Labels(imagenet_labels(), assumed=(assumed,))
-    return Labels(options.labels_or(None, classes, f"{where}: label_names is missing"))
+        return HeadLabels(imagenet_labels(), assumed=(assumed,))
+    return HeadLabels(options.labels_or(None, classes, f"{where}: label_names is missing"))

@@ -38,8 +38,8 @@ Waiting = QueuedItem[InferenceRequest]
 Deliver = Callable[[Iterable[tuple[Waiting, Outcome]], BatchReport | None], None]
 
 
-class _Lane(NamedTuple):
-    """A queue, and the condition that its threads wait for; all lanes share a lock."""
+class _WatchedQueue(NamedTuple):
+    """A queue, and the condition that its threads wait for; all of them share a lock."""
 
     queue: BatchQueue[InferenceRequest]
     wake: threading.Condition
@@ -63,11 +63,11 @@ class Streams:
         self, *, queue_size: int, max_delay: float, deliver: Deliver, clock: Callable[[], float]
     ) -> None:
         self._lock = threading.Lock()
-        self._images = _Lane(
+        self._images = _WatchedQueue(
             BatchQueue(capacity=queue_size, max_delay=max_delay, clock=clock),
             threading.Condition(self._lock),
         )
-        self._maps = _Lane(
+        self._maps = _WatchedQueue(
             BatchQueue(capacity=queue_size, max_delay=0.0, clock=clock),
             threading.Condition(self._lock),
         )
@@ -86,16 +86,16 @@ class Streams:
         """Queue an image, to be launched within `timeout` seconds; raises as `BatchQueue.put`."""
         with self._lock:
             is_slow = request.requested.needs_pass or self._defers(request.requested)
-            lane = self._maps if is_slow else self._images
-            entry = lane.queue.put(request, deadline=self._clock() + timeout)
-            lane.wake.notify()
+            watched = self._maps if is_slow else self._images
+            entry = watched.queue.put(request, deadline=self._clock() + timeout)
+            watched.wake.notify()
         return entry
 
     def cancel(self, entry: Waiting) -> None:
         """Take an image out of its queue; no effect once it was launched."""
         with self._lock:
-            for lane in (self._images, self._maps):
-                lane.queue.cancel(entry)
+            for watched in (self._images, self._maps):
+                watched.queue.cancel(entry)
 
     def look(self, seconds: float) -> float:
         """Add the seconds since the last look to each running batch; return the longest total.
@@ -124,9 +124,9 @@ class Streams:
         ]
         others = [
             threading.Thread(
-                target=self._launch_all, args=(runner, lane, max_batch), name=name, daemon=True
+                target=self._launch_all, args=(runner, watched, max_batch), name=name, daemon=True
             )
-            for lane, max_batch, name in [*work, (self._maps, maps, "engine-maps")]
+            for watched, max_batch, name in [*work, (self._maps, maps, "engine-maps")]
         ]
         for thread in others:
             thread.start()
@@ -153,16 +153,16 @@ class Streams:
             self._images.queue.close()
             self._maps.queue.close()
 
-    def _launch_all(self, runner: ModelRunner, lane: _Lane, max_batch: int) -> None:
+    def _launch_all(self, runner: ModelRunner, watched: _WatchedQueue, max_batch: int) -> None:
         batch: list[Waiting] = []
         most = max_batch
         try:
-            while (poll := self._next(lane, most)) is not None:
+            while (poll := self._next(watched, most)) is not None:
                 batch = poll.batch
                 began = self._clock()
                 outcomes, report = launch(runner, batch, poll.release, self._clock)
                 self._deliver(list(zip(batch, outcomes, strict=True)), report)
-                if lane is self._maps:
+                if watched is self._maps:
                     took = max(self._clock() - began, 1e-9)
                     most = max(1, min(max_batch, int(len(batch) * EXPLANATION_SECONDS / took)))
         except BaseException as error:  # noqa: BLE001  raised by `run`
@@ -178,23 +178,23 @@ class Streams:
             self._failure = self._failure or error
             self.stop()
 
-    def _next(self, lane: _Lane, max_batch: int) -> Poll[InferenceRequest] | None:
-        """Wait for the next batch of a lane and return it, or None if the stream should end."""
+    def _next(self, watched: _WatchedQueue, max_batch: int) -> Poll[InferenceRequest] | None:
+        """Wait for the next batch of a queue and return it, or None if the stream should end."""
         thread = threading.get_ident()
         with self._lock:
             self._under_way.pop(thread, None)
             while not self._stopping:
-                if lane is self._maps and len(lane.queue):
-                    lane.wake.wait_for(
+                if watched is self._maps and len(watched.queue):
+                    watched.wake.wait_for(
                         lambda: self._stopping or not len(self._images.queue), MAX_EXPLANATION_WAIT
                     )
-                poll = lane.queue.poll(max_batch)
-                if lane is self._images and len(self._maps.queue) and not len(lane.queue):
+                poll = watched.queue.poll(max_batch)
+                if watched is self._images and len(self._maps.queue) and not len(watched.queue):
                     self._maps.wake.notify()
                 if poll.batch:
                     self._under_way[thread] = 0.0
                     return poll
-                lane.wake.wait(poll.wait)
+                watched.wake.wait(poll.wait)
         return None
 
 

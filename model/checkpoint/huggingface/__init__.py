@@ -15,7 +15,7 @@ from model.checkpoint.huggingface.preprocessor import (
 from model.checkpoint.huggingface.texts import read_texts
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.own_heads import with_head
-from model.checkpoint.stated_head import Labels, StatedHead, stated_head
+from model.checkpoint.stated_head import HeadLabels, StatedHead, stated_head
 from model.checkpoint.tensors import renamed
 from model.errors import CheckpointError
 
@@ -70,7 +70,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     # A class without a head gives only the CLS token.
     pool = "cls" if is_backbone and vit.pool == "cls_mean" else vit.pool
     vit = vit.model_copy(update={"num_classes": classes, "pool": pool})
-    labels = Labels(texts.labels) if texts else _labels(stated, classes, options)
+    labels = HeadLabels(texts.labels) if texts else _labels(stated, classes, options)
     vit, native = family.native(tensors, vit, options.image_size or preprocess.size, files.title)
     return Checkpoint(
         name=files.name,
@@ -127,8 +127,8 @@ def family_of(config: Mapping[str, Any], where: str) -> tuple[Family, bool]:
     return family, name not in _BY_CLASS
 
 
-def _labels(stated: StatedHead, classes: int, options: CheckpointOptions) -> Labels:
+def _labels(stated: StatedHead, classes: int, options: CheckpointOptions) -> HeadLabels:
     labels = stated.labels(classes, options)
     if labels is None:
-        return Labels(options.labels_or(None, classes, f"{stated.where}: id2label is missing"))
+        return HeadLabels(options.labels_or(None, classes, f"{stated.where}: id2label is missing"))
     return labels
