@@ -1,8 +1,8 @@
 """Runs background tasks and threads; logs, counts and restarts those that fail.
 
 Without it, a failed asyncio task or thread would end silently, and the service would lose its work:
-heartbeats, timeouts of connections, new heads. Only this module starts tasks and threads. The
-exceptions belong to one request, and report their errors in its answer.
+heartbeats, timeouts of connections, new heads. Tasks and threads that are started elsewhere report
+their errors themselves: in the answer of a request, or as the state of an engine or a server.
 """
 
 import asyncio
