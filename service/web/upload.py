@@ -79,10 +79,16 @@ def begins_as_markup(data: bytes | bytearray) -> bool:
     return _MARKUP.match(data) is not None
 
 
+_DOCUMENTS: Final = (b"%PDF-", b"%!PS")
+"""Beginnings of PDF and PostScript; bytes that are not ASCII follow early."""
+
+
 def is_text(data: bytearray) -> bool:
-    """Return whether a file begins with ASCII or markup, which no picture does."""
+    """Return whether a file begins as text, markup or a document, which no picture does."""
     if not data or begins_as_picture(data):
         return False
+    if data.startswith(_DOCUMENTS):
+        return True
     return _ASCII.fullmatch(data, 0, _SNIFFED_BYTES) is not None or begins_as_markup(data)
 
 
