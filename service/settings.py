@@ -29,6 +29,7 @@ from service.model_settings import ModelSettings
 from service.setting_values import (
     MEMORY,
     AdminKey,
+    ApiKey,
     ApiKeys,
     Device,
     Folder,
@@ -43,9 +44,6 @@ from service.setting_values import (
 )
 
 ENV_PREFIX = "VIT_"
-
-_SECRET = frozenset({"admin_key", "api_keys", "recent_url"})
-"""Settings whose values are secret: messages hide them."""
 
 
 class Settings(ModelSettings, BaseSettings):
@@ -319,6 +317,14 @@ def described(name: str) -> tuple[str, str]:
     return meaning, default or "none"
 
 
+def _is_secret(name: str) -> bool:
+    """Return whether messages hide the value: its type is a secret, perhaps optional or a list."""
+    if name not in settings_class().model_fields:
+        return False
+    written_type = repr(settings_class().model_fields[name].annotation)
+    return SecretStr.__name__ in written_type or ApiKey.__name__ in written_type
+
+
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     """Read the settings from flags, by field name, and from the environment.
 
@@ -333,7 +339,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         variable = f"{ENV_PREFIX}{name.upper()}"
         # The operator's text, before any parsing.
         written = (flags or {}).get(name, os.environ.get(variable, error.errors()[0]["input"]))
-        value = "***" if name in _SECRET else repr(written)
+        value = "***" if _is_secret(name) else repr(written)
         raise SettingsError(f"{variable}={value}: {message[:1].lower()}{message[1:]}") from None
 
 

@@ -11,10 +11,10 @@ from model.extensions.training.training_data import TrainingData
 from tests.extensions.training.synthetic import write_cifar
 from tests.model.conftest import _one_thread
 from tests.model.images.pictures import config
-from tests.service.cli.conftest import quick_start
+from tests.service.cli.conftest import checkpoint, pictures, quick_start
 from tests.service.conftest import service
 
-__all__ = ["_one_thread", "quick_start", "service"]
+__all__ = ["_one_thread", "checkpoint", "pictures", "quick_start", "service"]
 
 
 @pytest.fixture

@@ -9,21 +9,9 @@ import pytest
 
 from model.checkpoint import load_checkpoint
 from service.cli.main import main
-from tests.service.cli.command_line import run, write_checkpoint, write_pictures
+from tests.service.cli.command_line import run, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)  # some commands import torch
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ("cat", "dog", "bird, flying"))
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    folder = write_pictures(tmp_path / "pictures", "b.PNG", "a.jpg", "deep/c.webp")
-    (folder / "notes.txt").write_text("no picture")
-    return folder
 
 
 def test_inspect_prints_what_was_understood(

@@ -20,6 +20,12 @@ async def test_ping_is_200_only_when_ready(service: App) -> None:
 
 
 @on_a_loop
+async def test_ping_of_a_stopping_service_is_503(service: App) -> None:
+    service.lifecycle.stopping = True
+    assert (await service.get("/ping")).status == 503
+
+
+@on_a_loop
 async def test_only_ping_needs_no_key() -> None:
     service = app(api_keys=["secret"])
     assert (await service.get("/ping")).status == 200

@@ -22,21 +22,9 @@ from model.checkpoint import load_checkpoint
 from service.cli.main import commands, main
 from tests.conftest import REPOSITORY
 from tests.needs import needs
-from tests.service.cli.command_line import run, write_checkpoint, write_pictures
+from tests.service.cli.command_line import run, write_pictures
 
 pytestmark = pytest.mark.timeout(120)  # processes start, each of which imports torch
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), ("cat", "dog", "bird, flying"))
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    folder = write_pictures(tmp_path / "pictures", "b.PNG", "a.jpg", "deep/c.webp")
-    (folder / "notes.txt").write_text("no picture")
-    return folder
 
 
 def test_classify_walks_a_folder_in_order(
