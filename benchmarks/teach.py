@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
@@ -304,7 +305,8 @@ def beside(model: Path, rounds: int, seconds: float) -> dict[str, Any]:
     """Return the rates of a lone caller during teaching, relative to the rates before and after.
 
     `steady`: a head of 20 pictures gets a picture each second. `restless`: a head of 1,000 pictures
-    gets five each second.
+    gets five each second. `answers`: rate of answers by a taught head, relative to the
+    checkpoint's own, by the number of connections.
     """
     photograph = REPOSITORY / "examples" / "dog.jpg"
     caller = Loader([REPOSITORY / "examples" / "dog.jpg"], OURS)
@@ -337,7 +339,31 @@ def beside(model: Path, rounds: int, seconds: float) -> dict[str, Any]:
                 "share": round(float(np.median(shares)), 3),
                 "each": [round(each, 3) for each in shares],
             }
+        found["answers"] = {
+            connections: _share_of_taught(server.url, connections, rounds, seconds)
+            for connections in (32, 1)
+        }
         return found
+
+
+def _share_of_taught(url: str, connections: int, rounds: int, seconds: float) -> dict[str, Any]:
+    """Return the rate of answers by the head `steady`, relative to the model's own head."""
+    photographs = [REPOSITORY / "examples" / "dog.jpg"]
+    own = Loader(photographs, OURS)
+    taught = Loader(photographs, replace(OURS, path=f"{OURS.path}?model=steady"))
+    rates = []
+    for _ in range(2 * rounds):
+        pair = [
+            caller.run(url, connections=connections, seconds=seconds).rate
+            for caller in (own, taught)
+        ]
+        rates.append(pair)
+    shares = [taught_rate / own_rate for own_rate, taught_rate in rates]
+    return {
+        "own": round(float(np.median([own_rate for own_rate, _ in rates])), 1),
+        "share": round(float(np.median(shares)), 3),
+        "each": [round(share, 3) for share in shares],
+    }
 
 
 def _folder(name: str) -> Path:
