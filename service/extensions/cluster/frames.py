@@ -319,7 +319,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, on_made: "Callable[[Connection], object]" = lambda connection: None) -> None:
         self._on_made = on_made
         self._transport: asyncio.Transport | None = None
-        self._ahead = bytearray(AHEAD_BYTES)
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
         self._into = self._ahead
         self._filled = 0
         self._frames: deque[Frame] = deque()
@@ -359,7 +359,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """See `asyncio.BufferedProtocol`."""
-        return memoryview(self._into)[self._filled :]
+        return self._into[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """See `asyncio.BufferedProtocol`."""
@@ -379,7 +379,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _cut(self) -> None:
         """Decode the frames in the read-ahead; receive a longer frame into its own memory."""
-        ahead = memoryview(self._ahead)[: self._filled]
+        ahead = self._ahead[: self._filled]
         begin = 0
         while self._filled >= begin + _LENGTH_BYTES:
             length = int.from_bytes(ahead[begin : begin + _LENGTH_BYTES], "little")
@@ -387,7 +387,8 @@ class Connection(asyncio.BufferedProtocol):
                 raise FrameError(f"{length} bytes: at most {MAX_BYTES} are allowed")
             frame = ahead[begin + _LENGTH_BYTES : begin + _LENGTH_BYTES + length]
             if len(frame) < length and length > AHEAD_BYTES - _LENGTH_BYTES:
-                self._into = bytearray(length)
+                # A bytearray would be filled with zeros first.
+                self._into = np.empty(length, np.uint8).data
                 self._filled = len(frame)
                 self._into[: len(frame)] = frame
                 return
