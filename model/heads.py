@@ -20,13 +20,14 @@ from model.features import Floats, Known, normalized
 from model.outputs import (
     RIVALS,
     AttentionMap,
+    Best,
     EmbeddingRequest,
     Linear,
     Outputs,
     Pooling,
     RequestedOutputs,
+    best_classes,
 )
-from model.ranking import Best, best_classes
 
 # The template of transformers' pipeline `zero-shot-image-classification`.
 DEFAULT_TEMPLATE: Final = "This is a photo of {}."

@@ -17,8 +17,15 @@ from PIL import Image
 
 from model.config import PreprocessConfig
 from model.errors import InvalidImage
-from model.images.colour import Converter, converter
-from model.images.decode import DECODE_ERRORS, DEFAULT_MAX_PIXELS, DecodedImage, MinSize, decode
+from model.images.decode import (
+    DECODE_ERRORS,
+    DEFAULT_MAX_PIXELS,
+    Converter,
+    DecodedImage,
+    MinSize,
+    converter,
+    decode,
+)
 from model.images.resample import Axis, passes_rows_first, resample_part
 
 # Up to this many pixels of a side, Pillow resizes the whole picture. Pillow resizes a part in

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from model.images.colour import Converter
+from model.images.decode import Converter
 
 # Pixels that are cropped and converted at once. This bounds the additional memory per picture.
 _STRIP_PIXELS = 4_000_000

@@ -11,8 +11,8 @@ from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, Self, Typ
 import numpy as np
 from numpy.typing import NDArray
 
-from model.outputs import MapRequest, Pooling
-from model.ranking import Best
+from model.errors import DeviceError, NewProcessNeeded
+from model.outputs import Best, MapRequest, Pooling
 from model.runtime.batch_request import BatchRequest
 
 T = TypeVar("T")
@@ -21,6 +21,9 @@ T = TypeVar("T")
 Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
 
 CompileMode = Literal["auto", "on", "off"]
+
+# Sizes that networks are compiled for on a CPU. Larger batches take as long per image.
+SIZES: Final = (1, 2, 4, 8)
 
 # A `CompileMode` that a process asks its successor for, if a capture broke off. Not a setting.
 WITHOUT_GRAPHS: Final = "no-graphs"
@@ -52,7 +55,7 @@ class BatchOutputs(NamedTuple, Generic[T]):
         relevance: `class_relevance` of the best class, float32 [B, N].
         head, cls, mean, transfer: embeddings of these names, [B, `embedding_width`]; see
             `ViTOutput.embeddings`.
-        scores, indices, finite: see `model.ranking.Best`; only if a graph ranks the classes.
+        scores, indices, finite: see `model.outputs.Best`; only if a graph ranks the classes.
         aimed: `class_relevance` of each aim, float32 [aims, N].
     """
 
@@ -206,3 +209,70 @@ class Parts:
     streams: int
     backend: Backend
     reason: str
+
+
+# Sizes of batches
+
+
+def stacked(images: Images) -> NDArray[np.uint8]:
+    """Return a batch as one array, uint8 [B, H, W, C]."""
+    return images if isinstance(images, np.ndarray) else np.stack(images)
+
+
+def pieces(images: NDArray[np.uint8], sizes: Sequence[int] = SIZES) -> list[NDArray[np.uint8]]:
+    """Cut a batch [B, H, W, C] into pieces of these sizes, the largest first; 1 must be a size."""
+    ends = [0]
+    while ends[-1] < len(images):
+        ends.append(ends[-1] + max(size for size in sizes if size <= len(images) - ends[-1]))
+    return np.split(images, ends[1:-1])
+
+
+def compute_in_pieces(
+    images: NDArray[np.uint8],
+    compute: Callable[[NDArray[np.uint8]], HostOutputs],
+    sizes: Sequence[int] = SIZES,
+) -> HostOutputs:
+    """Compute the pieces of a batch [B, H, W, C] and join their outputs."""
+    return joined([compute(piece) for piece in pieces(images, sizes)])
+
+
+def joined(parts: Sequence[HostOutputs]) -> HostOutputs:
+    """Join the outputs of a batch's pieces."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = [part.tensors() for part in parts]
+    return BatchOutputs.of(
+        {name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]}
+    )
+
+
+def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:
+    """Return the smallest of the ascending sizes that holds `count` images; None allows any."""
+    if sizes is None:
+        return count
+    return next(size for size in sizes if size >= count)
+
+
+def captured_sizes(largest: int) -> tuple[int, ...]:
+    """Return the batch sizes that become CUDA graphs.
+
+    They are powers of two up to 16, then four per octave, and the largest. Beyond 32 images,
+    padding is at most a quarter; with fewer images, the device's time depends less on their
+    number. A single image is launched as two, because compiled code needs at least two.
+    """
+    sizes = [2, 4, 8, 16]
+    while sizes[-1] < largest:
+        octave = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + max(8, octave // 4))
+    return (*(size for size in sizes if size < largest), largest)
+
+
+def batch_too_large(device: str, batch: int) -> DeviceError:
+    """Return the error for a largest batch that does not fit into the device's memory.
+
+    A new process may try half of it.
+    """
+    message = f"{device}: not enough memory for batches of {batch}"
+    if batch == 1:
+        return DeviceError(message)
+    return NewProcessNeeded(f"{message}: choose a smaller largest batch", "max_batch", batch // 2)

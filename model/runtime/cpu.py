@@ -31,7 +31,7 @@ _GLIBC_VARIABLES: Final = {
 _BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16", "bf16"}
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
-# Largest batch by default. Larger ones are cut to this size (`batch_sizes.SIZES`) anyway, and a
+# Largest batch by default. Larger ones are cut to this size (`backend.SIZES`) anyway, and a
 # request behind one waits for all of it.
 _MAX_BATCH: Final = 8
 _STREAMS: Final = 2

@@ -24,17 +24,15 @@ from model.features import Floats
 from model.heads import Head
 from model.outputs import (
     AttentionMap,
+    Best,
     EmbeddingRequest,
     MapRequest,
     Outputs,
     Pooling,
     RequestedOutputs,
 )
-from model.ranking import Best
-from model.runtime.backend import Aim, Backend, Images, ranked_by_graph
-from model.runtime.batch_request import BatchRequest
-from model.runtime.batch_sizes import SIZES
-from model.runtime.head_table import HeadTable
+from model.runtime.backend import SIZES, Aim, Backend, Images, ranked_by_graph
+from model.runtime.batch_request import BatchRequest, HeadTable
 
 Arrays = Mapping[str, NDArray[Any]]
 

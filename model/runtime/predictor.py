@@ -21,10 +21,15 @@ from model.errors import DeviceError, NotFinite, first_line
 from model.features import Floats
 from model.heads import Head
 from model.outputs import Outputs, RequestedOutputs
-from model.runtime.backend import Compilation, Images, Parts, ranked_by_graph
-from model.runtime.batch_request import BatchRequest
-from model.runtime.batch_sizes import batch_too_large, launch_size
-from model.runtime.head_table import HeadTable
+from model.runtime.backend import (
+    Compilation,
+    Images,
+    Parts,
+    batch_too_large,
+    launch_size,
+    ranked_by_graph,
+)
+from model.runtime.batch_request import BatchRequest, HeadTable
 from model.runtime.memory import Meter
 from model.runtime.mixed_batch import MixedBatch
 from model.runtime.trial import trial_images
@@ -253,8 +258,11 @@ class Predictor:
         if isinstance(requests, RequestedOutputs):
             requests = [requests] * len(images)
         _check_batch(images, len(requests), self.config, self.max_batch)
-        if not all(requested.is_plain for requested in requests):
-            heads = HeadTable(self.own, self.heads)
+        heads = HeadTable(self.own, self.heads)
+        is_plain = all(
+            requested.is_plain and heads.named(requested.head) is self.own for requested in requests
+        )
+        if not is_plain:
             return MixedBatch(images, requests, heads, self._backend, self.config).outputs()
         top_k = max(requested.top_k for requested in requests)
         arrays = self._backend.predict(images, BatchRequest(top_k)).tensors()

@@ -24,6 +24,7 @@ from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.outputs import TRANSFER, MapRequest, Pooling, RequestedOutputs
 from model.runtime.backend import (
+    SIZES,
     Aim,
     Backend,
     BatchOutputs,
@@ -32,9 +33,10 @@ from model.runtime.backend import (
     CompileMode,
     HostOutputs,
     Images,
+    compute_in_pieces,
+    stacked,
 )
 from model.runtime.batch_request import BatchRequest
-from model.runtime.batch_sizes import SIZES, compute_in_pieces, stacked
 from model.runtime.cpu import ThreadPolicy, keep_freed_memory
 from model.runtime.torch_pass import (
     Network,

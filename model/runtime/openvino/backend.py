@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from model.errors import DeviceError, VitError
 from model.outputs import MapRequest, Pooling
-from model.runtime.backend import Aim, Backend, HostOutputs, Images
+from model.runtime.backend import SIZES, Aim, Backend, HostOutputs, Images, stacked
 from model.runtime.batch_request import BatchRequest, GraphKind
-from model.runtime.batch_sizes import SIZES, stacked
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.network import OpenVinoNetwork
 

@@ -21,9 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DeviceError
-from model.runtime.backend import BatchOutputs, HostOutputs
+from model.runtime.backend import (
+    SIZES,
+    BatchOutputs,
+    HostOutputs,
+    compute_in_pieces,
+    joined,
+    pieces,
+)
 from model.runtime.batch_request import BatchRequest
-from model.runtime.batch_sizes import SIZES, compute_in_pieces, joined, pieces
 from model.runtime.trial import noise_images, require_close
 
 if TYPE_CHECKING:

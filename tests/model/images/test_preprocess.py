@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from model.config import PreprocessConfig
 from model.images import resample
-from model.images.colour import converter
+from model.images.decode import converter
 from model.images.preprocess import (
     Region,
     min_decoded_size,

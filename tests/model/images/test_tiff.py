@@ -10,7 +10,7 @@ from PIL import Image, TiffImagePlugin
 
 from model.errors import UnsupportedImageFormat
 from model.images.decode import decode
-from model.images.tiff import is_thumbnail
+from model.images.formats import is_thumbnail
 
 
 def tiff(**tags: int) -> bytes:
