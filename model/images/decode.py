@@ -25,8 +25,8 @@ import numpy as np
 from PIL import Image, ImageFile
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.images import formats, jpeg, png
-from model.images.jpeg import UPRIGHT, read_orientation
+from model.images import formats
+from model.images.formats import UPRIGHT, read_orientation
 
 # Bytes that a decoder reads at a time: most files in one piece.
 _PIECE_BYTES = 262_144
@@ -95,8 +95,8 @@ def is_bounded(data: bytes | bytearray) -> bool:
     if match is None:  # `decode` refuses it at once
         return True
     if match.lastgroup == "JPEG":
-        return jpeg.is_bounded(data)
-    return match.lastgroup == "PNG" and png.is_bounded(data)
+        return formats.is_bounded_jpeg(data)
+    return match.lastgroup == "PNG" and formats.is_bounded_png(data)
 
 
 def decode(
@@ -163,9 +163,9 @@ def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile
     # Pillow and libheif turn TIFF and HEIC upright; GIF and BMP have no orientation.
     orientation = None if name in ("WEBP", "AVIF") else UPRIGHT
     if name == "JPEG":
-        data, orientation = jpeg.strip(data)
+        data, orientation = formats.strip_jpeg(data)
     elif name == "PNG":
-        data, orientation = png.strip(data)
+        data, orientation = formats.strip_png(data)
     reader = formats.READERS[name]
     assert reader is not None, "format_of refuses a format without a reader"
     try:

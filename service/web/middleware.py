@@ -3,7 +3,7 @@
 RequestContextMiddleware      request id, start time, metrics, log line
   (CORSMiddleware)            Starlette's
     ProblemMiddleware         errors become problem documents
-      OriginMiddleware        Host and Origin, see `service.web.origins`
+      OriginMiddleware        Host and Origin
       ApiKeyMiddleware        Authorization: Bearer, see `service.web.api_keys`
         routes
 """
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,7 +36,9 @@ from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
 from service.web.admission import RefusalPace
 from service.web.path_rules import PathRules
-from service.web.prefix import Prefixes
+
+if TYPE_CHECKING:
+    from service.web.public_address import Prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +242,7 @@ class RequestContextMiddleware:
         endpoints: Iterable[str],
         lifecycle: Lifecycle,
         answer_room: AnswerRoom,
-        prefixes: Prefixes,
+        prefixes: "Prefixes",
         probes: frozenset[str],
         *,
         clock: Callable[[], float] = time.monotonic,

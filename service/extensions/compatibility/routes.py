@@ -16,8 +16,7 @@ from service.engine.messages import ModelInfo
 from service.errors import NotFound, UnknownModel
 from service.web.admitted import admit
 from service.web.picture import infer_file
-from service.web.routes.classify import classify
-from service.web.routes.classify_query import ClassifyQuery
+from service.web.routes.classify import ClassifyQuery, classify
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import NAME, ONE_PICTURE, problems
 from service.web.routes.query import Absent, FormQuery

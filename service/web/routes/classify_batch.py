@@ -8,8 +8,7 @@ from starlette.responses import Response
 from service.errors import InvalidParameter
 from service.web.admitted import admit
 from service.web.routes.answers import answer_each
-from service.web.routes.classify import classify_file
-from service.web.routes.classify_query import ClassifyQuery
+from service.web.routes.classify import ClassifyQuery, classify_file
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import SEVERAL_PICTURES, problems
 from service.web.routes.query import FormQuery

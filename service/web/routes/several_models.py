@@ -3,10 +3,12 @@
 A model that fails costs only its own answer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -29,9 +31,11 @@ from service.web.routes.answers import (
     problem_item,
     timings,
 )
-from service.web.routes.classify_query import ClassifyQuery
 from service.web.routes.query import FormQuery
 from service.web.service import Model, service_of
+
+if TYPE_CHECKING:
+    from service.web.routes.classify import ClassifyQuery
 
 # Part of the request's time that loading a model may take; the rest is left for other models.
 _LOADING_SHARE = 0.5
@@ -65,7 +69,7 @@ class SeveralModels(NamedTuple):
 async def classify_by_several(request: Request, query: ClassifyQuery) -> Response:
     """Answer a request whose address names several models."""
     models = await find_models(request, query)
-    form = FormQuery(request, query, models.first, ClassifyQuery.requested)
+    form = FormQuery(request, query, models.first, type(query).requested)
     async with admit(request, models.first) as admitted:
         models.hold(admitted)
         picture = await form.read_file(admitted)
