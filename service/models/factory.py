@@ -6,7 +6,8 @@ from typing import Any
 
 from service.engine.backbones import ModelEngine, What
 from service.models.folder import FolderEntry
-from service.models.generation import LocalModel, Version
+from service.models.generation import Version
+from service.models.local_model import LocalModel
 from service.settings import Settings
 
 

@@ -1,31 +1,34 @@
-"""One name that is served, and its model's versions: a generation is one version with an engine.
+"""The versions of a model that is served, and the leases by which requests hold them.
 
-A request belongs to one generation from its headers to its answer, and so to its labels, input size
-and preprocessing. The next generation is loaded while the current one serves:
+A request belongs to one version from its headers to its answer, and so to its labels, input size
+and preprocessing:
 
-    prepare: read, check, warm up -> take over -> last request of the old one ends -> close it
-             fails: CheckpointRefused, and the old one stays
+    lease = models.acquire(name)        describes the model, and holds its version
+    await lease.load(caller)            loads the version if it is unloaded
+    await lease.engine.infer(...)
+    lease.release()
 
-`service.models.states` draws the states of a generation. `LocalModel` has its engines in this
-process. With several processes it runs in each engine's process, and web workers have
-`service.extensions.cluster.remote_model` in its place.
+`service.models.states` draws the states of a version.
 """
 
+from __future__ import annotations
+
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from model.heads import Head
 from service.background import Tasks
-from service.engine.backbones import ModelEngine, What
+from service.engine.backbones import What
 from service.engine.base import Engine
-from service.engine.messages import EngineStatus, ModelInfo
+from service.engine.messages import ModelInfo
+from service.errors import EngineUnavailable, ServiceError
 from service.models.states import ModelState, State, require_transition
 
-logger = logging.getLogger("vitserve")
+if TYPE_CHECKING:
+    from service.models.registry import Models
 
 E_co = TypeVar("E_co", bound=Engine, covariant=True)
 
@@ -170,154 +173,66 @@ class ServedModel:
                 return state
 
 
-class LocalModel(ServedModel):
-    """A model whose engines run in this process.
-
-    Args:
-        make: returns an engine, not started yet, for a checkpoint (None: the configured one).
-        checkpoint: checkpoint of the first generation.
-        number: number of the first generation.
-        on_retired: called when an old generation is closed and forgotten.
+@dataclass(slots=True)
+class Lease:
+    """A model that a request holds, from its headers to its answer.
 
     Attributes:
-        is_default: whether the process cannot serve without this model.
-        broke: whether it failed after it had served.
-        loaded: monotonic seconds of its last load, 0 before the first.
-        on_change: called on the event loop when another generation is current, or the current one's
-            state changes.
+        models: the models of the service.
+        generation: the version that the request belongs to.
+        info: the description of the model, or of the taught head that the request names.
+        taught_head: the head that scores the features, if the request names a taught head.
+        is_loaded: whether the version could answer when it was acquired, or was loaded since.
     """
 
-    current: Generation[ModelEngine]
-
-    def __init__(
-        self,
-        make: Callable[[What], ModelEngine],
-        checkpoint: What = None,
-        number: int = 1,
-        *,
-        on_retired: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__()
-        self._make = make
-        self._on_retired = on_retired
-        self._open: set[Generation[ModelEngine]] = set()
-        self.current = self.generation(checkpoint, number)
-        self.is_default = True
-        self.broke = False
-        self.loaded = 0.0
-        self._last_used: float | None = None
-        self.on_change: Callable[[], None] = lambda: None
-        self._retiring: asyncio.Task[None] | None = None
+    models: Models
+    generation: Generation[Engine]
+    info: ModelInfo
+    taught_head: Head | None = None
+    is_loaded: bool = True
 
     @property
-    def last_used(self) -> float | None:
-        """Return monotonic seconds of its last image, None before the first."""
-        return self.current.engine.last_used or self._last_used
+    def engine(self) -> Engine:
+        """Return the engine that computes the version."""
+        return self.generation.engine
 
-    def generation(self, checkpoint: What, number: int) -> Generation[ModelEngine]:
-        """Return a new version, which `load` loads."""
-        generation = Generation(self._make(checkpoint), number, checkpoint)
-        self._open.add(generation)
-        return generation
+    async def load(self, caller: str) -> None:
+        """Load the version if it is unloaded.
 
-    async def load(self, generation: Generation[ModelEngine]) -> str:
-        """Load a version; return an empty text, or the reason if it failed."""
-        ended = asyncio.Event()
-        generation.engine.start(partial(self._changed, generation, ended))
-        await ended.wait()
-        return generation.engine.status.reason
+        In a web worker, a loaded version is another generation than the unloaded one.
 
-    async def bring(self) -> str:
-        """Load the current version, which is unloaded or failed; return as `load`."""
-        if self.current.state == "failed":
-            await self.forget(self._renew())
-        self.current.move("loading")
-        return await self.load(self.current)
+        Args:
+            caller: see `Models.load`.
 
-    def take_over(self, following: Generation[ModelEngine]) -> None:
-        """Make a loaded version current; close the version before it after its last request."""
-        previous = self.current
-        self.current = following
-        self.is_being_replaced = False
-        self._retiring = self._tasks.begin(self._retire(previous))
+        Raises:
+            EngineUnavailable: another version has replaced it meanwhile.
+            What `Models.load` raises.
+        """
+        name = self.info.name
+        if not self.engine.ready:  # else it is loaded, even if another model has its name by now
+            try:
+                await self.models.load(name, caller)
+                if not self.engine.ready:
+                    self._hold(self.models.served[self.models.key(name)].current)
+            except ServiceError:
+                if not self.engine.ready:
+                    raise
+        info = self.engine.info
+        if info is None or (info.content, info.head) != (self.info.content, self.info.head):
+            raise EngineUnavailable(f"{name}: it was replaced while it was unloaded: try again")
+        self.is_loaded = True
 
-    async def unload(self) -> None:
-        """Give back its memory after its last request; `bring` loads it again."""
-        previous = self._renew()
-        self.current.move("unloaded")
-        self.on_change()
-        self._retiring = self._tasks.begin(self._retire(previous))
-        await self.retired()
+    def release(self) -> None:
+        """Stop holding the version."""
+        self.generation.end()
 
-    @property
-    def is_retiring(self) -> bool:
-        """Return whether an old generation has requests left."""
-        return self._retiring is not None and not self._retiring.done()
+    def _hold(self, generation: Generation[Engine]) -> None:
+        generation.begin()
+        self.generation.end()
+        self.generation = generation
 
-    async def retired(self) -> None:
-        """Wait until the old generation's last requests have ended, and it is closed."""
-        if self._retiring is not None:
-            await asyncio.wait([self._retiring])
+    def __enter__(self) -> Lease:
+        return self
 
-    async def leave(self) -> None:
-        """Close all generations once their last requests have ended."""
-        older = (generation.idle() for generation in self._open)
-        await asyncio.gather(self._retire(self.current), self.retired(), *older)
-        await self.close()
-
-    async def close(self) -> None:
-        """Close all generations, though they may have requests left."""
-        self._tasks.cancel()
-        await asyncio.gather(*map(self.forget, tuple(self._open)))
-
-    async def forget(self, generation: Generation[ModelEngine]) -> None:
-        """Close a version."""
-        generation.move("leaving")
-        await generation.engine.close()
-        generation.move("gone")
-        self._open.discard(generation)
-
-    def _renew(self) -> Generation[ModelEngine]:
-        """Replace the current generation by a new one of the same version; return the old one."""
-        previous = self.current
-        self._last_used = self.last_used
-        self._info = self.info
-        self.current = self.generation(previous.checkpoint, previous.number)
-        return previous
-
-    def _changed(self, generation: Generation[ModelEngine], ended: asyncio.Event) -> None:
-        before, after = generation.note_engine()
-        self.loaded = time.monotonic()
-        if generation is self.current:
-            self.broke = after == "failed" and before != "loading"
-            if after == "failed":
-                self._log_failure(generation.engine.status)
-            self.on_change()
-        ended.set()
-
-    def _log_failure(self, status: EngineStatus) -> None:
-        if self.broke:
-            logger.critical("engine %s: %s", status.device, status.reason)
-        elif self.is_default:
-            where = "" if status.device in ("auto", "cpu") else f" on {status.device}"
-            logger.critical("cannot start%s: %s", where, status.reason)
-
-    async def _retire(self, generation: Generation[ModelEngine]) -> None:
-        generation.move("leaving")
-        await generation.idle()
-        await self.forget(generation)
-        self._on_retired()
-        logger.info("the old model is closed")
-
-
-class Prepared(NamedTuple):
-    """A version of a model that is being loaded, or is loaded and has not taken over."""
-
-    key: str
-    model: LocalModel
-    following: Generation[ModelEngine]
-
-    @property
-    def is_new(self) -> bool:
-        """Return whether this is the first version of the model."""
-        return self.following is self.model.current
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -1,7 +1,7 @@
 """The models whose engines are in this process: loaded one at a time, replaced, unloaded, deleted.
 
     put       prepare (load the next version) -> take_over, or discard -> fit the memory
-    available load an unloaded model, once for all requests that wait for it
+    load      load an unloaded model, once for all requests that wait for it
     unload    give the memory back until a request comes
     delete    remove the name, and close its versions after their last requests
 
@@ -31,9 +31,10 @@ from service.errors import (
 from service.models.configured import configured_models
 from service.models.factory import ModelFactory
 from service.models.folder import FolderEntry
-from service.models.generation import LocalModel, Prepared, Version
+from service.models.generation import Version
+from service.models.local_model import LocalModel, Prepared
 from service.models.registry import SWAP_UNDER_WAY, Models
-from service.models.residency import Residency, load_caller
+from service.models.residency import Residency
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
@@ -113,25 +114,21 @@ class LocalModels(Models):
 
     # Load
 
-    async def available(self, name: str | None) -> None:
-        """Wait until a model answers, and load it if it is unloaded; see `Models.available`."""
+    async def load(self, name: str | None, caller: str = "") -> None:
+        """Wait until a model answers, and load it if it is unloaded; see `Models.load`."""
         key = self.key(name)
         self._waiters[key] += 1
         try:
             while key in self.served and self.served[key].state in ("loading", "unloaded"):
                 load = self._loads.get(key)
                 if load is None or load.done():
-                    load = self._begin_load(key)
+                    load = self._begin_load(key, caller)
                 await asyncio.shield(load)
         finally:
             self._waiters[key] -= 1
         if key not in self.served:
             raise UnknownModel(f"{key!r}: the model was deleted")
-        self.require_loadable(key)
-        model = self.served[key]
-        if model.state != "ready":
-            reason = model.current.engine.status.reason
-            raise EngineUnavailable(f"{key}: {reason}" if key else reason)
+        self.require_ready(key)
 
     async def answer_waiting(self, key: str) -> bool:
         """Before a removal, load an unloaded model if requests wait for it; return whether they do.
@@ -144,7 +141,7 @@ class LocalModels(Models):
         is_needed = self._waiters[key] > 0 or model.current.requests > model.current.held
         if is_needed:
             with suppress(ServiceError):
-                await self.available(key)
+                await self.load(key)
         return is_needed
 
     async def _load_all(self) -> None:
@@ -156,12 +153,14 @@ class LocalModels(Models):
             if model.state == "loading":  # otherwise a request has had it loaded
                 await asyncio.wait([self._begin_load(key, at_start=True)])
 
-    def _begin_load(self, key: str, *, at_start: bool = False) -> asyncio.Task[None]:
-        task = self._tasks.begin(self._load(key, at_start=at_start))
+    def _begin_load(
+        self, key: str, caller: str = "", *, at_start: bool = False
+    ) -> asyncio.Task[None]:
+        task = self._tasks.begin(self._load(key, caller, at_start=at_start))
         self._loads[key] = task
         return task
 
-    async def _load(self, key: str, *, at_start: bool) -> None:
+    async def _load(self, key: str, caller: str, *, at_start: bool) -> None:
         if key in self.served:
             # Their numbers are equal: a worker's release of the old one would release the new one.
             await self.served[key].retired()
@@ -169,11 +168,10 @@ class LocalModels(Models):
             model = self.served.get(key)
             if model is None or model.state == "ready":
                 return
-            caller = load_caller.get()
             evicted = self.results["evicted"]
             try:
                 self._memory.require_share(caller, key)
-                await self._memory.make_room(key)
+                await self._memory.make_room(key, caller)
             except ModelsFull:
                 if model.state == "loading":
                     model.current.move("unloaded")
@@ -187,7 +185,7 @@ class LocalModels(Models):
                 logger.error("model %s: %s", key, reason)
                 self._pass_default_on(key)
             try:
-                await self._fit(key, evict=not at_start or self._waiters[key] > 0)
+                await self._fit(key, caller, evict=not at_start or self._waiters[key] > 0)
             finally:
                 has_evicted = self.results["evicted"] > evicted
                 self._memory.charge(caller, model, has_evicted=has_evicted)
@@ -235,7 +233,7 @@ class LocalModels(Models):
             if model is not None and model.state == "unloaded":
                 model.is_being_replaced = True
                 self.on_change()
-            await self._memory.make_room(key)
+            await self._memory.make_room(key, "")
             await self._prepare(key, what)
         except BaseException as error:
             await self.discard(str(error), error)
@@ -280,7 +278,7 @@ class LocalModels(Models):
     async def fit(self, key: str) -> None:
         """Unload other models if memory is short; see `Residency.fit`."""
         async with self._turn:
-            await self._fit(key, evict=True)
+            await self._fit(key, "", evict=True)
 
     async def _put(self, name: str, what: What, *, in_turn: bool = False) -> bool:
         is_new = await self.prepare(name, what, in_turn=in_turn)
@@ -341,7 +339,7 @@ class LocalModels(Models):
         """Give a model's memory back; see `Models.unload`."""
         self._require_changeable(name)
         async with self._turn:
-            if self.find(name).state != "ready":
+            if self.served[self.key(name)].state != "ready":
                 return
             leaving = self._tasks.begin(self._memory.unload([self.served[name]]))
         await asyncio.shield(leaving)
@@ -396,5 +394,5 @@ class LocalModels(Models):
         """Return the keys of models that are not unloaded for others."""
         return {self.default_name, *(key for key in self.served if self._waiters[key])}
 
-    async def _fit(self, key: str, *, evict: bool) -> None:
-        await self._memory.fit(key, evict=evict, may_leave=key != self.default_name)
+    async def _fit(self, key: str, caller: str, *, evict: bool) -> None:
+        await self._memory.fit(key, caller, evict=evict, may_leave=key != self.default_name)

@@ -28,7 +28,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.models.added_heads import AddedHead
-from service.models.generation import ServedModel
+from service.models.generation import Lease, ServedModel
 from vitserve.documents import ListedModel
 
 logger = logging.getLogger("vitserve")
@@ -112,21 +112,53 @@ class Models(ABC):
         available = ", ".join(self.names())
         raise UnknownModel(f"unknown model {name!r:.200}; available: {available:.2000}")
 
-    def find(self, name: str | None) -> ServedModel:
-        """Return the model of a name, None for the default; raises as `key`."""
-        return self.served[self.key(name)]
+    def acquire(self, name: str | None) -> Lease:
+        """Hold the current version of a model, which `load` has described, until its release.
 
-    def require_loadable(self, name: str | None) -> None:
-        """Raise `ModelFailed` if a model could not be loaded.
-
-        A failed default model is a failure of the service instead.
+        Raises:
+            The errors of `key`, and of `require_ready` unless `load` can load the model.
         """
         key = self.key(name)
         model = self.served[key]
-        if model.state != "failed" or model is self.default:
+        info = model.info
+        if model.state != "unloaded" or info is None:
+            self.require_ready(key)
+        assert info is not None, "a ready model is described"
+        generation = model.current
+        generation.begin()
+        added = self.added.get(name or "")
+        is_ready = generation.engine.ready
+        if added is None:
+            return Lease(self, generation, info, is_loaded=is_ready)
+        return Lease(self, generation, added.info(info), added.head, is_ready)
+
+    def needs_load(self, name: str | None) -> bool:
+        """Return whether `acquire` needs `load` first, which describes the model.
+
+        The default model is not loaded for a request, because the service is not ready without it.
+        """
+        model = self.served[self.key(name)]
+        is_loadable = model.state == "loading" or (model.state == "unloaded" and model.info is None)
+        return is_loadable and model is not self.default
+
+    def require_ready(self, key: str) -> None:
+        """Raise an error if a model does not answer now.
+
+        Raises:
+            ModelFailed: the model could not be loaded. A failed default model is a failure of the
+                service instead.
+            EngineUnavailable: the model is not ready for another reason.
+        """
+        model = self.served[key]
+        engine = model.current.engine
+        if engine.ready and engine.info is not None:
             return
-        if self.default.current.engine.ready:
-            raise ModelFailed(f"{key}: {self.status_of(key).reason}")
+        reason = self.status_of(key).reason or engine.status.reason
+        if model is not self.default and key:
+            reason = f"{key}: {reason}"
+            if model.state == "failed" and self.default.current.engine.ready:
+                raise ModelFailed(reason)
+        raise EngineUnavailable(reason)
 
     def _key_of_head(self, added: AddedHead) -> str:
         if added.key is not None and added.head is not None:
@@ -243,13 +275,16 @@ class Models(ABC):
         """Close all models."""
 
     @abstractmethod
-    async def available(self, name: str | None) -> None:
+    async def load(self, name: str | None, caller: str = "") -> None:
         """Wait until a model answers, and load it if it is unloaded.
 
+        Args:
+            name: name of the model; None for the default.
+            caller: the client that is charged for the load; empty for the operator.
+
         Raises:
-            ModelFailed: the model could not be loaded.
             ModelsFull: the memory for models is full.
-            EngineUnavailable: the model does not answer for another reason.
+            What `require_ready` raises.
         """
 
     @abstractmethod

@@ -11,13 +11,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextvars import ContextVar
 from typing import Final
 
 from service.background import Tasks
 from service.engine.backbones import ModelEngine
 from service.errors import ModelsFull
-from service.models.generation import Generation, LocalModel
+from service.models.generation import Generation
+from service.models.local_model import LocalModel
 
 logger = logging.getLogger("vitserve")
 
@@ -32,9 +32,6 @@ LEAVE_SECONDS: Final = 1.0
 
 UNNAMED: Final = "unnamed"
 """A caller without a known key or address, as over a Unix socket."""
-
-load_caller: ContextVar[str] = ContextVar("load_caller", default="")
-"""The caller that is charged for loads in this context; empty for the operator."""
 
 
 class Residency:
@@ -119,22 +116,23 @@ class Residency:
 
     # Unloading
 
-    async def make_room(self, key: str) -> None:
-        """Unload backbones until a model fits.
+    async def make_room(self, key: str, caller: str) -> None:
+        """Unload backbones until a model fits, for a caller that is charged.
 
         Raises:
             ModelsFull: the other models have work, or stay for some seconds.
         """
         while lacking := self.lacking(key):
-            models = self._to_evict(lacking, {key, *self._kept()})
+            models = self._to_evict(lacking, {key, *self._kept()}, caller)
             self._results["evicted"] += 1
             await self._give_back(models)
 
-    async def fit(self, key: str, *, evict: bool, may_leave: bool) -> None:
+    async def fit(self, key: str, caller: str, *, evict: bool, may_leave: bool) -> None:
         """Unload models if memory is short now that a model is loaded.
 
         Args:
             key: key of the loaded model.
+            caller: see `Models.load`.
             evict: whether to unload others for it.
             may_leave: whether to unload the model itself if others are not unloaded.
 
@@ -148,7 +146,7 @@ class Residency:
             return
         try:
             if evict:
-                await self.make_room(key)
+                await self.make_room(key, caller)
             elif may_leave:
                 await self._give_back([model])
         except ModelsFull:
@@ -167,14 +165,14 @@ class Residency:
         """Unload models, but wait only shortly for their last requests: other loads wait, too."""
         await asyncio.wait([self._tasks.begin(self.unload(models))], timeout=LEAVE_SECONDS)
 
-    def _to_evict(self, lacking: int, kept: Collection[str]) -> list[LocalModel]:
+    def _to_evict(self, lacking: int, kept: Collection[str], caller: str) -> list[LocalModel]:
         """Return the models of the least recently used backbone without work."""
         ready = self._ready()
         idle = self._idle(ready, kept)
         loaded = self.loaded()
         if sum(loaded[backbone] for backbone in idle) < lacking:
             raise _full("it has no memory beside the models that are in use", _TOO_BUSY_SECONDS)
-        if load_caller.get():
+        if caller:
             now = self._clock()
             stay_seconds = {
                 backbone: self._resident_until.get(backbone, now) - now for backbone in idle

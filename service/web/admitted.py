@@ -5,8 +5,8 @@
         await admitted.take(len(upload.files))
         decoded, result = await infer_file(admitted, upload.files[0], requested)
 
-The end of the context gives back all that the request holds: its slots, the bytes of its body, and
-its model, which stays the same until then.
+The end of the context gives back the request's slots and the bytes of its body. The model's version
+is held until the endpoint has an answer, see `model_of`.
 """
 
 import asyncio
@@ -23,15 +23,14 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from model.outputs import Outputs
-from service.engine.base import Engine
 from service.errors import ClientDisconnected, DeadlineExceeded, RequestTimeout
 from service.http.connection import connection_of
-from service.models.generation import Generation
+from service.models.generation import Lease
 from service.web.admission import Body, Permit
 from service.web.body import WHOLE_BODY, Bound, read_files, read_whole
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_context
-from service.web.service import Model, Service, service_of
+from service.web.service import Service, service_of
 from service.web.upload import Upload, UploadLimits
 from vitserve.documents import FIELD
 
@@ -250,13 +249,13 @@ class RequestBody:
 
 
 class AdmittedRequest:
-    """A request with all that it holds, admitted until the context ends.
+    """A request with its slots, admitted until the context ends.
 
     The request takes its slots once its body is here. This is a class, because a generator would
     cost the event loop more.
 
     Args:
-        model: the model that answers; None if the request does not need a model, or `choose` sets
+        model: the model that answers; None if the request does not need a model, or its route sets
             the model later.
         needs_slot: refuse the request at once if every slot is taken.
 
@@ -276,29 +275,28 @@ class AdmittedRequest:
         ClientDisconnected: the caller has disconnected.
     """
 
-    model: Model
+    model: Lease
 
     def __init__(
-        self, service: Service, model: Model | None, sender: Sender, *, needs_slot: bool = True
+        self, service: Service, model: Lease | None, sender: Sender, *, needs_slot: bool = True
     ) -> None:
         self.service = service
         self.sender = sender
-        self.deadline = Deadline(sender.started + service.settings.request_timeout, service.clock)
+        self.deadline = service.deadline(sender.started)
         self.permit = Permit(service.limiter, sender.caller)
         self.loading = asyncio.Lock()
         self.embedding = asyncio.Lock()
-        self._first_model = model
+        if model is not None:
+            self.model = model
+        self._needs_engine = model is not None
         self._needs_slot = needs_slot
-        self._generations: list[Generation[Engine]] = []  # of all models that answer
         self._cancellation = Cancellation()
         self.body = RequestBody(service, sender, self.deadline, self._cancellation)
 
     async def __aenter__(self) -> Self:
         if self._needs_slot:
             await self.service.limiter.settle(caller=self.sender.caller)
-            self.service.check_room(self.sender.caller, needs_engine=self._first_model is not None)
-        if self._first_model is not None:
-            self.choose(self._first_model)
+            self.service.check_room(self.sender.caller, needs_engine=self._needs_engine)
         await self._cancellation.__aenter__()
         return self
 
@@ -311,21 +309,13 @@ class AdmittedRequest:
         try:
             await self._cancellation.__aexit__(kind, error, traceback)
         finally:
-            for generation in self._generations:
-                generation.end()
             self.permit.close()
             self.body.give_back()
 
-    def choose(self, model: Model) -> None:
-        """Set the model that answers from now on; the request holds it until the context ends."""
-        self.model = model
-        self._generations.append(model.generation)
-        model.generation.begin()
-
-    def with_model(self, model: Model) -> Self:
-        """Return the same request with another model; it holds both until the context ends."""
+    def with_model(self, model: Lease) -> Self:
+        """Return the same request with another model that answers."""
         other = copy.copy(self)
-        other.choose(model)
+        other.model = model
         return other
 
     async def take(self, slots: int) -> None:
@@ -363,7 +353,7 @@ class AdmittedRequest:
 
 
 def admit(
-    request: Request, model: Model | None = None, *, needs_slot: bool = True
+    request: Request, model: Lease | None = None, *, needs_slot: bool = True
 ) -> AdmittedRequest:
     """Admit a request over HTTP; see `AdmittedRequest`."""
     context = request_context(request.scope)

@@ -32,6 +32,7 @@ from service.errors import (
 from service.http.application import AnswerRoom, Header
 from service.http.connection import connection_of
 from service.lifecycle import Lifecycle
+from service.models.generation import Lease
 from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
 from service.web.admission import RefusalPace
@@ -86,6 +87,7 @@ class RequestContext:
         model: name of the requested model, None until it is known.
         prefix: prefix of the path for links in the answer; None if a proxy sent an invalid one.
         stages: seconds of each stage, see `service.observe.metrics.stage_seconds`.
+        leases: the models that the request holds; its endpoint releases them.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class RequestContext:
         self.model: str | None = None
         self.prefix: str | None = ""
         self.stages: dict[str, float] = {}
+        self.leases: list[Lease] = []
         self.client: str | None = (scope.get("client") or (None,))[0]
         self._received_bytes = 0
         self._sent_bytes = 0

@@ -23,19 +23,16 @@ from model.images.preprocess import ModelInput, Region, model_input
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import (
-    EngineUnavailable,
     InferenceFailed,
     MissingImage,
-    ServiceError,
     UploadTooLarge,
 )
-from service.models.residency import UNNAMED, load_caller
+from service.models.residency import UNNAMED
 from service.settings import Settings
 from service.web.admitted import AdmittedRequest
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_text
 from service.web.decoders import Decoded
 from service.web.lanes import Job
-from service.web.service import Model
 from service.web.upload import UploadedFile, is_text
 
 T = TypeVar("T")
@@ -58,7 +55,7 @@ async def infer_file(
     """
     try:
         head = None
-        if not admitted.model.unloaded:
+        if admitted.model.is_loaded:
             # New texts come first, because they are scarcer than passes: refusing here saves the
             # forward pass. A refused picture does not load an unloaded model.
             head = await _head(admitted, requested)
@@ -66,10 +63,10 @@ async def infer_file(
         pixels = decoded.picture.pixels
         result = None
         with turn:
-            if requested.map is None and not admitted.model.unloaded:
+            if requested.map is None and admitted.model.is_loaded:
                 wanted = requested
-                if requested.labels or admitted.model.taught is not None:
-                    wanted = of_image(requested, admitted.model.taught)
+                if requested.labels or admitted.model.taught_head is not None:
+                    wanted = of_image(requested, admitted.model.taught_head)
                 result = await _batched(admitted, pixels, wanted)
         return decoded, await infer_pixels(admitted, pixels, requested, result, head)
     finally:
@@ -182,37 +179,20 @@ async def _holding_turn(job: Job[T]) -> T:
 async def load_model(admitted: AdmittedRequest, *, share: float = 1.0) -> None:
     """Load the request's model if it is unloaded; the pictures of a batch load it once.
 
+    Args:
+        share: part of the request's time that loading may take.
+
     Raises:
-        EngineUnavailable: another process has replaced the model meanwhile.
-        What `Service.loaded_model` raises, for the same `share`.
+        What `Service.load` raises.
     """
-    if not admitted.model.unloaded:
+    model = admitted.model
+    if model.is_loaded:
         return
     with admitted.permit.lent():
         async with admitted.loading:
-            if admitted.model.unloaded:
-                admitted.choose(await _loaded(admitted, admitted.model, share))
-
-
-async def _loaded(admitted: AdmittedRequest, unloaded: Model, share: float) -> Model:
-    generation = unloaded.generation
-    name = unloaded.info.name
-    if not generation.engine.ready:  # else it is loaded, even if another model has its name by now
-        token = load_caller.set(admitted.sender.caller or UNNAMED)
-        try:
-            started = admitted.sender.started
-            current = await admitted.service.loaded_model(name, started, share=share)
-            if not generation.engine.ready:
-                generation = current.generation
-        except ServiceError:
-            if not generation.engine.ready:
-                raise
-        finally:
-            load_caller.reset(token)
-    info = generation.engine.info
-    if info is None or (info.content, info.head) != (unloaded.info.content, unloaded.info.head):
-        raise EngineUnavailable(f"{name}: it was replaced while it was unloaded: try again")
-    return replace(unloaded, generation=generation, unloaded=False)
+            if not model.is_loaded:
+                deadline = admitted.service.deadline(admitted.sender.started, share)
+                await admitted.service.load(model, deadline, admitted.sender.caller or UNNAMED)
 
 
 # Infer
@@ -239,7 +219,7 @@ async def _batched(
     if model.info.head and not requested.head:
         requested = replace(requested, head=model.info.head)
     request = InferenceRequest(pixels, requested)
-    result = await model.generation.engine.infer(request, timeout=admitted.deadline.remaining())
+    result = await model.engine.infer(request, timeout=admitted.deadline.remaining())
     metrics = admitted.service.metrics
     metrics.observe_stage("queue", result.queue_seconds)
     metrics.observe_stage("inference", result.inference_seconds, result.batch_size)
@@ -251,8 +231,8 @@ async def _batched(
 
 async def _head(admitted: AdmittedRequest, requested: RequestedOutputs) -> Head | None:
     """Return the taught head, or a head of the request's labels; None if the batch scores."""
-    if admitted.model.taught is not None:
-        return admitted.model.taught
+    if admitted.model.taught_head is not None:
+        return admitted.model.taught_head
     if not requested.labels:
         return None
     zero_shot = admitted.model.info.zero_shot
@@ -268,7 +248,7 @@ async def embed_texts(admitted: AdmittedRequest, texts: Sequence[str]) -> NDArra
     Raises as `load_model` and `Engine.embed_texts`.
     """
     await load_model(admitted)
-    engine = admitted.model.generation.engine
+    engine = admitted.model.engine
     service = admitted.service
     with admitted.permit.lent():
         async with admitted.embedding:  # the pictures of a batch ask for the same texts

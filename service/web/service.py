@@ -1,7 +1,7 @@
 """What the requests of a web process share, and the look-up of the model that answers one.
 
-service.find(name, started)      the model of a name; an unloaded one by its description
-service.loaded_model(...)        the same, loaded if necessary
+service.acquire(name, deadline)  the model of a name, held until its release
+service.load(lease, ...)         load it if it is unloaded
 service.check_open()             is the service open, ready, and does it have a free slot?
 service.keep(picture, model)     put a picture into the image store, and get it back by its id
 """
@@ -10,19 +10,18 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, cast
 
 from starlette.requests import Request
 
-from model.heads import Head
 from model.images.preprocess import ModelInput
 from service.engine.base import Engine
-from service.engine.messages import ModelInfo
 from service.errors import Draining, EngineUnavailable, ModelLoading
 from service.lifecycle import Lifecycle
-from service.models.generation import Generation, ServedModel
+from service.models.generation import Lease
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
@@ -35,24 +34,6 @@ from service.web.middleware import request_context
 logger = logging.getLogger("vitserve")
 
 _KNOWN_TEXTS: Final = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The model of a request.
-
-    Attributes:
-        generation: the version that the request belongs to; its engine gives the features.
-        info: the description of the model.
-        taught: the head that scores the features, if the model is a taught head.
-        unloaded: whether the model is loaded only when the request's picture is decoded, so that
-            a refused request does not load a model.
-    """
-
-    generation: Generation[Engine]
-    info: ModelInfo
-    taught: Head | None = None
-    unloaded: bool = False
 
 
 class KnownTexts:
@@ -90,82 +71,52 @@ class Service:
 
     # Models
 
-    def model(self, name: str | None = None) -> Model:
-        """Return the current model of a name, of the default model if the name is None.
-
-        Another generation may replace it at any time, unless a request is admitted with it.
-
-        Raises:
-            UnknownModel: the name is unknown.
-            ModelFailed: the model could not be loaded.
-            EngineUnavailable: the model is not ready.
-        """
-        return self._current(name, self.models.find(name))
-
-    async def find(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
-        """Return the model of a name, without loading an unloaded one; raises as `loaded_model`."""
-        served = self.models.find(name)
-        if served.current.engine.ready:
-            return self._current(name, served)
-        if served.state == "unloaded" and served.info is not None:
-            return self._described(name, served.current, served.info, unloaded=True)
-        return await self.loaded_model(name, started, share=share)
-
-    async def loaded_model(self, name: str | None, started: float, *, share: float = 1.0) -> Model:
-        """Return the model of a name once it is loaded; raises as `model`.
-
-        Waiting requests hold a slot each, together at most a quarter of the slots. Requests do not
-        wait for the default model, because the service is not ready without it.
+    def deadline(self, started: float, share: float = 1.0) -> Deadline:
+        """Return the end of a part of a request's time.
 
         Args:
             started: reading of the clock at which the request's headers had been read.
-            share: part of the request's time that loading may take.
+            share: the part of the time.
+        """
+        return Deadline(started + share * self.settings.request_timeout, self.clock)
+
+    async def acquire(self, name: str | None, deadline: Deadline) -> Lease:
+        """Hold a model until its release; an unloaded model is described, and not loaded.
+
+        Raises:
+            What `Models.acquire` raises; and for a model that is still to be described, what
+            `load` raises.
+        """
+        if self.models.needs_load(name):
+            async with self._loading(name, deadline):
+                await self.models.load(name)
+        return self.models.acquire(name)
+
+    async def load(self, lease: Lease, deadline: Deadline, caller: str) -> None:
+        """Load a held model if it is unloaded; see `Lease.load`.
 
         Raises:
             ModelLoading: too many requests wait for models, or the time for loading is up.
-            ModelsFull: the memory for models is full.
             QueueFull: every slot is taken.
+            What `Lease.load` raises.
         """
-        served = self.models.find(name)
-        if not served.current.engine.ready and served is not self.models.default:
-            self.models.require_loadable(name)
-            deadline = Deadline(started + share * self.settings.request_timeout, self.clock)
-            with self.limiter.waiting():
-                try:
-                    async with asyncio.timeout(deadline.remaining()):
-                        await self.models.available(name)
-                except TimeoutError:
-                    raise ModelLoading(
-                        f"{name!r:.200} was not loaded in the request's time"
-                    ) from None
-        return self.model(name)
+        async with self._loading(lease.info.name, deadline):
+            await lease.load(caller)
 
-    def _current(self, name: str | None, served: ServedModel) -> Model:
-        engine = served.current.engine
-        info = engine.info
-        if info is None or not engine.ready:
-            self.models.require_loadable(name)
-            reason = self.models.status_of(self.models.key(name)).reason
-            raise EngineUnavailable(reason or engine.status.reason)
-        return self._described(name, served.current, info)
-
-    def _described(
-        self,
-        name: str | None,
-        generation: Generation[Engine],
-        info: ModelInfo,
-        *,
-        unloaded: bool = False,
-    ) -> Model:
-        added = self.models.added.get(name or "")
-        if added is None:
-            return Model(generation, info, unloaded=unloaded)
-        return Model(generation, added.info(info), added.head, unloaded)
+    @asynccontextmanager
+    async def _loading(self, name: str | None, deadline: Deadline) -> AsyncIterator[None]:
+        """Hold a slot while a request waits for a model; these are at most a quarter of all."""
+        with self.limiter.waiting():
+            try:
+                async with asyncio.timeout(deadline.remaining()):
+                    yield
+            except TimeoutError:
+                raise ModelLoading(f"{name!r:.200} was not loaded in the request's time") from None
 
     # Kept pictures
 
     async def keep(
-        self, picture: ModelInput, model: Model, image_id: str | None = None
+        self, picture: ModelInput, model: Lease, image_id: str | None = None
     ) -> str | None:
         """Store a picture as a model sees it, and return its id, or None if it is not stored.
 
@@ -179,7 +130,7 @@ class Service:
             return None
         return stored and image_id
 
-    async def kept(self, image_id: str, model: Model) -> ModelInput | None:
+    async def kept(self, image_id: str, model: Lease) -> ModelInput | None:
         """Return the stored picture of an id as a model sees it, or None if it is not stored."""
         picture = await self.images.get(id_of_kind(image_id, model.info.preprocess))
         # Another replica may have stored anything under this id.
@@ -194,7 +145,7 @@ class Service:
         if self.lifecycle.draining:
             raise Draining("the service is about to stop: try another instance")
         if needs_engine and not self.models.default.current.engine.ready:
-            self.model()
+            self.models.require_ready(self.models.default_name)
 
     def check_ready(self) -> None:
         """Raise an error if load balancers should send requests elsewhere.
@@ -207,7 +158,9 @@ class Service:
         """
         if self.lifecycle.stopping:
             raise Draining("the service is about to stop: try another instance")
-        reasons = [engine.status.reason for engine in self.model().generation.engine.engines]
+        self.models.require_ready(self.models.default_name)
+        engines = self.models.default.current.engine.engines
+        reasons = [engine.status.reason for engine in engines]
         if all(reasons):
             raise EngineUnavailable(reasons[0])
 
@@ -234,6 +187,16 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
 
 
-async def model_of(request: Request, name: str | None = None) -> Model:
-    """Return the model that a request names, or the default model; raises as `Service.find`."""
-    return await service_of(request).find(name, request_context(request.scope).started)
+async def model_of(request: Request, name: str | None = None, *, share: float = 1.0) -> Lease:
+    """Return the model that a request names, or the default; held until the answer is ready.
+
+    Args:
+        share: part of the request's time that loading may take.
+
+    Raises as `Service.acquire`.
+    """
+    service = service_of(request)
+    context = request_context(request.scope)
+    lease = await service.acquire(name, service.deadline(context.started, share))
+    context.leases.append(lease)
+    return lease

@@ -25,7 +25,8 @@ from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden
-from service.models.generation import LocalModel, Version
+from service.models.generation import Version
+from service.models.local_model import LocalModel
 from service.models.local_models import LocalModels
 from service.models.registry import Models
 from service.settings import load_settings
@@ -87,8 +88,8 @@ class FixedModels(Models):
             *(model.close() for model in self.served.values() if isinstance(model, LocalModel))
         )
 
-    async def available(self, name: str | None) -> None:
-        raise EngineUnavailable(self.find(name).current.engine.status.reason)
+    async def load(self, name: str | None, caller: str = "") -> None:
+        raise EngineUnavailable(self.served[self.key(name)].current.engine.status.reason)
 
     async def put(self, name: str, what: What) -> bool:
         raise Forbidden("here models are not loaded")

@@ -13,7 +13,7 @@ from service.engine.messages import ModelInfo
 from service.errors import ModelsFull
 from service.models.configured import configured_models
 from service.models.local_models import LocalModels
-from service.models.residency import RESIDENCY_SECONDS, load_caller
+from service.models.residency import RESIDENCY_SECONDS
 from service.settings import Settings, load_settings
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, until
 
@@ -43,9 +43,8 @@ class Simulation:
 
     async def ask(self, caller: str, name: str) -> int:
         """Return 0 if a model is available to a caller, otherwise the seconds of Retry-After."""
-        load_caller.set(caller)
         try:
-            await self.models.available(name)
+            await self.models.load(name, caller)
         except ModelsFull as error:
             assert error.retry_after is not None
             return error.retry_after

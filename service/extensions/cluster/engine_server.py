@@ -30,7 +30,6 @@ from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed
 from service.extensions.cluster import frames
 from service.models.generation import Generation
 from service.models.local_models import LocalModels
-from service.models.residency import load_caller
 from service.web.image_stores import MemoryImageStore
 
 logger = logging.getLogger("vitserve")
@@ -303,8 +302,7 @@ class _Worker:
             case "discard":
                 await self._discard(str(change.what))
             case "wake":
-                load_caller.set(change.caller)  # only in this request's task
-                await models.available(model or None)
+                await models.load(model or None, change.caller)
             case "unload":
                 await models.unload(model)
             case "delete":

@@ -120,7 +120,7 @@ class Change(_Frame, frozen=True, tag=3):
 
     Attributes:
         what: argument of `Models.put` for `load`; the reason for `discard`.
-        caller: client that is charged for `wake`, see `service.models.residency.load_caller`.
+        caller: client that is charged for `wake`, see `Models.load`.
     """
 
     act: Literal["load", "take_over", "discard", "wake", "unload", "delete", "reload"]

@@ -19,7 +19,6 @@ from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.remote_engine import RemoteEngine
 from service.models.generation import Generation, ServedModel
 from service.models.registry import SWAP_UNDER_WAY, Models
-from service.models.residency import load_caller
 from service.models.states import ModelState
 from vitserve.documents import ListedModel
 
@@ -152,14 +151,14 @@ class RemoteModels(Models):
         """Disconnect from all engines."""
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
-    async def available(self, name: str | None) -> None:
-        """Wait until an engine has the model, see `Models.available`; raises `UnknownModel`."""
+    async def load(self, name: str | None, caller: str = "") -> None:
+        """Wait until an engine has the model, see `Models.load`; raises `UnknownModel`."""
         while True:
-            change = frames.Change("wake", self.key(name), caller=load_caller.get())
+            change = frames.Change("wake", self.key(name), caller=caller)
             requests = (engine.ask(change) for engine in self.engines)
             results = await asyncio.gather(*requests, return_exceptions=True)
             errors = [error for error in results if error is not None]
-            if self.find(name).current.engine.ready:  # `find` raises if the model was deleted
+            if self.served[self.key(name)].current.engine.ready:  # raises if it was deleted
                 return
             if errors:
                 raise errors[0]

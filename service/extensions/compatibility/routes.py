@@ -109,7 +109,7 @@ def _model_name(service: Service, path: str) -> str:
         NotFound: the version does not exist.
     """
     with suppress(UnknownModel):
-        service.models.find(path)
+        service.models.key(path)
         return path
     name, _, version = path.rpartition("/")
     if not name:

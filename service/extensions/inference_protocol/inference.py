@@ -26,7 +26,6 @@ from service.web.admitted import AdmittedRequest
 from service.web.gather import of_each
 from service.web.json_bodies import require_known
 from service.web.picture import infer_file, infer_pixels
-from service.web.service import Model, Service
 
 T = TypeVar("T")
 
@@ -54,16 +53,6 @@ _MAX_ID_CHARACTERS: Final = 1024
 BYTES_A_VALUE: Final = 256
 # Methods of the output `attention`.
 _MAPS: Final = ("cls", "relevance")
-
-
-async def find_model(service: Service, name: str | None, version: str, started: float) -> Model:
-    """Return the model of a name and version; None is the default, an empty version is any.
-
-    Raises:
-        NotFound: the version does not exist. See also `Service.find`.
-    """
-    check_version(version)
-    return await service.find(name, started)
 
 
 def check_version(version: str) -> None:

@@ -78,8 +78,9 @@ async def v2_live(request: Request) -> Response:
 @router.get(f"{_VERSIONED}/ready")
 async def v2_ready(request: Request) -> Response:
     """Answer 200 when the model is ready, else 503."""
-    service_of(request).check_ready()
-    service_of(request).model(_name(request))
+    service = service_of(request)
+    service.check_ready()
+    service.models.require_ready(service.models.key(_name(request)))
     return Response()
 
 
@@ -170,7 +171,7 @@ async def v2_load(request: Request) -> Response:
     body = await small_body(request)
     what = allowed(decoded(body, _Command).parameters, service.settings)
     if not what:
-        service.models.find(name)
+        service.models.key(name)
     elif "checkpoint" not in what:
         raise InvalidParameter("checkpoint: missing, but the other settings need it")
     only = what.get("checkpoint") if len(what) == 1 else what or None

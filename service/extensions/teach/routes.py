@@ -128,7 +128,7 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
         if head is not None and backbone is None:
             backbone = service.models.name_of(_taught(request).base(head))
         model = await model_of(request, backbone)
-        admitted.choose(model)
+        admitted.model = model
         form = FormQuery(request, query, model, ExampleQuery.requested)
         features, pixels = await read_features(admitted, form, head)
         info = admitted.model.info

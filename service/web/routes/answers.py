@@ -16,12 +16,12 @@ from model.images.preprocess import Region
 from model.outputs import AttentionMap, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import ServiceError
+from service.models.generation import Lease
 from service.web.admitted import AdmittedRequest
 from service.web.decoders import Decoded
 from service.web.gather import all_of
 from service.web.picture import require_file
 from service.web.problems import INTERNAL_ERROR, problem_of
-from service.web.service import Model
 from service.web.upload import UploadedFile
 from vitserve.documents import (
     Attention,
@@ -62,7 +62,7 @@ class Classified(NamedTuple):
         image_id: the id of the kept picture, or None if it is not kept.
     """
 
-    model: Model
+    model: Lease
     requested: RequestedOutputs
     decoded: Decoded
     result: InferenceResult
@@ -163,7 +163,7 @@ def region_document(region: Region) -> RegionDocument:
     return RegionDocument(x=x, y=y, width=width, height=height)
 
 
-def model_parameter(admitted: AdmittedRequest, model: Model) -> str:
+def model_parameter(admitted: AdmittedRequest, model: Lease) -> str:
     """Return the end of a link that names a model, or nothing for the default model."""
     default = admitted.service.models.default.info
     if default is not None and model.info.name == default.name:

@@ -198,16 +198,15 @@ async def attention_of_kept_picture(request: Request, query: StoredPictureQuery)
     service = service_of(request)
     model = await model_of(request, query.model)
     requests = query.requested(model.info)
-    with model.generation.request():  # another generation may take over while the picture comes
-        picture = await service.kept(query.id, model)
-        if picture is None:
-            raise NotFound(
-                "no picture of this id is kept for this model: it is unknown, expired or pushed out"
-            )
-        async with admit(request, model) as admitted:
-            await admitted.take(1)
-            outputs = await _explain(admitted, requests, picture)
-            return await _answer(admitted, query, _Explained(picture, outputs, query.id))
+    picture = await service.kept(query.id, model)
+    if picture is None:
+        raise NotFound(
+            "no picture of this id is kept for this model: it is unknown, expired or pushed out"
+        )
+    async with admit(request, model) as admitted:
+        await admitted.take(1)
+        outputs = await _explain(admitted, requests, picture)
+        return await _answer(admitted, query, _Explained(picture, outputs, query.id))
 
 
 @router.post(

@@ -17,6 +17,7 @@ from model.outputs import Pooling, RequestedOutputs
 from model.parameters import parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
+from service.models.generation import Lease
 from service.web.admitted import AdmittedRequest, admit
 from service.web.gather import of_each
 from service.web.picture import embed_texts, infer_file, require_file
@@ -24,7 +25,7 @@ from service.web.routes.answers import answer_each, npy_response, to_json
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
 from service.web.routes.query import FormQuery, ModelQuery
-from service.web.service import Model, model_of
+from service.web.service import model_of
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
 
@@ -150,7 +151,7 @@ async def _embed_file(
     return to_json(Embedding(id=image_id, model=name, pool=query.pool, embedding=embedding))
 
 
-async def _embed_texts(request: Request, query: EmbedOneQuery, model: Model) -> Response:
+async def _embed_texts(request: Request, query: EmbedOneQuery, model: Lease) -> Response:
     """Answer with the embeddings of texts, comparable with embeddings of pictures."""
     if model.info.zero_shot is None:
         raise InvalidParameter("text: the model has no text tower")

@@ -91,16 +91,21 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to this path; raises as `parse_query` and the function."""
-        request_context(scope).endpoint = self.path_format
+        context = request_context(scope)
+        context.endpoint = self.path_format
         request = Request(scope, receive)
         query_model = self.operation.query_model
         query_string = scope["query_string"]
-        if query_model is not None:
-            answer = await self._function(request, parse_query(query_model, query_string))
-        else:
-            if query_string and not self._is_loose:
-                require_no_parameters(scope["path"], query_string)
-            answer = await self._function(request)
+        try:
+            if query_model is not None:
+                answer = await self._function(request, parse_query(query_model, query_string))
+            else:
+                if query_string and not self._is_loose:
+                    require_no_parameters(scope["path"], query_string)
+                answer = await self._function(request)
+        finally:
+            for lease in context.leases:
+                lease.release()
         if isinstance(answer, BaseModel):
             content = answer.model_dump_json(exclude_none=self._omit_none, by_alias=True)
             answer = Response(content, self.operation.status, media_type="application/json")

@@ -129,7 +129,8 @@ async def load(service: Service, name: str, settings: What) -> tuple[ListedModel
 async def small_body(request: Request) -> bytearray:
     """Read a body other than a picture; raises `RequestTimeout` and errors of `read_whole`."""
     service = service_of(request)
-    async with admit(request, service.model(), needs_slot=False) as admitted:
+    service.models.require_ready(service.models.default_name)
+    async with admit(request, needs_slot=False) as admitted:
         return await admitted.body.read_whole(_MAX_BODY)
 
 

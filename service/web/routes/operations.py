@@ -62,10 +62,8 @@ async def model(request: Request, query: DescribedQuery) -> ModelDescription:
         _prepare_maps(current.generation)
     info = current.info
     config = info.config
-    facts = attributes(
-        ModelDescription.model_fields, info, config, current.generation.engine.status
-    )
-    if current.unloaded:
+    facts = attributes(ModelDescription.model_fields, info, config, current.engine.status)
+    if not current.is_loaded:
         facts["compiled"] = "unloaded"
     if isinstance(config, LibraryConfig):
         facts |= {"runtime": config.library, "runtime_version": version(config.library)}

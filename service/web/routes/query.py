@@ -19,10 +19,11 @@ from starlette.requests import Request
 
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, MalformedRequest
+from service.models.generation import Lease
 from service.web.admitted import AdmittedRequest
 from service.web.json_bodies import require_known
 from service.web.picture import require_file
-from service.web.service import Model, model_of
+from service.web.service import model_of
 from service.web.upload import FormFields, UploadedFile
 from vitserve.documents import FIELD
 
@@ -127,7 +128,7 @@ class FormQuery(Generic[Q, R]):
     requested: R
 
     def __init__(
-        self, request: Request, query: Q, model: Model, parse: Callable[[Q, ModelInfo], R]
+        self, request: Request, query: Q, model: Lease, parse: Callable[[Q, ModelInfo], R]
     ) -> None:
         self.query = query
         self._request = request
@@ -172,7 +173,7 @@ class FormQuery(Generic[Q, R]):
         self.query = merged(self.query, self._request.scope["query_string"], fields)
         name = _model_name(self.query)
         if name != addressed and not names_several(name):
-            admitted.choose(await model_of(self._request, name))
+            admitted.model = await model_of(self._request, name)
 
 
 def _model_name(query: BaseModel) -> str | None:

@@ -19,11 +19,11 @@ from model.heads import of_image
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MissingImage, ServiceError, UploadTooLarge
+from service.models.generation import Lease
 from service.web.admitted import AdmittedRequest, admit
 from service.web.decoders import Decoded
 from service.web.gather import all_of
 from service.web.image_stores import new_image_id
-from service.web.middleware import request_context
 from service.web.picture import decode_file, infer_file, load_model, score, scored
 from service.web.routes.answers import (
     Classified,
@@ -32,7 +32,7 @@ from service.web.routes.answers import (
     timings,
 )
 from service.web.routes.query import FormQuery
-from service.web.service import Model, service_of
+from service.web.service import model_of, service_of
 
 if TYPE_CHECKING:
     from service.web.routes.classify import ClassifyQuery
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Part of the request's time that loading a model may take; the rest is left for other models.
 _LOADING_SHARE = 0.5
 
-Group = list[tuple[Model, RequestedOutputs]]
+Group = list[tuple[Lease, RequestedOutputs]]
 """Models of one backbone and preprocessing, and the outputs requested of each."""
 
 
@@ -57,13 +57,7 @@ class SeveralModels(NamedTuple):
     names: list[str]
     groups: list[Group]
     failed: dict[str, Exception]
-    first: Model
-
-    def hold(self, admitted: AdmittedRequest) -> None:
-        """Hold all models until the request ends."""
-        for group in self.groups:
-            for model, _ in group:
-                admitted.with_model(model)
+    first: Lease
 
 
 async def classify_by_several(request: Request, query: ClassifyQuery) -> Response:
@@ -71,7 +65,6 @@ async def classify_by_several(request: Request, query: ClassifyQuery) -> Respons
     models = await find_models(request, query)
     form = FormQuery(request, query, models.first, type(query).requested)
     async with admit(request, models.first) as admitted:
-        models.hold(admitted)
         picture = await form.read_file(admitted)
         if form.query == query:
             return await _answer(admitted, models, picture, query.min_score)
@@ -83,7 +76,6 @@ async def answer_by_several(
 ) -> Response:
     """Answer a request whose body is here, by the models that its query names now."""
     models = await find_models(request, query)
-    models.hold(admitted)
     return await _answer(admitted, models, picture, query.min_score)
 
 
@@ -103,7 +95,7 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
     names = _names(query, service.models.names())
     for name in names:
         if name not in service.models.added:  # an error of a taught head is its answer
-            service.models.find(name)
+            service.models.key(name)
     models = await all_of(_find(request, name) for name in names)
     failed: dict[str, Exception] = {}
     groups: dict[tuple[object, ...], Group] = {}
@@ -121,7 +113,7 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
     if groups:
         first, _ = next(iter(groups.values()))[0]
     else:
-        first = service.model()
+        first = await model_of(request)
     return SeveralModels(names, list(groups.values()), failed, first)
 
 
@@ -141,10 +133,9 @@ def _names(query: ClassifyQuery, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in names))
 
 
-async def _find(request: Request, name: str) -> Model | ServiceError:
-    started = request_context(request.scope).started
+async def _find(request: Request, name: str) -> Lease | ServiceError:
     try:
-        return await service_of(request).find(name, started, share=_LOADING_SHARE)
+        return await model_of(request, name, share=_LOADING_SHARE)
     except ServiceError as error:
         return error
 
@@ -204,14 +195,14 @@ async def _infer_group(
     """Infer a picture by a group of models; raises only an error of the picture itself."""
     answers: dict[str, dict[str, Any]] = {}
     try:
-        if any(model.unloaded for model, _ in group):
+        if not all(model.is_loaded for model, _ in group):
             group, answers = await _load(admitted, picture, group)
         if not group:
             return _Pass(answers)
         first, _ = group[0]
-        with_first = admitted.with_model(replace(first, taught=None))
+        with_first = admitted.with_model(replace(first, taught_head=None))
         decoded, result = await infer_file(with_first, picture, _combined(group))
-        cost = sum(model.taught.cost for model, _ in group if model.taught is not None)
+        cost = sum(model.taught_head.cost for model, _ in group if model.taught_head is not None)
         outputs_of_each = await score(
             with_first, partial(_outputs_of_each, group, result.outputs), cost=cost
         )
@@ -236,7 +227,7 @@ async def _infer_group(
 def _combined(group: Group) -> RequestedOutputs:
     """Return the outputs that a group of models requests of one pass."""
     first, *others = [
-        requested if model.taught is None else of_image(requested, model.taught)
+        requested if model.taught_head is None else of_image(requested, model.taught_head)
         for model, requested in group
     ]
     return replace(first, more=tuple(others))
@@ -246,11 +237,11 @@ def _outputs_of_each(group: Group, outputs: Outputs) -> list[Outputs | Exception
     """Return the outputs of each model of a pass; a head that fails costs only its own answer."""
     answers: list[Outputs | Exception] = []
     for (model, requested), outputs_of_model in zip(group, (outputs, *outputs.more), strict=True):
-        if model.taught is None:
+        if model.taught_head is None:
             answers.append(outputs_of_model)
             continue
         try:
-            answers.append(scored(outputs_of_model, model.taught, requested))
+            answers.append(scored(outputs_of_model, model.taught_head, requested))
         except Exception as error:  # noqa: BLE001  it is the answer of this head
             answers.append(error)
     return answers

@@ -264,7 +264,7 @@ async def test_a_silent_engine_alone_refuses_at_once() -> None:
         show_silence(engine)
         assert service.changes[-1] == "the engine gives no sign of life"
         # The load comes last: it is discarded, and the answer to that is a sign of life.
-        for refused in (ask(model, 1), model.available(None), model.put("other", None)):
+        for refused in (ask(model, 1), model.load(None), model.put("other", None)):
             with pytest.raises(EngineUnavailable, match="no sign of life"):
                 await refused
 
@@ -460,7 +460,7 @@ async def test_deletion_ends_the_wait_for_a_model() -> None:
     async with running() as service:
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
-        waiting = asyncio.create_task(model.available("other"))
+        waiting = asyncio.create_task(model.load("other"))
         await asyncio.sleep(0)
         del model.served["other"]
         with pytest.raises(UnknownModel):
@@ -477,16 +477,16 @@ async def test_wait_survives_an_early_eviction(
         await model.unload("other")
         engine = service.devices[0].models
         left = [1, 2]
-        load = engine.available
+        load = engine.load
 
-        async def load_for_a_moment(name: str | None) -> None:
-            await load(name)
+        async def load_for_a_moment(name: str | None, caller: str = "") -> None:
+            await load(name, caller)
             if left:
                 left.pop()
                 await engine.unload("other")
 
-        monkeypatch.setattr(engine, "available", load_for_a_moment)
-        await model.available("other")
+        monkeypatch.setattr(engine, "load", load_for_a_moment)
+        await model.load("other")
         assert not left
         assert model.served["other"].current.engine.ready
 

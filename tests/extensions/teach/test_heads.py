@@ -17,7 +17,7 @@ from service.errors import HeadWithoutBackbone
 from service.extensions.teach import heads as module
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.heads import TaughtHeads, features_of
-from service.models.generation import LocalModel
+from service.models.local_model import LocalModel
 from tests.extensions.teach.clusters import taught, teach
 from tests.service.fakes import FixedModels, on_a_loop
 from tests.service.web.fake_engine import FakeEngine
@@ -223,7 +223,7 @@ async def test_a_head_of_another_width_is_failed(tmp_path: Path) -> None:
     await TaughtHeads(None, tmp_path, models).look()
     assert states(models)["wide"] == ("failed", "it reads 24 features, and its backbone gives 8")
     with pytest.raises(HeadWithoutBackbone, match="wide: it reads 24 features"):
-        models.find("wide")
+        models.key("wide")
 
 
 @on_a_loop

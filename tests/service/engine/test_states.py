@@ -12,7 +12,7 @@ from model.runtime.predictor import Predictor
 from service.engine.local import LocalEngine
 from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
-from service.models.generation import LocalModel
+from service.models.local_model import LocalModel
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.small_models import make_checkpoint
 from tests.service.engine.conftest import Running

@@ -16,7 +16,8 @@ from service.engine.backbones import What
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, SwapUnderWay
-from service.models.generation import Generation, LocalModel
+from service.models.generation import Generation
+from service.models.local_model import LocalModel
 from service.models.local_models import LocalModels
 from service.settings import load_settings
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for

@@ -100,8 +100,8 @@ def states(models: LocalModels) -> dict[str, str]:
 
 async def ask(models: LocalModels, name: str, red: int = 3) -> int:
     """Return the launches of the predictor that answered."""
-    await models.available(name)
-    generation = models.find(name).current
+    await models.load(name)
+    generation = models.served[name].current
     with generation.request():
         return (await generation.engine.infer(request_for(red), timeout=PATIENCE)).batch_size
 
@@ -167,9 +167,9 @@ async def test_a_broken_model_is_named_once_and_the_others_serve(
         ]
         assert models.failure == ""
         with pytest.raises(ModelFailed, match="b: b: it cannot be read"):
-            await models.available("b")
+            await models.load("b")
         with pytest.raises(UnknownModel, match="unknown model 'd'; available: a, b, c"):
-            models.find("d")
+            models.key("d")
         assert models.results == {"loaded": 2, "failed": 1}
 
 
@@ -177,10 +177,10 @@ async def test_a_broken_model_is_named_once_and_the_others_serve(
 async def test_a_failed_model_is_refused_for_good(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "!b") as (models, disk):
         with pytest.raises(ModelFailed, match="b: it cannot be read"):
-            await models.available("b")
+            await models.load("b")
         disk.broken.clear()
         await models.put("b", None)
-        await models.available("b")
+        await models.load("b")
 
 
 @on_a_loop
@@ -247,8 +247,8 @@ async def test_what_was_loaded_last_is_not_unloaded_first(tmp_path: Path) -> Non
     async with running(tmp_path, "a", "b", "c", "d", models_bytes="300") as (models, _):
         await ask(models, "b")
         await ask(models, "c")
-        await models.available("d")  # in the slot of b
-        await models.available("b")
+        await models.load("d")  # in the slot of b
+        await models.load("b")
         assert states(models) == {"a": "ready", "b": "ready", "c": "unloaded", "d": "ready"}
 
 
@@ -272,7 +272,7 @@ async def test_a_model_that_cannot_fit_costs_the_others_nothing(tmp_path: Path) 
             with pytest.raises(ModelsFull):
                 await models.put("d", {"checkpoint": "big"})
             with pytest.raises(ModelsFull):
-                await models.available("d")
+                await models.load("d")
             assert states(models) == {"a": "ready", "b": "ready", "c": "ready", "d": "unloaded"}
 
 
@@ -285,7 +285,7 @@ async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(
         busy.gate.clear()
         working = asyncio.create_task(ask(models, "b"))
         await busy.wait_until_busy()
-        for load in (models.available("c"), models.put("c", None)):
+        for load in (models.load("c"), models.put("c", None)):
             with pytest.raises(ModelsFull):
                 await load
         assert models.results == {"loaded": 3, "failed": 2}
@@ -301,9 +301,9 @@ async def test_a_model_whose_request_still_arrives_is_not_unloaded_for_others(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
-        with models.find("b").current.request():
+        with models.served["b"].current.request():
             with pytest.raises(ModelsFull):
-                await models.available("c")
+                await models.load("c")
             assert states(models)["b"] == "ready"
 
 
@@ -313,9 +313,9 @@ async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts
 ) -> None:
     monkeypatch.setattr("service.models.residency.LEAVE_SECONDS", 0.0)
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
-        with models.find("b").current.request(held=True):
+        with models.served["b"].current.request(held=True):
             with pytest.raises(ModelsFull):
-                await models.available("c")
+                await models.load("c")
             assert states(models) == {"a": "ready", "b": "unloaded", "c": "unloaded"}
             await until(
                 lambda: sum(models._memory.loaded().values()) <= 200
@@ -323,7 +323,7 @@ async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts
             assert await models.put("a", {"checkpoint": "a.1"}) is False
             again = asyncio.create_task(ask(models, "b"))
         await again
-        with models.find("b").current.request():
+        with models.served["b"].current.request():
             unloading = asyncio.create_task(models.unload("b"))
             await until(lambda: states(models)["b"] == "unloaded")
             assert await models.put("a", {"checkpoint": "a.2"}) is False
@@ -337,7 +337,7 @@ async def test_an_unloaded_model_answers_who_was_admitted_and_is_loaded_again_fo
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
-        generation = models.find("b").current
+        generation = models.served["b"].current
         with generation.request():
             unloading = asyncio.create_task(models.unload("b"))
             await until(lambda: states(models)["b"] == "unloaded")
@@ -347,7 +347,7 @@ async def test_an_unloaded_model_answers_who_was_admitted_and_is_loaded_again_fo
         assert disk.retired == 1
         assert await ask(models, "b") == 1
         assert disk.loads == ["a", "b", "b"]
-        assert models.find("b").current.number == 1, "it is the same version"
+        assert models.served["b"].current.number == 1, "it is the same version"
 
 
 @on_a_loop
@@ -370,8 +370,8 @@ async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None
             with pytest.raises(CheckpointRefused, match="bad: it cannot be read"):
                 await models.put(name, {"checkpoint": "bad"})
         assert states(models) == {"a": "ready", "b": "ready", "new": "ready"}
-        assert models.find("new").info is not None
-        assert models.find("new").info.head == "x.2"  # type: ignore[union-attr]
+        assert models.served["new"].info is not None
+        assert models.served["new"].info.head == "x.2"
         await until(lambda: set(disk.live["x"].heads) == {"x.2"})
         disk.gate.clear()
         loading = asyncio.create_task(models.put("b", {"checkpoint": "y"}))
@@ -387,7 +387,7 @@ async def test_a_put_waits_for_the_last_requests_of_the_version_before_while_oth
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
-        with models.find("b").current.request():
+        with models.served["b"].current.request():
             await models.put("b", {"checkpoint": "x"})
             second = asyncio.create_task(models.put("b", {"checkpoint": "y"}))
             await asyncio.sleep(0.01)
@@ -395,7 +395,7 @@ async def test_a_put_waits_for_the_last_requests_of_the_version_before_while_oth
             assert not second.done()
             assert "y" not in disk.loads, "there are never three versions of a model in memory"
         assert not await second
-        assert models.find("b").info.head == "y"  # type: ignore[union-attr]
+        assert models.served["b"].info.head == "y"  # type: ignore[union-attr]
 
 
 @on_a_loop
@@ -446,7 +446,7 @@ async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gon
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, _):
-        with models.find("b").current.request():
+        with models.served["b"].current.request():
             await models.prepare("b", {"checkpoint": "x"})
             assert models._prepared is not None
             engine = models._prepared.following.engine
@@ -462,7 +462,7 @@ async def test_a_model_that_is_deleted_answers_who_was_admitted_to_its_version_b
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
-        before = models.find("b").current
+        before = models.served["b"].current
         with before.request():
             await models.put("b", {"checkpoint": "x"})
             await models.delete("b")
@@ -475,17 +475,17 @@ async def test_a_model_that_is_deleted_answers_who_was_admitted_to_its_version_b
 async def test_a_model_stays_as_it_is_while_its_entry_is_broken(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c") as (models, _):
         await models.put("c", {"checkpoint": "x"})
-        before = [models.find(name).current for name in ("b", "c")]
+        before = [models.served[name].current for name in ("b", "c")]
         (tmp_path / "b.toml").write_text('labels = "nothing')
         (tmp_path / "c.pth").touch()
         for _ in range(2):
             models.reload()
             await until(lambda: models._reloading is not None and models._reloading.done())
-        assert [models.find(name).current for name in ("b", "c")] == before
+        assert [models.served[name].current for name in ("b", "c")] == before
         (tmp_path / "c.pth").unlink()
         models.reload()
         await until(lambda: models._reloading is not None and models._reloading.done())
-        assert models.find("c").current.checkpoint is None, (
+        assert models.served["c"].current.checkpoint is None, (
             "what is in order again is the truth again"
         )
 
@@ -514,7 +514,7 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_it_though_i
     async with running(tmp_path, "a", "b") as (models, disk):
         await models.unload("b")
         disk.gate.clear()
-        generation = models.find("b").current
+        generation = models.served["b"].current
         with nullcontext() if waits else generation.request():
             asking = asyncio.create_task(ask(models, "b") if waits else asyncio.sleep(0))
             await until(lambda: not waits or models._turn.locked())

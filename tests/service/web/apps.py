@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from service.lifecycle import Lifecycle
-from service.models.generation import LocalModel
+from service.models.local_model import LocalModel
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings

@@ -5,7 +5,7 @@ from typing import Any
 
 from service.engine.backbones import What
 from service.errors import EngineUnavailable, ModelsFull
-from service.models.generation import LocalModel
+from service.models.local_model import LocalModel
 from service.settings import load_settings
 from tests.service.fakes import FixedModels, model_info
 from tests.service.web.apps import App
@@ -38,7 +38,7 @@ class Named(FixedModels):
         self.engines[name].state = "loading"
         self.served[name].current.move("unloaded")
 
-    async def available(self, name: str | None) -> None:
+    async def load(self, name: str | None, caller: str = "") -> None:
         if self.engines[str(name)].reason == "full":
             raise ModelsFull("there is no memory")
         if self.engines[str(name)].state == "failed":
@@ -57,7 +57,7 @@ class Named(FixedModels):
         self.changes.append(("delete", name, None))
 
     def _require_named(self, name: str) -> None:
-        self.find(name)
+        self.key(name)
 
 
 def several(**settings: Any) -> tuple[App, Named]:

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from service.models.generation import Generation
+from service.settings import load_settings
 from tests.needs import needs
 from tests.service.fakes import SIZE, model_info, on_a_loop, png, until
 from tests.service.web.apps import App, kept, service_in
 from tests.service.web.fake_engine import FakeEngine
+from tests.service.web.named_models import several
 
 LABELS = tuple(f"other {index}" for index in range(10))
 
@@ -88,3 +90,40 @@ async def test_kept_pictures_of_another_input_size_are_unknown_and_others_are_no
     for engine, status in ((service.engine, 200), (other_model(), 404), (FakeEngine(), 200)):
         swap(service, engine)
         assert (await service.get("/attention", f"id={image_id}&format=json")).status == status
+
+
+@on_a_loop
+async def test_a_full_service_holds_a_found_model() -> None:
+    service = App(load_settings({"queue_size": 1}))
+    limiter = service_in(service).limiter
+    limiter.take(1, "")
+    generation = service_in(service).models.default.current
+    asked = service.communicator("POST", "/classify", body=png(1)).start()
+    seen = set()
+    while not asked.done():
+        seen.add(generation.requests)
+        await asyncio.sleep(0)
+    assert (seen, generation.requests) == ({0, 1}, 0), "it waits for a slot, and is refused"
+
+
+@on_a_loop
+async def test_one_of_several_models_is_held_at_once() -> None:
+    service, models = several()
+    models.engines["few"].state = "loading"
+    models.engines["few"].gate.clear()
+    asked = service.communicator("POST", "/classify", query="model=cats,few", body=png(1))
+    task = asked.start()
+    cats = models.served["cats"].current
+    await until(lambda: cats.requests == 1)
+    models.engines["few"].gate.set()
+    await task
+    assert (asked.status, cats.requests) == (200, 0)
+
+
+@on_a_loop
+async def test_a_refused_query_releases_its_model(service: App) -> None:
+    generation = service_in(service).models.default.current
+    assert (await service.classify(query="top_k=0")).status == 422
+    assert (await service.classify(query="layer=1")).status == 422
+    assert (await service.get("/attention", "id=unknown")).status == 404
+    assert generation.requests == 0

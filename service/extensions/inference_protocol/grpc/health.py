@@ -24,7 +24,7 @@ def status_of(service: Service, name: str) -> str:
     try:
         service.check_ready()
         if name not in _WHOLE:
-            service.model(name)
+            service.models.require_ready(service.models.key(name))
     except UnknownModel:
         raise
     except (NotFound, Unavailable):

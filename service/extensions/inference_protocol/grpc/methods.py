@@ -27,7 +27,6 @@ from service.extensions.inference_protocol.grpc.messages import (
 from service.extensions.inference_protocol.inference import (
     BYTES_A_VALUE,
     check_version,
-    find_model,
     infer,
     read,
 )
@@ -80,7 +79,7 @@ def _is_ready(service: Service, name: str | None = None, version: str = "") -> b
     try:
         service.check_ready()
         check_version(version)
-        service.model(name)
+        service.models.require_ready(service.models.key(name))
     except (NotFound, Unavailable):
         return False
     return True
@@ -99,8 +98,8 @@ def _described(
     async def method(service: Service, call: Call) -> bytes:
         request = await call.model_request()
         check_version(request.version)
-        model = await service.find(request.name or None, call.started)
-        return _encode(describe(model.info, service), kind())
+        with await service.acquire(request.name or None, call.deadline) as model:
+            return _encode(describe(model.info, service), kind())
 
     return method
 
@@ -108,15 +107,17 @@ def _described(
 async def _model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
     sender = Sender(call.caller, call.started, call.receive)
-    async with AdmittedRequest(service, service.model(), sender) as admitted:
+    service.check_open()
+    async with AdmittedRequest(service, None, sender) as admitted:
         body = await admitted.body.read_whole()
         target, request = await admitted.write(
             partial(decode_request, body), size=len(body) // BYTES_A_VALUE
         )
-        model = await find_model(service, target.name or None, target.version, call.started)
-        admitted.choose(model)
-        inference = await read(admitted, body, lambda _: request)
-        return await infer(admitted, inference, encode_answer)
+        check_version(target.version)
+        with await service.acquire(target.name or None, call.deadline) as model:
+            admitted.model = model
+            inference = await read(admitted, body, lambda _: request)
+            return await infer(admitted, inference, encode_answer)
 
 
 async def _check(service: Service, call: Call) -> bytes:
