@@ -145,7 +145,7 @@ def test_caches_are_in_the_volume():
         if mount.startswith("cache:")
     ]
 
-    for name in ("VIT_CACHE_DIR", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for name in ("VIT_CACHE_DIR", "HF_HOME", "TMPDIR"):
         assert environment[name].startswith(f"{target}/")
     passed = BASE["services"]["vitserve"]["environment"]
     unset = [name for name, value in passed.items() if value is None and name in environment]
@@ -153,6 +153,17 @@ def test_caches_are_in_the_volume():
         "compose unsets what the image sets if a name is passed through without a value"
     )
     assert default(passed["VIT_CACHE_DIR"]) == environment["VIT_CACHE_DIR"]
+
+
+def test_kernels_are_below_the_cache_folder():
+    unit = (REPOSITORY / "deploy/systemd/vitserve.service").read_text()
+    manifests = "".join(
+        path.read_text() for path in (REPOSITORY / "deploy/kubernetes").rglob("*.yaml")
+    )
+
+    kernels = r"TORCHINDUCTOR_CACHE_DIR|TRITON_CACHE_DIR|CUDA_CACHE_PATH"
+    assert not re.search(kernels, unit + manifests + " ".join(image_environment()))
+    assert "VIT_CACHE_DIR=/var/cache/vitserve " in unit
 
 
 def test_prometheus_scrapes_the_service_port():
