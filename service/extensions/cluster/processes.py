@@ -121,8 +121,9 @@ class OperatingSystem:
         return pid
 
     def kill(self, pid: int, number: signal.Signals) -> None:
-        """Send a signal to a process."""
-        os.kill(pid, number)
+        """Send a signal to a process, if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
     def wait(self, seconds: float, links: Sequence[Link]) -> list[int]:
         """Wait for signals or reports, at most some seconds; return the signals."""

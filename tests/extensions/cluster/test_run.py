@@ -244,6 +244,15 @@ for number in (signal.SIGTERM, signal.SIGKILL):
     assert run(PROLOGUE + script) == "True\nTrue"
 
 
+def test_signal_to_an_ended_child_is_dropped() -> None:
+    script = """
+pid = system.spawn("child", lambda: 3)
+print(until_ended() == (pid, 3))
+system.kill(pid, signal.SIGTERM)
+"""
+    assert run(PROLOGUE + script) == "True"
+
+
 def test_news_ends_the_supervisors_wait() -> None:
     script = """
 assert system.wait(0, []) == []
