@@ -10,6 +10,7 @@ Importing the module of that object must be cheap. An extension therefore gives 
 names, `module:name`, which `resolve` imports when they are needed.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -18,6 +19,9 @@ from typing import Any, Final
 from model.errors import ExtensionError, first_line
 
 GROUP: Final = "vitserve.extensions"
+
+CORE: Final = "vitserve"
+"""Owner of the core's names; see `claim`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +66,42 @@ def extensions() -> tuple[Extension, ...]:
             have one name.
     """
     extensions_by_name: dict[str, Extension] = {}
-    for entry_point in entry_points(group=GROUP):
-        package = entry_point.dist.name if entry_point.dist else entry_point.module
-        extension = _load(entry_point, f"the extension {entry_point.name!r} of {package}")
+    for entry_point in _entry_points():
+        package = entry_point.dist.name if entry_point.dist else entry_point.value
+        owner = f"the extension {entry_point.name!r} of {package}"
+        if entry_point.pattern.match(entry_point.value) is None:
+            raise ExtensionError(f"{owner}: {entry_point.value!r} is not of the form module:name")
+        extension = _load(entry_point, owner)
         if not isinstance(extension, Extension):
-            raise ExtensionError(
-                f"the extension {entry_point.name!r} of {package}: {entry_point.value} is not an "
-                "Extension"
-            )
+            raise ExtensionError(f"{owner}: {entry_point.value} is not an Extension")
         if extension.name in extensions_by_name:
             raise ExtensionError(
-                f"the extension {entry_point.name!r} of {package}: another installed extension "
-                f"has the name {extension.name!r}: uninstall one of them"
+                f"{owner}: another installed extension has the name {extension.name!r}: "
+                "uninstall one of them"
             )
         extensions_by_name[extension.name] = extension
     return tuple(extensions_by_name[name] for name in sorted(extensions_by_name))
+
+
+def claim(names: Iterable[str], kind: str, extension: Extension, owners: dict[str, str]) -> None:
+    """Note in `owners` that names of one kind belong to an extension.
+
+    Args:
+        names: names that the extension adds.
+        kind: kind of the names, such as "the route".
+        extension: extension that adds them.
+        owners: owner of each name so far.
+
+    Raises:
+        ExtensionError: a name has an owner.
+    """
+    for name in names:
+        if name in owners:
+            raise ExtensionError(
+                f"the extension {extension.name!r}: {kind} {name} also belongs to {owners[name]}: "
+                "rename it, or uninstall the extension"
+            )
+        owners[name] = f"the extension {extension.name!r}"
 
 
 def resolve(dotted_name: str, extension: Extension) -> Any:
@@ -89,11 +114,20 @@ def resolve(dotted_name: str, extension: Extension) -> Any:
     return _load(entry_point, f"the extension {extension.name!r}")
 
 
+def _entry_points() -> Iterable[EntryPoint]:
+    try:
+        return entry_points(group=GROUP)
+    except Exception as error:
+        raise ExtensionError(
+            f"an installed package has an unreadable entry_points.txt: {first_line(error)}"
+        ) from error
+
+
 def _load(entry_point: EntryPoint, owner: str) -> Any:
     try:
         return entry_point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ExtensionError(
-            f"{owner}: {entry_point.value} cannot be loaded: {first_line(error)}: install a "
-            "version for this vitserve, or uninstall it"
+            f"{owner}: {entry_point.value} cannot be loaded: {type(error).__name__}: "
+            f"{first_line(error)}: install a version for this vitserve, or uninstall it"
         ) from error

@@ -8,8 +8,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
-from model.errors import ExtensionError
-from model.extension import ExplanationMethod, extensions, resolve
+from model.extension import CORE, ExplanationMethod, claim, extensions, resolve
 
 _CORE: Final = (
     ExplanationMethod(
@@ -29,14 +28,11 @@ def methods() -> Mapping[str, ExplanationMethod]:
         ExtensionError: two methods have one name.
     """
     by_name = {method.name: method for method in _CORE}
+    owners = dict.fromkeys(by_name, CORE)
     for extension in extensions():
-        for method in extension.methods:
-            if method.name in by_name:
-                raise ExtensionError(
-                    f"the extension {extension.name!r}: another method has the name "
-                    f"{method.name!r}: uninstall one of them"
-                )
-            by_name[method.name] = method
+        added = {method.name: method for method in extension.methods}
+        claim(added, "the explanation method", extension, owners)
+        by_name |= added
     return MappingProxyType(by_name)
 
 

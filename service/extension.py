@@ -9,14 +9,18 @@ extension through the fields below and imports none. docs/extensions.md has a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from model import extension as model_extension
+from model.errors import ExtensionError, VitError, first_line
+from model.extension import claim
 from model.extension import extensions as installed
+from service.errors import ServiceError
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -112,10 +116,46 @@ class Extension(model_extension.Extension):
 
 
 def check(settings: Settings) -> None:
-    """Call each extension's check of the settings; raises `SettingsError`."""
+    """Call each extension's check of the settings.
+
+    Raises:
+        ExtensionError: an extension's check failed.
+        SettingsError: an extension refuses the settings.
+    """
     for extension in extensions():
         if extension.check is not None:
-            extension.check(settings)
+            with naming(extension, "check"):
+                extension.check(settings)
+
+
+def image_stores() -> dict[str, Callable[[Settings, Metrics, Callable[[], float]], ImageStore]]:
+    """Return the image stores of all extensions by scheme; raises `ExtensionError`."""
+    stores: dict[str, Callable[[Settings, Metrics, Callable[[], float]], ImageStore]] = {}
+    owners: dict[str, str] = {}
+    for extension in extensions():
+        claim(extension.stores, "the scheme of VIT_RECENT_URL", extension, owners)
+        stores |= extension.stores
+    return stores
+
+
+@contextmanager
+def naming(extension: Extension, field_name: str) -> Iterator[None]:
+    """Name the extension and the failed line in an unexpected error of one of its functions.
+
+    Raises:
+        ExtensionError: the function raised an error other than vitserve's own.
+    """
+    try:
+        yield
+    except (VitError, ServiceError):
+        raise
+    except Exception as error:
+        innermost = traceback.extract_tb(error.__traceback__)[-1]
+        raise ExtensionError(
+            f"the extension {extension.name!r}: `{field_name}` failed: {type(error).__name__}: "
+            f"{first_line(error)} ({innermost.filename}:{innermost.lineno}): "
+            "install a version for this vitserve, or uninstall it"
+        ) from error
 
 
 def extensions() -> tuple[Extension, ...]:

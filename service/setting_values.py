@@ -24,7 +24,7 @@ from pydantic_settings import NoDecode
 
 from model.layer_config import Size
 from service.addresses import parse_listen_hosts
-from service.extension import extensions
+from service.extension import image_stores
 
 MEMORY = "memory://"
 """The URL of the image store in the memory of the service."""
@@ -246,7 +246,7 @@ def _recent_url(value: SecretStr) -> SecretStr:
     url = value.get_secret_value()
     if url == MEMORY:
         return value
-    schemes = sorted(scheme for extension in extensions() for scheme in extension.stores)
+    schemes = sorted(image_stores())
     scheme, separator, rest = url.partition("://")
     if scheme not in schemes or not separator or not rest:
         others = "".join(f" or {each}://..." for each in schemes)

@@ -20,8 +20,8 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from model.errors import first_problem, nearest
-from model.extension import resolve
+from model.errors import ExtensionError, first_problem, nearest
+from model.extension import CORE, claim, resolve
 from service.addresses import is_loopback
 from service.errors import SettingsError
 from service.extension import extensions
@@ -281,17 +281,32 @@ class Settings(ModelSettings, BaseSettings):
         return self.workers == 1 and len(self.devices) == 1
 
 
+def _variable(name: str) -> str:
+    return f"{ENV_PREFIX}{name.upper()}"
+
+
 @cache
 def settings_class() -> type[Settings]:
-    """Return `Settings` with the fields of all installed extensions."""
-    fields = [
-        resolve(extension.settings, extension)
-        for extension in extensions()
-        if extension.settings is not None
-    ]
-    if not fields:
+    """Return `Settings` with the fields of all installed extensions.
+
+    Raises:
+        ExtensionError: an extension's settings cannot be loaded, or two settings have one name.
+    """
+    owners = dict.fromkeys(map(_variable, [*dir(Settings), *Settings.model_fields]), CORE)
+    added = []
+    for extension in extensions():
+        if extension.settings is None:
+            continue
+        fields = resolve(extension.settings, extension)
+        if not (isinstance(fields, type) and issubclass(fields, BaseModel)):
+            raise ExtensionError(
+                f"the extension {extension.name!r}: {extension.settings} is not a pydantic model"
+            )
+        claim(map(_variable, fields.model_fields), "the setting", extension, owners)
+        added.append(fields)
+    if not added:
         return Settings
-    bases: Any = (*fields, Settings)
+    bases: Any = (*added, Settings)
     return cast(type[Settings], create_model("AllSettings", __base__=bases))
 
 

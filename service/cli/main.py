@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Final, NoReturn, TextIO
 
 from model.errors import VitError
+from model.extension import CORE, claim
 from service.errors import ServiceError
 from service.extension import Command, extensions
 from vitserve import __version__
@@ -53,9 +54,13 @@ _CORE_COMMANDS: Final = {
 
 @cache
 def commands() -> dict[str, Command]:
-    """Return the subcommands of the core and of all installed extensions, by name."""
-    added = [extension.commands for extension in extensions()]
-    return {name: command for part in (_CORE_COMMANDS, *added) for name, command in part.items()}
+    """Return the subcommands of the core and of all extensions by name; raises `ExtensionError`."""
+    by_name = dict(_CORE_COMMANDS)
+    owners = dict.fromkeys(by_name, CORE)
+    for extension in extensions():
+        claim(extension.commands, "the subcommand", extension, owners)
+        by_name |= extension.commands
+    return by_name
 
 
 # Options of `vitserve` itself.
@@ -97,18 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # NumPy's threads spin after each product, and take the cores from the networks. Elsewhere
         # they may be torch's.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    parser, chosen = _parser(arguments[0])
-    if arguments[0] not in commands() and not arguments[0].startswith("-"):
-        parser.error(_unknown_command(arguments[0]))
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        chosen.error(_unknown_argument(arguments[0], unknown[0], chosen))
-    import logging  # noqa: PLC0415  `--help` is quicker without
-
-    # Pillow would log each bad file; the answer to its sender already has the error.
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)
     try:
-        code: int = _command(arguments[0]).run(parsed)
+        code = _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # such as `vitserve classify pictures/ | head`
         # At exit, Python flushes the rest of its buffer, which would fail again.
@@ -119,6 +114,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    """Run the subcommand that the first argument names, and return its exit code."""
+    parser, chosen = _parser(arguments[0])
+    if arguments[0] not in commands() and not arguments[0].startswith("-"):
+        parser.error(_unknown_command(arguments[0]))
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        chosen.error(_unknown_argument(arguments[0], unknown[0], chosen))
+    import logging  # noqa: PLC0415  `--help` is quicker without
+
+    # Pillow would log each bad file; the answer to its sender already has the error.
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    code: int = _command(arguments[0]).run(parsed)
     return code
 
 

@@ -13,7 +13,7 @@ from service.cli.setting_flags import add_checkpoint, add_setting_flags, setting
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.errors import SettingsError
-from service.extension import check, extensions
+from service.extension import check, extensions, naming
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.models.configured import configured_models, notes_on_folder
 from service.observe import logs
@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     with ExitStack() as contexts:
         for extension in extensions():
             if extension.prepared is not None:
-                settings = contexts.enter_context(extension.prepared(settings))
+                with naming(extension, "prepared"):
+                    settings = contexts.enter_context(extension.prepared(settings))
         exit_now(_serve(settings))
 
 

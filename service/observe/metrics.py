@@ -71,8 +71,9 @@ class Metrics(Collector):
         self._folder = folder
         self._state = StateCollector()
         self.registry.register(self._state)
-        # With a folder, its files are scraped: a registered metric would be a second series.
-        self._registry = None if folder else self.registry
+        # With a folder, its files are scraped: a metric in `registry` would be a second series. The
+        # other registry refuses two metrics of one name.
+        self._registry = CollectorRegistry() if folder else self.registry
         if folder is None:  # values of one process among several would not describe the service
             ProcessCollector(registry=self.registry)
             PlatformCollector(registry=self.registry)

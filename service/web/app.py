@@ -4,17 +4,21 @@ The caller supplies the engines: this module imports neither models nor torch.
 """
 
 import logging
+import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Final, NoReturn
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from model.extension import CORE, claim
 from service.engine.messages import EngineStatus, ModelInfo
-from service.extension import Routes, extensions
-from service.lifecycle import Lifecycle
+from service.extension import Extension, Routes, extensions, image_stores, naming
+from service.lifecycle import Lifecycle, exit_now
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.observe.state import Sources
@@ -46,6 +50,9 @@ _ROUTERS = (
     operations.router,
     models_routes.router,
 )
+BESIDE_SECONDS: Final = 60
+"""Longest start of an extension's context beside the application."""
+
 _PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 _EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Content-Location", "traceresponse")
 
@@ -65,8 +72,7 @@ def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], flo
             on_evicted=metrics.recent_evicted_age.observe,
         )
     scheme = url.partition("://")[0]
-    stores = {name: make for each in extensions() for name, make in each.stores.items()}
-    return stores[scheme](settings, metrics, clock)
+    return image_stores()[scheme](settings, metrics, clock)
 
 
 def create_app(
@@ -108,8 +114,7 @@ def create_app(
     app.state.service = service
     app.state.guard = KeyGuard(settings.api_keys, settings.key_max_requests, metrics)
     app.state.on_models_changed = [partial(_publish_models, service)]
-    added = [extension.routes(app) for extension in extensions() if extension.routes is not None]
-    parts = (_core_routes(settings), *added)
+    parts = _all_routes(app)
     app.set_routes([route for part in parts for route in part.routes])
     app.state.rules = PathRules(parts)
     app.state.keys_required = bool(settings.api_keys)
@@ -118,6 +123,35 @@ def create_app(
     app.state.outermost = outermost
     app.state.count = outermost.count
     return outermost
+
+
+def _all_routes(app: Application) -> list[Routes]:
+    """Return the routes of the core and of each extension.
+
+    Raises:
+        ExtensionError: the routes of an extension cannot be made, or another part has one of them.
+    """
+    core = _core_routes(app.state.service.settings)
+    parts = [core]
+    owners = dict.fromkeys(_requests_of(core), CORE)
+    for extension in extensions():
+        if extension.routes is None:
+            continue
+        with naming(extension, "routes"):
+            added = extension.routes(app)
+            names = _requests_of(added)
+        claim(names, "the route", extension, owners)
+        parts.append(added)
+    return parts
+
+
+def _requests_of(part: Routes) -> list[str]:
+    """Return "METHOD path" of each endpoint, without the names of path parameters."""
+    return [
+        f"{method} {re.sub('{.*?}', '{}', endpoint.path_format)}"
+        for endpoint in part.routes
+        for method in sorted(endpoint.methods)
+    ]
 
 
 def _core_routes(settings: Settings) -> Routes:
@@ -159,7 +193,8 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     if state.keys_required:
         layers = ApiKeyMiddleware(layers, state.guard, state.rules, settings)
     layers = OriginMiddleware(layers, settings)
-    layers = ProblemMiddleware(layers, service.metrics, RefusalPace(service.clock), state.rules)
+    pace = RefusalPace(service.clock)
+    layers = ProblemMiddleware(layers, service.metrics, pace, state.rules)
     if settings.cors_origins:
         exact, pattern = split_origins(settings.cors_origins)
         layers = CORSMiddleware(
@@ -170,9 +205,15 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
             allow_headers=["*"],  # the key protects the service, not a list of headers
             expose_headers=_EXPOSED_HEADERS,
         )
+    core = layers
     for extension in extensions():
         if extension.around is not None:
-            layers = extension.around(layers, app)
+            with naming(extension, "around"):
+                layers = extension.around(layers, app)
+                if not callable(layers):
+                    raise TypeError(f"{layers!r} is not an ASGI application")
+    if layers is not core:  # answer errors of the extensions' middleware, too
+        layers = ProblemMiddleware(layers, service.metrics, pace, state.rules)
     endpoints = {endpoint.path for endpoint in app.routes}
     prefixes = Prefixes(settings.root_path, endpoints)
     return RequestContextMiddleware(
@@ -206,7 +247,7 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
     async with AsyncExitStack() as contexts:
         for extension in extensions():
             if extension.beside is not None:
-                await contexts.enter_async_context(extension.beside(app))
+                await contexts.enter_async_context(_beside(extension, extension.beside, app))
         service.models.start(partial(_models_changed, app))
         yield
     await service.models.close()
@@ -214,6 +255,45 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
     service.decoders.close()
     await service.images.close()
     state.outermost.log.end_second()
+
+
+@asynccontextmanager
+async def _beside(
+    extension: Extension,
+    open_context: Callable[[Application], AbstractAsyncContextManager[None]],
+    app: Application,
+) -> AsyncIterator[None]:
+    """Open an extension's context beside the application; log an error at its end.
+
+    A start that takes too long ends the process, even if it blocks the event loop.
+
+    Raises:
+        ExtensionError: the start of the context failed.
+    """
+    timer = threading.Timer(BESIDE_SECONDS, _end_blocked, (extension,))
+    timer.daemon = True
+    timer.start()
+    try:
+        with naming(extension, "beside"):
+            context = open_context(app)
+            await context.__aenter__()
+    finally:
+        timer.cancel()
+    yield
+    try:
+        await context.__aexit__(None, None, None)
+    except Exception:
+        logger.exception("the extension %r: the end of `beside` failed", extension.name)
+
+
+def _end_blocked(extension: Extension) -> NoReturn:
+    logger.critical(
+        "the extension %r: `beside` has not started within %d s: "
+        "move slow work to a task or a thread, or uninstall it",
+        extension.name,
+        BESIDE_SECONDS,
+    )
+    exit_now(1)
 
 
 def _models_changed(app: Application) -> None:

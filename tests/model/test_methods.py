@@ -65,7 +65,7 @@ def test_extension_adds_a_method(monkeypatch):
 def test_method_name_is_unique(monkeypatch):
     install(monkeypatch, "OCCLUSION", "SAME")
 
-    with pytest.raises(ExtensionError, match="'same': another method has the name 'occlusion'"):
+    with pytest.raises(ExtensionError, match="'same': the explanation method occlusion also"):
         methods()
 
 
