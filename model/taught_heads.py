@@ -64,10 +64,7 @@ class Features(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of stored examples: float16 is enough for transfer features.
-
-        See docs/teach.md.
-        """
+        """Return the dtype of stored examples: float16 is enough for transfer features."""
         return "<f4" if self.pool == "head" else "<f2"
 
     def scales(self, values: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -4,10 +4,17 @@ Errors of the picture itself are in `model.errors`.
 """
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class ServiceError(Exception):
-    """Base of the service's errors. The message is for the caller."""
+    """Base of the service's errors. The message is for the caller.
+
+    Attributes:
+        problem: HTTP status and problem code of an extension's error.
+    """
+
+    problem: ClassVar[tuple[int, str] | None] = None
 
 
 class SettingsError(ServiceError):
@@ -56,18 +63,6 @@ class SwapUnderWay(ServiceError):
 
 class DefaultModel(ServiceError):
     """The default model cannot be deleted or unloaded, because requests may omit a model's name."""
-
-
-class HeadFull(ServiceError):
-    """The number of heads, or of a head's labels or examples, has reached its limit."""
-
-
-class HeadWithoutBackbone(ServiceError):
-    """The backbone of a head is not served, or differs from the backbone of its examples."""
-
-
-class HeadWithoutExamples(ServiceError):
-    """A head has too few examples to be fitted."""
 
 
 class NameTaken(ServiceError):
@@ -149,12 +144,6 @@ class ModelsFull(Unavailable):
     def __init__(self, message: str = "", retry_after: int = 5) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-
-
-class HeadsUnavailable(Unavailable):
-    """Examples cannot be read or written: the disk is full, or the folder is missing or locked."""
-
-    retry_after = 5
 
 
 class Draining(Unavailable):

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,7 +61,7 @@ class Routes(NamedTuple):
             counted in flight, and their 503 is not counted as a refusal.
         admin: regular expression that matches "METHOD path" as a whole where the admin key replaces
             an API key; the route itself checks it.
-        accepts_admin: path prefixes, such as "/heads/", that take the admin key as well.
+        accepts_admin: path prefixes, such as "/audits/", that take the admin key as well.
         problem_answers: functions by path prefix that write errors in another form than RFC 9457.
     """
 
@@ -86,6 +87,7 @@ class Extension(model_extension.Extension):
 
     Attributes:
         settings: `module:Class` of a pydantic model whose fields join the settings as `VIT_NAME`.
+        notes: additions to the descriptions of the core's settings, by the setting's name.
         commands: subcommands by name.
         check: called at the start with the settings; raises `SettingsError` to end it.
         prepared: context around the whole service, entered once before any process starts; it
@@ -96,12 +98,15 @@ class Extension(model_extension.Extension):
         around: returns the application inside middleware; only the request's log is further out.
         beside: context around the running application, entered in each web process before
             requests are accepted.
+        page: folder with `main.js` and `main.css`, which the page at / loads, and further files;
+            served below /page/NAME/. See `service/web/page/moments.js`.
         stores: image stores by the scheme of VIT_RECENT_URL; the arguments are the settings, the
             metrics and a monotonic clock in seconds.
         reads_transfer_features: whether models have to compute transfer features.
     """
 
     settings: str | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, Command] = field(default_factory=dict)
     check: Callable[[Settings], None] | None = None
     prepared: Callable[[Settings], AbstractContextManager[Settings]] | None = None
@@ -109,6 +114,7 @@ class Extension(model_extension.Extension):
     routes: Callable[[Application], Routes] | None = None
     around: Callable[[ASGIApp, Application], ASGIApp] | None = None
     beside: Callable[[Application], AbstractAsyncContextManager[None]] | None = None
+    page: Path | None = None
     stores: Mapping[str, Callable[[Settings, Metrics, Callable[[], float]], ImageStore]] = field(
         default_factory=dict
     )

@@ -73,7 +73,7 @@ class Settings(ModelSettings, BaseSettings):
         None,
         min_length=1,
         max_length=200,
-        description="name in answers, metrics and /v2; with `models`, the default model, which "
+        description="name in answers and metrics; with `models`, the default model, which "
         "cannot be deleted. Default: the checkpoint's, or the first by name",
     )
 
@@ -187,8 +187,7 @@ class Settings(ModelSettings, BaseSettings):
     )
     admin_key: AdminKey | None = Field(
         None,
-        description="key of PUT and DELETE /models/NAME, of DELETE /heads/NAME and of "
-        "/v2/repository; its holder chooses the served models",
+        description="key of PUT and DELETE /models/NAME; its holder chooses the served models",
     )
     checkpoint_folder: Name | None = Field(
         None,
@@ -218,8 +217,7 @@ class Settings(ModelSettings, BaseSettings):
 
     recent_url: StoreUrl = Field(
         SecretStr(MEMORY),
-        description="store of kept pictures: the service's memory, or `redis://...` shared by "
-        "all replicas. Default: `memory://`",
+        description="store of kept pictures: the service's memory, or a URL. Default: `memory://`",
     )
 
     # Shutdown, browsers, logs.
@@ -323,6 +321,8 @@ def described(name: str) -> tuple[str, str]:
     """Return the meaning of a setting, and its default in words or `none`."""
     field = settings_class().model_fields[name]
     meaning, _, default = str(field.description).partition(". Default: ")
+    notes = [extension.notes[name] for extension in extensions() if name in extension.notes]
+    meaning = "; ".join([meaning, *notes])
     if isinstance(field.default, ByteSize):
         default = f"{field.default // 2**20}MiB"
     elif field.default is not None and field.default != () and not default:

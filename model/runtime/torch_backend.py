@@ -68,7 +68,7 @@ class TorchOptions:
         sizes: batch sizes to launch on CUDA, ascending.
         graphs: whether they become CUDA graphs.
         transfer: whether transfer features are compiled and captured, too, for a service that
-            teaches heads.
+            fits heads to them.
     """
 
     model: Classifier

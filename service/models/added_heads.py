@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from model.heads import Head
 from model.label_texts import with_labels
 from service.engine.messages import ModelInfo
+from service.errors import EngineUnavailable, ServiceError
 
 
 @dataclass(slots=True)
@@ -16,12 +17,16 @@ class AddedHead:
         key: key in `Models.served` of the model whose features it scores; None if no model has the
             head's backbone.
         reason: why the head does not answer; empty if it does, and while it is being fitted.
+        refusal: error of requests to a head that does not answer for this reason.
+        removal: how to remove the head, for the message to who deletes it as a model.
     """
 
     name: str
     head: Head | None
     key: str | None
     reason: str
+    refusal: type[ServiceError] = EngineUnavailable
+    removal: str = ""
     _described: tuple[ModelInfo, ModelInfo] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -44,7 +49,7 @@ class AddedHead:
             labels=head.labels,
             config=with_labels(model.config, head.labels),
             temperature=head.temperature,
-            taught=True,
+            is_added_head=True,
             form=head.form,
             multi_label=False,
             zero_shot=None,

@@ -180,15 +180,15 @@ class Lease:
     Attributes:
         models: the models of the service.
         generation: the version that the request belongs to.
-        info: the description of the model, or of the taught head that the request names.
-        taught_head: the head that scores the features, if the request names a taught head.
+        info: the description of the model, or of the added head that the request names.
+        added_head: the head that scores the features, if the request names an added head.
         is_loaded: whether the version could answer when it was acquired, or was loaded since.
     """
 
     models: Models
     generation: Generation[Engine]
     info: ModelInfo
-    taught_head: Head | None = None
+    added_head: Head | None = None
     is_loaded: bool = True
 
     @property

@@ -20,8 +20,6 @@ from service.errors import (
     DefaultModel,
     EngineUnavailable,
     Forbidden,
-    HeadWithoutBackbone,
-    HeadWithoutExamples,
     ModelFailed,
     ServiceError,
     SettingsError,
@@ -96,8 +94,8 @@ class Models(ABC):
 
         Raises:
             UnknownModel: no model or head has this name, and it may not be new.
-            HeadWithoutBackbone, HeadWithoutExamples: the head does not answer.
             EngineUnavailable: the head is being fitted, or its model may be loading.
+            `AddedHead.refusal`: the head does not answer.
         """
         if name is None:
             return self.default_name
@@ -166,9 +164,7 @@ class Models(ABC):
         message = f"{added.name}: {added.reason or _FITTING}"
         if self._is_pending(added):
             raise EngineUnavailable(message)
-        if added.key is None:
-            raise HeadWithoutBackbone(message)
-        raise HeadWithoutExamples(message)
+        raise added.refusal(message)
 
     def _is_pending(self, added: AddedHead) -> bool:
         """Return whether a head is being fitted, or its model may be one that is loading."""
@@ -178,7 +174,7 @@ class Models(ABC):
 
     def _require_changeable(self, name: str) -> None:
         if name in self.added:
-            raise Forbidden(f"{name}: it is a taught head: DELETE /heads/{name} removes it")
+            raise Forbidden(f"{name}: it is a head, not a model: {self.added[name].removal}")
         if self.key(name) == self.default_name:
             raise DefaultModel(
                 f"{name!r:.200} is the default model: put another checkpoint in its place"

@@ -25,7 +25,7 @@ from typing import Final
 from service.background import supervised_thread
 
 trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=MappingProxyType({}))
-"""Ids of the current request's span, by OpenTelemetry's names; empty without a span."""
+"""Ids of the current request's span, by their names in log lines; empty without a span."""
 
 
 class JsonFormatter(logging.Formatter):

@@ -171,7 +171,7 @@ class Metrics(Collector):
         )
         self.abstained = self.counter(
             "vit_abstained_total",
-            "Pictures without a fitting label, for models with VIT_COVERAGE and taught heads",
+            "Pictures without a fitting label, for models and heads that may abstain",
         )
 
     def counter(self, name: str, summary: str, labels: Sequence[str] = ()) -> Counter:

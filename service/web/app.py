@@ -109,7 +109,6 @@ def create_app(
         decoders,
         clock=clock,
     )
-    _watch(metrics, service)
     app = Application(_lifespan)
     app.state.service = service
     app.state.guard = KeyGuard(settings.api_keys, settings.key_max_requests, metrics)
@@ -119,6 +118,7 @@ def create_app(
     app.state.rules = PathRules(parts)
     app.state.keys_required = bool(settings.api_keys)
     app.state.on_models_changed.append(on_engine_change)
+    _watch(metrics, service)
     outermost = _surrounded(app, service)
     app.state.outermost = outermost
     app.state.count = outermost.count
@@ -181,7 +181,7 @@ def _watch(metrics: Metrics, service: Service) -> None:
             recent_ttl=service.settings.recent_ttl,
         )
     )
-    for code in problems.CODES:
+    for code in problems.codes():
         metrics.rejected.labels(code)  # a rate needs a series at 0 before the first refusal
 
 

@@ -319,7 +319,7 @@ class Lanes:
         self.decoders = Lane("decoders", decoder_count, clock=clock)
         self.documents = Lane("documents", threads=1, clock=clock)
         self.drawings = Lane("drawing", threads=1, clock=clock)
-        self.heads = Lane("heads", threads=1, clock=clock)
+        self.scores = Lane("scores", threads=1, clock=clock)
         self.texts = Lane(
             "texts", lambda: _TEXTS_AT_ONCE, clock=clock, per_caller=_TEXTS_PER_CALLER
         )
@@ -327,7 +327,7 @@ class Lanes:
 
     def close(self) -> None:
         """Accept no new jobs; do not wait for the threads."""
-        for lane in (self.pictures, self.documents, self.drawings, self.heads):
+        for lane in (self.pictures, self.documents, self.drawings, self.scores):
             lane.close()
 
 

@@ -137,10 +137,10 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answered request, over HTTP or gRPC.
+    """An answered request, over HTTP or the protocol of an extension.
 
     Attributes:
-        method: HTTP method, or POST for gRPC.
+        method: HTTP method; POST for another protocol.
         path: path of the request.
         status: HTTP status.
         seconds: time since the request headers arrived.

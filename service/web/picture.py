@@ -1,7 +1,7 @@
 """The way of a picture through the service: its file decoded, its features scored by a head.
 
     file --> decode_file --> the engine's batch --> the head's scores --> result
-             (a lane)        (the lane's turn)      (of a taught head, or of the request's labels)
+             (a lane)        (the lane's turn)      (of an added head, or of the request's labels)
 
 Each function takes the admitted request, whose model answers. Everything scarce is a lane of
 `service.web.lanes`.
@@ -65,8 +65,8 @@ async def infer_file(
         with turn:
             if requested.map is None and admitted.model.is_loaded:
                 wanted = requested
-                if requested.labels or admitted.model.taught_head is not None:
-                    wanted = of_image(requested, admitted.model.taught_head)
+                if requested.labels or admitted.model.added_head is not None:
+                    wanted = of_image(requested, admitted.model.added_head)
                 result = await _batched(admitted, pixels, wanted)
         return decoded, await infer_pixels(admitted, pixels, requested, result, head)
     finally:
@@ -82,7 +82,7 @@ async def infer_pixels(
 ) -> InferenceResult:
     """Return the model's answer to one picture, uint8 [H, W, C].
 
-    A taught head scores the features of the picture here, and so does the head of the request's
+    An added head scores the features of the picture here, and so does the head of the request's
     labels, whose texts are not part of the batch.
 
     Args:
@@ -230,9 +230,9 @@ async def _batched(
 
 
 async def _head(admitted: AdmittedRequest, requested: RequestedOutputs) -> Head | None:
-    """Return the taught head, or a head of the request's labels; None if the batch scores."""
-    if admitted.model.taught_head is not None:
-        return admitted.model.taught_head
+    """Return the added head, or a head of the request's labels; None if the batch scores."""
+    if admitted.model.added_head is not None:
+        return admitted.model.added_head
     if not requested.labels:
         return None
     zero_shot = admitted.model.info.zero_shot
@@ -266,7 +266,7 @@ async def score(admitted: AdmittedRequest, work: Callable[[], T], *, cost: int) 
     """Return the scores that `work` computes, on a thread if it takes many multiplications."""
     if cost < _LARGE_SCORES:
         return work()
-    return await admitted.on_thread(admitted.service.lanes.heads, work, cost)
+    return await admitted.on_thread(admitted.service.lanes.scores, work, cost)
 
 
 def scored(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outputs:

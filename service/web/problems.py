@@ -40,7 +40,7 @@ class Problem:
         )
 
 
-TABLE: dict[type[Exception], tuple[int, str]] = {
+TABLE: dict[type[Exception], tuple[int, str]] = {  # extensions' errors have their `problem`
     errors.MalformedRequest: (400, "malformed_request"),
     errors.Unauthorized: (401, "unauthorized"),
     errors.Forbidden: (403, "forbidden"),
@@ -50,9 +50,6 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.RequestTimeout: (408, "request_timeout"),
     errors.SwapUnderWay: (409, "swap_under_way"),
     errors.DefaultModel: (409, "default_model"),
-    errors.HeadFull: (409, "head_full"),
-    errors.HeadWithoutBackbone: (409, "head_without_backbone"),
-    errors.HeadWithoutExamples: (409, "head_without_examples"),
     errors.NameTaken: (409, "name_taken"),
     errors.UnknownHost: (421, "unknown_host"),
     errors.UploadTooLarge: (413, "upload_too_large"),
@@ -74,13 +71,10 @@ TABLE: dict[type[Exception], tuple[int, str]] = {
     errors.ModelLoading: (503, "model_loading"),
     errors.ModelsFull: (503, "models_full"),
     errors.ModelFailed: (503, "model_failed"),
-    errors.HeadsUnavailable: (503, "heads_unavailable"),
     errors.Draining: (503, "draining"),
     errors.DeadlineExceeded: (504, "deadline_exceeded"),
 }
 
-CODES = frozenset({code for _, code in TABLE.values()} | {INTERNAL_ERROR})
-"""The code of every problem."""
 
 CLIENT_DISCONNECTED = 499
 """Status that is counted, but not sent, for a disconnect; the same number as in nginx."""
@@ -92,15 +86,28 @@ def problem_of(error: Exception) -> Problem:
     An error outside the table is a defect of the service, so its message is not sent.
     """
     for kind in type(error).__mro__:
-        if kind in TABLE:
+        known = getattr(kind, "problem", None) or TABLE.get(kind)
+        if known is not None:
             # The traceback's frames hold the picture, and tasks in them hold the error: a cycle
             # that would keep the picture until the next garbage collection.
             error.__traceback__ = None
             error.__context__ = None
-            status, code = TABLE[kind]
+            status, code = known
             detail = model_errors.printable(shortened(str(error), _MAX_DETAIL))
             return Problem(status, code, detail, _headers(error))
     return Problem(500, INTERNAL_ERROR, "the service failed on this request", {})
+
+
+def codes() -> set[str]:
+    """Return the code of every problem, with those of the extensions that are imported."""
+    codes = {INTERNAL_ERROR, *(code for _, code in TABLE.values())}
+    kinds = [errors.ServiceError]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if kind.problem is not None:
+            codes.add(kind.problem[1])
+    return codes
 
 
 def _headers(error: Exception) -> dict[str, str]:

@@ -40,4 +40,9 @@ def _check(settings: Settings) -> None:
         )
 
 
-EXTENSION = Extension(name="redis", check=_check, stores=dict.fromkeys(_SCHEMES, _store))
+EXTENSION = Extension(
+    name="redis",
+    notes={"recent_url": "`redis://...` is shared by all replicas"},
+    check=_check,
+    stores=dict.fromkeys(_SCHEMES, _store),
+)

@@ -13,7 +13,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
-from service.errors import HeadsUnavailable, SettingsError
+from service.errors import SettingsError
+from service.extensions.teach.errors import HeadsUnavailable
 
 _FILE: Final = "heads.sqlite3"
 # Longest wait of a change for another process; a change takes milliseconds.

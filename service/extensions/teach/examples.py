@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from model.features import equal, first_equal
 from model.taught_heads import Features
-from service.errors import Forbidden, HeadFull, HeadWithoutBackbone, NotFound
+from service.errors import Forbidden, NotFound
 from service.extensions.teach.database import HeadsDatabase
+from service.extensions.teach.errors import HeadFull, HeadWithoutBackbone
 from vitserve.head_documents import ExampleDocument
 
 MAX_HEADS: Final = 64

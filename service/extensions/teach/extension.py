@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.extension import Command, Extension, Routes
@@ -19,8 +20,6 @@ _EXAMPLE_THREADS = 2
 
 
 def _routes(app: Application) -> Routes:
-    from pathlib import Path
-
     from service.extensions.teach.examples import Examples
     from service.extensions.teach.heads import TaughtHeads
     from service.extensions.teach.routes import router
@@ -75,6 +74,8 @@ def _reads_transfer_features(settings: Settings) -> bool:
 EXTENSION = Extension(
     name="teach",
     settings="service.extensions.teach.settings:TeachSettings",
+    notes={"admin_key": "also of DELETE /heads/NAME"},
+    page=Path(__file__).parent / "page",
     commands={
         "teach": Command(
             "service.extensions.teach.command",

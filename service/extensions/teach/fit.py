@@ -23,7 +23,8 @@ from model.errors import DatasetError, first_line
 from model.features import Known
 from model.linear_probe import FOLDS, Choice, fit_head, interval
 from model.taught_heads import Features, TaughtHead
-from service.errors import HeadsUnavailable, SettingsError
+from service.errors import SettingsError
+from service.extensions.teach.errors import HeadsUnavailable
 from service.extensions.teach.examples import Examples, HeadRow, too_few
 from service.observe import logs
 from vitserve.head_documents import Accuracy, Confusion, Knowledge, Suspect

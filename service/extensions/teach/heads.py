@@ -26,8 +26,13 @@ from model.taught_heads import Features, TaughtHead, is_taught_head
 from service.background import Tasks
 from service.children import start_python_async
 from service.engine.messages import ModelInfo
-from service.errors import HeadsUnavailable, HeadWithoutBackbone, InvalidParameter
+from service.errors import InvalidParameter
 from service.extensions.teach.database import kept_on_disk
+from service.extensions.teach.errors import (
+    HeadsUnavailable,
+    HeadWithoutBackbone,
+    HeadWithoutExamples,
+)
 from service.extensions.teach.examples import Examples, HeadRow
 from service.models.added_heads import AddedHead
 from service.models.folder import check_name
@@ -202,15 +207,27 @@ class TaughtHeads:
     def _answering(self, taught: Taught, features: Mapping[str, frozenset[str]]) -> AddedHead:
         row = taught.row
         fitted = taught.fitted
-        head = None if fitted is None else fitted.head
+        added = AddedHead(
+            row.name,
+            None if fitted is None else fitted.head,
+            key=None,
+            reason=taught.problem or row.reason,
+            refusal=HeadWithoutBackbone,
+            removal=f"DELETE /heads/{row.name} removes it",
+        )
         try:
             key = self._base(row, features)
         except HeadWithoutBackbone as error:
-            return AddedHead(row.name, head, None, taught.problem or row.reason or str(error))
+            added.reason = added.reason or str(error)
+            return added
         if fitted is None:
-            return AddedHead(row.name, None, key, taught.problem or row.reason)
-        problem = _problem_of_width(fitted, self._models.served[key].info)
-        return AddedHead(row.name, head, None if problem else key, problem)
+            added.key = key
+            added.refusal = HeadWithoutExamples
+            return added
+        added.reason = _problem_of_width(fitted, self._models.served[key].info)
+        if not added.reason:
+            added.key = key
+        return added
 
     def changed(self) -> None:
         """Look at the heads at once, because this process has changed them."""

@@ -17,12 +17,8 @@ from model.errors import CheckpointError
 from model.images.thumbnail import jpeg_thumbnail
 from model.label_texts import checked_label
 from model.taught_heads import TaughtHead
-from service.errors import (
-    Forbidden,
-    HeadWithoutBackbone,
-    NameTaken,
-    NotFound,
-)
+from service.errors import Forbidden, NameTaken, NotFound
+from service.extensions.teach.errors import HeadWithoutBackbone
 from service.extensions.teach.examples import Examples, HeadRow, KeptPicture
 from service.extensions.teach.heads import TaughtHeads, features_of
 from service.extensions.teach.new_examples import (

@@ -8,12 +8,12 @@ import { takePictures } from "./intake.js";
 import { PictureList, stateOf } from "./list.js";
 import { watchLoad } from "./live.js";
 import { ModelChoice } from "./models.js";
+import { tellExtensions } from "./moments.js";
 import { MapPanel, fill } from "./panel.js";
 import { FUSED, Picture } from "./picture.js";
 import { Queue } from "./queue.js";
 import { savePng, saveJson } from "./save.js";
 import { Service } from "./service.js";
-import { Teaching } from "./teach.js";
 
 const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
@@ -34,7 +34,6 @@ let keyTried = false;
 let panels = [];
 let changes = 0; // of the model, since the last answer of a known model
 const choice = new ModelChoice(byId("choice"), choose);
-const teaching = new Teaching(choice);
 const queue = new Queue(pictureChanged);
 const list = new PictureList(byId("pictures"), byId("many"), pick, (picture) => remove([picture]));
 
@@ -68,7 +67,7 @@ async function start() {
   takeLabels();
   for (const each of services) if (!each.asksLabels) each.fetchLabels().then(showKnowledge, () => {}); // without labels the page lacks a sentence and the search
   showKnowledge();
-  teaching.reach().catch(() => {}); // without an answer the page hides the tab
+  tellExtensions("models", choice);
   fillTopK();
   panels = [];
   setPanels();
@@ -286,7 +285,7 @@ function showAnswer() {
   byId("timing").hidden = state === "failed" && !answer;
   sides.forEach(showSide);
   byId("timing").textContent = answer ? `${Math.round(answer.timings_ms.total)} ms in the service, ${Math.round(answer.timings_ms.inference)} ms of it in the model, batch of ${answer.batch_size}` : `${shown.name}: ${stateOf(shown)}`;
-  teaching.offer(answer);
+  tellExtensions("answer", answer);
   const told = services.filter(({ place }) => shown.answerBy(place)?.predictions.length).map(headline).join("; ");
   byId("headline").textContent = byId("headline").title = told || (shown.isUnderWay ? "Looking …" : answer?.abstained ? "Unlike all known classes" : "No answer");
   byId("said").textContent = told && `${shown.name}: ${told}`;

@@ -3,9 +3,8 @@
 import { explain, isFinal } from "./errors.js";
 import { dimOutside, drawHeat, drawRamp, multiple, percent, readMap } from "./heatmap.js";
 
-const NAMES = { relevance: "Relevance for the class", cls: "Attention of one layer", rollout: "Rollout through all layers",
-  gae: "Generic attention explainability" };
-const WITHOUT_CLASS = ["cls", "rollout"];
+// {title, ofClass} of each explanation method by name; `ofClass`: its map is of one class.
+const METHODS = Object.fromEntries([...document.querySelectorAll("#methods option")].map(({ value, textContent: title, dataset }) => [value, { title, ofClass: "ofClass" in dataset }]));
 const WHOLE = { x: 0, y: 0, width: 1, height: 1 };
 const LITTLE = 0.2; // below this evidence the caption says that there is little evidence
 const FOUND = 20; // classes that a search lists
@@ -33,7 +32,7 @@ export class MapPanel {
     this.failed = false; // a retry may help
     this.classChosen = false; // by the user: another answer to the same picture does not change it
     const { layers, heads } = service.model;
-    fill(this.find(".method"), service.methods.map((name) => [name, NAMES[name] ?? name]));
+    fill(this.find(".method"), service.methods.map((name) => [name, METHODS[name].title]));
     fill(this.find(".layer"), Array.from({ length: layers }, (_, index) => [index, index === layers - 1 ? `${index} (last)` : index]));
     fill(this.find(".head"), [["mean", "mean"], ["max", "max"], ...Array.from({ length: heads }, (_, index) => [index, index])]);
     this.find(".layer").value = layers - 1;
@@ -105,7 +104,7 @@ export class MapPanel {
     return found.sort(([one], [other]) => one - other).slice(0, FOUND).map(([, index]) => [this.nameOf(index), ""]);
   }
 
-  get classSpecific() { return this.service.methods.length > 0 && !WITHOUT_CLASS.includes(this.choice.method); }
+  get classSpecific() { return this.service.methods.length > 0 && METHODS[this.choice.method].ofClass; }
 
   /** Return the query of the map on screen, without the service's defaults. */
   get query() {
@@ -273,7 +272,7 @@ export class MapPanel {
   /** Return the caption of a saved drawing: the class with its score, and the method. */
   get caption() {
     const { method, layer, head } = this.query;
-    const name = [NAMES[method] ?? method, this.title].filter(Boolean).join(", by ");
+    const name = [METHODS[method].title, this.title].filter(Boolean).join(", by ");
     if (!this.classSpecific) return [this.picture.name, layer === undefined ? name : `${name}: layer ${layer}, head ${head}`];
     const { score, evidence } = this.document;
     const known = [[score, percent(score ?? 0)], [evidence, `evidence ${Number((evidence ?? 0).toFixed(2))}`]];

@@ -40,7 +40,7 @@ class EmbedQuery(ModelQuery, frozen=True):
         Field(
             description="`head`: the features that the head reads; `cls`, `mean`: the CLS token, "
             "or the mean of the patch tokens, after the final norm; `transfer`: CLS tokens of the "
-            "last three blocks and that mean, the features of taught heads"
+            "last three blocks and that mean, which suit classifiers of other labels"
         ),
     ] = "head"
     normalize: Annotated[bool, Field(description="divide by the L2 norm")] = False

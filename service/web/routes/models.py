@@ -118,7 +118,7 @@ async def load(service: Service, name: str, settings: What) -> tuple[ListedModel
         check_name(name)
     service.check_ready()
     if name in models.added:
-        raise NameTaken(f"{name}: a taught head has this name: choose another one for the model")
+        raise NameTaken(f"{name}: a head has this name: choose another one for the model")
     key = models.key(name, is_new=True)
     is_new = await models.put(name, settings)
     if key not in models.served:

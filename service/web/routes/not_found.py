@@ -26,7 +26,7 @@ _OTHER_NAMES: Final = {
     "swagger": "/docs",
     "redoc": "/docs",
 }
-"""Our routes by their names in TorchServe, TensorFlow Serving, SageMaker and other servers."""
+"""Our routes by their names in other servers."""
 
 
 def nearest_path(path: str, known: Collection[str]) -> str:

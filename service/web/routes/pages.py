@@ -1,11 +1,13 @@
 """GET / and GET /docs: pages with a strict policy, the files that they load, and /openapi.json.
 
-Pages load files from this host only. Browsers revalidate each file on every visit, and get 304
-while it is unchanged.
+Extensions add files to the page. The page's document lists the explanation methods. Pages load
+files from this host only. Browsers revalidate each file on every visit, and get 304 while it is
+unchanged.
 """
 
 import gzip
 import hashlib
+import html
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from model.methods import methods
+from service.extension import extensions
 from service.web.middleware import request_context
 from service.web.routes.endpoint import Router
 from vitserve import __version__
@@ -32,17 +36,31 @@ _MEDIA_TYPES: Final = {
 
 _PAGE: Final = Path(__file__).parents[1] / "page"
 _STATIC: Final = Path(__file__).parents[1] / "static"
+_INDEX: Final = _PAGE / "index.html"
+_EXTENSION_FOLDERS: Final = {
+    extension.name: extension.page for extension in extensions() if extension.page is not None
+}
+
+
+def _page_files(folder: Path, path: str) -> dict[str, Path]:
+    """Return the files that the page loads from a folder, by their paths below `path`."""
+    return {
+        f"{path}/{file.relative_to(folder).as_posix()}": file
+        for file in sorted(folder.rglob("*"))
+        if file.suffix in _MEDIA_TYPES and file != _INDEX
+    }
+
+
 _FILES: Final = {
-    "/": _PAGE / "index.html",
+    "/": _INDEX,
     "/docs": _STATIC / "docs/index.html",
     "/docs/docs.js": _STATIC / "docs/docs.js",
     "/docs/swagger-ui-bundle.js": _STATIC / "swagger_ui/swagger-ui-bundle.js.gz",
     "/docs/swagger-ui.css": _STATIC / "swagger_ui/swagger-ui.css.gz",
-} | {
-    f"/page/{path.relative_to(_PAGE).as_posix()}": path
-    for path in sorted(_PAGE.rglob("*"))
-    if path.suffix in _MEDIA_TYPES and path.name != "index.html"
+    **_page_files(_PAGE, "/page"),
 }
+for _name, _folder in _EXTENSION_FOLDERS.items():
+    _FILES.update(_page_files(_folder, f"/page/{_name}"))
 
 _ACCEPTS_GZIP: Final = r"gzip(?!\s*;\s*q=0(\.0*)?\s*(,|$))"
 
@@ -84,10 +102,26 @@ async def file(request: Request) -> Response:
 @lru_cache
 def _content(path: Path, decompress: bool) -> tuple[bytes, str]:
     """Return a file's content, decompressed on demand, and its ETag, a quoted hash."""
-    content = path.read_bytes()
+    content = _index() if path == _INDEX else path.read_bytes()
     if decompress:
         content = gzip.decompress(content)
     return content, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+
+
+def _index() -> bytes:
+    """Return the page's document, with the explanation methods and the scripts of extensions."""
+    options: list[str] = []
+    for method in methods().values():
+        title = method.summary[:1].upper() + method.summary[1:]
+        of_class = " data-of-class" if method.class_specific else ""
+        options.append(f'<option value="{method.name}"{of_class}>{html.escape(title)}</option>')
+    links: list[str] = []
+    for name in _EXTENSION_FOLDERS:
+        links.append(f'<link rel="stylesheet" href="page/{name}/main.css">')
+        links.append(f'<script type="module" src="page/{name}/main.js"></script>')
+    document = _INDEX.read_text()
+    document = document.replace("<!-- methods -->", "".join(options))
+    return document.replace("<!-- extensions -->", "\n".join(links)).encode()
 
 
 for _url in _FILES:

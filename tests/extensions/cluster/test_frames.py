@@ -90,7 +90,7 @@ LISTED = st.builds(
     bytes=SMALL,
     last_used_seconds=st.none() | SECONDS,
     default=st.booleans(),
-    taught=st.booleans(),
+    is_added_head=st.booleans(),
 )
 STATUSES = st.builds(
     EngineStatus,

@@ -18,15 +18,9 @@ import pytest
 from numpy.typing import NDArray
 
 from model.features import first_equal
-from service.errors import (
-    Forbidden,
-    HeadFull,
-    HeadsUnavailable,
-    HeadWithoutBackbone,
-    NotFound,
-    SettingsError,
-)
+from service.errors import Forbidden, NotFound, SettingsError
 from service.extensions.teach import examples as module
+from service.extensions.teach.errors import HeadFull, HeadsUnavailable, HeadWithoutBackbone
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.heads import TaughtHeads
 from service.setting_values import ApiKey

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load, save
 
 from model.taught_heads import Features
-from service.errors import HeadWithoutBackbone
 from service.extensions.teach import heads as module
+from service.extensions.teach.errors import HeadWithoutBackbone
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.heads import TaughtHeads, features_of
 from service.models.local_model import LocalModel

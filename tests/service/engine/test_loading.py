@@ -92,7 +92,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(
         "coverage": None,
         "calibrated_on": 2500,
         "head": f"{checkpoint.content}-None",
-        "taught": False,
+        "is_added_head": False,
         "has_thresholds": False,
         "features": "head",
     }

@@ -9,7 +9,7 @@ import pytest
 
 from service.web import admitted, body
 from service.web.admission import RefusalPace
-from service.web.problems import CODES
+from service.web.problems import codes
 from service.web.routes import classify
 from tests.service.fakes import CLASSES, SIZE, on_a_loop, png, until
 from tests.service.web.apps import App, Clock, app, form, kept, service_in, settle
@@ -89,7 +89,7 @@ async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metric
 @on_a_loop
 async def test_requests_are_counted_by_endpoint_and_status(service: App) -> None:
     assert all(
-        service.metric("vit_rejected_total", reason=code) == 0 for code in CODES
+        service.metric("vit_rejected_total", reason=code) == 0 for code in codes()
     )  # before the first refusal
     await service.classify()
     await service.classify(b"text")

@@ -1,8 +1,9 @@
 // The tab Teach: labels with their pictures, the accuracy of the head, and a picture to try it.
 
-import { keyIsUsed, send, sendPatiently } from "./api.js";
-import { explain } from "./errors.js";
-import { percent } from "./heatmap.js";
+import { keyIsUsed, send, sendPatiently } from "../api.js";
+import { explain } from "../errors.js";
+import { percent } from "../heatmap.js";
+import { on } from "../moments.js";
 
 const AT_ONCE = 4;
 const LOOK = 400; // milliseconds between two requests for the state of the head
@@ -16,10 +17,9 @@ const byId = (id) => document.getElementById(id);
 const make = (tag, attributes) => Object.assign(document.createElement(tag), attributes);
 const counted = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
 
-export class Teaching {
-  /** `choice`: a `ModelChoice` with the models of the service. */
-  constructor(choice) {
-    this.choice = choice;
+class Teaching {
+  constructor() {
+    this.choice = null; // the `ModelChoice` of the page
     this.sent = new Map(); // files by number of their example, because the service does not keep them
     this.labels = new Map(); // {item, count, failed} by label of the head
     this.waiting = []; // {head, label, file} to send
@@ -39,7 +39,8 @@ export class Teaching {
   }
 
   /** Show the tab if the service can be taught. */
-  async reach() {
+  async reach(choice) {
+    this.choice = choice;
     const { enabled, heads, thumbnails } = await send("GET", "heads");
     this.heads = heads;
     this.keepsNames = thumbnails;
@@ -303,3 +304,11 @@ function curl(name) {
   const key = keyIsUsed() ? '-H "Authorization: Bearer $VIT_API_KEY" ' : "";
   return `curl ${key}-F file=@photo.jpg '${new URL(`classify?${new URLSearchParams({ model: name })}`, document.baseURI).href}'`;
 }
+
+const parts = document.createRange().createContextualFragment(await (await fetch(new URL("main.html", import.meta.url))).text());
+byId("said").before(parts.querySelector("#tabs"));
+byId("intake").after(parts.querySelector("#teach"));
+byId("top-k-row").before(parts.querySelector("#correct"));
+const teaching = new Teaching();
+on("models", (choice) => teaching.reach(choice).catch(() => {})); // without an answer the tab stays hidden
+on("answer", (answer) => teaching.offer(answer));
