@@ -26,6 +26,7 @@ def _store(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> 
         ttl=settings.recent_ttl,
         max_bytes=settings.recent_bytes,
         failed=metrics.recent_errors.inc,
+        on_evicted=metrics.recent_evicted_age.observe,
         clock=clock,
     )
 

@@ -62,14 +62,16 @@ for _, expired in ipairs(redis.call('ZRANGEBYSCORE', order, '-inf', now - 1000 *
     bytes = bytes - cost_of(expired)
 end
 if redis.call('ZREM', order, member) == 1 then bytes = bytes - cost end
+local ages = {}
 while bytes + cost > most do
-    local oldest = redis.call('ZPOPMIN', order)[1]
+    local oldest, stored_at = unpack(redis.call('ZPOPMIN', order))
     if not oldest then
         bytes = 0
         break
     end
     redis.call('UNLINK', prefix .. string.match(oldest, ':(.*)'))
     redis.call('INCR', evictions)
+    table.insert(ages, math.floor((now - tonumber(stored_at)) / 1000))
     bytes = bytes - cost_of(oldest)
 end
 redis.call('SET', picture, value, 'PX', ttl)
@@ -77,7 +79,7 @@ redis.call('ZADD', order, now, member)
 redis.call('PEXPIRE', order, ttl)
 bytes = bytes + cost
 redis.call('SET', sum, string.format('%.0f', bytes), 'PX', ttl)
-return {redis.call('ZCARD', order), bytes, tonumber(redis.call('GET', evictions) or '0')}
+return {redis.call('ZCARD', order), bytes, tonumber(redis.call('GET', evictions) or '0'), ages}
 """
 
 
@@ -92,6 +94,7 @@ class RedisImageStore:
         url: address in redis-py's form: `redis://`, `rediss://` or `unix://`.
         name: name of the model; replicas of other models do not see its pictures.
         failed: called for each picture that could not be stored or looked up.
+        on_evicted: called with the age of each early evicted picture, in seconds.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class RedisImageStore:
         ttl: float,
         max_bytes: int,
         failed: Callable[[], object],
+        on_evicted: Callable[[float], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from redis.asyncio import Redis  # noqa: PLC0415  optional: the settings have checked for it
@@ -114,6 +118,7 @@ class RedisImageStore:
         self._ttl_milliseconds = math.ceil(1000 * ttl)
         self._max_bytes = max_bytes
         self._failed = failed
+        self._on_evicted = on_evicted
         self._clock = clock
         self._paused_until = -math.inf
         self._pause_seconds = 0.0
@@ -135,8 +140,11 @@ class RedisImageStore:
         limits = (self._ttl_milliseconds, cost, self._max_bytes)
 
         async def store() -> str:
-            pictures, size, evicted = await self._put(keys, [image_id, value, *limits])
+            answer = await self._put(keys, [image_id, value, *limits])
+            pictures, size, evicted, ages_in_milliseconds = answer
             self._usage = StoreUsage(int(pictures), int(size), int(evicted))
+            for age in ages_in_milliseconds:
+                self._on_evicted(age / 1000)
             return image_id
 
         return await self._ask(store)

@@ -96,6 +96,7 @@ async def stores(
         "ttl": 60,
         "max_bytes": 1 << 20,
         "failed": lambda: None,
+        "on_evicted": lambda age: None,
     } | changes
     made = [RedisImageStore(server.url, **options) for _ in range(count)]
     try:
@@ -167,6 +168,20 @@ async def test_picture_stored_twice_counts_once(server: Redis) -> None:
         for value in range(4):
             await put(two, picture(value))
         assert two.usage() == (3, 3 * COST, 2)
+
+
+@on_a_loop
+async def test_evicting_replica_observes_ages(server: Redis) -> None:
+    ages: list[float] = []
+    async with stores(server, max_bytes=2 * COST, on_evicted=ages.append) as (one, two):
+        for value in range(2):
+            await put(one, picture(value))
+        await asyncio.sleep(0.2)
+        for value in range(2):
+            await put(two, picture(value))
+
+    assert len(ages) == 2
+    assert all(0.2 <= age < PATIENCE for age in ages)
 
 
 @on_a_loop
