@@ -32,32 +32,41 @@ _BLOCK: Final = 256
 # Smallest norm that vectors are divided by.
 _LEAST_NORM: Final = 1e-12
 
+# Weights of the CLS tokens of the last three blocks, and of the last block's patches. The token of
+# the block before the last tells new classes apart best; see docs/decisions/transfer-features.md.
+_WEIGHTS: Final = (0.5, 1.0, 0.25, 0.5)
+
+
+def part_weights(parts: int) -> tuple[float, ...]:
+    """Return the weights of the parts of features; they are equal unless there are four parts."""
+    return _WEIGHTS if parts == len(_WEIGHTS) else (1.0,) * parts
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
     """The examples that a head was fitted to, and the distance from which a picture is unlike them.
 
     The distance is one minus the mean cosine to the nearest examples: deep nearest neighbours (Sun
-    et al. 2022, https://arxiv.org/abs/2204.06507). Features of several parts use the mean of the
-    parts' cosines, because a part with long vectors would decide alone. The limit is a conformal
-    threshold: at least a share of `LEVEL` of pictures like the examples is nearer.
+    et al. 2022, https://arxiv.org/abs/2204.06507). Features of several parts use the weighted mean
+    of the parts' cosines, because a part with long vectors would decide alone. The limit is a
+    conformal threshold: at least a share of `LEVEL` of pictures like the examples is nearer.
 
     Attributes:
         examples: float32 [M, D] of float16 values, divided by their norms; a sample if there are
             more than `MOST_KNOWN`.
         limit: the distance above which a picture is far.
-        parts: number of parts of the features, of D / `parts` values each.
+        weights: weights of the parts of the features, which are equally long.
     """
 
     examples: Floats
     limit: float
-    parts: int = 1
+    weights: tuple[float, ...] = (1.0,)
 
     @classmethod
-    def of(cls, features: Floats, parts: int = 1) -> Self:
+    def of(cls, features: Floats, weights: tuple[float, ...] = (1.0,)) -> Self:
         """Build from features [N, D]; the limit comes from the distance of each to the others."""
         rows = np.linspace(0, len(features) - 1, min(len(features), MOST_KNOWN)).astype(np.int64)
-        examples = _with_unit_parts(features[rows], parts)
+        examples = _with_unit_parts(features[rows], weights)
         # A copy of an example is not a neighbour.
         examples = examples[first_equal(examples) == np.arange(len(rows))]
         cosines = examples @ examples.T
@@ -67,7 +76,7 @@ class Known:
         return cls(
             examples.astype(np.float16).astype(np.float32),
             float(np.sort(distances)[rank - 1]),
-            parts,
+            weights,
         )
 
     def far(self, features: Floats) -> NDArray[np.bool_]:
@@ -76,14 +85,15 @@ class Known:
 
     def distances(self, features: Floats) -> Floats:
         """Return the distances of features [B, D] from the nearest examples, float32 [B]."""
-        cosines = _with_unit_parts(features, self.parts) @ self.examples.T
+        cosines = _with_unit_parts(features, self.weights) @ self.examples.T
         return _nearest_distances(cosines, neighbours=len(self.examples))
 
 
-def _with_unit_parts(features: Floats, parts: int) -> Floats:
-    """Return features [N, D] of length 1 whose parts are equally long."""
-    by_part = features.reshape(len(features), parts, -1)
-    return normalized(normalized(by_part).reshape(len(features), -1))
+def _with_unit_parts(features: Floats, weights: tuple[float, ...]) -> Floats:
+    """Return features [N, D] of length 1 whose products are weighted means of parts' cosines."""
+    by_part = normalized(features.reshape(len(features), len(weights), -1))
+    lengths = np.sqrt(np.array(weights, np.float32))[:, np.newaxis]
+    return normalized((by_part * lengths).reshape(len(features), -1))
 
 
 def _nearest_distances(cosines: Floats, neighbours: int) -> Floats:

@@ -2,7 +2,7 @@
 
 The arrays are weight float32 [C, D], bias float32 [C] and known float16 [M, D]. The metadata has
 the labels, thresholds and statistics as text. It also has the name of the features that the head
-reads, and the number of their parts; in files without these, `head` and 1.
+reads, and the weights of their parts; in files without these, `head` and one part.
 """
 
 import json
@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from model.config import NetworkConfig
 from model.errors import CheckpointError, InputError
-from model.features import MOST_KNOWN, Known
+from model.features import MOST_KNOWN, Known, part_weights
 from model.heads import Head
 from model.label_texts import checked_texts
 from model.outputs import POOLINGS, Pooling, embedding_parts, transfer_pool
@@ -68,13 +68,14 @@ class Features(NamedTuple):
         return "<f4" if self.pool == "head" else "<f2"
 
     def scales(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the divisors of values [N, D] that make all parts vary alike: float32 [D].
+        """Return the divisors of values [N, D] that make each part vary by its weight: float32 [D].
 
         Tokens of earlier blocks vary less: without this the last block would decide alone.
         """
         by_part = (values - values.mean(axis=0)).reshape(len(values), self.parts, -1)
         deviations = np.sqrt(np.square(by_part, dtype=np.float64).mean(axis=(0, 2)))
-        scales = np.repeat(np.where(deviations > 0, deviations, 1), by_part.shape[2])
+        divisors = np.where(deviations > 0, deviations, 1) / part_weights(self.parts)
+        scales = np.repeat(divisors, by_part.shape[2])
         return scales.astype(np.float32)
 
 
@@ -108,7 +109,7 @@ class TaughtHead(NamedTuple):
             "temperature": repr(head.temperature),
             "limit": repr(head.known.limit),
             "features": head.features,
-            "parts": repr(head.known.parts),
+            "weights": json.dumps(head.known.weights),
         }
         known = head.known.examples.astype(np.float16)
         arrays = {"weight": head.weight, "bias": np.asarray(head.bias), "known": known}
@@ -154,7 +155,7 @@ class TaughtHead(NamedTuple):
             known=Known(
                 arrays["known"].astype(np.float32),
                 float(metadata["limit"]),
-                int(metadata.get("parts", "1")),
+                tuple(map(float, json.loads(metadata.get("weights", "[1]")))),
             ),
         )
         return cls(head, metadata["backbone"], metadata["model"], metadata["statistics"])
@@ -204,12 +205,14 @@ def _problem_of_head(head: Head) -> str:
         return f"temperature is {head.temperature}, not a positive number"
     if not math.isfinite(head.known.limit):
         return f"limit is {head.known.limit}, not a finite number"
-    parts = head.known.parts
-    if head.features not in POOLINGS or parts < 1 or head.known.examples.shape[1] % parts:
-        return (
-            f"it reads {head.features!r:.50} of {parts} parts, and this version reads "
-            f"{', '.join(POOLINGS)}"
-        )
+    if head.features not in POOLINGS:
+        return f"it reads {head.features!r:.50}, and this version reads {', '.join(POOLINGS)}"
+    weights = head.known.weights
+    width = head.known.examples.shape[1]
+    if not weights or width % len(weights):
+        return f"{len(weights)} weights of parts for {width} features"
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        return f"weights of parts are {weights}, not positive numbers"
     return ""
 
 

@@ -8,14 +8,14 @@ import pytest
 from safetensors.numpy import load, save
 
 from model.errors import CheckpointError
-from model.features import Known
+from model.features import Known, part_weights
 from model.heads import Head
 from model.taught_heads import Features, TaughtHead
 
 
 def taught(features: Features) -> TaughtHead:
     values = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
-    known = Known.of(values, features.parts)
+    known = Known.of(values, part_weights(features.parts))
     head = Head(("cat", "dog"), False, weight=values[:2], bias=np.zeros(2, np.float32), known=known)
     return TaughtHead(replace(head, features=features.pool), f"b{features.suffix}", "m", "{}")
 
@@ -26,7 +26,8 @@ def taught(features: Features) -> TaughtHead:
 def test_a_file_names_the_features_of_its_head(features: Features) -> None:
     found = TaughtHead.from_bytes(taught(features).to_bytes(), "a file")
     assert found.head.known is not None
-    assert (found.head.features, found.head.known.parts) == features
+    assert found.head.features == features.pool
+    assert found.head.known.weights == part_weights(features.parts)
     assert Features.named(found.backbone) == features
 
 
@@ -37,26 +38,33 @@ def without(content: bytes, *names: str) -> bytes:
 
 
 def test_an_older_file_reads_what_it_was_fitted_to() -> None:
-    older = without(taught(Features()).to_bytes(), "features", "parts")
+    older = without(taught(Features()).to_bytes(), "features", "weights")
     found = TaughtHead.from_bytes(older, "a file")
     assert found.head.features == "head"
 
 
-def test_unknown_features_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        (b'"transfer"', b'"transfix"', "this version reads head, cls, mean, transfer"),
+        (b"[0.5, 1.0,", b"[0.5,     ", "3 weights of parts for 8 features"),
+        (b"[0.5,", b"[0.0,", "not positive numbers"),
+        (b"[0.5,", b"[NaN,", "not positive numbers"),
+    ],
+)
+def test_unusable_features_are_refused(before: bytes, after: bytes, problem: str) -> None:
     content = taught(Features("transfer", 4)).to_bytes()
-    for damaged in (
-        content.replace(b'"transfer"', b'"transfix"'),
-        content.replace(b'"parts":"4"', b'"parts":"3"'),
-    ):
-        with pytest.raises(CheckpointError, match="this version reads head, cls, mean, transfer"):
-            TaughtHead.from_bytes(damaged, "a file")
+    assert before in content
+    with pytest.raises(CheckpointError, match=problem):
+        TaughtHead.from_bytes(content.replace(before, after), "a file")
 
 
 def test_parts_of_other_lengths_count_alike() -> None:
     features = np.array([[1, 0, 100, 0], [0, 1, 100, 0]], np.float32)
     assert Known(features[:1], 0.0).distances(features)[1] < 1e-3, "the long part decides alone"
     known = Known.of(
-        np.concatenate([features[:1], features[:1] + 1e-3 * np.eye(4, dtype=np.float32)]), parts=2
+        np.concatenate([features[:1], features[:1] + 1e-3 * np.eye(4, dtype=np.float32)]),
+        weights=(1, 1),
     )
     assert known.distances(features)[1] == pytest.approx(0.5, abs=0.01)
 
@@ -68,3 +76,16 @@ def test_parts_that_vary_less_are_scaled_alike() -> None:
     scales = Features("transfer", 2).scales(values)
     assert scales[4:] / scales[:4] == pytest.approx(20, rel=0.3)
     assert (Features("transfer", 2).scales(np.ones((3, 8), np.float32)) == 1).all()
+
+
+def test_the_token_before_the_last_weighs_most() -> None:
+    values = np.random.default_rng(1).standard_normal((500, 8)).astype(np.float32)
+    scaled = values / Features("transfer", 4).scales(values)
+    assert scaled.std(axis=0)[::2] == pytest.approx([0.5, 1, 0.25, 0.5], rel=0.1)
+    example = np.ones((2, 8), np.float32)
+    example[1, 0] = 1.01  # a copy would not be a neighbour
+    known = Known.of(example, part_weights(4))
+    turned = np.ones((2, 8), np.float32)
+    turned[0, 2:4] = [1, -1]
+    turned[1, 4:6] = [1, -1]
+    assert known.distances(turned) == pytest.approx([1 / 2.25, 0.25 / 2.25], abs=0.01)

@@ -179,7 +179,7 @@ def _fitted(
     """Fit a head with the very numbers that are stored, and return it with its cross-validation.
 
     Args:
-        kind: kind of the features, whose parts get equal weight.
+        kind: kind of the features, whose parts are weighted.
         features, truth, labels, folds: see `model.linear_probe.fit_head`.
     """
     scales = kind.scales(features)

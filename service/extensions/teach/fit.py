@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DatasetError, first_line
-from model.features import Known
+from model.features import Known, part_weights
 from model.linear_probe import FOLDS, Choice, fit_head, interval
 from model.taught_heads import Features, TaughtHead
 from service.errors import SettingsError
@@ -84,9 +84,8 @@ def taught_head(
     (head, first), *others = [fit_head(scaled, truth, names, seed=seed) for seed in range(rounds)]
     assert head.weight is not None, "it was fitted"
     knowledge = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
-    unscaled = replace(
-        head, weight=head.weight / scales, features=kind.pool, known=Known.of(features, kind.parts)
-    )
+    known = Known.of(features, part_weights(kind.parts))
+    unscaled = replace(head, weight=head.weight / scales, features=kind.pool, known=known)
     return TaughtHead(unscaled, backbone, model, knowledge.model_dump_json())
 
 
