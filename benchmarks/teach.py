@@ -32,10 +32,10 @@ from benchmarks.servers import OURS, VITSERVE, running
 from model.checkpoint import load_checkpoint
 from model.config import PreprocessConfig
 from model.extensions.evaluation.cifar10 import TEST_FILES, read_files
+from model.extensions.taught.taught_heads import TaughtHead
 from model.images.preprocess import preprocess
 from model.outputs import EmbeddingRequest, Pooling, RequestedOutputs, embedding_parts
 from model.runtime.predictor import Predictor
-from model.taught_heads import TaughtHead
 from service.extensions.teach.fit import taught_head
 from vitserve.client import Client
 from vitserve.head_documents import Knowledge

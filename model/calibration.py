@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.errors import CheckpointError
 from model.heads import SOFTMAX, Form
-from model.score_fit import Fit, scores_and_energies
 
 # File of a native folder.
 CALIBRATION_FILE: Final = "calibration.json"
@@ -49,6 +48,29 @@ def pictures_needed(coverage: float) -> int:
     """
     level = (1 + coverage) / 2  # of each of the two thresholds
     return math.ceil(round(level / (1 - level), 6))
+
+
+class Fit(NamedTuple):
+    """Fitted scores: logits are divided by the temperature and then get their form."""
+
+    temperature: float
+    form: Form = SOFTMAX
+
+
+def scores_and_energies(
+    logits: NDArray[np.floating], temperature: float, form: Form = SOFTMAX
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the scores, float64 [B, K], and the energies, float64 [B], of logits [B, K].
+
+    The form changes only the scores.
+    """
+    scaled = logits.astype(np.float64) / temperature
+    # Logits that are not finite: the caller gets an error, and no set of labels.
+    with np.errstate(invalid="ignore"):
+        powers = np.exp(-form.falls(scaled))
+        exponentials = np.exp(-SOFTMAX.falls(scaled))
+    energies: NDArray[np.float64] = scaled.max(axis=1) + np.log(exponentials.sum(axis=1))
+    return powers / powers.sum(axis=1, keepdims=True), energies
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,20 +231,3 @@ def label_sets_of(calibration: Calibration | None, coverage: float, source: str)
         coverage,
         calibration.form,
     )
-
-
-def calibration_of(
-    data: str, logits: NDArray[np.float32], truth: NDArray[np.int64], fit: Fit, *, fitted: int = 0
-) -> Calibration:
-    """Return the calibration from the logits of labelled pictures; it keeps `MAX_PICTURES`.
-
-    Args:
-        data: name of the pictures.
-        logits: [N, K], of pictures that the model was not trained on.
-        truth: int64 [N], their classes.
-        fit: fit of the scores.
-        fitted: number of further pictures, which only the scores were fitted to.
-    """
-    scores, energies = scores_and_energies(logits[:MAX_PICTURES], *fit)
-    right = scores[np.arange(len(scores)), truth[: len(scores)]]
-    return Calibration.of(data, len(truth) + fitted, fit, right, energies)

@@ -7,7 +7,7 @@ from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.local_files import resolved_source
 from model.errors import CheckpointError
-from model.taught_heads import is_taught_head
+from model.head_files import is_taught_head
 
 # The checkpoint that travels with the code.
 BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 import model
 from model.data.junk import is_junk
 from model.errors import first_problem, nearest
-from model.taught_heads import is_taught_head
+from model.head_files import is_taught_head
 from service.errors import Forbidden, InvalidParameter
 from service.model_settings import PATHS, ModelSettings
 

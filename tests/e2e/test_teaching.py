@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.taught_heads import TaughtHead
+from model.extensions.taught.taught_heads import TaughtHead
 from service.cli.main import main
 from tests.e2e.checkpoints import write_checkpoint
 from tests.e2e.serving import (

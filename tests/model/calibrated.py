@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from model.score_fit import scores_and_energies
+from model.calibration import scores_and_energies
 
 
 def calibrated_logits(count: int = 4000) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

@@ -7,19 +7,15 @@ import pytest
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from model.calibration import Calibration, LabelSets, label_sets_of, pictures_needed
-from model.errors import CheckpointError
-from model.heads import Form
-from model.score_fit import (
-    FORMS,
-    MIN_PICTURES,
+from model.calibration import (
+    Calibration,
     Fit,
-    choose_fit,
-    fit_scores,
-    losses,
+    LabelSets,
+    label_sets_of,
+    pictures_needed,
     scores_and_energies,
 )
-from tests.model.calibrated import calibrated_logits
+from model.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
@@ -125,50 +121,3 @@ def test_a_calibration_that_none_was_written_as_is_refused(
     assert (written.scores, written.energies) == ((0.1, 0.9), (1.0, 3.0))
     with pytest.raises(ValidationError, match=message):
         Calibration.model_validate(written.model_dump() | changes)
-
-
-@pytest.mark.parametrize("truth", [0.4, 1.0, 3.0])
-def test_the_fitted_temperature_makes_the_labels_likeliest(truth: float) -> None:
-    logits, labels = calibrated_logits()
-    logits = truth * logits
-    fitted = fit_scores(logits, labels).temperature
-    assert fitted == pytest.approx(truth, rel=0.06)
-
-    def loss(temperature: float) -> float:
-        return -float(
-            np.log(
-                scores_and_energies(logits, temperature)[0][np.arange(len(labels)), labels]
-            ).mean()
-        )
-
-    assert all(loss(fitted) <= loss(fitted * factor) for factor in (0.1, 0.9, 0.99, 1.01, 1.1, 6.0))
-
-
-def test_a_temperature_is_not_fitted_to_a_few_pictures_or_where_all_are_answered_right() -> None:
-    """Without the guard, each case would get another temperature."""
-    logits, labels = calibrated_logits(MIN_PICTURES)
-    assert fit_scores(3 * logits, labels) != Fit(1.0)
-    assert fit_scores(3 * logits[1:], labels[1:]) == Fit(1.0)
-    assert fit_scores(3 * logits, logits.argmax(axis=1)) == Fit(1.0)
-
-
-@pytest.mark.parametrize(
-    ("made", "name"), [(Form(), 0), (Form(power=1.8), 1), (Form(power=2.0, crowding=1.0), 2)]
-)
-def test_the_form_that_fits_what_was_held_out_is_chosen(made: Form, name: int) -> None:
-    generator = np.random.default_rng(0)
-    logits = 3 * generator.normal(size=(3000, 8)).astype(np.float32)
-    scores, _ = scores_and_energies(logits, 2.0, made)
-    labels = (scores.cumsum(axis=1) < generator.random((3000, 1))).sum(axis=1).clip(max=7)
-    fit, chosen = choose_fit(logits[:1500], labels[:1500], Fit(1.0))
-    assert chosen == FORMS[name]
-    assert choose_fit(logits[:1500], labels[:1500], Fit(2.0, made)) == (Fit(2.0, made), ""), (
-        "nothing fits better"
-    )
-    found, best = (
-        losses(logits[1500:], labels[1500:], each).mean() for each in (fit, Fit(2.0, made))
-    )
-    assert found <= best + 0.003
-    assert (np.diff(np.take_along_axis(scores, np.argsort(logits, axis=1), axis=1)) >= 0).all(), (
-        "the order stays"
-    )

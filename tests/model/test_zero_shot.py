@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from model.calibration import scores_and_energies
 from model.config import ViTConfig
 from model.errors import InputError
 from model.explanation.frozen_gradients import with_rivals
@@ -13,7 +14,6 @@ from model.label_texts import MAX_CHARACTERS, MAX_TEXTS, labels_of_request, pars
 from model.outputs import LITTLE, Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
 from model.runtime.cuda.backend import with_best
-from model.score_fit import scores_and_energies
 
 CONFIG = ViTConfig(
     image_size=(8, 8), patch_size=4, width=8, depth=1, heads=2, mlp_width=16, num_classes=2

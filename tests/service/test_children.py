@@ -74,11 +74,13 @@ def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_child_imports_nothing_of_the_folder(hostile_folder: Path) -> None:
-    with start_python("model.linear_probe", stdout=subprocess.DEVNULL) as child:
+    with start_python("model.extensions.taught.linear_probe", stdout=subprocess.DEVNULL) as child:
         assert child.wait(60) == 0
 
     async def begin() -> int:
-        process = await start_python_async("model.linear_probe", stdout=subprocess.DEVNULL)
+        process = await start_python_async(
+            "model.extensions.taught.linear_probe", stdout=subprocess.DEVNULL
+        )
         return await process.wait()
 
     assert asyncio.run(begin()) == 0
@@ -102,5 +104,5 @@ def test_a_child_runs_in_the_root_folder() -> None:
 def test_a_child_finds_the_packages_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr("sys.path", [str(REPOSITORY), *__import__("sys").path])
-    code = start_python("model.linear_probe", stdout=subprocess.DEVNULL)
+    code = start_python("model.extensions.taught.linear_probe", stdout=subprocess.DEVNULL)
     assert code.wait(60) == 0

@@ -8,9 +8,16 @@ from typing import Final, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from model.calibration import Calibration, LabelSets, calibration_of, pictures_needed
+from model.calibration import (
+    MAX_PICTURES,
+    Calibration,
+    Fit,
+    LabelSets,
+    pictures_needed,
+    scores_and_energies,
+)
 from model.errors import DatasetError
-from model.score_fit import MIN_PICTURES, Fit, choose_fit, losses, scores_and_energies
+from model.extensions.taught.score_fit import MIN_PICTURES, choose_fit, losses
 
 # How often pictures are halved at random to measure sets of labels.
 _HALVINGS: Final = 20
@@ -188,3 +195,20 @@ def _measured_sets(
         members = label_sets.members(scores[others], energies[others])
         runs.append(astuple(MeasuredSets.of(members, truth[others])))
     return MeasuredSets(*np.mean(runs, axis=0).tolist())
+
+
+def calibration_of(
+    data: str, logits: NDArray[np.float32], truth: NDArray[np.int64], fit: Fit, *, fitted: int = 0
+) -> Calibration:
+    """Return the calibration from the logits of labelled pictures; it keeps `MAX_PICTURES`.
+
+    Args:
+        data: name of the pictures.
+        logits: [N, K], of pictures that the model was not trained on.
+        truth: int64 [N], their classes.
+        fit: fit of the scores.
+        fitted: number of further pictures, which only the scores were fitted to.
+    """
+    scores, energies = scores_and_energies(logits[:MAX_PICTURES], *fit)
+    right = scores[np.arange(len(scores)), truth[: len(scores)]]
+    return Calibration.of(data, len(truth) + fitted, fit, right, energies)

@@ -1,6 +1,6 @@
 """A new head on the features of a frozen checkpoint, fitted to a folder of pictures.
 
-    data -> features, once -> head (see `model.linear_probe`) -> config, weights, confusion matrix
+    data -> features, once -> head -> config, weights, confusion matrix
 
 A Vision Transformer's new head reads transfer features (see `model.network.transfer`). A head of
 another library's network reads the features of its old head.
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.calibration import Fit, scores_and_energies
 from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.data.pictures import Images, PictureFiles, decode
@@ -26,6 +27,9 @@ from model.data.split_record import SPLIT_FILE, SplitRecord
 from model.errors import CheckpointError, DatasetError, TrainingError
 from model.extensions.evaluation.datasets import Dataset, open_dataset
 from model.extensions.evaluation.evaluate import Evaluation, measure, predict_embeddings
+from model.extensions.taught.linear_probe import Choice, fit_head, interval
+from model.extensions.taught.score_fit import choose_fit
+from model.extensions.taught.taught_heads import Features
 from model.extensions.training.recipe import Recipe
 from model.extensions.training.run_folder import (
     describe_device,
@@ -36,14 +40,11 @@ from model.extensions.training.run_folder import (
 )
 from model.extensions.training.train import STORED_DTYPE, read_start, rounded
 from model.heads import Head
-from model.linear_probe import Choice, fit_head, interval
 from model.network.library import library_config, linear_head
 from model.network.vit import meta_model
 from model.outputs import transfer_pool
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
-from model.score_fit import Fit, choose_fit, scores_and_energies
-from model.taught_heads import Features
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ def _fitted(
 
     Args:
         kind: kind of the features, whose parts are weighted.
-        features, truth, labels, folds: see `model.linear_probe.fit_head`.
+        features, truth, labels, folds: see `model.extensions.taught.linear_probe.fit_head`.
     """
     scales = kind.scales(features)
     fitted, choice = fit_head(features / scales, truth, labels, folds, seed=recipe.seed)

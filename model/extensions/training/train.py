@@ -17,16 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.calibration import calibration_of
+from model.calibration import Fit, scores_and_energies
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
 from model.data.pictures import Images, channel_statistics, decode
 from model.data.split_names import TRAIN
 from model.data.split_record import SplitRecord
 from model.errors import TrainingError
+from model.extensions.evaluation.calibration import calibration_of
 from model.extensions.evaluation.cifar10 import is_cifar10
 from model.extensions.evaluation.datasets import Dataset, open_dataset
 from model.extensions.evaluation.evaluate import Evaluation, measure, predict_logits
+from model.extensions.taught.score_fit import MIN_PICTURES, choose_fit
 from model.extensions.training import run_folder
 from model.extensions.training.loop import Trainer
 from model.extensions.training.recipe import RECIPES, Recipe
@@ -35,7 +37,6 @@ from model.layer_config import Size
 from model.network.vit import count_parameters
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
-from model.score_fit import MIN_PICTURES, Fit, choose_fit, scores_and_energies
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Final
 
 import numpy as np
 
+from model.calibration import Fit
 from model.data.split_names import TEST, VALIDATION
 from model.data.split_record import SplitRecord, copy_record, digests_of
 from model.errors import InputError
 from model.extensions.evaluation.calibration import Calibrated, calibrate, require_pictures
 from model.extensions.evaluation.datasets import EvaluationSet, open_evaluation_set
 from model.parameters import require_classes
-from model.score_fit import Fit
 from service.cli.image_files import print_notes, require_empty, writing
 from service.cli.setting_flags import (
     CHECKPOINT_FLAGS,

@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from model.extensions.taught.taught_heads import Features
 from model.features import equal, first_equal
-from model.taught_heads import Features
 from service.errors import Forbidden, NotFound
 from service.extensions.teach.database import HeadsDatabase
 from service.extensions.teach.errors import HeadFull, HeadWithoutBackbone

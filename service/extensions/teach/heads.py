@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from model.errors import CheckpointError
+from model.extensions.taught.taught_heads import Features, TaughtHead
+from model.head_files import is_taught_head
 from model.outputs import embedding_width
-from model.taught_heads import Features, TaughtHead, is_taught_head
 from service.background import Tasks
 from service.children import start_python_async
 from service.engine.messages import ModelInfo

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
+from model.extensions.taught.taught_heads import Features
 from model.label_texts import checked_label, checked_texts
 from model.outputs import EmbeddingRequest, RequestedOutputs
-from model.taught_heads import Features
 from service.engine.messages import ModelInfo
 from service.errors import InferenceFailed, InvalidParameter
 from service.extensions.teach.examples import HeadRow

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import CheckpointError
+from model.extensions.taught.taught_heads import TaughtHead
 from model.images.thumbnail import jpeg_thumbnail
 from model.label_texts import checked_label
-from model.taught_heads import TaughtHead
 from service.errors import Forbidden, NameTaken, NotFound
 from service.extensions.teach.errors import HeadWithoutBackbone
 from service.extensions.teach.examples import Examples, HeadRow, KeptPicture

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from model.calibration import Fit
 from model.errors import DatasetError
 from model.extensions.evaluation.calibration import MeasuredSets, calibrate
-from model.score_fit import FORMS, Fit
+from model.extensions.taught.score_fit import FORMS
 from tests.model.calibrated import calibrated_logits
 
 

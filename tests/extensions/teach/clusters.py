@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from model.taught_heads import TaughtHead
+from model.extensions.taught.taught_heads import TaughtHead
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.fit import taught_head
 from vitserve.head_documents import Knowledge

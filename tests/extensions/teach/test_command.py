@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from model.taught_heads import TaughtHead
+from model.extensions.taught.taught_heads import TaughtHead
 from service.cli.main import main
 from tests.model.data.picture_folders import COLOURS, write_folder
 from tests.service.cli.command_line import run, write_checkpoint

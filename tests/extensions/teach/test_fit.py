@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DatasetError
+from model.extensions.taught.taught_heads import TaughtHead
 from model.features import Known
-from model.taught_heads import TaughtHead
 from service.extensions.teach import fit as module
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.fit import Clock, fit_changed, taught_head

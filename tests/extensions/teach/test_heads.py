@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from model.taught_heads import Features
+from model.extensions.taught.taught_heads import Features
 from service.extensions.teach import heads as module
 from service.extensions.teach.errors import HeadWithoutBackbone
 from service.extensions.teach.examples import Examples

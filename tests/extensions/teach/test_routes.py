@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.taught_heads import Features
+from model.extensions.taught.taught_heads import Features
 from service.extensions.teach import examples as examples_module
 from service.extensions.teach.heads import features_of
 from service.web.lanes import Deadline

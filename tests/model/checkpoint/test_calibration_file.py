@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from model.calibration import CALIBRATION_FILE, Calibration, label_sets_of
+from model.calibration import CALIBRATION_FILE, Calibration, Fit, label_sets_of
 from model.checkpoint import load_checkpoint, native
 from model.errors import CheckpointError
 from model.heads import Form
-from model.score_fit import Fit
 from tests.model.checkpoint.folders import edit, edit_tensors, put, refusal
 from tests.service.cli.command_line import write_checkpoint
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.calibration import Calibration, label_sets_of
+from model.calibration import Calibration, Fit, label_sets_of, scores_and_energies
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError, DeviceError
 from model.explanation.explain import explain
@@ -18,7 +18,6 @@ from model.runtime.device import choose_device, choose_dtype
 from model.runtime.openvino.network import unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
-from model.score_fit import Fit, scores_and_energies
 from tests.model.runtime.predictions import MODES, predict
 from tests.model.runtime.small_models import MEAN, STD, make_checkpoint, make_images
 from tests.needs import needs_methods

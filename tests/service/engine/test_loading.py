@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.calibration import Calibration
+from model.calibration import Calibration, Fit
 from model.checkpoint import native
 from model.checkpoint.files import Files
 from model.description import Description
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
-from model.score_fit import Fit
 from service.engine import devices, loading
 from service.engine.cache import keep_kernels
 from service.engine.devices import (

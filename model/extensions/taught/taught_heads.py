@@ -20,13 +20,12 @@ from safetensors.numpy import load, save
 from model.config import NetworkConfig
 from model.errors import CheckpointError, InputError
 from model.features import MOST_KNOWN, Known, part_weights
+from model.head_files import FORMAT
 from model.heads import Head
 from model.label_texts import checked_texts
 from model.outputs import POOLINGS, Pooling, embedding_parts, transfer_pool
 
-FORMAT: Final = "vitserve-head"
 _VERSION: Final = "1"
-_MOST_METADATA: Final = 4 << 20
 # Most bytes of a file: 1,000 labels and 2,000 examples of 8,192 features take half of it.
 _MOST_BYTES: Final = 128 << 20
 _MOST_LABELS: Final = 100_000
@@ -214,12 +213,3 @@ def _problem_of_head(head: Head) -> str:
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         return f"weights of parts are {weights}, not positive numbers"
     return ""
-
-
-def is_taught_head(path: Path) -> bool:
-    """Return whether the metadata of a file says that it is a taught head; raises OSError."""
-    if path.suffix != ".safetensors" or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return f'"{FORMAT}"'.encode() in file.read(min(size, _MOST_METADATA))

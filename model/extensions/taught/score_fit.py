@@ -7,12 +7,13 @@ https://arxiv.org/abs/1706.04599). If that is not enough, the scores get a form;
 
 import math
 from itertools import product
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model.heads import SOFTMAX, Form
+from model.calibration import Fit
+from model.heads import Form
 
 # Fewest pictures that a temperature is fitted to; from fewer it would be noise.
 MIN_PICTURES: Final = 30
@@ -37,13 +38,6 @@ FORMS: Final = (
     "a power",
     "a power that depends on how crowded the best classes are",
 )
-
-
-class Fit(NamedTuple):
-    """Fitted scores: logits are divided by the temperature and then get their form."""
-
-    temperature: float
-    form: Form = SOFTMAX
 
 
 def fit_scores(
@@ -124,19 +118,3 @@ def choose_fit(
             chosen = (fit, form)
             least = held_out
     return chosen
-
-
-def scores_and_energies(
-    logits: NDArray[np.floating], temperature: float, form: Form = SOFTMAX
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the scores, float64 [B, K], and the energies, float64 [B], of logits [B, K].
-
-    The form changes only the scores.
-    """
-    scaled = logits.astype(np.float64) / temperature
-    # Logits that are not finite: the caller gets an error, and no set of labels.
-    with np.errstate(invalid="ignore"):
-        powers = np.exp(-form.falls(scaled))
-        exponentials = np.exp(-SOFTMAX.falls(scaled))
-    energies: NDArray[np.float64] = scaled.max(axis=1) + np.log(exponentials.sum(axis=1))
-    return powers / powers.sum(axis=1, keepdims=True), energies

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from model.linear_probe import (
+from model.extensions.taught.linear_probe import (
     FOLDS,
     PENALTIES,
     Axes,
@@ -16,7 +16,7 @@ from model.linear_probe import (
     fit_head,
     interval,
 )
-from model.score_fit import fit_scores
+from model.extensions.taught.score_fit import fit_scores
 
 
 def noise(count: int, width: int = 12) -> NDArray[np.float64]:

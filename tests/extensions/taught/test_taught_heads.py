@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load, save
 
 from model.errors import CheckpointError
+from model.extensions.taught.taught_heads import Features, TaughtHead
 from model.features import Known, part_weights
 from model.heads import Head
-from model.taught_heads import Features, TaughtHead
 
 
 def taught(features: Features) -> TaughtHead:

@@ -13,8 +13,9 @@ from typing import Final, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from model.calibration import scores_and_energies
+from model.extensions.taught.score_fit import fit_scores, losses
 from model.heads import Head
-from model.score_fit import fit_scores, losses, scores_and_energies
 
 Floats = NDArray[np.floating]
 
