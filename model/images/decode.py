@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image, ImageFile
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
-from model.images import formats
+from model.images import formats, png
 from model.images.formats import UPRIGHT, read_orientation
 
 # Bytes that a decoder reads at a time: most files in one piece.
@@ -96,7 +96,7 @@ def is_bounded(data: bytes | bytearray) -> bool:
         return True
     if match.lastgroup == "JPEG":
         return formats.is_bounded_jpeg(data)
-    return match.lastgroup == "PNG" and formats.is_bounded_png(data)
+    return match.lastgroup == "PNG" and png.is_bounded(data)
 
 
 def decode(
@@ -165,7 +165,7 @@ def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile
     if name == "JPEG":
         data, orientation = formats.strip_jpeg(data)
     elif name == "PNG":
-        data, orientation = formats.strip_png(data)
+        data, orientation = png.strip(data)
     reader = formats.READERS[name]
     assert reader is not None, "format_of refuses a format without a reader"
     try:

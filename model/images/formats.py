@@ -1,14 +1,13 @@
 """The formats of image files: how each is recognised, and read up to its pixels.
 
-The first bytes tell the format; a declared type is ignored. JPEG and PNG files are stripped of
-metadata after their orientation is read.
+The first bytes tell the format; a declared type is ignored. JPEG files are stripped of metadata
+after their orientation is read; PNG files too, by `model.images.png`.
 
 To add a format, add Pillow's class to `READERS`, its first bytes to `MAGIC`, and its name to the
 message of `format_of`. Further places know the formats:
 
     model.images.decode._open_image    whether the reader turns a picture upright
     model.data.listing                 suffixes of files in a folder
-    service.web.upload                 first bytes of a body that is a picture, not a form or JSON
 """
 
 import importlib
@@ -16,7 +15,6 @@ import importlib.util
 import re
 import struct
 import sys
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Final
@@ -59,6 +57,13 @@ MAGIC = re.compile(
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"}
 
+_SNIFFED_BYTES = 256  # that tell whether a file is text
+_ASCII = re.compile(rb"[\s!-~]+")
+# HTML, XML and SVG, also when they have letters beyond ASCII.
+_MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]")
+# PDF and PostScript; bytes that are not ASCII follow early.
+_DOCUMENTS = (b"%PDF-", b"%!PS")
+
 # Message for a raw photo or a TIFF whose first picture is a thumbnail.
 RAW = (
     "raw photos are not decoded, nor are TIFFs that begin with a thumbnail, because the thumbnail "
@@ -89,6 +94,25 @@ def format_of(data: bytes | bytearray) -> str:
         hint = ": pip install 'vitserve[heic]' adds them" if name == "HEIF" else " by this Pillow"
         raise UnsupportedImageFormat(f"{name} pictures are not supported{hint}")
     return name
+
+
+def is_picture(data: bytes | bytearray) -> bool:
+    """Return whether a file begins like one of the known formats."""
+    return MAGIC.match(data) is not None
+
+
+def is_markup(data: bytes | bytearray) -> bool:
+    """Return whether a file begins like HTML, XML or SVG."""
+    return _MARKUP.match(data) is not None
+
+
+def is_text(data: bytes | bytearray) -> bool:
+    """Return whether a file begins as text, markup or a document, which no picture does."""
+    if not data or is_picture(data):
+        return False
+    if data.startswith(_DOCUMENTS):
+        return True
+    return _ASCII.fullmatch(data, 0, _SNIFFED_BYTES) is not None or is_markup(data)
 
 
 def _brand(data: bytes | bytearray) -> str:
@@ -310,67 +334,3 @@ def read_orientation(exif: bytes | None) -> int:
     except (struct.error, KeyError):  # truncated, or not an integer
         pass
     return UPRIGHT
-
-
-# PNG (W3C PNG, third edition, section 5)
-
-_PICTURE_CHUNKS = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}
-_MAX_BOUNDED_PNG = 8_388_608
-# Bytes of all samples: about 0.1 s of deflate's fastest data and of Paeth's filter.
-_MAX_BOUNDED_BYTES = 16_777_216
-
-# Samples per pixel, by colour type.
-_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-
-
-def is_bounded_png(data: bytes | bytearray) -> bool:
-    """Return whether the header bounds the decoding work: a picture of moderate size."""
-    width = int.from_bytes(data[16:20], "big")
-    height = int.from_bytes(data[20:24], "big")
-    bits = int.from_bytes(data[24:25], "big")
-    colour_type = int.from_bytes(data[25:26], "big")
-    pixel_bytes = max(1.0, bits * _CHANNELS.get(colour_type, 4) / 8)
-    return (
-        data[12:16] == b"IHDR"
-        and len(data) <= _MAX_BOUNDED_PNG
-        and width * height * pixel_bytes <= _MAX_BOUNDED_BYTES
-    )
-
-
-def strip_png(data: bytes | bytearray) -> tuple[bytes, int]:
-    """Return the file without ancillary chunks, and the orientation from them.
-
-    IDAT chunks after the first run of IDAT chunks are dropped too.
-
-    Raises:
-        InvalidImage: a wrong checksum of the pixels, a second header, or too many chunks.
-    """
-    view = memoryview(data)
-    kept = [view[:8]]
-    exif = None
-    position = 8
-    previous = b""
-    pixels_ended = False
-    for _ in range(MAX_PARTS):
-        body = position + 8
-        kind = bytes(view[position + 4 : body])
-        end = body + 4 + int.from_bytes(view[position : position + 4], "big")
-        pixels_ended = pixels_ended or (previous == b"IDAT" and kind != b"IDAT")
-        # Pillow would use the last header, which may declare another size than the first.
-        if kind == b"IHDR" and position > 8:
-            raise InvalidImage("the PNG picture does not decode: its header is not its first chunk")
-        if kind == b"IDAT" and end <= len(data):
-            checksum = int.from_bytes(view[end - 4 : end], "big")
-            if zlib.crc32(view[body - 4 : end - 4]) != checksum:
-                raise InvalidImage(
-                    "the PNG picture does not decode: the checksum of its pixels is wrong"
-                )
-        if (kind in _PICTURE_CHUNKS or len(kind) < 4) and not (kind == b"IDAT" and pixels_ended):
-            kept.append(view[position:end])
-        elif kind == b"eXIf":
-            exif = bytes(view[body : end - 4])
-        position = end
-        previous = kind
-        if kind == b"IEND" or position >= len(data):
-            return b"".join(kept), read_orientation(exif)
-    raise InvalidImage(f"the file is made of more than {MAX_PARTS} parts")

@@ -11,37 +11,30 @@ is held until the endpoint has an answer, see `model_of`.
 
 import asyncio
 import copy
-import itertools
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from ipaddress import IPv6Address, IPv6Network
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from model.outputs import Outputs
-from service.errors import ClientDisconnected, DeadlineExceeded, RequestTimeout
+from service.errors import ClientDisconnected, DeadlineExceeded
 from service.http.connection import connection_of
 from service.models.generation import Lease
-from service.web.admission import Body, Permit
-from service.web.body import WHOLE_BODY, Bound, read_files, read_whole
-from service.web.lanes import Deadline, Lane
+from service.web.admission import Permit
+from service.web.body import RequestBody
+from service.web.lanes import Lane
 from service.web.middleware import request_context
 from service.web.service import Service, service_of
-from service.web.upload import Upload, UploadLimits
-from vitserve.documents import FIELD
 
 T = TypeVar("T")
 
 # Longest time by which the answer to a picture that was launched in time may be late.
 LATE_SECONDS: Final = 0.5
-
-# Number of values from which a thread reads or writes a document, because it would hold the event
-# loop for 5 to 10 ms.
-LARGE: Final = 2000
 
 
 class Sender(NamedTuple):
@@ -143,109 +136,6 @@ class Cancellation:
         ):
             self._task.uncancel()
             raise ClientDisconnected("the caller went away") from None
-
-
-class RequestBody:
-    """The body of a request, whose bytes and time are bounded."""
-
-    def __init__(
-        self, service: Service, sender: Sender, deadline: Deadline, cancellation: Cancellation
-    ) -> None:
-        self._service = service
-        self._sender = sender
-        self._deadline = deadline
-        self._cancellation = cancellation
-        self._counted = Body()
-
-    async def read_files(
-        self,
-        parameters: Collection[str] = (),
-        *,
-        several: bool = False,
-        fields: Collection[str] = (FIELD,),
-    ) -> Upload:
-        """Return the pictures in the body, and the other fields of a form, without taking a slot.
-
-        Args:
-            parameters: names of the form fields that are parameters of the route.
-            several: whether more than one picture is allowed.
-            fields: names of the form fields with pictures.
-
-        Raises:
-            QueueFull: the limiter has fewer free slots than the body has pictures.
-            ReceivingFull: the memory for bodies is full.
-            What `service.web.body.read_files` raises. The context of the request raises
-            `RequestTimeout` if the body did not arrive in time.
-        """
-        settings = self._service.settings
-        limiter = self._service.limiter
-        limits = UploadLimits(
-            settings.max_upload_bytes,
-            settings.max_request_bytes,
-            settings.max_images_per_request if several else 1,
-            fields,
-            parameters,
-            "VIT_MAX_IMAGES_PER_REQUEST" if several else "",
-        )
-        numbers = itertools.count(2)
-
-        def check_room() -> None:
-            limiter.check(next(numbers), self._sender.caller)
-
-        with self._arriving():
-            return await read_files(
-                self._sender.headers, self._receive, limits, check_room, self.in_documents_lane
-            )
-
-    async def read_whole(self, limit: int | None = None) -> bytearray:
-        """Return a body that is not a picture; raises as `read_files`.
-
-        Args:
-            limit: number of bytes that the body may have; default: VIT_MAX_REQUEST_BYTES.
-        """
-        bound = Bound(self._service.settings.max_request_bytes, WHOLE_BODY)
-        if limit is not None:
-            bound = Bound(limit)
-        with self._arriving():
-            return await read_whole(self._sender.headers, self._receive, bound)
-
-    async def in_documents_lane(self, work: Callable[[], T], size: int) -> T:
-        """Return the result of `work`, from a thread if the work handles many values."""
-        if size < LARGE:
-            return work()
-        lane = self._service.lanes.documents
-        with lane.work(work, self._sender.caller, size, self._deadline) as job:
-            return await job
-
-    def give_back(self) -> None:
-        """Stop counting the bytes of this body."""
-        self._service.byte_budget.give_back(self._counted)
-
-    @contextmanager
-    def _arriving(self) -> Iterator[None]:
-        service = self._service
-        cancellation = self._cancellation
-        started = service.clock()
-        timeout_error = cancellation.timeout_error
-        cancellation.timeout_error = RequestTimeout(
-            f"the body did not arrive within {service.settings.request_timeout:g} s"
-        )
-        cancellation.end_in(self._deadline.remaining())
-        with service.byte_budget.arriving(self._counted, self._give_way):
-            yield
-        cancellation.timeout_error = timeout_error
-        service.metrics.observe_stage("read", service.clock() - started)
-
-    async def _receive(self) -> Message:
-        message = await self._sender.receive()
-        self._service.byte_budget.add(self._counted, len(message.get("body", b"")))
-        return message
-
-    def _give_way(self) -> None:
-        self._cancellation.timeout_error = RequestTimeout(
-            "the body came too slowly while others waited for its room"
-        )
-        self._cancellation.end_in(0.0)
 
 
 class AdmittedRequest:

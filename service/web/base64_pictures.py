@@ -13,8 +13,9 @@ from urllib.parse import unquote
 import msgspec
 
 from model.errors import UnsupportedImageFormat
+from model.images.formats import is_markup, is_picture
 from service.errors import MalformedRequest, UnsupportedMediaType
-from service.web.upload import RIGHT_CALL, begins_as_markup, begins_as_picture, file_too_large
+from service.web.upload import RIGHT_CALL, file_too_large
 from vitserve.documents import FIELD
 
 BYTES_A_VALUE: Final = 32
@@ -107,14 +108,14 @@ def picture_of_text(data: bytearray, max_bytes: int) -> bytearray:
         _check_size(encoded, max_bytes)
         with contextlib.suppress(ValueError):
             picture = from_base64(_standard_base64(encoded))
-            if prefix is not None or begins_as_picture(picture):
+            if prefix is not None or is_picture(picture):
                 return picture
     raise UnsupportedImageFormat(_remedy(text))
 
 
 def _remedy(text: str) -> str:
     """Return a message that says what to send instead of a text."""
-    if begins_as_markup(text.lstrip("\ufffd")[:100].encode("ascii", "replace")):
+    if is_markup(text.lstrip("\ufffd")[:100].encode("ascii", "replace")):
         return f"the body is HTML or XML, not a picture: send the picture's bytes: {RIGHT_CALL}"
     if text.startswith(("%PDF-", "%!PS")):
         return "the body is a PDF or PostScript document, not a picture: send a page as PNG or JPEG"

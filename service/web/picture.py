@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from model.config import PreprocessConfig
 from model.heads import Head, compared, of_image
 from model.images.decode import is_bounded
+from model.images.formats import is_text
 from model.images.preprocess import ModelInput, Region, model_input
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceRequest, InferenceResult
@@ -33,7 +34,7 @@ from service.web.admitted import AdmittedRequest
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_text
 from service.web.decoders import Decoded
 from service.web.lanes import Job
-from service.web.upload import UploadedFile, is_text
+from service.web.upload import UploadedFile
 
 T = TypeVar("T")
 

@@ -1,6 +1,5 @@
-"""What a request uploads: files and form fields, their limits, and how files are told apart."""
+"""What a request uploads: files and form fields, and their limits."""
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,17 +14,6 @@ RIGHT_CALL: Final = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @pho
 """How to send a picture, for messages about other bodies."""
 
 _MAX_HEADER_PARAMETERS: Final = 64  # the parser's time is quadratic in their number
-_SNIFFED_BYTES: Final = 256
-
-_ASCII: Final = re.compile(rb"[\s!-~]+")
-
-# HTML, XML and SVG, also when they have letters beyond ASCII.
-_MARKUP: Final = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]")
-
-# The first bytes of the formats that this service decodes; JSON cannot begin with them.
-_PICTURE: Final = re.compile(
-    rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]|BM|.{4}ftyp", re.DOTALL
-)
 
 UploadedFile = bytearray | UploadTooLarge
 """The bytes of one file, or the error that they are too many."""
@@ -67,29 +55,6 @@ def parse_header(header: bytes) -> tuple[bytes, dict[bytes, bytes]]:
     if header.count(b";") > _MAX_HEADER_PARAMETERS:
         raise MalformedRequest(f"a header with more than {_MAX_HEADER_PARAMETERS} parameters")
     return parse_options_header(header)
-
-
-def begins_as_picture(data: bytes | bytearray) -> bool:
-    """Return whether a file begins like one of the formats that this service decodes."""
-    return _PICTURE.match(data) is not None
-
-
-def begins_as_markup(data: bytes | bytearray) -> bool:
-    """Return whether a file begins like HTML, XML or SVG."""
-    return _MARKUP.match(data) is not None
-
-
-_DOCUMENTS: Final = (b"%PDF-", b"%!PS")
-"""Beginnings of PDF and PostScript; bytes that are not ASCII follow early."""
-
-
-def is_text(data: bytearray) -> bool:
-    """Return whether a file begins as text, markup or a document, which no picture does."""
-    if not data or begins_as_picture(data):
-        return False
-    if data.startswith(_DOCUMENTS):
-        return True
-    return _ASCII.fullmatch(data, 0, _SNIFFED_BYTES) is not None or begins_as_markup(data)
 
 
 def file_too_large(limit: int) -> UploadTooLarge:

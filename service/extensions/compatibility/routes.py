@@ -17,9 +17,9 @@ from service.errors import NotFound, UnknownModel
 from service.web.admitted import admit
 from service.web.picture import infer_file
 from service.web.routes.classify import ClassifyQuery, classify
-from service.web.routes.endpoint import Router
+from service.web.routes.endpoint import FormQuery, Router
 from service.web.routes.openapi import NAME, ONE_PICTURE, problems
-from service.web.routes.query import Absent, FormQuery
+from service.web.routes.query import Absent
 from service.web.service import Service, model_of, service_of
 from vitserve.documents import FIELD, Classification, significant
 

@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from model.images.formats import is_picture
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
 from service.web.base64_pictures import from_base64
 from service.web.json_bodies import explained
-from service.web.upload import begins_as_picture
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_ELEMENTS: Final = 1 << 40
@@ -138,7 +138,7 @@ _decode = msgspec.json.Decoder(InferenceRequest, float_hook=float).decode
 
 def _header_remedy(body: bytearray) -> str:
     """Return the header that a body with binary parts lacks; empty for other bodies."""
-    if begins_as_picture(body):
+    if is_picture(body):
         return ": one picture alone needs the header Inference-Header-Content-Length: 0"
     if b'"binary_data_size"' in body:
         return ": binary tensors need the header Inference-Header-Content-Length, the JSON's bytes"

@@ -18,7 +18,8 @@ from service.web.admitted import AdmittedRequest
 from service.web.gather import of_each
 from service.web.picture import infer_file, infer_pixels, require_file
 from service.web.routes.embed import embedding_of
-from service.web.routes.query import Absent, FormQuery
+from service.web.routes.endpoint import FormQuery
+from service.web.routes.query import Absent
 from service.web.upload import UploadedFile
 
 

@@ -33,9 +33,8 @@ from service.web.admitted import AdmittedRequest, admit
 from service.web.api_keys import holds_admin_key
 from service.web.middleware import request_context
 from service.web.routes.answers import to_json
-from service.web.routes.endpoint import Router
+from service.web.routes.endpoint import FormQuery, Router
 from service.web.routes.openapi import BINARY, NAME, SEVERAL_PICTURES, problems
-from service.web.routes.query import FormQuery
 from service.web.service import model_of, service_of
 from vitserve.head_documents import (
     AddedExamples,

@@ -32,9 +32,9 @@ from service.web.routes.answers import (
     npy_response,
     region_document,
 )
-from service.web.routes.endpoint import Router
+from service.web.routes.endpoint import FormQuery, Router
 from service.web.routes.openapi import BINARY, ONE_PICTURE, problems
-from service.web.routes.query import Absent, FormQuery, ModelName
+from service.web.routes.query import Absent, ModelName
 from service.web.service import model_of, service_of
 from vitserve.documents import MAPS, AttentionDocument
 

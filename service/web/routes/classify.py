@@ -15,9 +15,9 @@ from service.errors import InvalidParameter
 from service.web.admitted import AdmittedRequest, admit
 from service.web.picture import infer_file
 from service.web.routes.answers import Classified, classification_fields, timings
-from service.web.routes.endpoint import Router
+from service.web.routes.endpoint import FormQuery, Router
 from service.web.routes.openapi import ONE_PICTURE, problems
-from service.web.routes.query import Absent, FormQuery, ModelQuery, names_several
+from service.web.routes.query import Absent, ModelQuery
 from service.web.routes.several_models import answer_by_several, classify_by_several
 from service.web.service import model_of
 from vitserve.documents import Classification, Classifications
@@ -62,7 +62,7 @@ class ClassifyQuery(ModelQuery, frozen=True):
     @property
     def names_several(self) -> bool:
         """Return whether several models are to answer."""
-        return names_several(self.model)
+        return self.model is not None and ("," in self.model or self.model == "*")
 
     def requested(self, info: ModelInfo) -> RequestedOutputs | None:
         """Return the outputs requested of the only model, or None if the query names several."""

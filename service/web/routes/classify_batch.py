@@ -9,9 +9,8 @@ from service.errors import InvalidParameter
 from service.web.admitted import admit
 from service.web.routes.answers import answer_each
 from service.web.routes.classify import ClassifyQuery, classify_file
-from service.web.routes.endpoint import Router
+from service.web.routes.endpoint import FormQuery, Router
 from service.web.routes.openapi import SEVERAL_PICTURES, problems
-from service.web.routes.query import FormQuery
 from service.web.service import model_of
 from vitserve.documents import BatchClassification
 

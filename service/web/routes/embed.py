@@ -22,9 +22,9 @@ from service.web.admitted import AdmittedRequest, admit
 from service.web.gather import of_each
 from service.web.picture import embed_texts, infer_file, require_file
 from service.web.routes.answers import answer_each, npy_response, to_json
-from service.web.routes.endpoint import Router
+from service.web.routes.endpoint import FormQuery, Router
 from service.web.routes.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
-from service.web.routes.query import FormQuery, ModelQuery
+from service.web.routes.query import ModelQuery
 from service.web.service import model_of
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings

@@ -12,10 +12,17 @@ A framework's layers between a route and its function would cost a request as mu
 loop's time as all of our code; see docs/decisions/endpoints.md. Here a function is called with a
 query that the pydantic model validates, which OpenAPI shows too. Errors rise to
 `service.web.middleware.ProblemMiddleware`.
+
+The fields of a form complete the query:
+
+    form = FormQuery(request, query, model, ClassifyQuery.requested)    checks the address
+    async with admit(request, model) as admitted:
+        picture = await form.read_file(admitted)                        reads the body
+        ... form.query, form.requested
 """
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel
 from starlette.datastructures import State
@@ -25,11 +32,18 @@ from starlette.routing import Router as LifespanRouter
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
+from service.engine.messages import ModelInfo
 from service.errors import MethodNotAllowed, NotFound
+from service.models.generation import Lease
+from service.web.admitted import AdmittedRequest
 from service.web.middleware import request_context
+from service.web.picture import require_file
 from service.web.routes.not_found import nearest_path
 from service.web.routes.openapi import Json, Operation, openapi_document
-from service.web.routes.query import parse_query, require_no_parameters
+from service.web.routes.query import merged, parameters_of, parse_query, require_no_parameters
+from service.web.service import model_of
+from service.web.upload import FormFields, UploadedFile
+from vitserve.documents import FIELD
 
 Function = Callable[..., Coroutine[Any, Any, Response | BaseModel]]
 """A coroutine function of the request, or of the request and its query.
@@ -39,6 +53,8 @@ pydantic model.
 """
 
 F = TypeVar("F", bound=Function)
+Q = TypeVar("Q", bound=BaseModel)
+R = TypeVar("R")
 
 
 class Endpoint:
@@ -110,6 +126,75 @@ class Endpoint:
             content = answer.model_dump_json(exclude_none=self._omit_none, by_alias=True)
             answer = Response(content, self.operation.status, media_type="application/json")
         await answer(scope, receive, send)
+
+
+class FormQuery(Generic[Q, R]):
+    """The query of a request, and the outputs that it requests of a model.
+
+    A wrong query is refused before the body is read. An address without parameters is checked after
+    the body if that is a form, because the form may have the parameters.
+
+    Args:
+        model: the model that the address names.
+        parse: returns the outputs that a query requests of a model.
+
+    Attributes:
+        query: with the fields of the form, once the body is read.
+        requested: the result of `parse`, once the body is read.
+
+    Raises:
+        InputError, InvalidParameter: as `parse`.
+    """
+
+    requested: R
+
+    def __init__(
+        self, request: Request, query: Q, model: Lease, parse: Callable[[Q, ModelInfo], R]
+    ) -> None:
+        self.query = query
+        self._request = request
+        self._parse = parse
+        kind = request.headers.get("content-type", "").lower()
+        is_form = kind.startswith("multipart/form-data")
+        self._is_parsed = bool(request.scope["query_string"]) or not is_form
+        if self._is_parsed:
+            self.requested = parse(query, model.info)
+
+    async def read_file(
+        self, admitted: AdmittedRequest, *, fields: Collection[str] = (FIELD,)
+    ) -> bytearray:
+        """Return the only picture in the body; raises as `read_files`."""
+        [file] = await self.read_files(admitted, several=False, fields=fields)
+        return require_file(file)
+
+    async def read_files(
+        self, admitted: AdmittedRequest, *, several: bool = True, fields: Collection[str] = (FIELD,)
+    ) -> list[UploadedFile]:
+        """Return the pictures in the body, and complete the query by the other fields of a form.
+
+        Args:
+            several: whether more than one picture is allowed.
+            fields: names of the form fields with pictures.
+
+        Raises:
+            MalformedRequest: a field has another value in the address.
+            InvalidParameter, InputError: a value is wrong.
+            UnknownModel, and what `RequestBody.read_files` raises.
+        """
+        parameters = parameters_of(type(self.query))
+        upload = await admitted.body.read_files(parameters, several=several, fields=fields)
+        if upload.fields:
+            await self._complete(admitted, upload.fields)
+        if upload.fields or not self._is_parsed:
+            self.requested = self._parse(self.query, admitted.model.info)
+        return upload.files
+
+    async def _complete(self, admitted: AdmittedRequest, fields: FormFields) -> None:
+        addressed = getattr(self.query, "model", None)
+        self.query = merged(self.query, self._request.scope["query_string"], fields)
+        name = getattr(self.query, "model", None)
+        if name != addressed and not getattr(self.query, "names_several", False):
+            admitted.model = await model_of(self._request, name)
 
 
 class Router:

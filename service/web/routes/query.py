@@ -1,34 +1,21 @@
-"""The query of a request: parsed from its address, and completed by the fields of its form.
-
-    form = FormQuery(request, query, model, ClassifyQuery.requested)    checks the address
-    async with admit(request, model) as admitted:
-        picture = await form.read_file(admitted)                        reads the body
-        ... form.query, form.requested
+"""The query of a request, parsed from its address and the fields of its form.
 
 Unknown, repeated and wrong parameters are refused by name, in the address as in the form.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Any, Final, Generic, TypeVar, get_origin
+from typing import Annotated, Any, Final, TypeVar, get_origin
 from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.json_schema import SkipJsonSchema
-from starlette.requests import Request
 
-from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, MalformedRequest
-from service.models.generation import Lease
-from service.web.admitted import AdmittedRequest
 from service.web.json_bodies import require_known
-from service.web.picture import require_file
-from service.web.service import model_of
-from service.web.upload import FormFields, UploadedFile
-from vitserve.documents import FIELD
+from service.web.upload import FormFields
 
 Q = TypeVar("Q", bound=BaseModel)
-R = TypeVar("R")
 
 _MAX_PARAMETERS: Final = 64
 
@@ -47,14 +34,10 @@ class ModelQuery(BaseModel, frozen=True):
     model: ModelName = None
 
 
+@lru_cache(maxsize=64)
 def parameters_of(query_model: type[BaseModel]) -> tuple[str, ...]:
     """Return the names of a query's parameters in a URL."""
     return tuple(field.alias or name for name, field in query_model.model_fields.items())
-
-
-def names_several(model: str | None) -> bool:
-    """Return whether the parameter `model` names several models."""
-    return model is not None and ("," in model or model == "*")
 
 
 @lru_cache(maxsize=64)
@@ -105,80 +88,6 @@ def require_no_parameters(path: str, query_string: bytes) -> None:
 
 def _pairs(query_string: bytes) -> list[tuple[str, str]]:
     return parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)
-
-
-class FormQuery(Generic[Q, R]):
-    """The query of a request, and the outputs that it requests of a model.
-
-    A wrong query is refused before the body is read. An address without parameters is checked after
-    the body if that is a form, because the form may have the parameters.
-
-    Args:
-        model: the model that the address names.
-        parse: returns the outputs that a query requests of a model.
-
-    Attributes:
-        query: with the fields of the form, once the body is read.
-        requested: the result of `parse`, once the body is read.
-
-    Raises:
-        InputError, InvalidParameter: as `parse`.
-    """
-
-    requested: R
-
-    def __init__(
-        self, request: Request, query: Q, model: Lease, parse: Callable[[Q, ModelInfo], R]
-    ) -> None:
-        self.query = query
-        self._request = request
-        self._parse = parse
-        kind = request.headers.get("content-type", "").lower()
-        is_form = kind.startswith("multipart/form-data")
-        self._is_parsed = bool(request.scope["query_string"]) or not is_form
-        if self._is_parsed:
-            self.requested = parse(query, model.info)
-
-    async def read_file(
-        self, admitted: AdmittedRequest, *, fields: Collection[str] = (FIELD,)
-    ) -> bytearray:
-        """Return the only picture in the body; raises as `read_files`."""
-        [file] = await self.read_files(admitted, several=False, fields=fields)
-        return require_file(file)
-
-    async def read_files(
-        self, admitted: AdmittedRequest, *, several: bool = True, fields: Collection[str] = (FIELD,)
-    ) -> list[UploadedFile]:
-        """Return the pictures in the body, and complete the query by the other fields of a form.
-
-        Args:
-            several: whether more than one picture is allowed.
-            fields: names of the form fields with pictures.
-
-        Raises:
-            MalformedRequest: a field has another value in the address.
-            InvalidParameter, InputError: a value is wrong.
-            UnknownModel, and what `RequestBody.read_files` raises.
-        """
-        parameters = parameters_of(type(self.query))
-        upload = await admitted.body.read_files(parameters, several=several, fields=fields)
-        if upload.fields:
-            await self._complete(admitted, upload.fields)
-        if upload.fields or not self._is_parsed:
-            self.requested = self._parse(self.query, admitted.model.info)
-        return upload.files
-
-    async def _complete(self, admitted: AdmittedRequest, fields: FormFields) -> None:
-        addressed = _model_name(self.query)
-        self.query = merged(self.query, self._request.scope["query_string"], fields)
-        name = _model_name(self.query)
-        if name != addressed and not names_several(name):
-            admitted.model = await model_of(self._request, name)
-
-
-def _model_name(query: BaseModel) -> str | None:
-    name: str | None = getattr(query, "model", None)
-    return name
 
 
 def merged(query: Q, query_string: bytes, fields: FormFields) -> Q:

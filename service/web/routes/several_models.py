@@ -31,7 +31,7 @@ from service.web.routes.answers import (
     problem_item,
     timings,
 )
-from service.web.routes.query import FormQuery
+from service.web.routes.endpoint import FormQuery
 from service.web.service import model_of, service_of
 
 if TYPE_CHECKING:

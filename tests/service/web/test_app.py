@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from service.web import admitted, body
+from service.web import body
 from service.web.admission import RefusalPace
 from service.web.problems import codes
 from service.web.routes import classify
@@ -140,7 +140,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 async def test_json_of_many_values_does_not_hold_the_event_loop(
     large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
-    monkeypatch.setattr(admitted, "LARGE", large)
+    monkeypatch.setattr(body, "LARGE", large)
     in_json = json.dumps({"image": base64.b64encode(png(7)).decode()}).encode()
     headers = {"content-type": "application/json"}
     single = await service.request(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.errors import UnsupportedImageFormat
+from model.images.formats import is_text
 from service.errors import (
     MalformedRequest,
     UnsupportedMediaType,
@@ -19,7 +20,7 @@ from service.errors import (
 )
 from service.web import base64_pictures
 from service.web.base64_pictures import picture_of_text
-from service.web.upload import UploadLimits, is_text
+from service.web.upload import UploadLimits
 from tests.service.fakes import png
 from tests.service.web.uploads import (
     CUTS,

@@ -178,10 +178,10 @@ def test_field_name_is_read_in_any_notation(head: str) -> None:
 
 
 def test_header_parameters_are_limited() -> None:
-    many = "a/b" + ";" * 4000
-    for kind in (many, f"multipart/form-data; boundary={BOUNDARY}" + ";" * 4000):
-        with pytest.raises(MalformedRequest, match="more than 64 parameters"):
-            read(b"x", kind)
+    many = ";" * 4000
+    with pytest.raises(MalformedRequest, match="more than 64 parameters"):
+        read(b"x", f"multipart/form-data; boundary={BOUNDARY}{many}")
+    assert read(b"x", f"a/b{many}") == [b"x"]  # only forms have parameters
     with pytest.raises(MalformedRequest, match="more than 64 parameters"):
         read(form(part(b"x", "note" + ";" * 4000)))
     assert read(form(part(b"x", extra="X-Other: " + ";" * 100 + "\r\n"))) == [b"x"]

@@ -163,9 +163,6 @@ CONTRACT = {
     (413, "upload_too_large"),
     (404, "unknown_model"),
     (409, "default_model"),
-    (409, "head_full"),
-    (409, "head_without_backbone"),
-    (409, "head_without_examples"),
     (409, "name_taken"),
     (413, "image_too_large"),
     (413, "too_many_images"),
@@ -183,7 +180,6 @@ CONTRACT = {
     (503, "model_loading"),
     (503, "models_full"),
     (503, "model_failed"),
-    (503, "heads_unavailable"),
     (503, "draining"),
     (504, "deadline_exceeded"),
 }
