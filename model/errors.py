@@ -4,6 +4,7 @@
 is one line that names the cause and, if there is one, the remedy.
 """
 
+import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from typing import TYPE_CHECKING, Final
@@ -151,8 +152,10 @@ def first_problem(error: "ValidationError") -> str:
         .removeprefix("Value error, ")
         .replace("\n", " ")
         .replace("Input should be ", "expected ")
+        .replace("Extra inputs are not permitted", "unknown name")
+        .replace(", unable to interpret input", ": true or false")
     )
-    message = message.replace("Extra inputs are not permitted", "unknown name")
+    message = re.sub(r", unable to parse string as an? \w+", ", without a unit", message)
     return f"{field}: {message}" if field else message
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ByteSize,
     Field,
     SecretStr,
     ValidationInfo,
@@ -33,8 +34,12 @@ _NAMED_KEY = re.compile(r"([A-Za-z0-9_-]{1,64}):(.*)", re.DOTALL)
 _KEY_EXAMPLE = '["web:KEY1", "KEY2"]'
 
 _QUOTES = "\"'"
-_NOT_IN_A_KEY = re.compile(r"[\x00-\x20\x7f\"'\u2018-\u201d;,\[\]]")
-"""Characters that no HTTP header can carry, or that separate keys in another list format."""
+_NOT_IN_A_KEY = re.compile(r"[^!-~]|[\"';,\[\]{}]|\A\$(?=\w+\Z)")
+"""Characters that no HTTP header can carry, or that separate keys or expand a variable."""
+
+_BYTES = re.compile(r"\d+(?:\.\d+)?\s*(?:b|[kmgtp](?:i?b)?|([kmgtp]i))?", re.ASCII | re.IGNORECASE)
+_ANSWERS = frozenset(["true", "false", "yes", "no", "on", "off", "none", "null", "0", "1"])
+"""Texts that other settings take as an answer, and no name of a folder."""
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _ORIGIN_HOST = re.compile(r"(?:\*\.)?(?:[a-z0-9_-]+\.)*[a-z0-9_-]+|\[[0-9a-f:.]+\]")
@@ -108,10 +113,7 @@ def _origin(text: str) -> str:
     host, port = re.fullmatch(r"(.*?)(?::(\d{1,5}))?", authority, re.DOTALL).groups()  # type: ignore[union-attr]
     if not separator or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
         raise ValueError(wrong)
-    try:
-        host = host if host.isascii() else host.encode("idna").decode("ascii")
-    except UnicodeError:
-        raise ValueError(wrong) from None
+    host = _ascii_host(host)
     if not _ORIGIN_HOST.fullmatch(host) or (port is not None and int(port) > 65535):
         raise ValueError(wrong)
     if port is None or int(port) == _DEFAULT_PORTS.get(scheme):
@@ -128,18 +130,31 @@ def parse_origins(value: object) -> object:
 
 
 def parse_hosts(value: object) -> object:
-    """Return the host names of a comma-separated or JSON list, in lower case."""
+    """Return the host names of a comma-separated or JSON list, as browsers write them."""
     if not isinstance(value, str):
         return value
     items = _list_items(value, "hosts", '["vit.example.org"]')
-    hosts = [without_quotes(text).lower().removesuffix(".") for text in items]
-    for host in hosts:
-        if host != "*" and not _ORIGIN_HOST.fullmatch(host):
-            raise ValueError(
-                f"{host!r} is not a host's name; write it without scheme, port and path: "
-                "vit.example.org"
-            )
-    return tuple(host.strip("[]") for host in hosts)
+    return tuple(_host_name(without_quotes(text)) for text in items)
+
+
+def _host_name(text: str) -> str:
+    if text == "*":
+        return text
+    host = _ascii_host(text.lower().removesuffix("."))
+    if not _ORIGIN_HOST.fullmatch(host):
+        raise ValueError(
+            f"{text!r} is not a host's name; write it without scheme, port and path: "
+            "vit.example.org"
+        )
+    return host.strip("[]")
+
+
+def _ascii_host(host: str) -> str:
+    """Return a host with its international names encoded, an empty text if that is impossible."""
+    try:
+        return host if host.isascii() else host.encode("idna").decode("ascii")
+    except UnicodeError:
+        return ""
 
 
 def parse_root_path(value: str) -> str:
@@ -153,11 +168,21 @@ def parse_root_path(value: str) -> str:
     return prefix
 
 
+def parse_bytes(value: object) -> object:
+    """Return a number of bytes in a form that pydantic reads: `8Gi` becomes `8GiB`."""
+    if not isinstance(value, str):
+        return value
+    match = _BYTES.fullmatch(value.strip())
+    if match is None:
+        raise ValueError("expected bytes, such as 20971520, 20MB or 20MiB")
+    return f"{match[0]}B" if match[1] else match[0]
+
+
 def parse_size(value: object) -> object:
     """Parse `384` or `384x256` (rows x columns) into (rows, columns)."""
     if not isinstance(value, str | int):
         return value
-    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", str(value).strip())
+    match = re.fullmatch(r"([0-9]{1,5})(?:x([0-9]{1,5}))?", str(value).strip())
     if match is None:
         raise ValueError("expected pixels like 384, or rows x columns like 384x256")
     return int(match[1]), int(match[2] or match[1])
@@ -194,7 +219,7 @@ def _check_key(secret: str) -> None:
     wrong = _NOT_IN_A_KEY.search(secret)
     if wrong is not None:
         raise ValueError(
-            f"a key contains {wrong[0]!r}; separate keys with commas, and use letters, digits and "
+            f"a key contains {wrong[0]!r}: separate keys with commas, and use letters, digits and "
             "-._~+/= in them"
         )
 
@@ -251,14 +276,21 @@ def _recent_url(value: SecretStr) -> SecretStr:
     if scheme not in schemes or not separator or not rest:
         others = "".join(f" or {each}://..." for each in schemes)
         raise ValueError(f"expected {MEMORY}{others}")
+    parts = urlsplit(url)
     try:
-        _ = urlsplit(url).port
+        _ = parts.port
     except ValueError:
         raise ValueError("expected a port from 0 to 65535 after the host") from None
+    if parts.netloc and not re.fullmatch(r"/?[0-9]*", parts.path):
+        raise ValueError("expected the number of a database after the host, as in redis://host/0")
     return value
 
 
-def _of_known_home(value: str | None) -> str | None:
+def _folder(value: str | None) -> str | None:
+    if (value or "").lower() in _ANSWERS:
+        raise ValueError(f"expected the path of a folder; for a folder of this name ./{value}")
+    if "$" in (value or ""):
+        raise ValueError("expected the path of a folder; a variable after $ is not expanded")
     try:
         Path(value or "").expanduser()
     except RuntimeError:
@@ -268,6 +300,12 @@ def _of_known_home(value: str | None) -> str | None:
     return value
 
 
+def _cache_folder(value: str | None) -> str | None:
+    if value is not None and value.lower() == "off":
+        return "off"
+    return _folder(value)
+
+
 Name = Annotated[str, Field(min_length=1)]
 Score = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
@@ -275,7 +313,9 @@ Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
 AdminKey = Annotated[SecretStr, AfterValidator(_admin_key)]
 ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(parse_keys), NoDecode]
 Device = Annotated[str, AfterValidator(_device)]
-Folder = Annotated[Name | None, AfterValidator(_of_known_home)]
+Bytes = Annotated[ByteSize, BeforeValidator(parse_bytes)]
+Folder = Annotated[Name | None, AfterValidator(_folder)]
+CacheFolder = Annotated[Name | None, AfterValidator(_cache_folder)]
 HostNames = Annotated[tuple[str, ...], BeforeValidator(parse_hosts), NoDecode]
 ImageSize = Annotated[Size | None, BeforeValidator(parse_size), NoDecode]
 LabelNames = Annotated[Name | None, BeforeValidator(_as_text)]

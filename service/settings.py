@@ -31,8 +31,9 @@ from service.setting_values import (
     AdminKey,
     ApiKey,
     ApiKeys,
+    Bytes,
+    CacheFolder,
     Device,
-    Folder,
     HostNames,
     ListenHosts,
     Name,
@@ -60,7 +61,7 @@ class Settings(ModelSettings, BaseSettings):
         description="folder of models, instead of `checkpoint`: each folder, file of weights or "
         "`NAME.toml` is a model",
     )
-    models_bytes: ByteSize | None = Field(
+    models_bytes: Bytes | None = Field(
         None,
         gt=0,
         description="memory of all backbones on each device; above it the least recently used "
@@ -90,7 +91,7 @@ class Settings(ModelSettings, BaseSettings):
         "and one CUDA graph a batch size on a GPU. `on`: torch.compile, on a CPU "
         "too. `off`: plain torch. A failure is logged and shown by /model",
     )
-    cache_dir: Folder = Field(
+    cache_dir: CacheFolder = Field(
         None,
         description="folder that keeps OpenVINO's graphs and torch's compiled kernels for the "
         "next start, or `off`. `TORCHINDUCTOR_CACHE_DIR` may name another folder "
@@ -153,12 +154,12 @@ class Settings(ModelSettings, BaseSettings):
     )
 
     # Limits of requests.
-    max_upload_bytes: ByteSize = Field(
+    max_upload_bytes: Bytes = Field(
         ByteSize(20 << 20),
         gt=0,
         description="bytes of a file, else 413; `20MiB` and `20MB` work too",
     )
-    max_request_bytes: ByteSize = Field(
+    max_request_bytes: Bytes = Field(
         ByteSize(128 << 20), gt=0, description="bytes of a request's body, else 413"
     )
     max_image_pixels: int = Field(
@@ -209,7 +210,7 @@ class Settings(ModelSettings, BaseSettings):
         description="seconds that a picture, as the model saw it, is kept for GET /attention; 0 "
         "keeps no pictures",
     )
-    recent_bytes: ByteSize = Field(
+    recent_bytes: Bytes = Field(
         ByteSize(256 << 20),
         ge=0,
         description="memory for kept pictures, oldest out first; 0 keeps no pictures",
@@ -340,8 +341,11 @@ def _is_secret(name: str) -> bool:
     return SecretStr.__name__ in written_type or ApiKey.__name__ in written_type
 
 
-def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
+def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = False) -> Settings:
     """Read the settings from flags, by field name, and from the environment.
+
+    Args:
+        are_typed: whether the operator typed the flags; errors then name the flag.
 
     Raises:
         SettingsError: names the setting, its value and the allowed values in one line.
@@ -355,7 +359,19 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         # The operator's text, before any parsing.
         written = (flags or {}).get(name, os.environ.get(variable, error.errors()[0]["input"]))
         value = "***" if _is_secret(name) else repr(written)
-        raise SettingsError(f"{variable}={value}: {message[:1].lower()}{message[1:]}") from None
+        message = f"{message[:1].lower()}{message[1:]}{_remedy(str(written))}"
+        is_flag = are_typed and flags is not None and name in flags
+        source = f"--{name.replace('_', '-')}" if is_flag else variable
+        raise SettingsError(f"{source}={value}: {message}") from None
+
+
+def _remedy(written: str) -> str:
+    """Return an addition to the message about a wrong value that another program has written."""
+    if written.startswith("tcp://"):
+        return "; Kubernetes sets this variable for a Service named vit: set enableServiceLinks off"
+    if " #" in written:
+        return "; remove the comment, which is part of the value in an env file"
+    return ""
 
 
 _NEEDS = {
@@ -380,6 +396,26 @@ def unused_warnings(settings: Settings) -> list[str]:
     return lines
 
 
+def require_keys_as_meant(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise `SettingsError` if a misspelt VIT_API_KEYS would leave the service open to others."""
+    if settings.api_keys or settings.is_local:
+        return
+    for variable in sorted(environment):
+        if _meant_by(variable) == "API_KEYS" and environment[variable]:
+            raise SettingsError(
+                f"{variable} is not a setting: did you mean {ENV_PREFIX}API_KEYS? Without it, "
+                f"everybody who reaches VIT_HOST={settings.host} may use this service"
+            )
+
+
+def _meant_by(variable: str) -> str:
+    """Return the setting that a variable names or misspells, without prefix, or an empty text."""
+    if not variable.upper().startswith(ENV_PREFIX):
+        return ""
+    name = variable.upper().removeprefix(ENV_PREFIX)
+    return nearest(name, [name.upper() for name in settings_class().model_fields], 0.75)
+
+
 def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return a warning for each unknown `VIT_` variable and for each value with kept quotes."""
     known = [name.upper() for name in settings_class().model_fields]
@@ -390,7 +426,7 @@ def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
         name = variable.upper().removeprefix(ENV_PREFIX)
         value = environment[variable].strip()
         if name not in known:
-            near = nearest(name, known, 0.75)
+            near = _meant_by(variable)
             meant = f": did you mean {ENV_PREFIX}{near}?" if near else ""
             lines.append(f"{variable} is not a setting and is ignored{meant}")
         elif without_quotes(value) != value:

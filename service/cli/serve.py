@@ -17,7 +17,13 @@ from service.extension import check, extensions, naming
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.models.configured import configured_models, notes_on_folder
 from service.observe import logs
-from service.settings import Settings, settings_class, unused_warnings, variable_warnings
+from service.settings import (
+    Settings,
+    require_keys_as_meant,
+    settings_class,
+    unused_warnings,
+    variable_warnings,
+)
 
 logger = logging.getLogger("vitserve")
 
@@ -39,6 +45,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     logs.never_wait()
     for line in (*variable_warnings(), *unused_warnings(settings)):
         logger.warning("%s", line)
+    require_keys_as_meant(settings)
     if not settings.api_keys and not settings.is_local:
         logger.warning(
             "VIT_HOST=%s without VIT_API_KEYS: everybody who reaches this service may use it",

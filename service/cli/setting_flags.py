@@ -86,9 +86,8 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MO
 def settings_from(arguments: argparse.Namespace) -> Settings:
     """Build settings from flags and the environment; raises `SettingsError` for a wrong value."""
     flags = vars(arguments).items()
-    return load_settings(
-        {name: value for name, value in flags if name in settings_class().model_fields}
-    )
+    names = settings_class().model_fields
+    return load_settings({name: text for name, text in flags if name in names}, are_typed=True)
 
 
 def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo, Settings]:

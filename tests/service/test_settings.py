@@ -9,9 +9,16 @@ import pytest
 from pydantic import SecretStr
 
 from service.cli import serve
+from service.cli.setting_flags import settings_from
 from service.errors import SettingsError
 from service.setting_values import ApiKey
-from service.settings import Settings, load_settings, unused_warnings, variable_warnings
+from service.settings import (
+    Settings,
+    load_settings,
+    require_keys_as_meant,
+    unused_warnings,
+    variable_warnings,
+)
 
 DEFAULTS: dict[str, Any] = {
     "checkpoint": "bundled",
@@ -91,6 +98,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("dtype", "bfloat16", "bfloat16"),
     ("compile", "off", "off"),
     ("cache_dir", "/var/cache/vitserve", "/var/cache/vitserve"),
+    ("cache_dir", "OFF", "off"),
     ("host", "0.0.0.0", "0.0.0.0"),
     ("port", "9000", 9000),
     ("keep_alive", "620", 620),
@@ -103,6 +111,8 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("request_timeout", "0.5", 0.5),
     ("max_upload_bytes", "1000", 1000),
     ("max_upload_bytes", "5MiB", 5 * 1024**2),
+    ("max_upload_bytes", "5Mi", 5 * 1024**2),
+    ("max_upload_bytes", "5 m", 5_000_000),
     ("max_request_bytes", "5MB", 5_000_000),
     ("max_image_pixels", "1000000", 1_000_000),
     ("max_images_per_request", "3", 3),
@@ -113,6 +123,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("checkpoint_folder", "/checkpoints", "/checkpoints"),
     ("metrics_public", "false", False),
     ("allowed_hosts", "Vit.example.org, *.b.example", ("vit.example.org", "*.b.example")),
+    ("allowed_hosts", "münchen.example", ("xn--mnchen-3ya.example",)),
     ("recent_ttl", "0", 0),
     ("recent_bytes", "0", 0),
     ("recent_url", "memory://", "memory://"),
@@ -141,6 +152,16 @@ WRONG: list[tuple[str, str, str]] = [
     ("device", "cuda:MIG-", "cuda:MIG-..."),
     ("compile", "maybe", "'auto', 'on' or 'off'"),
     ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
+    ("cache_dir", "false", "for a folder of this name ./false"),
+    ("cache_dir", "$HOME/graphs", "a variable after $ is not expanded"),
+    ("image_size", "\uff12\uff12\uff14", "384x256"),
+    ("workers", "8 # cores", "remove the comment"),
+    ("port", "tcp://10.0.0.1:8000", "enableServiceLinks"),
+    ("request_timeout", "30s", "valid number, without a unit"),
+    ("max_upload_bytes", "50%", "20MiB"),
+    ("max_upload_bytes", "1e6", "20MiB"),
+    ("recent_bytes", "10 bytes", "20MiB"),
+    ("allowed_hosts", "*.", "not a host's name"),
     ("port", "65536", "less than or equal to 65535"),
     ("port", "http", "valid integer"),
     ("keep_alive", "0", "greater than or equal to 1"),
@@ -156,7 +177,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("max_request_bytes", "-5", "byte"),
     ("max_image_pixels", "0", "greater than or equal to 1"),
     ("max_images_per_request", "0", "greater than or equal to 1"),
-    ("scaled_decode", "perhaps", "valid boolean"),
+    ("scaled_decode", "perhaps", "valid boolean: true or false"),
     ("metrics_public", "2", "valid boolean"),
     ("allowed_hosts", "https://vit.example.org", "without scheme"),
     ("allowed_hosts", "vit.example.org:8000", "without scheme, port"),
@@ -259,12 +280,26 @@ def test_a_wrong_value_gives_one_line_with_setting_value_and_what_is_allowed(
     assert "\n" not in line
 
 
+def test_message_about_a_flag_names_the_flag() -> None:
+    with pytest.raises(SettingsError, match=r"^--max-batch='0': expected greater"):
+        settings_from(argparse.Namespace(max_batch="0"))
+
+
 def test_keys_are_never_shown() -> None:
     settings = load_settings({"recent_url": "memory://", "api_keys": "topsecret"})
     assert "topsecret" not in repr(settings)
     with pytest.raises(SettingsError) as raised:
         load_settings({"recent_url": "http://:topsecret@cache"})
     assert str(raised.value).startswith("VIT_RECENT_URL=***: expected memory://")
+
+
+@pytest.mark.parametrize("variable", ["VIT_APIKEYS", "VIT_API_KEY", "VIT_API_KEYS_FILE"])
+def test_misspelt_keys_do_not_open_the_service(variable: str) -> None:
+    environment = {variable: "K1"}
+    require_keys_as_meant(load_settings(), environment)
+    require_keys_as_meant(load_settings({"host": "0.0.0.0", "api_keys": "K2"}), environment)
+    with pytest.raises(SettingsError, match=f"^{variable} is not a setting: .* VIT_API_KEYS"):
+        require_keys_as_meant(load_settings({"host": "0.0.0.0"}), environment)
 
 
 def test_a_slip_of_the_pen_is_noticed() -> None:
@@ -338,7 +373,21 @@ def test_an_origin_that_never_matches_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["api_keys", "admin_key"])
 @pytest.mark.parametrize(
-    "text", ["K1;K2", "K1 K2", "K1\nK2", "K\x001", '"K1', "“K1”", "['K1','K2']", '""', '{"a": 1}']
+    "text",
+    [
+        "K1;K2",
+        "K1 K2",
+        "K1\nK2",
+        "K\x001",
+        '"K1',
+        "“K1”",
+        "['K1','K2']",
+        '""',
+        '{"a": 1}',
+        "ключ",
+        "${KEY}",
+        "$KEY",
+    ],
 )
 def test_a_key_that_no_caller_can_send_is_refused(name: str, text: str) -> None:
     with pytest.raises(

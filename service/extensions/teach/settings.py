@@ -2,13 +2,13 @@
 
 from pydantic import BaseModel, Field
 
-from service.setting_values import Name
+from service.setting_values import Folder
 
 
 class TeachSettings(BaseModel):
     """Fields that join `service.settings.Settings`."""
 
-    teach: Name | None = Field(
+    teach: Folder = Field(
         None,
         description="folder of taught heads, created if absent; unset: no heads are taught. See "
         "docs/teach.md",

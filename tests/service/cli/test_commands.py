@@ -206,7 +206,7 @@ def test_pillow_does_not_log_in_commands(
             "expected an address such as http://there",
         ),
         pytest.param(["inspect", "absent"], "absent: no such folder", marks=needs("evaluation")),
-        (["classify", "README.md", "--device", "tpu"], "VIT_DEVICE='tpu'"),
+        (["classify", "README.md", "--device", "tpu"], "--device='tpu'"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:1"], "is the server running"),
         (["classify", "examples/dog.jpg", "--url", "http://127.0.0.1:abc"], "Invalid port: 'abc'"),
         (
@@ -357,7 +357,7 @@ def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--port", "http"]) == 1
-    assert capsys.readouterr().err.startswith("vitserve: VIT_PORT='http': ")
+    assert capsys.readouterr().err.startswith("vitserve: --port='http': ")
 
 
 @pytest.mark.parametrize(
@@ -397,4 +397,4 @@ def test_labels_are_listed_in_every_command(
 
 def test_a_served_checkpoint_is_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = run(capsys, "serve", "bundled", "--port", "http")
-    assert err.startswith("vitserve: VIT_PORT='http'")
+    assert err.startswith("vitserve: --port='http'")
