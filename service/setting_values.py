@@ -34,7 +34,7 @@ _NAMED_KEY = re.compile(r"([A-Za-z0-9_-]{1,64}):(.*)", re.DOTALL)
 _KEY_EXAMPLE = '["web:KEY1", "KEY2"]'
 
 _QUOTES = "\"'"
-_NOT_IN_A_KEY = re.compile(r"[^!-~]|[\"';,\[\]{}]|\A\$(?=\w+\Z)")
+_NOT_IN_A_KEY = re.compile(r"[\x00-\x20\x7f\"'\u2018-\u201d;,\[\]{}]|\A\$(?=\w+\Z)")
 """Characters that no HTTP header can carry, or that separate keys or expand a variable."""
 
 _BYTES = re.compile(r"\d+(?:\.\d+)?\s*(?:b|[kmgtp](?:i?b)?|([kmgtp]i))?", re.ASCII | re.IGNORECASE)

@@ -57,12 +57,28 @@ MAGIC = re.compile(
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"}
 
-_SNIFFED_BYTES = 256  # that tell whether a file is text
-_ASCII = re.compile(rb"[\s!-~]+")
-# HTML, XML and SVG, also when they have letters beyond ASCII.
-_MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]")
-# PDF and PostScript; bytes that are not ASCII follow early.
-_DOCUMENTS = (b"%PDF-", b"%!PS")
+_SEND_A_FRAME: Final = "send a frame of a video as JPEG"
+_CONVERT: Final = "convert it to JPEG or PNG"
+
+# First bytes of files that people send instead of a picture, and what a message calls them.
+_OTHER_KINDS: Final = tuple(
+    (re.compile(magic, re.DOTALL), kind)
+    for magic, kind in (
+        (rb"\xff\x0a|.{4}JXL ", f"a JPEG XL picture: {_CONVERT}"),
+        (rb".{4}jP  |\xff\x4f\xff\x51", f"a JPEG 2000 picture: {_CONVERT}"),
+        (rb"8BPS", f"a Photoshop document: {_CONVERT}"),
+        (rb"\0\0[\x01\x02]\0|icns", f"an icon: {_CONVERT}"),
+        (rb"P[1-7Ff]\s", f"a Netpbm picture: {_CONVERT}"),
+        (rb".{128}DICM", f"a DICOM picture: {_CONVERT}"),
+        (rb"v/1\x01|#\?RADIANCE", f"an HDR picture: {_CONVERT}"),
+        (rb"\x93NUMPY", "a NumPy array: encode it as PNG"),
+        (rb"\x1aE\xdf\xa3|RIFF.{4}AVI |\0\0\x01[\xb3\xba]|FLV", f"a video: {_SEND_A_FRAME}"),
+        (
+            rb"PK\x03\x04|\x1f\x8b|BZh|7z\xbc\xaf|Rar!|\xfd7zXZ|\x28\xb5\x2f\xfd|.{257}ustar",
+            "an archive or a compressed file: send the pictures in it",
+        ),
+    )
+)
 
 # Message for a raw photo or a TIFF whose first picture is a thumbnail.
 RAW = (
@@ -84,8 +100,9 @@ def format_of(data: bytes | bytearray) -> str:
         raise UnsupportedImageFormat(RAW)
     match = MAGIC.match(data)
     if match is None:
+        kind = next((f", but {kind}" for magic, kind in _OTHER_KINDS if magic.match(data)), "")
         raise UnsupportedImageFormat(
-            "not a picture of an allowed format: JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF"
+            f"not a picture of an allowed format: JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF{kind}"
         )
     name = _brand(data) if match.lastgroup == "ISO" else str(match.lastgroup)
     if name == "TIFF" and is_thumbnail(data):
@@ -101,20 +118,6 @@ def is_picture(data: bytes | bytearray) -> bool:
     return MAGIC.match(data) is not None
 
 
-def is_markup(data: bytes | bytearray) -> bool:
-    """Return whether a file begins like HTML, XML or SVG."""
-    return _MARKUP.match(data) is not None
-
-
-def is_text(data: bytes | bytearray) -> bool:
-    """Return whether a file begins as text, markup or a document, which no picture does."""
-    if not data or is_picture(data):
-        return False
-    if data.startswith(_DOCUMENTS):
-        return True
-    return _ASCII.fullmatch(data, 0, _SNIFFED_BYTES) is not None or is_markup(data)
-
-
 def _brand(data: bytes | bytearray) -> str:
     """Return the format of an ISO media file."""
     # Several formats share this container. The brands in the first box identify them (ISO/IEC
@@ -125,15 +128,18 @@ def _brand(data: bytes | bytearray) -> str:
         return "AVIF"
     if brands & _HEIC_BRANDS:
         return "HEIF"
-    raise UnsupportedImageFormat("an ISO media file that is neither AVIF nor HEIC")
+    raise UnsupportedImageFormat(
+        f"an ISO media file that is neither AVIF nor HEIC; {_SEND_A_FRAME}"
+    )
 
 
 # TIFF
 
-# First bytes of cameras' raw files: Olympus, Panasonic, Fujifilm, Sigma, Minolta, Canon's CR3 and
-# CR2. Only CR2 is a TIFF.
+# First bytes of cameras' raw files: Olympus, Panasonic, Fujifilm, Sigma, Minolta, Canon's CR3,
+# CR2 and CRW. Only CR2 is a TIFF.
 _RAW: Final = re.compile(
-    rb"IIR[OS]\x08\0|MMOR\0|IIU\0|FUJIFILMCCD-RAW|FOVb|\0MRM|.{4}ftypcrx |II\*\0.{4}CR[\x02-\x09]",
+    rb"IIR[OS]\x08\0|MMOR\0|IIU\0|FUJIFILMCCD-RAW|FOVb|\0MRM|.{4}ftypcrx |II\*\0.{4}CR[\x02-\x09]"
+    rb"|II\x1a\0.{2}HEAPCCDR",
     re.DOTALL,
 )
 

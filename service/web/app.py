@@ -203,6 +203,7 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
             allow_origin_regex=pattern,
             allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
             allow_headers=["*"],  # the key protects the service, not a list of headers
+            allow_private_network=True,  # of the allowed origins
             expose_headers=_EXPOSED_HEADERS,
         )
     core = layers

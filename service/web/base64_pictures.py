@@ -13,9 +13,9 @@ from urllib.parse import unquote
 import msgspec
 
 from model.errors import UnsupportedImageFormat
-from model.images.formats import is_markup, is_picture
+from model.images.formats import is_picture
 from service.errors import MalformedRequest, UnsupportedMediaType
-from service.web.upload import RIGHT_CALL, file_too_large
+from service.web.upload import RIGHT_CALL, file_too_large, remove_mark
 from vitserve.documents import FIELD
 
 BYTES_A_VALUE: Final = 32
@@ -26,6 +26,7 @@ _PAUSE_SECONDS: Final = 1e-4  # long enough for another thread to take the inter
 _MAX_ESCAPE_BYTES: Final = 6
 _LOOKED_AT: Final = 256  # characters that tell whether a text is percent-encoded
 
+_UTF16: Final = (b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{")
 _DOCUMENT_START: Final = re.compile(rb'\s{0,99}\{\s{0,99}"image"\s{0,99}:\s{0,99}"')
 _DOCUMENT_END: Final = re.compile(rb'"\s{0,99}\}\s{0,99}')
 _DATA_URI: Final = re.compile(r"\s*data:[^,]{0,200};base64,", re.IGNORECASE)
@@ -36,6 +37,44 @@ _PICTURE_NAME: Final = re.compile(
 _URL: Final = re.compile(r"(https?|s3|gs|file)://", re.IGNORECASE)
 
 
+_SNIFFED_BYTES: Final = 256
+_ASCII: Final = re.compile(rb"(\xef\xbb\xbf)?[\s!-~]+")
+_MISTAKES: Final = (
+    (
+        # HTML, XML and SVG, also when they have letters beyond ASCII.
+        re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]"),
+        f"the body is HTML or XML, not a picture: send the picture's bytes: {RIGHT_CALL}",
+    ),
+    (
+        re.compile(rb"%PDF-|%!PS"),
+        "the body is a PDF or PostScript document, not a picture: send a page as PNG or JPEG",
+    ),
+    (
+        re.compile(rb"\s*--[^\r\n]{1,256}\r?\ncontent-", re.IGNORECASE),
+        "the body is a form: send Content-Type: multipart/form-data with its boundary, or let the "
+        f"HTTP library do so: {RIGHT_CALL}",
+    ),
+    (
+        re.compile(rb"\xc3\xbf\xc3\x98|\xc2\x89PNG|(\xef\xbf\xbd){2}|\xef\xbf\xbdPNG"),
+        "the picture was read as text, which changes its bytes: open the file in binary mode, "
+        f"in JavaScript as a Blob or ArrayBuffer: {RIGHT_CALL}",
+    ),
+)
+"""Beginnings of bodies that are no pictures although bytes beyond ASCII may follow."""
+
+
+def mistake_in(data: bytes | bytearray) -> str:
+    """Return the message about a body that is evidently no picture; empty for other bodies."""
+    return next((message for pattern, message in _MISTAKES if pattern.match(data)), "")
+
+
+def is_text(data: bytearray) -> bool:
+    """Return whether a file begins as text, markup or a document, which no picture does."""
+    if not data or is_picture(data):
+        return False
+    return _ASCII.fullmatch(data, 0, _SNIFFED_BYTES) is not None or bool(mistake_in(data))
+
+
 def picture_of_json(document: bytearray, max_bytes: int) -> bytearray:
     """Return the picture in a document `{"image": "BASE64"}`.
 
@@ -44,6 +83,9 @@ def picture_of_json(document: bytearray, max_bytes: int) -> bytearray:
         UploadTooLarge: the picture has more than `max_bytes` bytes.
         MalformedRequest: the text is not base64.
     """
+    remove_mark(document)
+    if document.startswith(_UTF16):
+        raise UnsupportedMediaType("the JSON is UTF-16: send it as UTF-8")
     try:
         text = "".join(_image_of(document))
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -51,14 +93,10 @@ def picture_of_json(document: bytearray, max_bytes: int) -> bytearray:
             'expected the JSON {"image": "BASE64"} and nothing else; parameters go into the URL; '
             f"or send the picture itself: {RIGHT_CALL}"
         ) from None
-    prefix = _DATA_URI.match(text)
-    if prefix is not None:
-        if "%" in text[-_LOOKED_AT:]:
-            text = unquote(text)
-        text = text[prefix.end() :]
+    text = bare_base64(text)
     _check_size(text, max_bytes)
     try:
-        return from_base64(_standard_base64(text))
+        return from_base64(text)
     except ValueError:
         raise MalformedRequest(
             "image: not base64; the service does not fetch URLs: send the picture's bytes"
@@ -98,6 +136,7 @@ def picture_of_text(data: bytearray, max_bytes: int) -> bytearray:
         UnsupportedImageFormat: the text is something else; the message names the likely mistake.
         UploadTooLarge: the picture has more than `max_bytes` bytes.
     """
+    remove_mark(data)
     text = data.decode("ascii", "replace").strip()
     encoded = unquote(text) if "%" in text[:_LOOKED_AT] else text
     prefix = _DATA_URI.match(encoded)
@@ -107,18 +146,14 @@ def picture_of_text(data: bytearray, max_bytes: int) -> bytearray:
     if _BASE64.fullmatch(encoded):
         _check_size(encoded, max_bytes)
         with contextlib.suppress(ValueError):
-            picture = from_base64(_standard_base64(encoded))
+            picture = from_base64(bare_base64(encoded))
             if prefix is not None or is_picture(picture):
                 return picture
-    raise UnsupportedImageFormat(_remedy(text))
+    raise UnsupportedImageFormat(mistake_in(data) or _remedy(text))
 
 
 def _remedy(text: str) -> str:
     """Return a message that says what to send instead of a text."""
-    if is_markup(text.lstrip("\ufffd")[:100].encode("ascii", "replace")):
-        return f"the body is HTML or XML, not a picture: send the picture's bytes: {RIGHT_CALL}"
-    if text.startswith(("%PDF-", "%!PS")):
-        return "the body is a PDF or PostScript document, not a picture: send a page as PNG or JPEG"
     if _URL.match(text):
         return (
             "the body is a URL, and the service does not fetch URLs: "
@@ -143,8 +178,13 @@ def _check_size(encoded: str, max_bytes: int) -> None:
         raise file_too_large(max_bytes)
 
 
-def _standard_base64(text: str) -> str:
-    """Return base64 in the standard alphabet with padding: some senders use neither."""
+def bare_base64(text: str) -> str:
+    """Return base64 without the start of a data URI, in the standard alphabet with padding."""
+    prefix = _DATA_URI.match(text)
+    if prefix is not None:
+        if "%" in text[-_LOOKED_AT:]:
+            text = unquote(text)
+        text = text[prefix.end() :]
     if "-" in text or "_" in text:
         text = text.replace("-", "+").replace("_", "/")
     if len(text) % 4 == 0:

@@ -46,6 +46,8 @@ _MAX_BOUNDARY_BYTES: Final = 256  # the parser's own limit
 # loop for 5 to 10 ms.
 LARGE: Final = 2000
 
+_FORM_REMEDY: Final = "let the HTTP library write the form and its Content-Type"
+
 _STRIPPED: Final = (b"\xff\xd8\xff", b"\x89PNG\x1a")
 """How a JPEG, and a PNG without line breaks, begin."""
 
@@ -253,7 +255,9 @@ def _refusal(headers: Headers, kind: str, boundary: bytes) -> ServiceError | Non
     if kind == _FORM:
         if 0 < len(boundary) <= _MAX_BOUNDARY_BYTES:
             return None
-        return MalformedRequest("multipart/form-data without a boundary, or with a very long one")
+        return MalformedRequest(
+            f"multipart/form-data without a boundary, or with a very long one: {_FORM_REMEDY}"
+        )
     if kind.startswith("multipart/"):
         return UnsupportedMediaType(
             f"Content-Type {kind[:100]!r}: send the picture itself: {RIGHT_CALL}"
@@ -264,8 +268,8 @@ def _refusal(headers: Headers, kind: str, boundary: bytes) -> ServiceError | Non
 
 def _compressed(headers: Headers, content: str) -> UnsupportedMediaType | None:
     """Return the error of a body that is declared as compressed, else None."""
-    encoding = headers.get("content-encoding", "identity").lower()
-    if encoding == "identity":
+    encoding = ",".join(headers.getlist("content-encoding")).lower()
+    if all(coding.strip() in ("", "identity") for coding in encoding.split(",")):
         return None
     return UnsupportedMediaType(
         f"Content-Encoding {encoding[:50]!r}: send the {content} uncompressed"
@@ -292,7 +296,7 @@ async def _feed(
             if refusal is None:
                 feed(chunk)
         except FormParserError as error:
-            refusal = MalformedRequest(f"multipart: {error}")
+            refusal = MalformedRequest(f"multipart: {error}: {_FORM_REMEDY}")
         except (MalformedRequest, UnsupportedMediaType) as error:
             refusal = error
         if refusal is not None and at_once:

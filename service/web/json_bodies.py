@@ -8,6 +8,7 @@ import msgspec
 
 from model.errors import by_likeness
 from service.errors import InvalidParameter, MalformedRequest
+from service.web.upload import remove_mark
 
 T = TypeVar("T")
 
@@ -18,6 +19,7 @@ _UNKNOWN_FIELD: Final = re.compile(
 
 def decoded(body: bytearray, kind: type[T]) -> T:
     """Parse the JSON of a body, `{}` if it is empty; raises `MalformedRequest`."""
+    remove_mark(body)
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (UnicodeDecodeError, RecursionError):

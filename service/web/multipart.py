@@ -115,6 +115,11 @@ class Form:
     def _begin_parameter(self, name: str) -> None:
         """Begin a parameter; raises `MalformedRequest` if the route does not know it."""
         known = self._limits.parameters
+        if not name:
+            raise MalformedRequest(
+                "multipart: a part lacks its name, as in "
+                f'Content-Disposition: form-data; name="{FIELD}"'
+            )
         if name not in known:
             files = " or ".join(map(repr, self._limits.fields))
             message = f"unknown form field {name[:50]!r}; the picture is the field {files}"

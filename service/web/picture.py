@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from model.config import PreprocessConfig
 from model.heads import Head, compared, of_image
 from model.images.decode import is_bounded
-from model.images.formats import is_text
 from model.images.preprocess import ModelInput, Region, model_input
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceRequest, InferenceResult
@@ -31,7 +30,7 @@ from service.errors import (
 from service.models.residency import UNNAMED
 from service.settings import Settings
 from service.web.admitted import AdmittedRequest
-from service.web.base64_pictures import BYTES_A_VALUE, picture_of_text
+from service.web.base64_pictures import BYTES_A_VALUE, is_text, picture_of_text
 from service.web.decoders import Decoded
 from service.web.lanes import Job
 from service.web.upload import UploadedFile

@@ -57,6 +57,15 @@ def parse_header(header: bytes) -> tuple[bytes, dict[bytes, bytes]]:
     return parse_options_header(header)
 
 
+_UTF8_MARK: Final = b"\xef\xbb\xbf"
+
+
+def remove_mark(text: bytearray) -> None:
+    """Remove the byte order mark of UTF-8."""
+    if text.startswith(_UTF8_MARK):
+        del text[: len(_UTF8_MARK)]
+
+
 def file_too_large(limit: int) -> UploadTooLarge:
     """Return the error for a file of more than `limit` bytes."""
     return UploadTooLarge(f"more than {limit} bytes in one file (VIT_MAX_UPLOAD_BYTES)")

@@ -159,7 +159,10 @@ def _pictures(request: InferenceRequest, info: ModelInfo, limit: int) -> Picture
         or not (tensor.shape[1:] == sides or is_column)
     ):
         shape = ", ".join(map(str, ["N", *sides]))
-        raise InvalidParameter(f"input {tensor.name!r} is {datatype} of shape [{shape}]")
+        raise InvalidParameter(
+            f"input {tensor.name!r} is {datatype} of shape [{shape}], "
+            f"not {tensor.datatype:.20} of {tensor.shape!s:.80}"
+        )
     return tensor.files() if datatype == "BYTES" else tensor.pixels()
 
 

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from model.images.formats import is_picture
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
-from service.web.base64_pictures import from_base64
+from service.web.base64_pictures import bare_base64, from_base64
 from service.web.json_bodies import explained
+from service.web.upload import remove_mark
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_ELEMENTS: Final = 1 << 40
@@ -68,7 +69,7 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
                 self.data[position] = None
                 try:
                     files.append(
-                        from_base64(content)
+                        from_base64(bare_base64(content))
                         if isinstance(content, str)
                         else bytearray(memoryview(content))
                     )
@@ -160,6 +161,8 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
         return InferenceRequest(
             [InputTensor("image", "BYTES", [1], [body])], parameters={"binary_data_output": True}
         )
+    if header_length is None:
+        remove_mark(body)
     whole = memoryview(body)
     length = len(whole) if header_length is None else header_length
     if length > len(whole):

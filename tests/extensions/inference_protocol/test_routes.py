@@ -189,6 +189,7 @@ EMBEDDING = [{"name": "embedding"}]
         ({"inputs": [{**IMAGE, "shape": [0], "data": []}]}, 422, "no picture"),
         ({"inputs": [{**IMAGE, "data": ["*"]}]}, 400, "element 0 is not a string in base64"),
         ({"inputs": [{**IMAGE, "data": [7]}]}, 400, "element 0"),
+        ({"inputs": [{**PIXELS, "datatype": "FP32", "data": [0.0]}]}, 422, ", not FP32 of ["),
         ({"inputs": [{**IMAGE, "data": None}]}, 422, "no data"),
         (
             {"inputs": [{**IMAGE, "parameters": {"binary_data_size": 5}}]},
@@ -427,6 +428,12 @@ def test_raw_files_survive_a_round_trip(files: list[bytes], cut: int, more: byte
 def test_raw_texts_survive_a_round_trip(texts: list[str]) -> None:
     sent = OutputTensor("label", np.array(texts, object), binary=True).raw()
     assert [file.decode() for file in read(len(texts), memoryview(sent))] == texts
+
+
+def test_base64_of_other_writers_is_read() -> None:
+    text = base64.b64encode(b"\xfb\xef\xff\xfe").decode()
+    texts = [f"data:image/png;base64,{text}", text.translate({43: 45, 47: 95}), text.rstrip("=")]
+    assert read(3, texts) == [b"\xfb\xef\xff\xfe"] * 3
 
 
 def test_surplus_elements_are_not_collected() -> None:

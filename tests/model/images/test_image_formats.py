@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 import struct
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from PIL import Image, ImageOps
 
 from model.errors import ImageError, InvalidImage, UnsupportedImageFormat
 from model.images.decode import decode
-from model.images.formats import SUPPORTED_FORMATS
+from model.images.formats import SUPPORTED_FORMATS, format_of
 from model.images.preprocess import min_decoded_size, preprocess, resized_size
 from tests.model.images.pictures import (
     FORMATS,
@@ -479,3 +480,27 @@ def test_jpegs_decode_to_their_reference_pixels(torture, name):
     )
 
     assert np.abs(got.astype(int) - expected).mean() < 4
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "a JPEG XL picture: convert it"),
+        (b"\xff\x0a" + bytes(20), "a JPEG XL picture: convert it"),
+        (b"\0\0\0\x0cjP  \r\n\x87\n", "a JPEG 2000 picture: convert it"),
+        (b"8BPS\0\1" + bytes(20), "a Photoshop document"),
+        (b"\0\0\1\0" + bytes(20), "an icon"),
+        (b"P6\n8 8\n255\n" + bytes(192), "a Netpbm picture"),
+        (bytes(128) + b"DICM", "a DICOM picture"),
+        (b"\x93NUMPY\1\0", "a NumPy array: encode it as PNG"),
+        (b"\x1aE\xdf\xa3" + bytes(20), "a video: send a frame"),
+        (b"RIFF\x20\0\0\0AVI LIST", "a video: send a frame"),
+        (b"\0\0\0\x18ftypisom" + bytes(20), "send a frame of a video"),
+        (b"PK\3\4" + bytes(20), "an archive or a compressed file: send the pictures in it"),
+        (b"\x1f\x8b\x08" + bytes(20), "an archive or a compressed file"),
+        (b"II\x1a\0\0\0HEAPCCDR" + bytes(20), "raw photos"),
+    ],
+)
+def test_other_kinds_of_files_are_named(data: bytes, kind: str) -> None:
+    with pytest.raises(UnsupportedImageFormat, match=re.escape(kind)):
+        format_of(data)

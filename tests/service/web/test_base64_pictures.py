@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.errors import UnsupportedImageFormat
-from model.images.formats import is_text
 from service.errors import (
     MalformedRequest,
     UnsupportedMediaType,
     UploadTooLarge,
 )
 from service.web import base64_pictures
-from service.web.base64_pictures import picture_of_text
+from service.web.base64_pictures import is_text, picture_of_text
 from service.web.upload import UploadLimits
 from tests.service.fakes import png
 from tests.service.web.uploads import (
@@ -107,6 +106,7 @@ def test_cuts_do_not_change_the_outcome_of_json(junk: bytes, cuts: list[int]) ->
     "wrap",
     [
         lambda text: text,
+        lambda text: b"\xef\xbb\xbf" + text,
         lambda text: b"data:image/png;base64," + text,
         lambda text: b"DATA:Image/PNG;charset=utf-8;BASE64," + text,
         lambda text: quote(b"data:image/png;base64," + text).encode(),
@@ -114,7 +114,7 @@ def test_cuts_do_not_change_the_outcome_of_json(junk: bytes, cuts: list[int]) ->
             b"\r\n".join(text[start : start + 76] for start in range(0, len(text), 76)) + b"\n"
         ),
     ],
-    ids=["bare", "data URI", "capitals", "percent-encoded", "lines"],
+    ids=["bare", "marked", "data URI", "capitals", "percent-encoded", "lines"],
 )
 def test_text_may_hold_a_picture(
     write: Callable[[bytes], bytes], wrap: Callable[[bytes], bytes]
@@ -140,6 +140,10 @@ def test_text_may_hold_a_picture(
         ("aGVsbG8gd29ybGQsIHRoaXMgaXMgbm8gcGljdHVyZQ==", "text, not a picture"),
         ("hello", "text, not a picture"),
         ("%PDF-1.7\n%\u00b5\n1 0 obj", "send a page as PNG or JPEG"),
+        ("--x\r\nContent-Type: image/jpeg\r\n\r\n\u00b5", "send Content-Type: multipart/form-data"),
+        (b"\xff\xd8\xff\xe0\0\x10JFIF".decode("latin-1"), "binary mode"),
+        (b"\xff\xd8\xff\xe0\0\x10JFIF".decode("utf-8", "replace"), "binary mode"),
+        (b"\x89PNG\r\n\x1a\n".decode("utf-8", "replace"), "binary mode"),
     ],
 )
 def test_other_text_names_the_remedy(text: str, remedy: str) -> None:
@@ -147,6 +151,14 @@ def test_other_text_names_the_remedy(text: str, remedy: str) -> None:
     with pytest.raises(UnsupportedImageFormat) as raised:
         picture_of_text(bytearray(text.encode()), 10_000)
     assert remedy in str(raised.value)
+
+
+def test_byte_order_mark_of_json_is_skipped() -> None:
+    picture = png(7)
+    document = json.dumps({"image": base64.b64encode(picture).decode()})
+    assert read(document.encode("utf-8-sig"), "application/json") == [picture]
+    with pytest.raises(UnsupportedMediaType, match="UTF-16: send it as UTF-8"):
+        read(document.encode("utf-16"), "application/json")
 
 
 @pytest.mark.parametrize("size", [60_000, 200_000])

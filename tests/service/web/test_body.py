@@ -16,13 +16,15 @@ from service.errors import (
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.web.body import Bound, read_whole
+from service.web.body import Bound, read_files, read_whole
 from service.web.upload import UploadLimits
 from tests.model.images.pictures import encode
 from tests.service.web.uploads import (
     CUTS,
     MULTIPART,
+    ROOMY,
     Channel,
+    at_once,
     cut,
     finish,
     form,
@@ -90,9 +92,29 @@ def test_picture_stripped_by_curl_is_refused(picture: bytes) -> None:
 
 
 def test_compressed_body_is_refused() -> None:
+    for encoding in ("gzip", "identity, gzip"):
+        with pytest.raises(UnsupportedMediaType, match="gzip"):
+            read(b"x", "image/png", content_encoding=encoding)
+    for encoding in ("identity", "", "identity, IDENTITY"):
+        assert read(b"x", "image/png", content_encoding=encoding) == [b"x"]
+
+
+def test_second_content_encoding_counts() -> None:
+    headers = Headers(raw=[(b"content-encoding", b"identity"), (b"content-encoding", b"gzip")])
     with pytest.raises(UnsupportedMediaType, match="gzip"):
-        read(b"x", "image/png", content_encoding="gzip")
-    assert read(b"x", "image/png", content_encoding="identity") == [b"x"]
+        finish(read_files(headers, Channel([b"x"]), ROOMY, lambda: None, at_once))
+
+
+@pytest.mark.parametrize("body", [b"--other\r\n", b"preamble\r\n--xYz\r\n", b"--xYz\n"])
+def test_broken_form_names_the_remedy(body: bytes) -> None:
+    with pytest.raises(MalformedRequest, match="let the HTTP library write the form"):
+        read(body)
+
+
+def test_part_without_name_is_refused() -> None:
+    body = form(b"Content-Type: image/png\r\n\r\nx")
+    with pytest.raises(MalformedRequest, match="a part lacks its name"):
+        read(body)
 
 
 def test_declared_excess_is_refused_unread() -> None:

@@ -131,6 +131,20 @@ async def test_a_preflight_needs_no_key() -> None:
 
 
 @on_a_loop
+async def test_page_may_call_a_private_network() -> None:
+    service = app(cors_origins="https://a.example")
+    asked = {
+        "origin": "https://a.example",
+        "access-control-request-method": "POST",
+        "access-control-request-private-network": "true",
+    }
+    answer = await service.request("OPTIONS", "/classify", headers=asked)
+    assert answer.headers["access-control-allow-private-network"] == "true"
+    answer = await service.request("OPTIONS", "/classify", headers={**asked, "origin": "https://b"})
+    assert answer.status == 400
+
+
+@on_a_loop
 @pytest.mark.parametrize(
     "header", ["x-requested-with", "cache-control", "baggage", "inference-header-content-length"]
 )

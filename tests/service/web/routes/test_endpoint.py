@@ -111,10 +111,13 @@ async def test_a_query_is_read_however_it_is_written(
             "top_k: input should be a valid integer, unable to parse string as an integer",
         ),
         ("top_k=+", "top_k: input should be a valid integer, unable to parse string as an integer"),
-        ("attention=yep", "attention: input should be a valid boolean, unable to interpret input"),
+        (
+            "attention=yep",
+            "attention: input should be a valid boolean, unable to interpret input, or 'relevance'",
+        ),
         (
             "attention=true\n",
-            "attention: input should be a valid boolean, unable to interpret input",
+            "attention: input should be a valid boolean, unable to interpret input, or 'relevance'",
         ),
         ("attention=x&top_k=0", "top_k: input should be greater than or equal to 1"),
         (
