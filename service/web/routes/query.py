@@ -76,12 +76,12 @@ def validated(query_model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
         return query_model.model_validate(values)
     except ValidationError as error:
         first, *others = error.errors(include_url=False, include_context=False, include_input=False)
-        name = first["loc"][0]
+        parameter = first["loc"][0]
         message = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
         for other in others:  # a parameter may have a value of several types
-            if other["loc"][0] == name and other["type"] == "literal_error":
+            if other["loc"][0] == parameter and other["type"] == "literal_error":
                 message += f", or {other['msg'].removeprefix('Input should be ')}"
-        raise InvalidParameter(f"{name}: {message}") from None
+        raise InvalidParameter(f"{parameter}: {message}") from None
 
 
 def require_no_parameters(path: str, query_string: bytes) -> None:
