@@ -54,7 +54,8 @@ class Checkpoint(Description):
         """
         if len(self.labels) != self.config.num_classes:
             raise CheckpointError(
-                f"{self.source}: {len(self.labels)} labels for {self.config.num_classes} classes"
+                f"{self.source}: {len(self.labels)} labels for {self.config.num_classes} classes: "
+                "name one for each class with --labels FILE (VIT_LABELS)"
             )
         texts = {f"label {index}": label for index, label in enumerate(self.labels)}
         for what, text in ({"name": self.name} | texts).items():
@@ -66,7 +67,8 @@ class Checkpoint(Description):
             if _CONTROL.search(text):
                 raise CheckpointError(
                     f"{self.source}: {what}, {text!a:.100}, has control characters or cannot be "
-                    "written as UTF-8"
+                    "written as UTF-8: correct it, or name the labels with --labels FILE "
+                    "(VIT_LABELS)"
                 )
         channels = self.config.in_channels
         if len(self.preprocess.mean) != channels:
@@ -197,15 +199,24 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
 
 
 def native_tensors(
-    tensors: Mapping[str, Tensor], config: NetworkConfig, where: str
+    tensors: Mapping[str, Tensor],
+    config: NetworkConfig,
+    where: str,
+    stored: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
     """Return tensors under the model's own names as float32, their names and shapes checked.
+
+    Args:
+        tensors: tensors by the model's names.
+        config: architecture of the network.
+        where: name of the file in messages.
+        stored: the file's names by the model's names, if they differ.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of the wrong shape, or not floating point.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in meta_tensors(config).items()}
-    return checked(tensors, shapes, where)
+    return checked(tensors, shapes, where, stored or {})
 
 
 def _resized_library_config(config: LibraryConfig, size: Size, source: str) -> LibraryConfig:

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from model.checkpoint.incomplete import refuse_incomplete
 from model.checkpoint.local_files import read_json, reading, resolved_part
-from model.checkpoint.tensor_files import read_tensor_file
+from model.checkpoint.tensor_files import (
+    SUFFIXES,
+    foreign_advice,
+    is_foreign_weights,
+    read_tensor_file,
+)
 from model.checkpoint.tensors import digest_of
 from model.checkpoint.wrappers import left_out_notes, without_wrappers
 from model.errors import CheckpointError
@@ -27,6 +32,7 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 # Files that describe the model of a folder.
 MODEL_FILES: Final = (CONFIG_FILE, ADAPTER_CONFIG, OPEN_CLIP_CONFIG)
+_SHARD: Final = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 # Buffers of integers that modules save with their weights.
 _BUFFERS: Final = r"(.*\.)?(position_ids|num_batches_tracked|relative_position_index)"
 
@@ -128,14 +134,19 @@ class Files:
         return Files(self.folder / name, self.source)
 
     def models_within(self) -> list[str]:
-        """Return the names of the subfolders that hold a model."""
+        """Return the paths of the folders below this one that hold a model."""
+        paths = [PurePosixPath(name) for name in self.names()]
+        return sorted(
+            {str(path.parent) for path in paths if path.name in MODEL_FILES and path.parent.name}
+        )
+
+    def names(self) -> list[str]:
+        """Return the names of the files in the folder and in its subfolders, sorted."""
         with reading(self.title):
-            folders = sorted(path for path in self.folder.iterdir() if path.is_dir())
-        return [
-            folder.name
-            for folder in folders
-            if any((folder / name).is_file() for name in MODEL_FILES)
-        ]
+            paths = [*self.folder.glob("*"), *self.folder.glob("*/*")]
+            return sorted(
+                path.relative_to(self.folder).as_posix() for path in paths if path.is_file()
+            )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -184,7 +195,8 @@ class Files:
         if not is_mapping or not all(isinstance(tensor, Tensor) for tensor in content.values()):
             raise CheckpointError(
                 f"{where}: expected a state dict of tensors, as torch.save(model.state_dict(), "
-                "FILE) writes it"
+                "FILE) writes it: of a file that training wrote, save the weights alone, or give "
+                "the file itself instead of its folder"
             )
         return dict(content)
 
@@ -193,11 +205,29 @@ class Files:
         name = next((name for name in self.weights if self.path(name) is not None), None)
         if name is None:
             raise CheckpointError(
-                f"{self.title}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]})"
+                f"{self.title}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]}): "
+                f"{self._remedy_without_weights()}"
             )
         if name in (INDEX_FILE, PICKLE_INDEX_FILE):
             return self._sharded(name)
         return self.part(name)
+
+    def _remedy_without_weights(self) -> str:
+        names = self.names()
+        shard = next(filter(_SHARD.fullmatch, names), None)
+        if shard is not None:
+            index = INDEX_FILE if shard.endswith(".safetensors") else PICKLE_INDEX_FILE
+            return f"it holds shards such as {shard}: copy or download {index}, too"
+        foreign = next(filter(is_foreign_weights, names), None)
+        if foreign is not None:
+            return f"{foreign} is {foreign_advice(foreign)}"
+        files = [name for name in names if name.endswith(SUFFIXES) and "/" not in name]
+        if not files:
+            return "copy or download them into the folder"
+        return (
+            f"it holds {', '.join(files[:5])}: rename the weights to {WEIGHTS_FILE} "
+            f"({PICKLE_FILE} for a pickle)"
+        )
 
     def _sharded(self, name: str) -> dict[str, Tensor]:
         where = self.where(name)

@@ -6,11 +6,11 @@ config first, so that a repository without a ViT costs no download of weights.
 """
 
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from model.checkpoint.files import MODEL_FILES, Files
+from model.checkpoint.files import Files
 from model.checkpoint.local_files import resolved_part
 from model.errors import CheckpointError, first_line
 
@@ -113,20 +113,16 @@ class Repository(Files):
         base, _, outer = self._id.partition(":")
         return Repository(f"{base}:{outer}/{name}" if outer else f"{base}:{name}")
 
-    def models_within(self) -> list[str]:
-        """Return the paths of the repository's folders with a model; empty if the hub fails."""
+    def names(self) -> list[str]:
+        """Return the paths of the repository's files; empty if the hub fails."""
         if self.from_cache:
-            return super().models_within()
+            return super().names()
         revision = self.revision or self._requested_revision
         try:
             api = self._hub.HfApi(endpoint=self._hub.constants.ENDPOINT)
-            names = api.list_repo_files(self._repository, revision=revision)
+            return sorted(api.list_repo_files(self._repository, revision=revision))
         except (self._hub.errors.HfHubHTTPError, *self._failures):
             return []
-        paths = [PurePosixPath(name) for name in names]
-        return sorted(
-            {str(path.parent) for path in paths if path.name in MODEL_FILES and path.parent.name}
-        )
 
     def _fetch(self, name: str) -> Path | None:
         errors = self._hub.errors

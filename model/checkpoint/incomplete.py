@@ -1,4 +1,4 @@
-"""Parts of a network that people take for a checkpoint: a lone head, a lone adapter."""
+"""Tensors that people take for a checkpoint: a lone head, a lone adapter, quantised weights."""
 
 import re
 from collections.abc import Mapping
@@ -11,6 +11,15 @@ from model.errors import CheckpointError
 # Names of PEFT, loralib, kohya and diffusers.
 _LORA: Final = re.compile(
     r"(^|[._])lora[._](A|B|down|up|embedding|magnitude|linear_layer)", re.IGNORECASE
+)
+# Names that bitsandbytes, GPTQ, compressed-tensors and torch give to parts of quantised weights.
+_QUANTISED: Final = re.compile(
+    r".+[._](qweight|qzeros|g_idx|SCB|absmax|quant_map|zero_point|weight_scale(_inv)?|"
+    r"weight_packed|quant_state\..+|packed_params\..+)"
+)
+QUANTISED_REMEDY: Final = (
+    "quantised weights are not read: save floating-point weights, "
+    "model.dequantize().save_pretrained(FOLDER), or give the model that was quantised"
 )
 # Names of linear layers that do not look like parts of a backbone.
 _LAYER: Final = re.compile(
@@ -28,10 +37,13 @@ def refuse_incomplete(tensors: Mapping[str, Tensor], where: str) -> None:
         where: name of the file in messages.
 
     Raises:
-        CheckpointError: a head alone, an adapter without its base, or an adapter that is not
-            merged.
+        CheckpointError: a head alone, an adapter without its base, an adapter that is not merged,
+            or quantised weights.
     """
     _refuse_adapter(tensors, where)
+    quantised = next(filter(_QUANTISED.fullmatch, tensors), None)
+    if quantised is not None:
+        raise CheckpointError(f"{where}: holds {quantised!r:.100}: {QUANTISED_REMEDY}")
     is_small = 0 < len(tensors) <= _MAX_HEAD_TENSORS
     if is_small and all(
         tensor.ndim <= 2 and _LAYER.fullmatch(name) for name, tensor in tensors.items()

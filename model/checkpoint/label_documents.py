@@ -67,6 +67,7 @@ def _parsed_yaml(text: str, where: str) -> Any:
         pairs = [(str(value_of(key)), value_of(value)) for key, value in node.value]
         return _object(pairs, f"{where}: line {line}")
 
-    with reading(where, "not YAML", yaml.YAMLError, ValueError, RecursionError):
+    refusal = "not YAML" if where.lower().endswith((".yaml", ".yml")) else "neither JSON nor YAML"
+    with reading(where, refusal, yaml.YAMLError, ValueError, RecursionError):
         node = yaml.compose(text, Loader=yaml.BaseLoader)
         return None if node is None else value_of(node)

@@ -22,6 +22,7 @@ FORMS: Final = (
     "one label a line, a list or an object of JSON, a CSV table of index and label, or names: in "
     "YAML (docs/checkpoints.md#statistics-and-labels-for-formats-that-carry-none)"
 )
+NAME_THEM: Final = "name the labels with --labels FILE (VIT_LABELS)"
 # Keys of an object that hold its labels, in order of preference.
 _HOLDERS: Final = (
     "id2label",
@@ -56,8 +57,18 @@ _LABEL_NAMES: Final = (
     "title",
     "description",
 )
-# An index before a label, as Teachable Machine writes it: `0 cat`, `0: cat`.
-_NUMBERED: Final = re.compile(r"(\d{1,9})(?:\s*[:,;\t]\s*|\s+)(\S.*)")
+# Suffixes of files with one label a line, or with labels as a setting lists them.
+LINE_SUFFIXES: Final = ("", ".txt", ".text", ".names", ".labels", ".classes", ".list", ".lst")
+_TABLE_SUFFIXES: Final = (".csv", ".tsv")
+_DOCUMENT_SUFFIXES: Final = (".json", ".yaml", ".yml")
+# An index before a label, as Teachable Machine writes it: `0 cat`, `0: cat`, `0. cat`.
+_NUMBERED: Final = re.compile(r"(\d{1,9})(?:\s*[:,;\t]\s*|\.?\s+)(\S.*)")
+# An index after a label: `cat,0`. After a space alone it may be a part of the label.
+_NUMBERED_AFTER: Final = re.compile(r"(.*\S)\s*[:,;\t]\s*(\d{1,9})")
+# Texts around each label of a file: a WordNet id, quotes, a comma.
+_DECORATIONS: Final = tuple(
+    map(re.compile, (r"n\d{8}\s+(\S.*)", r'"([^"]+)",?', r"'([^']+)',?", r"(.*\S)\s*,"))
+)
 
 # A name that transformers makes up for a class without one.
 UNNAMED: Final = re.compile(r"LABEL_\d+")
@@ -79,15 +90,18 @@ def labels_in_file(text: str, where: str, suffix: str) -> tuple[str, ...]:
     """
     if not text.strip():
         raise CheckpointError(f"{where}: holds no labels; expected {FORMS}")
-    if suffix in (".json", ".yaml", ".yml") or text.lstrip().startswith(("{", "[")):
+    if suffix not in (*LINE_SUFFIXES, *_TABLE_SUFFIXES, *_DOCUMENT_SUFFIXES):
+        raise CheckpointError(f"{where}: a file {suffix} is not read as labels; expected {FORMS}")
+    if suffix in _DOCUMENT_SUFFIXES or text.lstrip().startswith(("{", "[")):
         return labels_in_value(parsed(text, where, suffix), where)
     lines = text.replace("\r\n", "\n").replace("\r", "\n").rstrip().split("\n")
-    if suffix in (".csv", ".tsv"):
+    if suffix in _TABLE_SUFFIXES:
         return _labels_in_table(lines, where)
     empty = next((number for number, line in enumerate(lines, 1) if not line.strip()), None)
     if empty is not None:
         raise CheckpointError(f"{where}: line {empty} is empty; expected one label a line")
-    return _labels_in_numbered_lines(lines, where) or tuple(line.strip() for line in lines)
+    lines = [line.strip() for line in lines]
+    return _labels_in_numbered_lines(lines, where) or _bare(lines)
 
 
 def labels_in_json(text: str, where: str) -> tuple[str, ...]:
@@ -101,57 +115,72 @@ def labels_in_value(value: Any, where: str) -> tuple[str, ...]:
         return _labels_in_list(value, where)
     if not isinstance(value, dict) or not value:
         raise CheckpointError(f"{where}: holds no labels; expected {FORMS}")
-    holders = [key for key in _HOLDERS if isinstance(value.get(key), list | dict) and value[key]]
+    nested = [key for key, inner in value.items() if isinstance(inner, list | dict) and inner]
+    holders = [key for key in _HOLDERS if key in nested]
     if holders:
-        labels = labels_in_value(value[holders[0]], f"{where}: {holders[0]}")
+        labels = labels_in_holder(value, holders[0], where)
         if holders[0] == "id2label" and "label2id" in holders:
-            _require_agreement(labels, value["label2id"], where)
+            require_agreement(labels, value["label2id"], where)
         return labels
     if all(map(_is_index, value)) and not all(isinstance(label, int) for label in value.values()):
-        names = {key: _without_synset(label) for key, label in value.items()}
-        return indexed_labels(names, len(value), where)
+        return _in_order(
+            ((repr(index)[:100], index, _without_synset(label)) for index, label in value.items()),
+            where,
+        )
     if all(map(_is_index, value.values())):
         rows = ((repr(label)[:100], index, label) for label, index in value.items())
         return _in_order(rows, where)
+    if len(nested) == 1:
+        return labels_in_holder(value, nested[0], where)
     raise CheckpointError(
-        f"{where}: an object, but neither from index to label nor from label to index"
+        f"{where}: an object, but neither from index to label nor from label to index; expected "
+        f"{FORMS}"
     )
 
 
-def indexed_labels(mapping: Mapping[str, Any], classes: int, where: str) -> tuple[str, ...]:
-    """Return the labels of an object from index to label, such as transformers' `id2label`.
+def labels_in_holder(fields: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """Return the labels in a field of an object; raise errors as `labels_in_file`.
 
     Raises:
-        CheckpointError: an index is missing, unknown or not a number, or a label is not a text.
+        CheckpointError: as `labels_in_file`, or the labels of `id2label` are numbers.
     """
-    for key, label in mapping.items():
-        if not isinstance(label, str):
-            raise CheckpointError(
-                f"{where}: {key!r:.100}: {label!r:.100}: a label must be text, in quotes"
-            )
-        if not _is_index(key):
-            raise CheckpointError(
-                f"{where}: {key!r:.100}: {label!r:.100}: expected a class index and its label"
-            )
-    indices = [str(index) for index in range(classes)]
-    if mapping.keys() != set(indices):
-        raise CheckpointError(
-            f"{where}: {len(mapping)} labels, expected one for each of 0...{classes - 1}: correct "
-            "it, or name the labels with --labels FILE (VIT_LABELS)"
-        )
-    return tuple(mapping[index] for index in indices)
+    value = fields[key]
+    where = f"{where}: {key}"
+    if key == "id2label" and isinstance(value, dict):
+        number = next((label for label in value.values() if isinstance(label, int)), None)
+        # Numbers do not tell labels from indices.
+        if number is not None and all(map(_is_index, value)):
+            raise CheckpointError(f"{where}: {number}: a label must be text, in quotes")
+    return labels_in_value(value, where)
+
+
+def _bare(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the labels of lines without the decoration that all of them have."""
+    for decoration in _DECORATIONS:
+        matches = list(map(decoration.fullmatch, lines))
+        if all(matches):
+            return tuple(match[1] for match in matches if match)
+    return tuple(lines)
 
 
 def _labels_in_numbered_lines(lines: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the labels of lines that all begin with an index; empty for other lines."""
-    matches = [match for line in lines if (match := _NUMBERED.fullmatch(line.strip()))]
-    if len(matches) < len(lines) or len(lines) < 2:
+    """Return the labels of lines that all have an index; empty for other lines."""
+    before = [match for line in lines if (match := _NUMBERED.fullmatch(line))]
+    after = [match for line in lines if (match := _NUMBERED_AFTER.fullmatch(line))]
+    if len(before) == len(lines):
+        pairs = [(match[1], match[2]) for match in before]
+        is_clear = all(re.match(r"\d+\s*[:,;\t]", line) for line in lines)
+    else:
+        pairs = [(match[2], match[1]) for match in after]
+        is_clear = False
+    count = len(lines)
+    if len(pairs) < count or count < 2:
         return ()
-    numbers = sorted(int(match[1]) for match in matches)
-    is_counted = numbers in (list(range(len(lines))), list(range(1, len(lines) + 1)))
-    if not is_counted and not all(re.match(r"\d+\s*[:,;\t]", match[0]) for match in matches):
+    numbers = sorted(int(number) for number, _ in pairs)
+    is_counted = numbers in (list(range(count)), list(range(1, count + 1)))
+    if not is_counted and not is_clear:
         return ()  # because `2 stroke` and `4 stroke` are labels
-    rows = ((f"line {number}", match[1], match[2]) for number, match in enumerate(matches, 1))
+    rows = ((f"line {line}", *pair) for line, pair in enumerate(pairs, 1))
     return _in_order(rows, where)
 
 
@@ -217,25 +246,49 @@ def _labels_in_list(values: Sequence[Any], where: str) -> tuple[str, ...]:
     """Return the labels of a list of texts, or of objects such as COCO's `categories`."""
     rows: list[Row] = []
     for position, value in enumerate(values):
-        fields = value if isinstance(value, dict) else {"label": value}
+        fields = value if isinstance(value, dict) else _fields_of(value)
         index = next((fields[key] for key in _INDEX_NAMES if key in fields), position)
         label = next((fields[key] for key in _LABEL_NAMES if key in fields), None)
         rows.append((f"entry {position}", index, label))
     return _in_order(rows, where)
 
 
-def _require_agreement(labels: Sequence[str], label2id: Any, where: str) -> None:
-    """Refuse a `label2id` that contradicts `id2label`; made-up names are not compared."""
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the label of an entry, with its index if the entry is a pair of both."""
+    if not isinstance(value, list) or not value or len(value) > 2:
+        return {"label": value}
+    first = value[0]
+    last = value[-1]
+    if len(value) == 2 and _is_index(first) and not _is_index(last):
+        return {"index": first, "label": last}
+    if len(value) == 2 and _is_index(last):
+        return {"index": last, "label": first}
+    return {"label": last}
+
+
+def require_agreement(labels: Sequence[str], label2id: object, where: str) -> None:
+    """Refuse a `label2id` that contradicts the labels of `id2label`.
+
+    Names that transformers makes up are not compared.
+    """
     if not isinstance(label2id, dict):
         return
-    id2label = {str(index): label for index, label in enumerate(labels)}
-    for label, index in label2id.items():
-        other = id2label.get(str(index))
-        is_made_up = UNNAMED.fullmatch(label) or UNNAMED.fullmatch(other or "")
-        if not is_made_up and other != label.strip():
+    indices = {
+        label.strip(): index for label, index in label2id.items() if not UNNAMED.fullmatch(label)
+    }
+    by_index = {str(index): label for index, label in enumerate(labels)}
+    for label, index in indices.items():
+        other = by_index.get(str(index), "no class")
+        if other != label and not UNNAMED.fullmatch(other):
             raise CheckpointError(
                 f"{where}: label2id has {label!r:.100} at {index!r:.100}, where id2label has "
-                f"{other or 'no class'!r:.100}: correct the wrong one"
+                f"{other!r:.100}: correct the wrong one, or {NAME_THEM}"
+            )
+    for label in labels if indices else ():
+        if label not in indices and not UNNAMED.fullmatch(label):
+            raise CheckpointError(
+                f"{where}: label2id lacks {label!r:.100} of id2label: correct the wrong one, or "
+                f"{NAME_THEM}"
             )
 
 

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-from model.checkpoint.label_forms import labels_in_file, labels_in_json
+from model.checkpoint.label_forms import LINE_SUFFIXES, labels_in_file, labels_in_json
 from model.checkpoint.local_files import read_text_file, resolved_source
 from model.errors import CheckpointError, InputError
 from model.label_texts import is_list, parse_labels
@@ -14,7 +14,6 @@ from model.label_texts import is_list, parse_labels
 # class.
 LABEL_PRESETS: Final = ("imagenet-1k", "numbers")
 _FILE: Final = re.compile(r"[^\"'\[{]*\.(txt|json|csv|tsv|ya?ml|names|labels)", re.IGNORECASE)
-_DOCUMENTS: Final = (".json", ".yaml", ".yml", ".csv", ".tsv")
 _MAX_LABELS: Final = 100_000
 
 
@@ -41,7 +40,10 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
         where = str(path)
         labels = _in_file(read_text_file(path, where), where, path.suffix.lower(), classes)
     if classes not in (None, len(labels)):
-        raise CheckpointError(f"{where}: {len(labels)} labels for {classes} classes")
+        raise CheckpointError(
+            f"{where}: {len(labels)} labels for {classes} classes: give one for each class, in the "
+            "order of the head's rows"
+        )
     return labels
 
 
@@ -53,9 +55,9 @@ def imagenet_labels() -> tuple[str, ...]:
 
 def _in_file(text: str, where: str, suffix: str, classes: int | None) -> tuple[str, ...]:
     """Return the labels in a file; a text file may also list them as the setting does."""
-    is_document = suffix in _DOCUMENTS or text.lstrip().startswith(("{", "["))
+    is_text = suffix in LINE_SUFFIXES and not text.lstrip().startswith(("{", "["))
     is_one_line = len(text.rstrip().splitlines()) == 1
-    if not is_document and is_one_line and classes != 1 and is_list(text):
+    if is_text and is_one_line and classes != 1 and is_list(text):
         return _listed(text.strip(), where)
     return labels_in_file(text, where, suffix)
 

@@ -38,6 +38,8 @@ _MARKS: Final = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 
+_POINTER: Final = b"version https://git-lfs"
+
 # Inode, size and time of change in nanoseconds of a file or folder; None if it does not exist.
 Signature = tuple[int, int, int] | None
 
@@ -127,13 +129,25 @@ def open_file(path: Path, where: str) -> BufferedReader:
     """Open a regular file for reading.
 
     Raises:
-        CheckpointError: the file does not exist, or may not be read.
+        CheckpointError: the file does not exist, may not be read, is a folder, is empty, or is a
+            pointer of Git LFS.
     """
     resolved = resolved_source(path, where)
     if resolved is None:
         raise CheckpointError(f"{where}: no such file")
+    if resolved.is_dir():
+        raise CheckpointError(f"{where}: a folder, expected a file")
     with reading(where):
-        return resolved.open("rb")
+        file = resolved.open("rb")
+        start = file.peek(len(_POINTER))
+    if not start.startswith(_POINTER) and start:
+        return file
+    file.close()
+    if start:
+        raise CheckpointError(
+            f"{where}: a pointer of Git LFS and not the file itself: run git lfs pull in its folder"
+        )
+    raise CheckpointError(f"{where}: an empty file: copy or download it again")
 
 
 def read_text_file(path: Path, where: str) -> str:

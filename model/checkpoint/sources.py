@@ -1,5 +1,6 @@
 """What the operator names as a checkpoint: the bundled one, a folder, a file, or a hub id."""
 
+import re
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,11 @@ from model.head_files import is_taught_head
 
 # The checkpoint that travels with the code.
 BUNDLED: Final = Path(__file__).resolve().parent.parent / "weights" / "cifar10"
+# Addresses of a model on the hub.
+_HUB_ADDRESS: Final = re.compile(
+    r"(?:https?://(?:huggingface\.co|hf\.co)|hf:/|hf[-_]hub:|hf:)/?([\w.-]+/[\w.-]+)"
+    r"(?:/tree/([\w.-]+)/?)?.*"
+)
 
 
 def open_source(source: str) -> Files:
@@ -27,10 +33,25 @@ def open_source(source: str) -> Files:
     if resolved is None:
         if is_hub_id(source):
             return Repository(source)
-        raise CheckpointError(f"{source}: no such folder or file, and not a hub id (owner/name)")
+        raise CheckpointError(
+            f"{source}: no such folder or file, and not a hub id (owner/name){_meant(source)}"
+        )
     if is_taught_head(path):
         raise CheckpointError(
             f"{source}: a taught head: a folder of --models takes it, with a model that has its "
             "backbone"
         )
     return Files(path, source) if resolved.is_dir() else SingleFile(path, source)
+
+
+def _meant(source: str) -> str:
+    """Return the source that an address probably means, as a question; empty if that is unclear."""
+    address = _HUB_ADDRESS.fullmatch(source)
+    if address is not None:
+        revision = f"@{address[2]}" if address[2] else ""
+        return f": did you mean {address[1]}{revision}?"
+    if source.startswith("file://"):
+        return f": did you mean {source.removeprefix('file://')}?"
+    if "://" in source:
+        return ": download it, and give the folder or file on this machine"
+    return ""

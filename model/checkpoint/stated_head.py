@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.label_forms import UNNAMED, indexed_labels
+from model.checkpoint.label_forms import NAME_THEM, UNNAMED, labels_in_holder, require_agreement
 from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 from model.heads import SOFTMAX
@@ -18,7 +18,8 @@ _MULTI_LABEL: Final = {
     "single_label_classification": False,
     "multi_label_classification": True,
 }
-_NAME_THEM: Final = "name the labels with --labels FILE (VIT_LABELS)"
+
+_FROM_LABEL2ID: Final = "labels: those of label2id, because id2label has none (VIT_LABELS)"
 
 
 @dataclass(frozen=True)
@@ -64,24 +65,32 @@ class StatedHead:
         count = self.config.get("num_labels")
         if count not in (None, classes):
             raise CheckpointError(
-                f"{self.where}: num_labels is {count!r:.100}, but the head has {classes} classes"
+                f"{self.where}: num_labels is {count!r:.100}, but the head has {classes} classes: "
+                f"correct it, or {NAME_THEM}"
             )
         if self.config.get("label_names"):
-            return self._noted(self._label_names(classes))
-        id2label = self.config.get("id2label")
-        if id2label is None:
-            return None
-        if not isinstance(id2label, dict):
-            raise CheckpointError(f"{self.where}: id2label: expected an object from index to label")
-        return self._compared(indexed_labels(id2label, classes, f"{self.where}: id2label"))
+            return self._noted(self._described(self._stated("label_names", classes)))
+        if self.config.get("id2label") is not None:
+            return self._compared(self._stated("id2label", classes))
+        if self.config.get("label2id"):
+            return HeadLabels(self._stated("label2id", classes), assumed=(_FROM_LABEL2ID,))
+        return None
 
-    def _label_names(self, classes: int) -> tuple[str, ...]:
+    def _stated(self, key: str, classes: int) -> tuple[str, ...]:
+        """Return the labels in a field; raise `CheckpointError` unless there is one per class."""
+        try:
+            names = labels_in_holder(self.config, key, self.where)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}: correct it, or {NAME_THEM}") from None
+        if len(names) != classes:
+            raise CheckpointError(
+                f"{self.where}: {key}: {len(names)} labels, but the head has {classes} classes: "
+                f"correct it, or {NAME_THEM}"
+            )
+        return names
+
+    def _described(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return timm's `label_names`, described by its `label_descriptions`."""
-        names: Any = self.config["label_names"]
-        if isinstance(names, dict):
-            names = indexed_labels(names, classes, f"{self.where}: label_names")
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"{self.where}: label_names: expected a list of texts")
         texts: Any = self.config.get("label_descriptions") or {}
         if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
             raise CheckpointError(
@@ -95,38 +104,17 @@ class StatedHead:
         Names that transformers makes up are not compared.
         """
         label2id = self.config.get("label2id")
-        if not isinstance(label2id, dict) or all(map(UNNAMED.fullmatch, label2id)):
-            return self._noted(names)
-        inverse = {str(index): label for label, index in label2id.items()}
-        indices = [str(index) for index in range(len(names))]
-        if all(map(UNNAMED.fullmatch, names)) and inverse.keys() == set(indices):
-            return HeadLabels(
-                tuple(inverse[index] for index in indices),
-                assumed=("labels: those of label2id, because id2label has none (VIT_LABELS)",),
-            )
-        self._require_agreement(dict(zip(indices, names, strict=True)), label2id)
+        is_named = isinstance(label2id, dict) and not all(map(UNNAMED.fullmatch, label2id))
+        if is_named and all(map(UNNAMED.fullmatch, names)):
+            return HeadLabels(self._stated("label2id", len(names)), assumed=(_FROM_LABEL2ID,))
+        require_agreement(names, label2id, self.where)
         return self._noted(names)
-
-    def _require_agreement(self, id2label: Mapping[str, str], label2id: Mapping[str, Any]) -> None:
-        for label, index in label2id.items():
-            other = id2label.get(str(index))
-            if other != label:
-                raise CheckpointError(
-                    f"{self.where}: label2id has {label!r:.100} at {index!r:.100}, where id2label "
-                    f"has {other or 'no class'!r:.100}: correct the wrong one, or {_NAME_THEM}"
-                )
-        for label in id2label.values():
-            if label not in label2id:
-                raise CheckpointError(
-                    f"{self.where}: label2id lacks {label!r:.100} of id2label: correct the wrong "
-                    f"one, or {_NAME_THEM}"
-                )
 
     def _noted(self, names: tuple[str, ...]) -> HeadLabels:
         labels = HeadLabels(names)
         if labels.has_names:
             return labels
-        note = f"its classes have numbers only, {names[0]} to {names[-1]}: {_NAME_THEM}"
+        note = f"its classes have numbers only, {names[0]} to {names[-1]}: {NAME_THEM}"
         return replace(labels, notes=(note,))
 
 

@@ -38,37 +38,50 @@ _GRAPH: Final = (
     "that it was exported from, saved where it was trained with torch.save(model.state_dict(), "
     "FILE)"
 )
-# Other kinds of files by suffix, and the way from them to a state dict.
-_FOREIGN: Final = {
-    ".pt2": _PROGRAM.format("torch.export", "torch.export.load({}).state_dict"),
-    ".toml": (
+_ARCHIVE: Final = "an archive: unpack it, and give the folder or the file of weights in it"
+_OTHER_LIBRARY: Final = (
+    "weights of TensorFlow, Keras or Flax: give the torch weights of the same model, or convert "
+    "them where both libraries are installed: transformers 4 does with from_pretrained(FOLDER, "
+    "from_tf=True or from_flax=True).save_pretrained(NEW_FOLDER)"
+)
+_SETTINGS: Final = (
+    "a file of settings or labels, not of weights: give the folder that holds it and the "
+    "weights; give labels as --labels {} (VIT_LABELS) with --checkpoint"
+)
+_FOREIGN_BY_ADVICE: Final = {
+    _GRAPH: ".onnx .xml .engine .plan .trt .tflite .mlmodel .mlpackage",
+    _TORCHSCRIPT: ".ptl .jit .torchscript",
+    _PROGRAM.format("torch.export", "torch.export.load({}).state_dict"): ".pt2",
+    _ARCHIVE: ".zip .gz .tgz .xz .bz2 .7z .rar .mar",
+    _OTHER_LIBRARY: ".h5 .hdf5 .keras .pb .msgpack",
+    "a conversion for another program: give the model that it was converted from": ".gguf .ot",
+    _SETTINGS: ".json .yaml .yml .txt .csv .tsv",
+    (
         "a file of settings, not of weights: give a map of keys as --keys {} (VIT_KEYS) with "
         "--checkpoint FILE; settings of a model belong into the folder of --models"
-    ),
-    ".json": (
-        "a file of settings or labels, not of weights: give the folder that holds it and the "
-        "weights; give labels as --labels {} (VIT_LABELS) with --checkpoint"
-    ),
-    ".mar": (
-        "an archive of TorchServe: unzip it, and give the file of weights in it; {} itself is not "
-        "read"
-    ),
-    ".onnx": _GRAPH,
-    ".xml": _GRAPH,
-    ".engine": _GRAPH,
-    ".tflite": _GRAPH,
-    ".mlmodel": _GRAPH,
+    ): ".toml",
 }
-
+# Other kinds of files by suffix, and the way from them to a state dict.
+_FOREIGN: Final = {
+    suffix: advice for advice, suffixes in _FOREIGN_BY_ADVICE.items() for suffix in suffixes.split()
+}
 SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz")
+# Beginnings of files that have the name of another kind.
+_FOREIGN_STARTS: Final = {
+    b"<!DOCTYPE": "a web page, not the file itself: download the file again, logged in if needed",
+    b"<!doctype": "a web page, not the file itself: download the file again, logged in if needed",
+    b"<html": "a web page, not the file itself: download the file again, logged in if needed",
+    b"\x89HDF": _OTHER_LIBRARY,
+    b"GGUF": _FOREIGN[".gguf"],
+}
 _DAMAGED: Final = (
     ", or damaged, or it holds more than arrays: compare its size and checksum with the original's"
 )
 _NOT_TORCHS: Final = (
     "not a file that torch.save wrote, but damaged, or of a program other than torch: compare its "
-    "size and checksum with the original's"
+    "size and checksum with the original's, extract it if it is an archive, or save the weights "
+    "where it was made with torch.save(STATE_DICT, FILE)"
 )
-_POINTER: Final = b"version https://git-lfs"
 # Exceptions of torch, safetensors, NumPy and the standard library for damaged files.
 _MALFORMED: Final = (
     ArithmeticError,
@@ -121,22 +134,38 @@ def read_tensor_file(path: Path, where: str | None = None) -> Any:
     """
     where = where or str(path)
     suffix = PurePath(where).suffix.lower()
-    if suffix in _FOREIGN:
-        raise CheckpointError(f"{where}: {_FOREIGN[suffix].format(repr(PurePath(where).name))}")
+    advice = foreign_advice(where)
+    if advice:
+        raise CheckpointError(f"{where}: {advice}")
     if suffix not in SUFFIXES:
-        raise CheckpointError(f"{where}: expected one of {', '.join(SUFFIXES)}")
+        raise CheckpointError(
+            f"{where}: a name that ends in one of {', '.join(SUFFIXES)} is expected: rename the "
+            "file to say what it is, or save it as one of these"
+        )
     with open_file(path, where) as file:
-        if file.read(len(_POINTER)) == _POINTER:
-            raise CheckpointError(
-                f"{where}: a pointer of Git LFS and not the file itself: run git lfs pull in its "
-                "folder"
-            )
-        file.seek(0)
+        start = file.peek(16)
+        for foreign, advice in _FOREIGN_STARTS.items():
+            if start.startswith(foreign):
+                raise CheckpointError(f"{where}: {advice}")
         if suffix == ".safetensors":
             return _read_safetensors(file, where)
         if suffix == ".npz":
             return _read_npz(file, where)
         return _unpickled(file, where)
+
+
+def foreign_advice(name: str) -> str:
+    """Return the way from a file of another kind to a state dict; empty for a file of tensors."""
+    path = PurePath(name)
+    return _FOREIGN.get(path.suffix.lower(), "").format(repr(path.name))
+
+
+def is_foreign_weights(name: str) -> bool:
+    """Return whether a name is that of weights in a form that is not read."""
+    return _FOREIGN.get(PurePath(name).suffix.lower(), _SETTINGS) not in (
+        _SETTINGS,
+        _FOREIGN[".toml"],
+    )
 
 
 def _read_safetensors(file: BinaryIO, where: str) -> dict[str, torch.Tensor]:

@@ -2,7 +2,9 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -21,6 +23,17 @@ _JOINED: Final = (
     ("attn_pool.kv.", "attn_pool.k.", "attn_pool.v."),
     (".mlp.fc1.", ".mlp.fc1_g.", ".mlp.fc1_x."),
 )
+# Remedies if tensors of a part are missing or unexpected, by the first word of their names.
+_REMEDIES: Final = {
+    "head": "the file has a head, the architecture has none: correct num_classes, or architectures",
+    "dist_token": "state a distilled architecture, such as deit_tiny_distilled_patch16_224",
+    "head_dist": "state a distilled architecture, such as deit_tiny_distilled_patch16_224",
+    "pre_logits": "this layer before the head is not computed: fit a new head on the backbone with "
+    "vitserve train --probe",
+    "fc_norm": "global_pool=avg has fc_norm, global_pool=token has norm: correct global_pool",
+    "reg_token": "state the number of register tokens: reg_tokens (num_register_tokens)",
+}
+_UNCHANGED: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -42,15 +55,24 @@ def renamed(tensors: Mapping[str, Tensor], rules: Rules, where: str) -> dict[str
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        new = name
-        for pattern, replacement in rules:
-            new = re.sub(pattern, replacement, new)
+        new = _new_name(name, rules)
         if new in result:
             raise CheckpointError(
                 f"{where}: {name!r} and another tensor are both the model's {new!r}"
             )
         result[new] = tensor
     return result
+
+
+def _new_name(name: str, rules: Rules) -> str:
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def stored_names(names: Iterable[str], rules: Rules) -> dict[str, str]:
+    """Return the file's names of tensors by the names that rules give them."""
+    return {_new_name(name, rules): name for name in names}
 
 
 def join(tensors: dict[str, Tensor], names: Sequence[str], joined: str) -> None:
@@ -83,23 +105,48 @@ def join_parts(tensors: dict[str, Tensor], *, key_bias: bool = True) -> None:
             join(tensors, parts, name.replace(apart[0], joined))
 
 
-def taken(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:
+def taken(
+    tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str, shown: str = ""
+) -> Tensor:
     """Remove a tensor and return it as contiguous float32.
+
+    Args:
+        tensors: tensors by name.
+        name: name of the tensor.
+        shape: expected shape.
+        where: name of the file in messages.
+        shown: name of the tensor in messages, if it differs.
 
     Raises:
         CheckpointError: missing, of another shape, not floating point, or sparse.
     """
+    shown = shown or name
     if name not in tensors:
-        raise CheckpointError(f"{where}: missing key {name!r}")
+        raise CheckpointError(f"{where}: missing key {shown!r}")
     stored = tuple(tensors[name].shape)
     if stored != shape:
-        raise CheckpointError(f"{where}: {name} has shape {list(stored)}, expected {list(shape)}")
+        raise CheckpointError(
+            f"{where}: {shown} has shape {list(stored)}, expected {list(shape)}: "
+            f"{_remedy_of_shape(name)}"
+        )
     tensor = tensors.pop(name)
     if not tensor.is_floating_point() or tensor.layout != torch.strided:
         raise CheckpointError(
-            f"{where}: {name} is {tensor.dtype}, expected floating point, and dense"
+            f"{where}: {shown} is {tensor.dtype}, expected floating point, and dense: save the "
+            "weights in floating point; quantised and sparse weights are not read"
         )
     return tensor.to(torch.float32).contiguous()
+
+
+def _remedy_of_shape(name: str) -> str:
+    if name.startswith("head"):
+        return "correct the number of classes of the architecture (num_classes), or save its head"
+    if "pos_embed" in name:
+        return (
+            "correct the image size of the architecture to that of these positions; then "
+            "--image-size (VIT_IMAGE_SIZE) resizes them"
+        )
+    return "the architecture is of another model: correct its sizes, or give its weights"
 
 
 def shape_of(
@@ -123,23 +170,92 @@ def shape_of(
 
 
 def checked(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
+    stored: Mapping[str, str] = _UNCHANGED,
 ) -> dict[str, Tensor]:
     """Return tensors as float32 once their names and shapes are exactly these.
 
     Each shape is checked before any arithmetic, so memory stays bounded by the network's size.
 
+    Args:
+        tensors: tensors by the model's names.
+        shapes: expected shapes by the model's names.
+        where: name of the file in messages.
+        stored: the file's names by the model's names, if they differ.
+
     Raises:
         CheckpointError: one is missing, unexpected, of another shape or not floating point; it
-            names the first.
+            names the first, and the remedy.
     """
-    differences = {
-        "missing": shapes.keys() - tensors.keys(),
-        "unexpected": tensors.keys() - shapes.keys(),
-    }
-    for kind, names in differences.items():
+    missing = sorted(shapes.keys() - tensors.keys())
+    unexpected = sorted(tensors.keys() - shapes.keys())
+    for kind, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise CheckpointError(f"{where}: {kind} key {min(names)!r}{more}")
+            remedy = _remedy_of_names(missing, unexpected, shapes, stored)
+            shown = _stored_name(names[0], stored)
+            raise CheckpointError(f"{where}: {kind} key {shown!r}{more}: {remedy}")
     left = dict(tensors)
-    return {name: taken(left, name, shape, where) for name, shape in shapes.items()}
+    return {
+        name: taken(left, name, shape, where, _stored_name(name, stored))
+        for name, shape in shapes.items()
+    }
+
+
+def _remedy_of_names(
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    expected: Collection[str],
+    stored: Mapping[str, str],
+) -> str:
+    """Return what to do about tensors that are missing, unexpected, or both."""
+    blocks = _blocks((set(expected) - set(missing)) | set(unexpected))
+    depth = len(_blocks(expected))
+    if blocks and len(blocks) != depth and blocks == set(range(len(blocks))):
+        return (
+            f"the file has {len(blocks)} blocks, the architecture {depth}: correct its depth "
+            "(num_hidden_layers), or give the weights of that model"
+        )
+    for name in (*unexpected, *missing):
+        part = name.partition(".")[0]
+        if part in _REMEDIES and (part != "head" or name in unexpected):
+            return _REMEDIES[part]
+    first = (missing or unexpected)[0]
+    near = get_close_matches(first, unexpected, 1) if missing else []
+    if near:
+        return (
+            f"near it is {_stored_name(near[0], stored)!r}: if it is the same tensor, rename it, "
+            "or give the file of weights alone with a map of names, --keys FILE (VIT_KEYS)"
+        )
+    if first in missing and first.endswith(".bias"):
+        return "if the layer has no bias, save zeros under this name; else save the whole model"
+    if missing:
+        return "the file is a part of the model: save all of model.state_dict()"
+    return (
+        "the architecture lacks this part: correct the architecture, or save without the part; "
+        'of a file of weights alone --keys FILE (VIT_KEYS) leaves it out, with to = ""'
+    )
+
+
+def _blocks(names: Iterable[str]) -> set[int]:
+    return {int(name.split(".")[1]) for name in names if re.match(r"blocks\.\d+\.", name)}
+
+
+def _stored_name(name: str, stored: Mapping[str, str]) -> str:
+    """Return the file's name of a tensor; of a missing one by its neighbours in the file."""
+    if name in stored:
+        return stored[name]
+    module, _, kind = name.rpartition(".")
+    other_kind = {"weight": "bias", "bias": "weight"}.get(kind, kind)
+    neighbour = stored.get(f"{module}.{other_kind}")
+    if neighbour is not None:
+        return f"{neighbour.rpartition('.')[0]}.{kind}"
+    number = re.search(r"\.\d+\.", name)
+    if number is None:
+        return name
+    for ours, theirs in stored.items():
+        if re.sub(r"\.\d+\.", number[0], ours, count=1) == name:
+            return re.sub(r"\.\d+\.", number[0], theirs, count=1)
+    return name

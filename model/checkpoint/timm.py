@@ -19,7 +19,7 @@ from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.resizing import resized_config, resized_positions
 from model.checkpoint.stated_head import HeadLabels, stated_head
-from model.checkpoint.timm_architectures import architectures, runs_in_library
+from model.checkpoint.timm_architectures import architectures, runs_in_library, split_name
 from model.checkpoint.timm_arguments import parse_arguments
 from model.checkpoint.timm_names import native_names
 from model.config import CropShare, Interpolation, NetworkConfig, PreprocessConfig, ViTConfig
@@ -57,19 +57,27 @@ _UNUSED_ARGUMENTS: Final = frozenset(
 Count = Annotated[int, Field(ge=1)]
 
 
-class Pretrained(BaseModel):
-    """The fields of a `pretrained_cfg` that are read; `input_size` is (channels, rows, columns)."""
+class _Described(BaseModel):
+    """The fields of a `pretrained_cfg` that are read besides its preprocessing.
+
+    `input_size` is (channels, rows, columns).
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     input_size: tuple[Count, Count, Count]
+    tag: str | None = None
+    fixed_input_size: bool | None = None
+
+
+class Pretrained(_Described):
+    """The fields of a `pretrained_cfg` that are read."""
+
     crop_pct: CropShare
     crop_mode: Literal["center", "squash"] | None = None
     interpolation: Interpolation
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    tag: str | None = None
-    fixed_input_size: bool | None = None
 
     def preprocess(self) -> PreprocessConfig:
         """Return timm's preprocessing for evaluation; raises pydantic.ValidationError."""
@@ -91,21 +99,23 @@ class _Network(NamedTuple):
 def recognises(files: Files) -> bool:
     """Return whether a `config.json` is timm's, or of transformers' wrapper around timm."""
     config = files.config
-    is_timms = "pretrained_cfg" in config or config.get("model_type") == _WRAPPER
-    return is_timms and isinstance(config.get("architecture"), str)
+    is_timms = "architectures" not in config or config.get("model_type") == _WRAPPER
+    has_name = isinstance(config.get("architecture"), str)
+    return has_name and ("pretrained_cfg" in config or (is_timms and "format" not in config))
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     """Read a folder as timm's `save_for_hf` and `push_to_hf_hub` write it."""
     where = files.where(CONFIG_FILE)
-    config = files.config
-    name = config["architecture"]
-    described = required(config, "pretrained_cfg", where)
-    pretrained = _pretrained(described, options, where)
+    name, tag = split_name(files.config["architecture"])
+    config = files.config | {"architecture": name}
+    described = _described(config, tag, where)
     carried = None
-    if not options.preprocess:
+    if options.preprocess:
         with validating(where, "pretrained_cfg."):
-            carried = pretrained.preprocess()
+            pretrained = _Described.model_validate(described)
+    else:
+        pretrained, carried = _preprocessing(described, where)
         if config.get("model_type") == _WRAPPER:
             _refuse_processor(files)
     head = stated_head(_head_fields(config, described), where, options)
@@ -133,18 +143,38 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     )
 
 
-def _pretrained(described: Any, options: CheckpointOptions, where: str) -> Pretrained:
-    """Return the `pretrained_cfg`, without its crop if the operator's preprocessing replaces it."""
-    is_object = isinstance(described, dict)
-    if is_object and options.preprocess:
-        described = {**described, "crop_mode": None}
-    if is_object and described.get("crop_mode") == "border":
+def _described(config: Mapping[str, Any], tag: str, where: str) -> dict[str, Any]:
+    """Return the `pretrained_cfg`; timm's first folders have its fields in the config itself."""
+    described = config.get("pretrained_cfg")
+    if described is None and "input_size" in config:
+        described = config
+    if not isinstance(described, dict):
         raise CheckpointError(
-            f"{where}: pretrained_cfg.crop_mode 'border' pads pictures, which this version does "
-            "not compute: set VIT_PREPROCESS to another preprocessing"
+            f"{where}: pretrained_cfg is missing: an object with input_size, crop_pct, "
+            "interpolation, mean and std, as timm.models.save_for_hf(model, FOLDER) writes it"
         )
-    with validating(where, "pretrained_cfg."):
-        return Pretrained.model_validate(described)
+    return {"tag": tag or None} | described
+
+
+def _preprocessing(described: dict[str, Any], where: str) -> tuple[Pretrained, PreprocessConfig]:
+    """Return the `pretrained_cfg` and its preprocessing; the refusal names the setting for it."""
+    share = described.get("crop_pct")
+    is_padded = isinstance(share, int | float) and share > 1
+    if is_padded or described.get("crop_mode") == "border":
+        field = "crop_pct" if is_padded else "crop_mode"
+        plain = described | {"crop_mode": "center", "crop_pct": 1.0 if is_padded else share}
+        _, preprocess = _preprocessing(plain, where)
+        raise CheckpointError(
+            f"{where}: pretrained_cfg.{field} {described[field]!r} pads pictures, which this "
+            "version does not compute: set VIT_PREPROCESS (--preprocess) to another preprocessing, "
+            f"such as {preprocess.model_dump_json(exclude_none=True)}"
+        )
+    try:
+        with validating(where, "pretrained_cfg."):
+            pretrained = Pretrained.model_validate(described)
+            return pretrained, pretrained.preprocess()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; VIT_PREPROCESS sets the preprocessing instead") from None
 
 
 def _refuse_processor(files: Files) -> None:
@@ -161,7 +191,7 @@ def _refuse_processor(files: Files) -> None:
         )
 
 
-def _vit(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> _Network:
+def _vit(files: Files, config: Mapping[str, Any], pretrained: _Described) -> _Network:
     """Return a network that vitserve itself computes."""
     where = files.where(CONFIG_FILE)
     channels, rows, columns = pretrained.input_size
@@ -187,7 +217,7 @@ def _vit(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> _Ne
     return _Network(resized, tensors)
 
 
-def _library_network(files: Files, config: Mapping[str, Any], pretrained: Pretrained) -> _Network:
+def _library_network(files: Files, config: Mapping[str, Any], pretrained: _Described) -> _Network:
     """Return a network that timm's own code computes."""
     where = files.where(CONFIG_FILE)
     channels, rows, columns = pretrained.input_size
@@ -233,9 +263,10 @@ def _arguments(where: str, config: Mapping[str, Any], demanded: tuple[str, ...])
     if not isinstance(stated, dict):
         raise CheckpointError(f"{where}: model_args: expected an object")
     arguments = {key: value for key, value in stated.items() if key not in _UNUSED_ARGUMENTS}
-    # transformers' wrapper states the pooling only in `model_args`.
+    # transformers' wrapper states the pooling only in `model_args`, timm's first folders nowhere.
     is_wrapped = config.get("model_type") == _WRAPPER
-    for key in demanded[:1] if is_wrapped else demanded:
+    has_own_pooling = is_wrapped or not (config.get("pretrained_cfg") or config.get("global_pool"))
+    for key in demanded[:1] if has_own_pooling else demanded:
         value = required(config, key, where)
         if key in stated and stated[key] != value:  # true for NaN too, which JSON may hold
             raise CheckpointError(f"{where}: {key} is {value!r}, but {stated[key]!r} in model_args")
@@ -274,7 +305,7 @@ def _projecting(network: _Network) -> _Network:
 
 
 def _assumed_labels(
-    where: str, pretrained: Pretrained, classes: int, options: CheckpointOptions
+    where: str, pretrained: _Described, classes: int, options: CheckpointOptions
 ) -> HeadLabels:
     """Return the labels that the tag implies: timm's own ImageNet-1k checkpoints carry none."""
     tag = pretrained.tag or ""

@@ -7,6 +7,7 @@ blocks, differential attention) are not in the table; timm's own code runs them 
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,12 @@ def architectures() -> Mapping[str, dict[str, Any]]:
     file = Path(__file__).parent / "timm_architectures.json"
     table: dict[str, dict[str, Any]] = json.loads(file.read_bytes())
     return table
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the architecture and the tag in a model's name: `timm/NAME.TAG`."""
+    architecture, _, tag = re.sub(r"^(hf[-_]hub:)?timm/", "", name).partition(".")
+    return architecture, tag
 
 
 def runs_in_library(name: str, where: str) -> bool:

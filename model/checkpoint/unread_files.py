@@ -14,6 +14,7 @@ from model.checkpoint.files import (
     Files,
 )
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE
+from model.checkpoint.incomplete import QUANTISED_REMEDY
 from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 
@@ -72,11 +73,7 @@ def _refuse_fields(files: Files) -> None:
     quantisation = files.config.get("quantization_config") or files.config.get("compression_config")
     if quantisation:
         kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-        raise CheckpointError(
-            f"{where}: quantization_config {kind!r:.100}: quantised weights are not read: save "
-            "floating-point weights, model.dequantize().save_pretrained(FOLDER), or give the model "
-            "that was quantised"
-        )
+        raise CheckpointError(f"{where}: quantization_config {kind!r:.100}: {QUANTISED_REMEDY}")
     if files.config.get("pruned_heads"):
         raise CheckpointError(
             f"{where}: pruned_heads is not read: give the model with all its attention heads"

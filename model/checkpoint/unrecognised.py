@@ -1,6 +1,7 @@
 """The refusal of files that no reader recognises, with advice on the likely intent."""
 
 from collections.abc import Sequence
+from pathlib import PurePath
 
 from model.checkpoint.files import (
     ADAPTER_CONFIG,
@@ -12,8 +13,7 @@ from model.checkpoint.files import (
 )
 from model.checkpoint.hub import Repository
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
-from model.checkpoint.local_files import reading
-from model.checkpoint.tensor_files import SUFFIXES
+from model.checkpoint.tensor_files import SUFFIXES, foreign_advice, is_foreign_weights
 from model.errors import CheckpointError
 
 
@@ -62,18 +62,15 @@ def _inner_models(files: Files) -> str:
 
 def _lone_weights(files: Files) -> str:
     """Return the advice to name a file of weights in a folder; empty if it holds none."""
-    if isinstance(files, Repository):
-        return ""
     adapter = next((name for name in ADAPTER_WEIGHTS if files.is_on_disk(name)), None)
     if adapter is not None:
         return (
             f"{adapter} is an adapter without its {ADAPTER_CONFIG}: add that file to the folder, "
             "and name the base with --base CHECKPOINT (VIT_BASE); else "
         )
-    with reading(files.title):
-        names = sorted(
-            path.name for path in files.folder.iterdir() if path.suffix.lower() in SUFFIXES
-        )
-    if not names:
-        return ""
-    return f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else "
+    every = [name for name in files.names() if "/" not in name]
+    names = [name for name in every if PurePath(name).suffix.lower() in SUFFIXES]
+    if names and not isinstance(files, Repository):
+        return f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else "
+    foreign = next(filter(is_foreign_weights, every), None)
+    return f"{foreign} is {foreign_advice(foreign)}; else " if foreign else ""

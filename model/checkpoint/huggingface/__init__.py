@@ -16,7 +16,7 @@ from model.checkpoint.huggingface.texts import read_texts
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.stated_head import HeadLabels, StatedHead, stated_head
-from model.checkpoint.tensors import renamed
+from model.checkpoint.tensors import renamed, stored_names
 from model.errors import CheckpointError
 
 __all__ = ["FAMILIES", "FORMAT", "family_of", "read", "recognises"]
@@ -29,6 +29,14 @@ _BACKBONES: Final = {
     f"{family.class_name.partition('For')[0]}Model": family
     for family in reversed(FAMILIES)
     if not family.vision_defaults
+}
+
+
+# Classes of transformers that read the weights of a class that is not read, by its model type.
+_RELATED: Final = {
+    "vit_mae": "ViTModel",
+    "clip_vision_model": "CLIPModel",
+    "siglip_vision_model": "SiglipModel",
 }
 
 
@@ -56,7 +64,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     texts = None
     if family in (CLIP, SIGLIP):
         tensors, texts = read_texts(tensors, files, options, vit.projection_width or vit.width)
-    tensors = renamed(files.without(tensors, family.unused), family.rules, files.title)
+    tensors = files.without(tensors, family.unused)
+    stored = stored_names(tensors, family.rules)
+    tensors = renamed(tensors, family.rules, files.title)
     if texts is None and not is_backbone:
         tensors = with_head(tensors, files.title, "classifier")
     classes = 0
@@ -80,7 +90,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         config=vit,
         preprocess=preprocess,
         labels=labels.names,
-        tensors=native_tensors(native, vit, files.title),
+        tensors=native_tensors(native, vit, files.title, stored),
         multi_label=texts.zero_shot.independent if texts else stated.multi_label,
         zero_shot=texts and texts.zero_shot,
         embed_texts=texts and texts.tower,
@@ -108,7 +118,8 @@ def family_of(config: Mapping[str, Any], where: str) -> tuple[Family, bool]:
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
         raise CheckpointError(
-            f"{where}: architectures {classes!r:.100}: expected a list of one class name"
+            f"{where}: architectures {classes!r:.100}: expected a list of one class name, such as "
+            '["ViTForImageClassification"], as save_pretrained writes it'
         )
     name = classes[0]
     family = (_BACKBONES | _BY_CLASS).get(name)
@@ -118,13 +129,30 @@ def family_of(config: Mapping[str, Any], where: str) -> tuple[Family, bool]:
             f"{where}: {name!r:.100} is not a Vision Transformer that is read; "
             f"this version reads the ForImageClassification of {', '.join(kinds)}; CLIPModel and "
             f"SiglipModel; and, for embeddings, {', '.join(reversed(_BACKBONES))}"
+            f"{_advice(str(config.get('model_type')))}"
         )
     model_type = config.get("model_type")
     if model_type != family.model_type:
         raise CheckpointError(
-            f"{where}: model_type {model_type!r:.100}: expected {family.model_type!r}"
+            f"{where}: model_type {model_type!r:.100}: expected {family.model_type!r} for {name}: "
+            "correct the wrong one of both"
         )
     return family, name not in _BY_CLASS
+
+
+def _advice(model_type: str) -> str:
+    """Return how a class of a model type that is not read becomes one that is; may be empty."""
+    related = _RELATED.get(model_type)
+    if related in ("CLIPModel", "SiglipModel"):
+        return f": give the whole model, {related}, which this tower is a part of"
+    names = [name for name, family in _BACKBONES.items() if family.model_type == model_type]
+    if related or names:
+        backbone = related or names[0]
+        return (
+            f": for embeddings, save its backbone: {backbone}.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW_FOLDER)"
+        )
+    return ""
 
 
 def _labels(stated: StatedHead, classes: int, options: CheckpointOptions) -> HeadLabels:

@@ -5,9 +5,10 @@ the class that the file names, or else of the class of the model's family. Sizes
 statistics that come from a class are listed as assumed.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface.family import Family
@@ -68,21 +69,16 @@ _CLASSES: Final = {
     name + suffix: attributes for name, attributes in _PROCESSORS.items() for suffix in _SUFFIXES
 }
 
-Edge = Annotated[int, Field(ge=1)]
-Pair = Annotated[list[Edge], Field(min_length=2, max_length=2)]  # (rows, columns)
 Statistic = float | list[float]
 Resized = tuple[Literal["squash", "shortest_edge"], tuple[int, int]]
+# A factor within this share of 1/255 is 1/255.
+_TOLERANCE: Final = 1e-6
 
 
-class _Sides(BaseModel):
-    """A size as an object: both sides, or the shorter one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    height: Edge | None = None
-    width: Edge | None = None
-    shortest_edge: Edge | None = None
-    longest_edge: None = None
+def _filter_number(value: object) -> object:
+    """Return the number of a filter that is stated by its name, such as `bicubic`."""
+    name = str(value).rpartition(".")[2].lower()
+    return _RESAMPLING.index(name) if name in _RESAMPLING else value
 
 
 class _Processor(BaseModel):
@@ -91,16 +87,16 @@ class _Processor(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     do_resize: Literal[True] | None = None
-    do_rescale: Literal[True] | None = None
-    do_normalize: bool | None = None
+    do_rescale: bool = True
+    do_normalize: bool = True
     do_center_crop: bool | None = None
     do_pad: Literal[False] | None = None
     use_square_size: Literal[False] | None = None
     default_to_square: bool | None = None
-    rescale_factor: Annotated[float, Field(ge=0.999999 / 255, le=1.000001 / 255)] = 1 / 255
-    size: Edge | Pair | _Sides
-    crop_size: Edge | Pair | _Sides | None = None
-    resample: Annotated[int, Field(ge=0, le=5)]
+    rescale_factor: Annotated[float, Field(gt=0, le=1e3)] = 1 / 255
+    size: Any
+    crop_size: Any = None
+    resample: Annotated[int, Field(ge=0, le=5), BeforeValidator(_filter_number)]
     image_mean: Statistic | None = None
     image_std: Statistic | None = None
 
@@ -179,8 +175,13 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
             f"{where}: image_processor_type {kind!r:.100} is not read by this version"
         )
     defaults = _CLASSES[kind]
+    # A step whose flag is null is left out, as in transformers.
+    stated = {
+        name: False if value is None and name.startswith("do_") else value
+        for name, value in json.items()
+    }
     with validating(where):
-        processor = _Processor.model_validate(defaults.numbers | json)
+        processor = _Processor.model_validate(defaults.numbers | stated)
     is_square = _stated(processor.default_to_square, defaults.square)
     has_crop = _stated(processor.do_center_crop, defaults.center_crop)
     resize, resize_size = _sized(processor.size, is_square, f"{where}: size")
@@ -191,28 +192,33 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
             raise CheckpointError(
                 f"{where}: crop_size is a shortest_edge: expected a number, or height and width"
             )
+        if size[0] > resize_size[0] or size[1] > resize_size[1]:
+            raise CheckpointError(
+                f"{where}: crop_size {size} is larger than size {resize_size}: pictures are not "
+                "padded"
+            )
     elif resize == "shortest_edge":
         raise CheckpointError(
             f"{where}: size keeps the aspect and do_center_crop is false: no one input size"
         )
-    is_raw = processor.do_normalize is False
+    mean, std = _statistics(processor, _channels(files))
     fields = {
         "size": size,
         "resize": resize,
         "resize_size": resize_size,
         "interpolation": _RESAMPLING[processor.resample],
         "crop_rounding": "down",
-        "mean": (0.0, 0.0, 0.0) if is_raw else _of_channels(processor.image_mean, files),
-        "std": (1.0, 1.0, 1.0) if is_raw else _of_channels(processor.image_std, files),
+        "mean": mean,
+        "std": std,
     }
     used = {"size", "resample"}
     if has_crop:
         used.add("crop_size")
-    if not is_raw:
+    if processor.do_normalize:
         used |= {"image_mean", "image_std"}
     with validating(where, "image_"):
         preprocess = PreprocessConfig.model_validate(fields)
-    names = [name for name in defaults.numbers if name in used - json.keys()]
+    names = [name for name in defaults.numbers if name in used - stated.keys()]
     if not names:
         return Carried(preprocess, ())
     assumed = (
@@ -237,23 +243,54 @@ def _stated(value: bool | None, default: bool) -> bool:
     return default if value is None else value
 
 
-def _of_channels(value: Statistic | None, files: Files) -> list[float] | None:
-    """Return a statistic for each channel; a single number is for all channels."""
-    if not isinstance(value, float):
-        return value
+def _channels(files: Files) -> int:
     channels = files.config.get("num_channels", 3)
-    return [value] * (channels if channels in (1, 3) else 3)
+    return channels if channels in (1, 3) else 3
 
 
-def _sized(value: int | list[int] | _Sides | None, square: bool, where: str) -> Resized:
+def _statistics(processor: _Processor, channels: int) -> tuple[list[float], list[float]]:
+    """Return the mean and deviation of pixels of 0...1 that give the processor's values.
+
+    A processor that multiplies pixels of 0...255 by another factor than 1/255, or does not, gives
+    the same values as one with other statistics.
+    """
+    mean = [0.0] * channels
+    std = [1.0] * channels
+    if processor.do_normalize:
+        mean = _of_channels(processor.image_mean, channels)
+        std = _of_channels(processor.image_std, channels)
+    factor = 255 * (processor.rescale_factor if processor.do_rescale else 1.0)
+    if abs(factor - 1) <= _TOLERANCE:
+        return mean, std
+    return [value / factor for value in mean], [value / factor for value in std]
+
+
+def _of_channels(value: Statistic | None, channels: int) -> list[float]:
+    """Return a statistic for each channel; a single number is for all channels."""
+    return value if isinstance(value, list) else [value or 0.0] * channels
+
+
+def _sized(value: Any, square: bool, where: str) -> Resized:
     """Return how a picture is resized, and its new (rows, columns)."""
-    if isinstance(value, int):
-        return ("squash" if square else "shortest_edge"), (value, value)
-    if isinstance(value, list):
-        return "squash", (value[0], value[1])
-    sides = value or _Sides()
-    if sides.height and sides.width and sides.shortest_edge is None:
-        return "squash", (sides.height, sides.width)
-    if sides.shortest_edge and sides.height is None and sides.width is None:
-        return "shortest_edge", (sides.shortest_edge, sides.shortest_edge)
-    raise CheckpointError(f"{where}: expected a number, height and width, or shortest_edge")
+    sides: Mapping[str, Any] = {}
+    kind: Literal["squash", "shortest_edge"] = "squash"
+    if isinstance(value, dict):
+        sides = {name: edge for name, edge in value.items() if edge is not None}
+    elif isinstance(value, list) and len(value) == 2:
+        sides = dict(zip(("height", "width"), value, strict=True))
+    elif square:
+        sides = {"height": value, "width": value}
+    else:
+        sides = {"shortest_edge": value}
+    if sides.keys() == {"shortest_edge"}:
+        kind = "shortest_edge"
+        edges = (sides["shortest_edge"], sides["shortest_edge"])
+    elif sides.keys() == {"height", "width"}:
+        edges = (sides["height"], sides["width"])
+    else:
+        edges = (None, None)
+    if not all(type(edge) is int and edge > 0 for edge in edges):
+        raise CheckpointError(
+            f"{where} {value!r:.100}: expected a number, height and width, or shortest_edge"
+        )
+    return kind, edges

@@ -20,7 +20,7 @@ _TRAINING: Final = re.compile(
 )
 # Names of tensors in state dicts that classification does not use.
 _UNUSED: Final = re.compile(
-    r"(.*\.)?((step|decay|loss\w*|criterion\w*|\w*metrics?)(\..*)?|"
+    r"(.*\.)?((step|decay|loss\w*|criterion\w*|\w*metrics?|(train|val|valid|test)_\w+)(\..*)?|"
     r"n_averaged|initted|num_updates|mask_token)"
 )
 _AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", re.IGNORECASE)

@@ -80,6 +80,11 @@ def read(files: Files, options: CheckpointOptions) -> Files | None:
             f"reads the adapter; without {ADAPTER_CONFIG} the model is read"
         )
     base = model_folder(_open_base(files, options))
+    if base.path(ADAPTER_CONFIG) is not None and base.path(CONFIG_FILE) is None:
+        raise CheckpointError(
+            f"{files.title}: its base {base.title} is an adapter, too: merge that one first, with "
+            "merge_and_unload(), or set VIT_BASE (--base) to a whole model"
+        )
     _adapt(base, files, options)
     return base
 
@@ -94,7 +99,7 @@ def _base_name(adapter: Files, base: str | None) -> str:
     config = adapter.json(ADAPTER_CONFIG)
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{where}: peft_type {kind!r:.100} is not read; LORA is")
+        raise CheckpointError(f"{where}: peft_type {kind!r:.100} is not read; LORA is: {MERGE}")
     unread = sorted(key for key, value in config.items() if value and key not in _READ)
     if config.get("init_lora_weights") not in _PLAIN_STARTS:
         unread.append(f"init_lora_weights {config['init_lora_weights']!r:.100}")
@@ -163,6 +168,10 @@ def _adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
     config = adapter.json(ADAPTER_CONFIG)
     safetensors, pickle = ADAPTER_WEIGHTS
     weights = safetensors if adapter.path(safetensors) is not None else pickle
+    if adapter.path(weights) is None:
+        raise CheckpointError(
+            f"{adapter.title}: no weights of the adapter: copy or download {safetensors}, too"
+        )
     changes = {
         name.removeprefix("base_model.model."): tensor
         for name, tensor in adapter.part(weights).items()

@@ -14,6 +14,9 @@ from model.errors import CheckpointError
 # renaming maps both to the same names.
 Renaming = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
+_OTHER_BASE: Final = (
+    "if the base is another model than in training, set VIT_BASE (--base) to the right one"
+)
 MERGE: Final = "merge the adapter where it was trained, with merge_and_unload(), and save the model"
 _LORA: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _WHOLE: Final = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.")
@@ -73,13 +76,14 @@ def merged(
         [target] = renaming({f"{module}.weight": pair["B"]})
         if target not in base:
             raise CheckpointError(
-                f"{where}: the adapter changes {module!r}, which the base does not have"
+                f"{where}: the adapter changes {module!r}, which the base does not have: "
+                f"{_OTHER_BASE}"
             )
         if change is None or change.shape != base[target].shape:
             shapes = ", ".join(str(list(part.shape)) for part in pair.values())
             raise CheckpointError(
                 f"{where}: the adapter of {module!r}, {shapes}, is not for "
-                f"{list(base[target].shape)}"
+                f"{list(base[target].shape)}: {_OTHER_BASE}"
             )
         base[target] = base[target].float() + change * scale
     return base
@@ -98,7 +102,9 @@ def _change(pair: Mapping[str, Tensor]) -> Tensor | None:
 
 def _scale(config: Mapping[str, Any], module: str, pair: Mapping[str, Tensor], where: str) -> float:
     if not {"A", "B"} <= pair.keys():
-        raise CheckpointError(f"{where}: the adapter changes {module!r} in part")
+        raise CheckpointError(
+            f"{where}: the adapter changes {module!r} in part: A or B is missing; save it again"
+        )
     patterns = config.get("alpha_pattern") or {}
     is_plain = isinstance(patterns, dict) and all(map(_PLAIN_PATTERN.fullmatch, map(str, patterns)))
     if not is_plain:

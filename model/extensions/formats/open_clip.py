@@ -126,6 +126,12 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
     refuse_unread(files, options)
     where = files.where(OPEN_CLIP_CONFIG)
     config = files.json(OPEN_CLIP_CONFIG)
+    if options.labels not in (None, "numbers"):
+        raise CheckpointError(
+            f"{where}: open_clip's text tower is not read, so labels have no effect: leave "
+            "VIT_LABELS (--labels) out to serve embeddings, or give the model in transformers' "
+            "form (CLIPModel, SiglipModel), whose text tower is read"
+        )
     model = _object(required(config, "model_cfg", where), "model_cfg", where)
     vision = _object(required(model, "vision_cfg", where), "model_cfg.vision_cfg", where)
     if isinstance(vision.get("layers"), list):

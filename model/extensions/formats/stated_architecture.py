@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, Final
 
-from model.checkpoint.timm_architectures import architectures, runs_in_library
+from model.checkpoint.timm_architectures import architectures, runs_in_library, split_name
 from model.checkpoint.timm_arguments import EvaArguments, TimmArguments
 from model.errors import CheckpointError, nearest
 
@@ -42,6 +42,7 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
         raise CheckpointError(
             f"VIT_ARCHITECTURE {text!r:.200}: expected a name first, as in {OWN},{text[:200]}"
         )
+    name, _ = split_name(name)
     known = _known_arguments(name)
     arguments: dict[str, Any] = {}
     for pair in pairs:

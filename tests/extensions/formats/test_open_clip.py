@@ -195,7 +195,7 @@ def test_open_clips_other_towers_are_refused(case: str, tmp_path: Path) -> None:
 
 def test_labels_for_an_image_tower_are_refused(tmp_path: Path) -> None:
     own_folder(tmp_path, "laion")
-    assert "VIT_LABELS: the model has no head" in refusal(tmp_path, labels="cat,dog")
+    assert "text tower is not read, so labels have no effect" in refusal(tmp_path, labels="cat,dog")
 
 
 def test_lone_open_clip_file_names_its_folder(tmp_path: Path) -> None:

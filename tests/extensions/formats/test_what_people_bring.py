@@ -313,7 +313,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         _text("net.onnx"),
         r"a graph made from a network, .* torch\.save\(model\.state_dict\(\), FILE\)",
     ),
-    "TorchServe": (_text("net.mar"), "an archive of TorchServe: unzip it"),
+    "TorchServe": (_text("net.mar"), "an archive: unpack it"),
     "OpenVINO IR": (_text("net.xml", "<net/>"), "a graph made from a network"),
     "a key map": (
         _text("keys.toml"),

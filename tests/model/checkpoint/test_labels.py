@@ -40,6 +40,17 @@ FORMS = {
     "data.yaml": "nc: 3\nnames: ['cat', 'dog', 'red fox']\n",
     "names.yml": "path: ../x\nnames:\n  0: cat\n  1: dog\n  2: red fox\n",
     "plain.yaml": "- cat\n- dog\n- red fox\n",
+    "after.txt": "cat,0\nred fox,2\ndog,1\n",
+    "after-tab.txt": "cat\t0\nred fox\t2\ndog\t1\n",
+    "dots.txt": "0. cat\n1. dog\n2. red fox\n",
+    "quoted.txt": '"cat"\n"dog"\n"red fox"\n',
+    "commas.txt": "cat,\ndog,\nred fox,\n",
+    "synset_words.txt": "n01440764 cat\nn01443537 dog\nn01484850 red fox\n",
+    "pairs.json": '[["n00", "cat"], ["n01", "dog"], ["n02", "red fox"]]',
+    "indexed-pairs.json": '[[2, "red fox"], [0, "cat"], [1, "dog"]]',
+    "turned-pairs.json": '[["red fox", 2], ["cat", 0], ["dog", 1]]',
+    "nested.json": '{"model": {"label_map": {"0": "cat", "1": "dog", "2": "red fox"}}}',
+    "dataset_info.json": '{"features": {"label": {"names": ["cat", "dog", "red fox"]}}}',
 }
 
 
@@ -88,19 +99,24 @@ def test_words_of_a_form_stay_labels(tmp_path: Path) -> None:
     assert read_labels(str(tmp_path / "digits.json"), 2) == ("1", "0")
     (tmp_path / "engines.txt").write_text("2 stroke\n4 stroke\n")
     assert read_labels(str(tmp_path / "engines.txt"), 2) == ("2 stroke", "4 stroke")
+    (tmp_path / "types.txt").write_text("type 1\ntype 2\n")
+    assert read_labels(str(tmp_path / "types.txt"), 2) == ("type 1", "type 2")
     (tmp_path / "synonyms.txt").write_text("tench, Tinca tinca\n7,5 ton truck\n")
     assert read_labels(str(tmp_path / "synonyms.txt"), 2) == ("tench, Tinca tinca", "7,5 ton truck")
 
 
 REFUSED = {
-    "gap.json": ('{"0": "cat", "2": "dog"}', "2 labels, expected one for each of 0...1"),
+    "gap.json": ('{"0": "cat", "2": "dog"}', "no label for index 1: its 2 labels have the"),
     "twice.json": ('{"0": "cat", "0": "dog"}', "'0' is there twice: 'cat' and 'dog'"),
     "shared.json": ('{"cat": 0, "dog": 0}', "index 0 is 'cat' and 'dog'; give each index once"),
     "contradiction.json": (
         '{"id2label": {"0": "cat", "1": "dog"}, "label2id": {"cat": 1, "dog": 0}}',
         "label2id has 'cat' at 1, where id2label has 'dog'",
     ),
-    "other.json": ('{"a": {"b": 1}}', "neither from index to label nor from label to index"),
+    "other.json": (
+        '{"a": {"b": 1}, "c": {"d": 1}}',
+        "neither from index to label nor from label to index",
+    ),
     "empty-list.json": ("[]", "holds no labels"),
     "numbers.json": ("[1, 2]", "entry 0: 1: a label must be text"),
     "damaged.json": ('["cat", ', "not JSON"),
@@ -128,6 +144,16 @@ REFUSED = {
     "broken.yaml": ("names: [cat, dog\n", "not YAML"),
     "twice.yaml": ("names:\n  0: cat\n  0: dog\n", "'0' is there twice"),
     "circle.yaml": ("names: &a [*a, *a]\n", "line 1: write the values out instead of an alias"),
+    "labels.toml": ("labels = ['cat', 'dog']", "a file .toml is not read as labels; expected one"),
+    "labels.py": ("names = ['cat', 'dog']", "a file .py is not read as labels; expected one"),
+    "map.pbtxt": ("item {\n  id: 1\n}\n", "a file .pbtxt is not read as labels"),
+    "pointer.txt": ("version https://git-lfs.github.com/spec/v1\nsize 3\n", "git lfs pull"),
+    "empty.txt": ("", "an empty file: copy or download it again"),
+    "comment.txt": ("# classes\ncat\ndog\n", "3 labels for 2 classes: give one for each class"),
+    "numbers-twice.json": (
+        '{"id2label": {"0": 1, "1": 0}}',
+        "id2label: 1: a label must be text, in quotes",
+    ),
     "unnamed.yaml": ("nc: 3\n", "no label for index 0"),
 }
 

@@ -78,6 +78,18 @@ CROPS: dict[str, dict[str, Any]] = {
 
 CLASSES = ("ViT", "DeiT", "Bit", "Beit", "CLIP", "Siglip")
 
+STATISTICS: dict[str, dict[str, Any]] = {
+    "pixels to 255": {
+        "do_rescale": False,
+        "image_mean": [123.0, 117.0, 104.0],
+        "image_std": [58.0] * 3,
+    },
+    "pixels to 2": {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [1.0] * 3},
+    "not normalised": {"do_normalize": False, "rescale_factor": 1 / 127.5},
+    "the plain pixels": {"do_normalize": False, "do_rescale": False},
+    "null steps": {"do_normalize": None, "do_rescale": None, "do_center_crop": None},
+}
+
 SIZES: dict[str, Any] = {
     "number": 96,
     "height-width": {"height": 90, "width": 120},
@@ -347,3 +359,24 @@ def test_pixels_on_real_pictures(
     worst = max(largest_difference(config, reference, *photograph) for photograph in photographs)
     print(f"preprocessing {case}: {worst:.0f} of 255 on {len(photographs)} pictures")  # noqa: T201
     assert worst <= 1
+
+
+@pytest.mark.parametrize("case", STATISTICS)
+def test_statistics_equal_transformers(case: str, tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    for key, value in STATISTICS[case].items():
+        put(folder / "preprocessor_config.json", key, value)
+    config = load_checkpoint(str(folder)).preprocess
+    picture = generated()[0]
+    pixels = preprocess(picture, config) / 255
+    values = (pixels - np.array(config.mean)) / np.array(config.std)
+    processor = transformers().ViTImageProcessorPil.from_pretrained(folder)
+    expected = processor(upright(picture), return_tensors="np")["pixel_values"][0]
+    np.testing.assert_allclose(values.transpose(2, 0, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bicubic", "BICUBIC", "PILImageResampling.BICUBIC"])
+def test_a_filter_may_be_stated_by_name(name: str, tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    put(folder / "preprocessor_config.json", "resample", name)
+    assert load_checkpoint(str(folder)).preprocess.interpolation == "bicubic"

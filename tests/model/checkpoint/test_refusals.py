@@ -40,21 +40,19 @@ def test_wrong_tensors_are_named(kind: str, tmp_path: Path) -> None:
     bias = "classifier.bias" if kind == "huggingface" else "head.bias"
     spoilt = {
         "unexpected key 'surprise'": good | {"surprise": torch.zeros(2)},
-        "head.bias has shape [4], expected [3]": good | {bias: torch.zeros(4)},
+        f"{bias} has shape [4], expected [3]: correct the number of classes": good
+        | {bias: torch.zeros(4)},
         "head.bias holds values that are not finite": good
         | {bias: torch.tensor([0, float("nan"), 0])},
-        "head.bias is torch.int64, expected floating point, and dense": good
+        f"{bias} is torch.int64, expected floating point, and dense": good
         | {bias: torch.zeros(3, dtype=torch.int64)},
     }
-    ours = {"classifier.bias": "head.bias", "vit.layernorm.weight": "norm.weight"}
     for name in (min(good), max(good)):
-        spoilt[f": missing key '{ours.get(name, name)}'"] = {
-            each: good[each] for each in good.keys() - {name}
-        }
+        spoilt[f": missing key '{name}'"] = {each: good[each] for each in good.keys() - {name}}
     for message, tensors in spoilt.items():
         save_file(tensors, folder / "model.safetensors")
         said = refusal(folder)
-        assert said.startswith(str(folder)) and said.endswith(message)
+        assert said.startswith(str(folder)) and message in said
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_missing_crop_mode_is_the_centre(tmp_path: Path) -> None:
             "config.json",
             "architectures",
             ["ViTModel"],
-            r"unexpected key 'head\.bias'",
+            r"unexpected key 'classifier\.bias'.*has a head, the architecture has none",
         ),
         (
             "huggingface",
@@ -165,36 +163,35 @@ def test_missing_crop_mode_is_the_centre(tmp_path: Path) -> None:
         ("huggingface", "config.json", "num_hidden_layers", 200, "missing key"),
         ("huggingface", "config.json", "num_attention_heads", 3, "not a multiple of heads"),
         ("huggingface", "config.json", "image_size", 32, "has shape"),
-        ("huggingface", "config.json", "id2label", {"0": "a"}, "expected one for each of 0...2"),
+        (
+            "huggingface",
+            "config.json",
+            "id2label",
+            {"0": "a"},
+            "1 labels, but the head has 3 classes",
+        ),
         ("huggingface", "config.json", "id2label", {"1": "a"}, "correct it, or name the labels"),
         (
             "huggingface",
             "config.json",
             "id2label",
             {"0": "a", "1": "b", "9": "c"},
-            "expected one for each of 0...2",
+            "no label for index 2.*expected 0...2.*--labels FILE",
         ),
         (
             *("huggingface", "config.json", "id2label", {"0": 7, "1": 8, "2": 9}),
-            "id2label: '0': 7: a label must be text, in quotes",
+            "id2label: 7: a label must be text, in quotes",
         ),
         (
             *("huggingface", "config.json", "id2label", {"0": "a", "1": None, "2": "c"}),
-            "id2label: '1': None: a label must be text, in quotes",
-        ),
-        (
-            "huggingface",
-            "config.json",
-            "id2label",
-            {"a": "0", "b": "1", "c": "2"},
-            "'a': '0': expected a class index",
+            "id2label: '1': None: a label must be text",
         ),
         (
             "huggingface",
             "config.json",
             "id2label",
             {"9" * 9999: "a"},
-            "expected a class index and its label",
+            "neither from index to label nor from label to index",
         ),
         (
             "huggingface",
@@ -203,7 +200,7 @@ def test_missing_crop_mode_is_the_centre(tmp_path: Path) -> None:
             "DetrImageProcessor",
             "is not read",
         ),
-        ("huggingface", "preprocessor_config.json", "rescale_factor", 0.1, "rescale_factor"),
+        ("huggingface", "preprocessor_config.json", "rescale_factor", 0, "rescale_factor"),
         (
             "huggingface",
             "preprocessor_config.json",
@@ -216,7 +213,7 @@ def test_missing_crop_mode_is_the_centre(tmp_path: Path) -> None:
             "preprocessor_config.json",
             "size",
             {"height": "16", "width": 16},
-            "size.*integer",
+            "size .*expected a number, height and width",
         ),
         ("huggingface", "preprocessor_config.json", "resample", 9, "resample"),
         ("huggingface", "preprocessor_config.json", "use_square_size", True, "use_square_size"),

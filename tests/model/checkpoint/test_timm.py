@@ -505,7 +505,6 @@ def test_library_network_has_one_embedding(small: Path) -> None:
             "'resnet_of_nobody' is none of the 247 .* and none of timm's others",
         ),
         ({"architecture": "hf-hub:evil/model"}, "'hf-hub:evil/model' is none of"),
-        ({"architecture": "convnext_atto.d2_in1k"}, "'convnext_atto.d2_in1k' is none of"),
         (
             {"architecture": "resnet10t"},
             "timm does not make it: .* unexpected keyword argument 'depths'",
