@@ -16,7 +16,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from service.addresses import UNIX, SocketFiles, listen, port_of
 from service.background import Tasks, keep_running
-from service.http.application import Application
+from service.http.application import HttpApplication
 from service.http.connection import LAST_CALLERS_SECONDS
 from service.http.connections import MAX_CONNECTIONS, Connections
 from service.lifecycle import Lifecycle, exit_now, log_end, stop_signals
@@ -81,7 +81,7 @@ class Server:
 
     def __init__(
         self,
-        app: Application,
+        app: HttpApplication,
         settings: Settings,
         lifecycle: Lifecycle,
         beside: Callable[[], Coroutine[Any, Any, None]] | None = None,

@@ -1,7 +1,7 @@
 """HTTP/1.1 over sockets: a connection parses requests, and each request is a task.
 
-    socket --bytes--> Connection --headers, body--> Exchange --receive--> the application
-    socket <--bytes-- Connection <----------------- Exchange <---send---- the application
+    socket --bytes--> HttpConnection --headers, body--> Exchange --receive--> the application
+    socket <--bytes-- HttpConnection <----------------- Exchange <---send---- the application
 
 httptools parses request headers and chunks. This package bounds the headers, the framing, the time,
 unread answers, and the number of connections. The application bounds the bodies. It also writes the

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from service.errors import ServiceError
 
 if TYPE_CHECKING:
-    from service.http.connection import Connection
+    from service.http.connection import HttpConnection
 
 Header = tuple[bytes, bytes]
 
@@ -18,14 +18,14 @@ Header = tuple[bytes, bytes]
 class AnswerRoom(Protocol):
     """Bounds the unsent bytes of answers; may end the connections of slow readers."""
 
-    def add_reader(self, connection: Connection) -> None:
+    def add_reader(self, connection: HttpConnection) -> None:
         """Count the unsent bytes of a connection whose client reads its answer slowly."""
 
-    def remove_reader(self, connection: Connection) -> None:
+    def remove_reader(self, connection: HttpConnection) -> None:
         """Stop counting the unsent bytes of a connection. No effect if they are not counted."""
 
 
-class Application(Protocol):
+class HttpApplication(Protocol):
     """The application behind a server."""
 
     @property

@@ -22,7 +22,7 @@ from service.http.exchange import Exchange, encode_headers
 if TYPE_CHECKING:
     from service.http.connections import Connections
 
-HEAD_SECONDS: Final = 30.0
+HEADER_SECONDS: Final = 30.0
 """Longest time for the arrival of a request's headers."""
 
 STALL_SECONDS: Final = 30.0
@@ -46,7 +46,96 @@ _SCOPE = {
 }
 
 
-class Connection(asyncio.BufferedProtocol):
+class RequestHeaders:
+    """Parses request headers, of one request after the other.
+
+    Attributes:
+        received: received bytes of the headers.
+        headers: names in lower case, and values.
+        keep_alive: whether the connection stays open after the answer; None until all headers have
+            arrived.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin with the next request."""
+        self._parser = httptools.HttpRequestParser(self)
+        self.received = b""
+        self._url = b""
+        self.headers = list[Header]()
+        self.keep_alive: bool | None = None
+
+    def close(self) -> None:
+        """Drop the parser, which holds this object."""
+        del self._parser
+
+    def take(self, data: bytes) -> bytes:
+        """Parse up to the end of the request headers, and return the bytes after them.
+
+        The parser of the headers never sees the bytes after them.
+
+        Raises:
+            MalformedRequest: the headers are too long, or too many.
+            httptools.HttpParserError: this is not HTTP/1.1.
+        """
+        parsed = len(self.received)
+        received = self.received + data
+        blank = 0  # bytes of empty lines before the request
+        if not self._url:
+            blank = len(received) - len(received.lstrip(b"\r\n"))
+        end = received.find(b"\r\n\r\n", max(blank, parsed - 3)) + 4
+        if end <= 3:
+            end = len(received)
+        self.received = received[:end]
+        # A server may ignore an offer of another protocol. Java's client makes one with each of its
+        # first requests.
+        with contextlib.suppress(httptools.HttpParserUpgrade):
+            self._parser.feed_data(self.received[parsed : _MAX_HEADER_BYTES + 1])
+        if end > _MAX_HEADER_BYTES or len(self.headers) > _MAX_HEADERS:
+            raise MalformedRequest(
+                f"the request headers have more than {_MAX_HEADER_BYTES} bytes "
+                f"or {_MAX_HEADERS} fields"
+            )
+        return received[end:]
+
+    def scope(self, scope_of_connection: Scope) -> Scope:
+        """Return the ASGI scope of the request whose headers are complete.
+
+        Raises:
+            MalformedRequest: the target has no path.
+        """
+        target = httptools.parse_url(self._url)
+        if target.path is None or not target.path.isascii():
+            raise MalformedRequest("the target of the request has no path in ASCII")
+        path = target.path.decode("ascii")
+        return {
+            **scope_of_connection,
+            "http_version": self._parser.get_http_version(),
+            "method": self._parser.get_method().decode("ascii"),
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": target.path,
+            "query_string": target.query or b"",
+            "headers": self.headers,
+        }
+
+    # Called by the parser.
+
+    def on_url(self, url: bytes) -> None:
+        """Keep a piece of the target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header."""
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Keep a flag that the parser forgets when a request without a body ends."""
+        self.keep_alive = self._parser.should_keep_alive()
+
+
+class HttpConnection(asyncio.BufferedProtocol):
     """A connection, in the form that uvicorn's `Config(http=...)` expects.
 
     It uses only the configuration and the `state` of uvicorn.
@@ -57,8 +146,8 @@ class Connection(asyncio.BufferedProtocol):
             connection because it was full.
         is_refused: whether to discard all further bytes.
         exchange: the last request, until its answer is complete and its body has ended.
+        request_headers: headers of the next request, as far as they have arrived.
         drained: set when the client reads its answers again; None while it keeps up.
-        head: received bytes of incomplete request headers.
     """
 
     def __init__(
@@ -76,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         self._held = b""
         self._is_reading = True
         self._unread = 0  # bytes of answers when `check` last saw the client read
-        self._new_head()
+        self.request_headers = RequestHeaders()
 
     # The socket's protocol.
 
@@ -91,7 +180,7 @@ class Connection(asyncio.BufferedProtocol):
         listener = transport.get_extra_info("socket")
         if hasattr(socket, "TCP_NOTSENT_LOWAT") and listener.family != socket.AF_UNIX:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        self._wait(HEAD_SECONDS)
+        self._wait(HEADER_SECONDS)
         # uvicorn shuts these connections down, and waits for them.
         self.state.connections.add(self)  # type: ignore[arg-type]
         if self.connections.is_ending:
@@ -106,7 +195,7 @@ class Connection(asyncio.BufferedProtocol):
         self.is_refused = True
         self._held = b""
         self.left.set_result(None)
-        del self._parser  # which holds the connection
+        self.request_headers.close()
         self.resume_writing()
         if self.exchange is not None:
             self.exchange.news.set()
@@ -149,7 +238,7 @@ class Connection(asyncio.BufferedProtocol):
                 if exchange is None or (exchange.complete and not exchange.more_body):
                     if self.drained is not None:
                         break  # a second answer would wait in memory behind the unread one
-                    self._take_head()
+                    self._take_headers()
                 elif exchange.more_body and exchange.is_wanted and exchange.waiting <= _PAUSE_BYTES:
                     self._held = exchange.take(self._held)
                     if exchange.more_body:
@@ -169,75 +258,19 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self.transport.pause_reading()
 
-    def _new_head(self) -> None:
-        self._parser = httptools.HttpRequestParser(self)
-        self.head = b""
-        self._url = b""
-        self._headers = list[Header]()
-        self._keep_alive: bool | None = None  # None until the headers are complete
-
-    def on_url(self, url: bytes) -> None:
-        """Keep a piece of the target."""
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header."""
-        self._headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        """Keep a flag that the parser forgets when a request without a body ends."""
-        self._keep_alive = self._parser.should_keep_alive()
-
-    def _take_head(self) -> None:
-        """Parse up to the end of the request headers, and start the request once they are complete.
-
-        The parser of the headers never sees the bytes after them.
-        """
-        if not self.head:
-            self._wait(HEAD_SECONDS)
-        parsed = len(self.head)
-        received = self.head + self._held
-        blank = 0  # bytes of empty lines before the request
-        if not self._url:
-            blank = len(received) - len(received.lstrip(b"\r\n"))
-        end = received.find(b"\r\n\r\n", max(blank, parsed - 3)) + 4
-        if end > 3:
-            self.head = received[:end]
-            self._held = received[end:]
-        else:
-            self.head = received
-            self._held = b""
-        # A server may ignore an offer of another protocol. Java's client makes one with each of its
-        # first requests.
-        with contextlib.suppress(httptools.HttpParserUpgrade):
-            self._parser.feed_data(self.head[parsed : _MAX_HEADER_BYTES + 1])
-        if len(self.head) > _MAX_HEADER_BYTES or len(self._headers) > _MAX_HEADERS:
-            raise MalformedRequest(
-                f"the request headers have more than {_MAX_HEADER_BYTES} bytes "
-                f"or {_MAX_HEADERS} fields"
-            )
-        if self._keep_alive is not None:
-            self._begin(keep_alive=self._keep_alive)
-
-    def _begin(self, *, keep_alive: bool) -> None:
-        """Start the request whose headers are complete; raises `MalformedRequest`."""
-        target = httptools.parse_url(self._url)
-        if target.path is None or not target.path.isascii():
-            raise MalformedRequest("the target of the request has no path in ASCII")
-        path = target.path.decode("ascii")
-        scope: Scope = {
-            **self._scope,
-            "http_version": self._parser.get_http_version(),
-            "method": self._parser.get_method().decode("ascii"),
-            "path": urllib.parse.unquote(path) if "%" in path else path,
-            "raw_path": target.path,
-            "query_string": target.query or b"",
-            "headers": self._headers,
-            "state": {"connection": self},
-        }
-        exchange = Exchange(self, scope, keep_alive=keep_alive)
+    def _take_headers(self) -> None:
+        """Parse request headers, and start the request once they are complete."""
+        headers = self.request_headers
+        if not headers.received:
+            self._wait(HEADER_SECONDS)
+        self._held = headers.take(self._held)
+        if headers.keep_alive is None:
+            return
+        scope = headers.scope(self._scope)
+        scope["state"] = {"connection": self}
+        exchange = Exchange(self, scope, keep_alive=headers.keep_alive)
         self.exchange = exchange
-        self._new_head()
+        headers.clear()
         task = self._loop.create_task(exchange.run(self._app, scope))
         self.state.tasks.add(task)
         task.add_done_callback(self.state.tasks.discard)
@@ -288,7 +321,9 @@ class Connection(asyncio.BufferedProtocol):
             self.request.error = copy.copy(error)
             self.request.news.set()
         else:
-            status, headers, content = self.connections.app.refuse(error, self._headers)
+            status, headers, content = self.connections.app.refuse(
+                error, self.request_headers.headers
+            )
             self.transport.writelines((encode_headers(status, headers, closes=True), content))
             self._linger()
 
@@ -327,15 +362,15 @@ class Connection(asyncio.BufferedProtocol):
             return
         if now - self._since <= longest:
             return
-        if self.head and not (self.is_refused or self.drained):
+        if self.request_headers.received and not (self.is_refused or self.drained):
             self.refuse(
-                RequestTimeout(f"the request headers did not arrive within {HEAD_SECONDS:g} s")
+                RequestTimeout(f"the request headers did not arrive within {HEADER_SECONDS:g} s")
             )
         else:
             self.transport.abort()  # a close would wait for a client that reads nothing
 
 
-def connection_of(scope: Scope) -> Connection | None:
+def connection_of(scope: Scope) -> HttpConnection | None:
     """Return the connection of a request; None under another server."""
-    connection: Connection | None = scope.get("state", {}).get("connection")
+    connection: HttpConnection | None = scope.get("state", {}).get("connection")
     return connection

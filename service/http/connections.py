@@ -6,8 +6,8 @@ from functools import partial
 from typing import Final
 
 from service.errors import ReceivingFull, RequestTimeout
-from service.http.application import Application
-from service.http.connection import Connection
+from service.http.application import HttpApplication
+from service.http.connection import HttpConnection
 
 MAX_CONNECTIONS: Final = 2048
 """Connections of a process: eight for each slot of a queue of the default size."""
@@ -33,7 +33,7 @@ class Connections:
 
     def __init__(
         self,
-        app: Application,
+        app: HttpApplication,
         max_connections: int = MAX_CONNECTIONS,
         *,
         idle_seconds: float = IDLE_SECONDS,
@@ -41,13 +41,13 @@ class Connections:
         self.app = app
         self.idle_seconds = idle_seconds
         self.buffer = memoryview(bytearray(_READ_BYTES))
-        self.open: OrderedDict[Connection, None] = OrderedDict()
-        self.ending: set[Connection] = set()
+        self.open: OrderedDict[HttpConnection, None] = OrderedDict()
+        self.ending: set[HttpConnection] = set()
         self.is_ending = False
-        self.protocol = partial(Connection, self)
+        self.protocol = partial(HttpConnection, self)
         self._max_connections = max_connections
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: HttpConnection) -> None:
         """Add a connection; at the limit, evict the longest waiting connection.
 
         If every other connection has a complete request, refuse the new one.
@@ -57,7 +57,7 @@ class Connections:
         if connection not in self.ending:
             self.open[connection] = None
 
-    def _make_room(self, connection: Connection) -> None:
+    def _make_room(self, connection: HttpConnection) -> None:
         evicted = connection
         for candidate in self.open:
             if candidate.request is None or candidate.request.more_body:

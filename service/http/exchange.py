@@ -13,10 +13,10 @@ import httptools
 from starlette.types import Message, Scope
 
 from service.errors import MalformedRequest, ServiceError
-from service.http.application import Application, Header
+from service.http.application import Header, HttpApplication
 
 if TYPE_CHECKING:
-    from service.http.connection import Connection
+    from service.http.connection import HttpConnection
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Exchange:
         MalformedRequest: a proxy may read the request headers differently.
     """
 
-    def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
+    def __init__(self, connection: HttpConnection, scope: Scope, *, keep_alive: bool) -> None:
         headers = dict(scope["headers"])
         version = scope["http_version"]
         hosts = [name for name, _ in scope["headers"]].count(b"host")
@@ -161,7 +161,7 @@ class Exchange:
         self._parts = self._parts or [b""]
         self.news.set()
 
-    async def run(self, app: Application, scope: Scope) -> None:
+    async def run(self, app: HttpApplication, scope: Scope) -> None:
         """Run the application; close the connection if it returns without a complete answer."""
         try:
             await app(scope, self.receive, self.send)

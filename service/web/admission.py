@@ -20,7 +20,7 @@ from typing import Final, Protocol, Self
 
 from service.errors import ModelLoading, QueueFull, ReceivingFull
 from service.http.application import AnswerRoom
-from service.http.connection import Connection
+from service.http.connection import HttpConnection
 
 MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body is slow."""
@@ -370,7 +370,7 @@ class RefusalPace:
         self._credit = most
         self._counted_at = clock()
 
-    def delay(self, connection: Connection | None) -> float:
+    def delay(self, connection: HttpConnection | None) -> float:
         """Return the seconds for which a refusal on this connection is to wait."""
         now = self._clock()
         earned = (now - self._counted_at) * self._most

@@ -2,7 +2,7 @@
 
     async with admit(request, await model_of(request)) as admitted:
         upload = await admitted.body.read_files()
-        await admitted.take(len(upload.files))
+        await admitted.take_slots(len(upload.files))
         decoded, result = await infer_file(admitted, upload.files[0], requested)
 
 The end of the context gives back the request's slots and the bytes of its body. The model's version
@@ -208,7 +208,7 @@ class AdmittedRequest:
         other.model = model
         return other
 
-    async def take(self, slots: int) -> None:
+    async def take_slots(self, slots: int) -> None:
         """Take a slot for each picture, now that the body is here; raises `QueueFull`.
 
         From now on the request ends when its caller disconnects.

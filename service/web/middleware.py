@@ -232,7 +232,7 @@ class RequestContextMiddleware:
         metrics: where requests are counted.
         endpoints: paths that become label values; all others share the value `other`.
         lifecycle: state of the process; while it ends, every answer closes its connection.
-        answer_room: room for unsent answers, see `service.http.application.Application`.
+        answer_room: room for unsent answers, see `service.http.application.HttpApplication`.
         prefixes: removes a proxy's prefix from the path, before any other layer reads it.
         probes: paths that machines poll: logged only for debugging, and not counted in flight.
         clock: monotonic seconds.
@@ -329,7 +329,7 @@ class RequestContextMiddleware:
         """Count and log a refused connection, or bytes that are not a request.
 
         Returns the status, the headers and the body of the answer; see
-        `service.http.application.Application`.
+        `service.http.application.HttpApplication`.
         """
         problem = problems.problem_of(error)
         request_id = request_id_from(dict(headers).get(b"x-request-id", b"").decode("latin-1"))

@@ -20,9 +20,10 @@ ALLOWED = {
     "service/engine/streams.py:Streams.run": "as the engine's thread, which raises the error",
     "service/engine/texts.py:TextFeatures.__init__": "its jobs are awaited",
     "service/engine/texts.py:TextFeatures._compute": "of a request, which awaits it",
-    "service/http/connection.py:Connection._begin": "the answer has the error",
+    "service/http/connection.py:HttpConnection._take_headers": "the answer has the error",
     "service/models/folder.py:in_time": "the error is raised where the result is read",
     "service/server.py:Server.serve": "the server itself, which is awaited",
+    "service/web/app.py:_beside": "a timer that ends the process",
     "service/web/decoders.py:Decoders._ask": "the end of a process; asyncio logs the error",
     "service/web/admitted.py:Cancellation.watch": "of a request, which it cancels",
 }

@@ -89,7 +89,7 @@ async def predictions(request: Request, query: PredictionQuery) -> Response:
     form = FormQuery(request, query, model, PredictionQuery.requested)
     async with admit(request, model) as admitted:
         picture = await form.read_file(admitted, fields=_FIELDS)
-        await admitted.take(1)
+        await admitted.take_slots(1)
         _, result = await infer_file(admitted, picture, form.requested)
     outputs = result.outputs
     admitted.count_image(model.info.name, outputs)

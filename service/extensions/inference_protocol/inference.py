@@ -287,7 +287,7 @@ async def infer(
             several pictures.
     """
     info = admitted.model.info
-    await admitted.take(len(inference.pictures))
+    await admitted.take_slots(len(inference.pictures))
     results = await of_each(partial(_compute, admitted, inference), list(inference.pictures))
     for result in results:
         admitted.count_image(info.name, result.outputs if info.config.num_classes else None)

@@ -92,7 +92,7 @@ async def read_features(
             raise InvalidParameter(
                 "id: no kept picture of this id in the form that the head's backbone reads"
             )
-        await admitted.take(1)
+        await admitted.take_slots(1)
         rows = [
             (
                 embedding_of(admitted, await infer_pixels(admitted, picture.pixels, wanted())),
@@ -106,7 +106,7 @@ async def read_features(
                 "id: the request has pictures too: send pictures, or the id of a kept picture"
             )
         _check_file_name(form.query, settings, count=len(pictures))
-        await admitted.take(len(pictures))
+        await admitted.take_slots(len(pictures))
 
         async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
             decoded, result = await infer_file(admitted, require_file(picture), wanted())

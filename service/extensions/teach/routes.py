@@ -310,7 +310,7 @@ async def _admitted(request: Request) -> AsyncIterator[AdmittedRequest]:
     A disconnect frees the slot, too.
     """
     async with admit(request) as admitted:
-        await admitted.take(1)
+        await admitted.take_slots(1)
         yield admitted
 
 

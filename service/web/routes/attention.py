@@ -204,7 +204,7 @@ async def attention_of_kept_picture(request: Request, query: StoredPictureQuery)
             "no picture of this id is kept for this model: it is unknown, expired or pushed out"
         )
     async with admit(request, model) as admitted:
-        await admitted.take(1)
+        await admitted.take_slots(1)
         outputs = await _explain(admitted, requests, picture)
         return await _answer(admitted, query, _Explained(picture, outputs, query.id))
 
@@ -220,7 +220,7 @@ async def attention(request: Request, query: AttentionQuery) -> Response:
     form = FormQuery(request, query, model, AttentionQuery.requested)
     async with admit(request, model) as admitted:
         file = await form.read_file(admitted)
-        await admitted.take(1)
+        await admitted.take_slots(1)
         query = form.query
         decoded, turn = await decode_file(admitted, file)
         turn.leave()

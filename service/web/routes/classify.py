@@ -124,7 +124,7 @@ async def classify(request: Request, query: ClassifyQuery) -> Response:
         picture = await form.read_file(admitted)
         if form.requested is None:  # the form names several models
             return await answer_by_several(request, admitted, form.query, picture)
-        await admitted.take(1)
+        await admitted.take_slots(1)
         content = await classify_file(admitted, form.requested, form.query.min_score, picture)
     return Response(content, media_type="application/json")
 

@@ -35,7 +35,7 @@ async def classify_batch(request: Request, query: ClassifyQuery) -> Response:
     async with admit(request, model) as admitted:
         files = await form.read_files(admitted)
         _require_one_model(form.query)
-        await admitted.take(len(files))
+        await admitted.take_slots(len(files))
         answer = partial(classify_file, admitted, form.requested, form.query.min_score)
         return await answer_each(admitted, files, answer)
 

@@ -94,7 +94,7 @@ async def embed(request: Request, query: EmbedOneQuery) -> Response:
         picture = await form.read_file(admitted)
         if form.query.text:
             raise InvalidParameter("text: there is a picture, too: send a picture or texts")
-        await admitted.take(1)
+        await admitted.take_slots(1)
         if form.query.format == "npy":
             _, embedding = await infer_embedding(admitted, form.requested, picture)
             return npy_response(embedding)
@@ -116,7 +116,7 @@ async def embed_batch(request: Request, query: EmbedQuery) -> Response:
     form = FormQuery(request, query, model, EmbedQuery.requested)
     async with admit(request, model) as admitted:
         files = await form.read_files(admitted)
-        await admitted.take(len(files))
+        await admitted.take_slots(len(files))
         if form.query.format == "npy":
             infer = partial(infer_embedding, admitted, form.requested)
             rows = await of_each(infer, files)
@@ -161,7 +161,7 @@ async def _embed_texts(request: Request, query: EmbedOneQuery, model: Lease) -> 
     async with admit(request, model) as admitted:
         if await admitted.body.read_whole():
             raise InvalidParameter("text: there is a body, too: send a picture or texts")
-        await admitted.take(1)
+        await admitted.take_slots(1)
         features = await embed_texts(admitted, texts)
     if query.normalize:
         features = normalized(features)

@@ -167,7 +167,7 @@ async def _answer(
     image_id = new_image_id()
     passes: list[_Pass] = []
     if models.groups:
-        await admitted.take(len(models.groups))
+        await admitted.take_slots(len(models.groups))
         passes = await all_of(
             _infer_group(admitted, picture, group, image_id, min_score) for group in models.groups
         )

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from service.http.connection import Connection as ServerConnection
+from service.http.connection import HttpConnection as ServerConnection
 from service.http.connections import MAX_CONNECTIONS, Connections
 from tests.problems import code_of
 from tests.service.fakes import PATIENCE

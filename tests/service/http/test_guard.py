@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from service.http.connection import HEAD_SECONDS, STALL_SECONDS
+from service.http.connection import HEADER_SECONDS, STALL_SECONDS
 from service.http.exchange import DISCARDED_BYTES
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.http.listening import GET, Connection, Listening, listening, post
@@ -161,10 +161,12 @@ async def test_a_head_may_have_64_kib(size: int, status: int) -> None:
 async def test_late_request_headers_get_408() -> None:
     async with listening() as server, server.connect() as slow, server.connect() as silent:
         await slow.send(HALF_A_HEAD)
-        await until(lambda: any(guard.head for guard in server.connections.open))
-        pass_time(server, HEAD_SECONDS - 1)
+        await until(
+            lambda: any(guard.request_headers.received for guard in server.connections.open)
+        )
+        pass_time(server, HEADER_SECONDS - 1)
         assert len(server.connections.open) == 2
-        pass_time(server, HEAD_SECONDS + 1)
+        pass_time(server, HEADER_SECONDS + 1)
         assert (await slow.answer()).code == "request_timeout"
         assert await slow.is_closed()
         assert await silent.is_closed()
@@ -282,7 +284,7 @@ async def test_unread_last_bytes_do_not_hold_a_connection() -> None:
         await connection.send(FORMS["connection: close in another line"].sent)
         await until(guard.transport.is_closing)
         assert guard.drained is None
-        pass_time(server, HEAD_SECONDS + 1)
+        pass_time(server, HEADER_SECONDS + 1)
         await until(lambda: not server.connections.open)
 
 
