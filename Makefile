@@ -48,7 +48,7 @@ $(VENV)/.made:
 # Only torch and its dependencies come from TORCH_INDEX_URL. The next line keeps the installed torch.
 $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt model/images/resample.c
 	@echo "Installing into $(VENV): torch (200 MB, or gigabytes with CUDA's libraries), OpenVINO (60 MB)," \
-		"and small packages such as FastAPI, NumPy and Pillow ..."
+		"and small packages such as Starlette, NumPy and Pillow ..."
 	@$(if $(NVIDIA_DRIVER)$(TORCH_INDEX_URL),:,[ "$$(uname)" != Linux ] || echo "No NVIDIA driver is found." \
 		"The CPU build of torch is far smaller: make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu")
 	$(if $(TORCH_INDEX_URL),@$(PIP) --index-url '$(TORCH_INDEX_URL)' torch)

@@ -51,7 +51,7 @@ _ROUTERS = (
     models_routes.router,
 )
 BESIDE_SECONDS: Final = 60
-"""Longest start of an extension's context beside the application."""
+"""Longest start of an extension's `beside`."""
 
 _PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 _EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Content-Location", "traceresponse")
@@ -264,7 +264,7 @@ async def _beside(
     open_context: Callable[[Application], AbstractAsyncContextManager[None]],
     app: Application,
 ) -> AsyncIterator[None]:
-    """Open an extension's context beside the application; log an error at its end.
+    """Open the context of an extension's `beside`; log an error at its end.
 
     A start that takes too long ends the process, even if it blocks the event loop.
 

@@ -108,7 +108,8 @@ def run(
     count = len(dataset.train)
     if count < recipe.batch_size:
         raise TrainingError(
-            f"recipe: batch_size {recipe.batch_size}: there are only {count} training images"
+            f"recipe: batch_size {recipe.batch_size}: there are only {count} training images; "
+            f"--batch-size {count} fits"
         )
     sizes = (len(dataset.labels), len(dataset.train), len(dataset.validation))
     logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)

@@ -182,8 +182,10 @@ def _require_own_folder(settings: Settings) -> None:
     )  # the cache, which is not ours
     if changed:
         why = f"--{changed[0].replace('_', '-')} makes another model of it"
+    elif settings.checkpoint != "bundled" and not folder.exists():
+        why = "no such folder on this machine"
     elif settings.checkpoint == "bundled" or of_hub or not recognises(Files(folder, str(folder))):
-        why = "is no folder of your own"
+        why = "not a folder of yours"
     else:
         return
     raise InputError(

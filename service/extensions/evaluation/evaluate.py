@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="DIR",
-        help=f"CIFAR-10's binary files (from {CIFAR10_HOME}), or one folder of pictures a class",
+        help="folder with one subfolder of pictures per class, or CIFAR-10's binary version "
+        f"({CIFAR10_HOME})",
     )
     pictures.add_argument(
         "--unknown",
@@ -55,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         wrong = "not a folder" if arguments.data.exists() else "no such folder"
         raise InputError(
             "data",
-            f"{arguments.data}: {wrong}: give one folder of pictures a class, or CIFAR-10's .bin "
-            f"files; they are the binary version at {CIFAR10_HOME}, to be unpacked",
+            f"{arguments.data}: {wrong}: give a folder with one subfolder of pictures per class, "
+            f"or the unpacked binary version of CIFAR-10 ({CIFAR10_HOME})",
         )
     known = None if arguments.data is None else open_evaluation_set(arguments.data)
     print_notes([] if known is None else known.notes)

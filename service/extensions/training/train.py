@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.data.is_dir():
         what = "not a folder" if arguments.data.exists() else "no such folder"
         raise TrainingError(
-            f"--data {arguments.data}: {what}: expected one folder of pictures a class"
+            f"--data {arguments.data}: {what}: expected one subfolder of pictures per class"
         )
     from model.extensions.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
     from model.extensions.training.recipe import read_recipe  # noqa: PLC0415

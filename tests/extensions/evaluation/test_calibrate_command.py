@@ -125,7 +125,7 @@ def test_a_picture_that_is_like_none_is_abstained_from(
     [
         (
             ["bundled", "--data", "{labelled}"],
-            "bundled: is no folder of your own: give --out DIR, which gets a calibrated copy$",
+            "bundled: not a folder of yours: give --out DIR, which gets a calibrated copy$",
         ),
         (
             ["{m}", "--data", "{labelled}", "--coverage", "0.99"],
@@ -135,7 +135,11 @@ def test_a_picture_that_is_like_none_is_abstained_from(
             ["{m}", "--data", "{labelled}", "--image-size", "24"],
             "--image-size makes another model .*: give --out DIR, ",
         ),
-        (["{hub}", "--data", "{labelled}"], "abc: is no folder of your own: give --out DIR, "),
+        (["{hub}", "--data", "{labelled}"], "abc: not a folder of yours: give --out DIR, "),
+        (
+            ["nowhere", "--data", "{labelled}"],
+            "nowhere: no such folder on this machine: give --out",
+        ),
         (["{m}", "--data", "{labelled}", "--out", "{m}"], "exists and is not an empty folder"),
         (["{none}", "--data", "{labelled}"], "the model has no classification head"),
         (["{m}", "--data", "{m}"], "m: no pictures: expected one folder"),

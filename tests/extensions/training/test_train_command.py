@@ -144,7 +144,7 @@ def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
         (["--validation", "24"], "cannot set 24 of 24 pictures aside for validation"),
         (
             ["--data", "./nowhere"],
-            "--data nowhere: no such folder: expected one folder of pictures a class",
+            "--data nowhere: no such folder: expected one subfolder of pictures per class",
         ),
         (["--from", "./nowhere"], "./nowhere: no such folder"),
         (["--device", "cuda:99"], "device 'cuda:99'"),

@@ -193,7 +193,7 @@ def test_pillow_does_not_log_in_commands(
         (["classify", "-"], "standard input is not read"),
         pytest.param(
             ["evaluate", "--data", "README.md"],
-            "README.md: not a folder: give one folder of pictures a class",
+            "README.md: not a folder: give a folder with one subfolder of pictures per class",
             marks=needs("evaluation"),
         ),
         pytest.param(
