@@ -1,11 +1,9 @@
 """The compose files, Prometheus' configuration and its rules agree with the service."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from service.settings import ENV_PREFIX, Settings, settings_class
 from tests.conftest import REPOSITORY
 from tests.strict_yaml import load_document, load_documents
+from tests.support.docker_compose import docker_compose
 
 BASE = load_document(REPOSITORY / "docker-compose.yml")
 GPU = load_document(REPOSITORY / "docker-compose.override.yml")
@@ -183,34 +182,6 @@ def test_prometheus_finds_its_rules() -> None:
     assert (
         "./deploy/prometheus/rules:/etc/prometheus/rules:ro"
         in BASE["services"]["prometheus"]["volumes"]
-    )
-
-
-@lru_cache
-def has_compose() -> bool:
-    docker = shutil.which("docker") or "false"
-    return (
-        subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode
-        == 0
-    )
-
-
-def docker_compose(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run `docker compose` without the user's settings, .env file and other compose files."""
-    if not has_compose():
-        pytest.skip("docker compose is not installed")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name in {"PATH", "HOME", "DOCKER_CONFIG"}
-    }
-    return subprocess.run(
-        ["docker", "compose", "--env-file", os.devnull, *arguments],
-        cwd=REPOSITORY,
-        env=environment | settings,
-        capture_output=True,
-        text=True,
-        check=False,
     )
 
 

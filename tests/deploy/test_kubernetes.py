@@ -15,8 +15,8 @@ import yaml
 
 from service.settings import ENV_PREFIX, load_settings, settings_class
 from tests.conftest import REPOSITORY
-from tests.deploy.test_compose import docker_compose
 from tests.strict_yaml import load_documents
+from tests.support.docker_compose import docker_compose
 
 KUBERNETES = REPOSITORY / "deploy/kubernetes"
 OVERLAYS = sorted(folder.name for folder in (KUBERNETES / "overlays").iterdir())

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from model.checkpoint import load_checkpoint, native
-from model.checkpoint.checkpoint import Checkpoint
-from model.config import PreprocessConfig, ViTConfig
+from model.config import ViTConfig
 from model.errors import CheckpointError
 from model.network.layers import attention
 from model.network.layers.attention import mean_row, plain_attention
@@ -19,7 +18,7 @@ from model.network.layers.position import (
 )
 from model.network.library import meta_network
 from model.network.vit import VisionTransformer, count_parameters
-from tests.model.checkpoint.parity import randomise
+from tests.support.random_checkpoint import random_checkpoint
 
 SMALL = ViTConfig(
     image_size=(32, 48), patch_size=8, width=32, depth=2, heads=4, mlp_width=64, num_classes=5
@@ -33,23 +32,6 @@ SIZES: dict[str, dict[str, int]] = {
     "large": {"width": 1024, "depth": 24, "heads": 16, "mlp_width": 4096},
     "huge": {"width": 1280, "depth": 32, "heads": 16, "mlp_width": 5120},
 }
-
-
-def checkpoint(config: ViTConfig) -> Checkpoint:
-    model = VisionTransformer(config)
-    randomise(model)
-    channels = config.in_channels
-    preprocess = PreprocessConfig(
-        size=config.image_size,
-        resize="squash",
-        resize_size=config.image_size,
-        interpolation="bilinear",
-        mean=(0.5,) * channels,
-        std=(0.5,) * channels,
-    )
-    labels = tuple(f"class {i}" for i in range(config.num_classes))
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return Checkpoint("tiny", "here", "vitserve", "tiny", config, preprocess, labels, tensors)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +55,7 @@ def test_sincos_positions_fit_another_size() -> None:
     model.reset_parameters()
     assert model.pos_embed is not None
     assert not model.pos_embed.requires_grad
-    small = replace(checkpoint(config), tensors=model.state_dict())
+    small = replace(random_checkpoint(config), tensors=model.state_dict())
     torch.testing.assert_close(small.tensors["pos_embed"], model.fixed_position_embedding())
     resized = small.resized((64, 64))
     expected = sincos2d_position_embedding((8, 8), 32, prefix_tokens=1)
@@ -110,7 +92,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_native_folder_round_trips(variant: str, tmp_path: Path) -> None:
     config = ViTConfig.model_validate(SMALL.model_dump() | VARIANTS[variant])
-    written = checkpoint(config)
+    written = random_checkpoint(config)
     native.write(tmp_path, written, dtype=torch.float32)
     read = load_checkpoint(str(tmp_path))
     assert read.config == config
@@ -127,13 +109,13 @@ def test_native_folder_round_trips(variant: str, tmp_path: Path) -> None:
 def test_relative_positions_refuse_another_size() -> None:
     config = ViTConfig.model_validate(SMALL.model_dump() | VARIANTS["relative"])
     with pytest.raises(CheckpointError, match="relative position biases are not resized"):
-        checkpoint(config).resized((64, 64))
+        random_checkpoint(config).resized((64, 64))
 
 
 @pytest.mark.parametrize("channels", [2, 4])
 def test_wrong_number_of_channels_is_refused(channels: int) -> None:
     with pytest.raises(CheckpointError, match="channels"):
-        checkpoint(SMALL.model_copy(update={"in_channels": channels}))
+        random_checkpoint(SMALL.model_copy(update={"in_channels": channels}))
 
 
 def test_plain_attention_is_the_fused_kernels() -> None:

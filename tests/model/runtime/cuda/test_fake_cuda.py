@@ -19,8 +19,8 @@ from model.runtime.cuda.backend import Cuda, with_best
 from model.runtime.torch_backend import TorchOptions
 from model.runtime.torch_pass import compiled_network
 from tests.model.families import HUGGING_FACE, NATIVE, families
-from tests.model.network.test_building_blocks import checkpoint
 from tests.model.runtime.cuda.fake_cuda import META, MetaOps, NotCapturable, captured
+from tests.support.random_checkpoint import random_checkpoint
 
 KINDS = families()
 
@@ -44,7 +44,7 @@ def _nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started(kind: str, dtype: torch.dtype) -> Cuda:
     """Return a backend in the state after a start, with the weights on the device."""
-    source = checkpoint(KINDS[kind])
+    source = random_checkpoint(KINDS[kind])
     backend = Cuda(
         TorchOptions(source.build(), source, META, dtype, "on", (2,)), MetaOps(), streams=1
     )
