@@ -98,18 +98,35 @@ def test_each_model_answers_as_it_does_alone_and_one_request_asks_all(
     assert "Traceback" not in server.log
 
 
+def change_models(server: Served, over: threading.Event) -> None:
+    """Replace, unload and delete models until `over` is set."""
+    for turn in itertools.count():
+        if over.is_set():
+            return
+        body = {"checkpoint": HEADS[turn % 2]}
+        statuses = [server.client.put("/models/guest", json=body, headers=ADMIN).status_code]
+        path = f"/v2/repository/models/{[OTHER, HEADS[3]][turn % 2]}/unload"
+        statuses.append(server.client.post(path, headers=ADMIN).status_code)
+        if turn % 3 == 2:
+            statuses.append(server.client.delete("/models/guest", headers=ADMIN).status_code)
+        assert set(statuses) <= {200, 201, 204, 404, 409}, statuses
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_none_is_lost_and_none_is_of_another_model_while_models_come_and_go(
     workers: int, serve: Serve, folder: Path, expected: Models
 ) -> None:
     server = serve_all(serve, folder, workers=workers)
-    names, over, outcomes = [*HEADS, OTHER, "guest"], threading.Event(), Counter[str]()
+    names = [*HEADS, OTHER, "guest"]
+    over = threading.Event()
+    outcomes = Counter[str]()
     numbers = itertools.count()
 
     def ask(_: int) -> None:
         chosen = random.Random(_)
         while next(numbers) < REQUESTS:
-            name, picture = chosen.choice(names), chosen.randrange(len(expected.files))
+            name = chosen.choice(names)
+            picture = chosen.randrange(len(expected.files))
             answer = server.classify(expected.files[picture], f"model={name}&top_k=2")
             if name == "guest" and answer.status_code == 404:
                 outcomes["gone"] += 1
@@ -122,20 +139,8 @@ def test_none_is_lost_and_none_is_of_another_model_while_models_come_and_go(
             expected.check(picture, document | {"model": label if name == "guest" else name})
             outcomes[name] += 1
 
-    def change() -> None:
-        for turn in itertools.count():
-            if over.is_set():
-                return
-            body = {"checkpoint": HEADS[turn % 2]}
-            statuses = [server.client.put("/models/guest", json=body, headers=ADMIN).status_code]
-            path = f"/v2/repository/models/{[OTHER, HEADS[3]][turn % 2]}/unload"
-            statuses.append(server.client.post(path, headers=ADMIN).status_code)
-            if turn % 3 == 2:
-                statuses.append(server.client.delete("/models/guest", headers=ADMIN).status_code)
-            assert set(statuses) <= {200, 201, 204, 404, 409}, statuses
-
     with ThreadPoolExecutor(7) as pool:
-        changing = pool.submit(change)
+        changing = pool.submit(change_models, server, over)
         asking = [pool.submit(ask, seed) for seed in range(6)]
         try:
             for each in asking:
