@@ -26,11 +26,12 @@ _RESIZE = REPOSITORY / "model" / "images" / "_resample.abi3.so"
 _GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)
 
 
-def make_kit(folder: Path, *, python: str = "3.12") -> None:
+def make_kit(folder: Path, *, python: str = "3.12", resize: Path = _RESIZE) -> None:
     """Write the kit into a folder that is absent.
 
     Args:
         python: version of the interpreter that the wheels are for.
+        resize: compiled resize.
 
     Raises:
         subprocess.CalledProcessError: pip finds no wheel.
@@ -44,7 +45,7 @@ def make_kit(folder: Path, *, python: str = "3.12") -> None:
         about.read_text("METADATA") or about.read_text("PKG-INFO") or ""
     )  # the latter of an editable installation
     (folder / f"vitserve-{about.version}.dist-info" / "METADATA").write_text(metadata)
-    shutil.copy(_RESIZE, folder)
+    shutil.copy(resize, folder)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     needed = [
         line for line in (*project["dependencies"], *_MORE) if Requirement(line).name not in _THERE

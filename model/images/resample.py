@@ -22,7 +22,7 @@ from PIL import Image
 from model.images.decode import Converter
 
 # Pixels that are cropped and converted at once. This bounds the additional memory per picture.
-_STRIP_PIXELS = 4_000_000
+STRIP_PIXELS = 4_000_000
 
 # If more pixels lie between the two passes, the order of passes with fewer pixels is used.
 _MAX_INTERMEDIATE_PIXELS = 16_000_000
@@ -184,7 +184,7 @@ def _strips(
             yield 0, thickness, whole._replace(address=address)
             return
     begin, end, length = (left, right, bottom - top) if upright else (top, bottom, right - left)
-    step = max(1, _STRIP_PIXELS // length)
+    step = max(1, STRIP_PIXELS // length)
     for start in range(begin, end, step):
         stop = min(start + step, end)
         strip = image.crop((start, top, stop, bottom) if upright else (left, start, right, stop))
@@ -294,7 +294,7 @@ def _pass(source: int, axis: Axis, resample: Image.Resampling) -> _Pass | None:
     return _Pass(first.astype(np.int32), np.ascontiguousarray(fixed.T))
 
 
-def _load() -> ctypes.CDLL | None:
+def load_kernel() -> ctypes.CDLL | None:
     """Return the compiled kernel, if it was built and this processor can run it."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_resample{suffix}")
@@ -335,6 +335,6 @@ def _agrees() -> bool:
     return True
 
 
-_KERNEL = _load()
+_KERNEL = load_kernel()
 if _KERNEL is not None and not _agrees():
     _KERNEL = None

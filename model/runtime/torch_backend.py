@@ -52,7 +52,7 @@ from model.runtime.trial import trial_images
 logger = logging.getLogger(__name__)
 
 # How often a function may be compiled in a process, over all of its callers.
-_RECOMPILE_LIMIT: Final = 256
+RECOMPILE_LIMIT: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class TorchBackend(Backend):
             # uncompiled. Several models, kinds of block and batch sizes need more.
             with (
                 torch._dynamo.config.patch(
-                    recompile_limit=_RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True
+                    recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True
                 ),
                 torch.inference_mode(),
             ):

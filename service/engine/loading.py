@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # The predictors of this process, by the keys of their backbones.
-_LIVE: Final[WeakValueDictionary[str, Predictor]] = WeakValueDictionary()
+PREDICTORS: Final[WeakValueDictionary[str, Predictor]] = WeakValueDictionary()
 
 
 def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
@@ -66,7 +66,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
     kept = _load_kept(settings)
     if kept is not None:
         return kept
-    if _LIVE and "torch" not in sys.modules and graph_entry(settings) is not None:
+    if PREDICTORS and "torch" not in sys.modules and graph_entry(settings) is not None:
         _keep_in_child(settings)
         kept = _load_kept(settings)
     return kept or _load(settings)
@@ -96,7 +96,8 @@ def _keep_in_child(settings: Settings) -> None:
         assert child.stdin is not None, "it is a pipe"
         assert child.stdout is not None, "it is a pipe"
         # The pipe stays open, because the child ends when it is closed.
-        print(json.dumps([written, list(_LIVE), str(Path.cwd())]), file=child.stdin, flush=True)
+        line = json.dumps([written, list(PREDICTORS), str(Path.cwd())])
+        print(line, file=child.stdin, flush=True)
         lines = child.stdout.read().splitlines()
     reason = ""
     if child.returncode:
@@ -146,7 +147,7 @@ def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
     if entry is None or manifest is None:
         return None
     key = _key(settings, manifest.backbone)
-    shared = _LIVE.get(key)
+    shared = PREDICTORS.get(key)
     if shared is not None:
         _label_sets(settings, manifest.checkpoint)
         return shared, _add_model(settings, manifest.checkpoint, shared, key, entry.head(manifest))
@@ -185,7 +186,7 @@ class _Read(NamedTuple):
 def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Load the predictor from the checkpoint, with torch."""
     read = _read(settings)
-    shared = _LIVE.get(read.key)
+    shared = PREDICTORS.get(read.key)
     if shared is None:
         return _build(settings, read)
     info = _add_model(settings, read.checkpoint, shared, read.key, read.head)
@@ -200,7 +201,7 @@ def _key(settings: Settings, backbone: str) -> str:
 
 def _read(settings: Settings) -> _Read:
     if settings.device.startswith("cuda"):
-        _show_alone(settings.device)
+        show_alone(settings.device)
     # torch takes seconds to import.
     from model.checkpoint.checkpoint import backbone_and_head  # noqa: PLC0415
     from model.checkpoint.local_files import recording  # noqa: PLC0415
@@ -242,7 +243,7 @@ def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
 
 
 @functools.cache
-def _show_alone(device: str) -> None:
+def show_alone(device: str) -> None:
     """Make only one device visible to this process, at the first load."""
     os.environ[VISIBLE] = visible_devices(device)
 
@@ -267,8 +268,8 @@ def _add_model(
 ) -> ModelInfo:
     """Add a model to its predictor, and return the model's description.
 
-    The first model of a backbone makes the predictor known to later ones (`_LIVE`), and decides its
-    coverage and the thresholds of its own head. A later model brings a further head,
+    The first model of a backbone makes the predictor known to later ones (`PREDICTORS`), and
+    decides its coverage and the thresholds of its own head. A later model brings a further head,
     unless the head is part of the backbone.
 
     Args:
@@ -292,11 +293,11 @@ def _add_model(
     facts["coverage"] = settings.coverage
     facts["head"] = f"{checkpoint.content}-{settings.coverage}{suffix}"
     facts["has_thresholds"] = thresholds is not None
-    if key not in _LIVE:
+    if key not in PREDICTORS:
         if settings.coverage is not None:
             predictor.set_coverage(settings.coverage)
         predictor.own = replace(predictor.own, thresholds=thresholds)
-        _LIVE[key] = predictor
+        PREDICTORS[key] = predictor
     elif head is not None:
         further_logits = checkpoint.config.logits - predictor.config.logits
         weights_a_logit = 1 + embedding_width(checkpoint.config)

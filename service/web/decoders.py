@@ -38,7 +38,7 @@ _SLOW_SECONDS: Final = 0.5
 _MORE_NICENESS: Final = 10
 _MAX_TEXT_BYTES: Final = 4096
 
-_PIXEL_BYTES: Final = 6.5
+PIXEL_BYTES: Final = 6.5
 """Address space of a decoder for each allowed pixel: 416 MB for 64 million."""
 _SPARE_BYTES: Final = 64 << 20
 """Further address space for tables, the resize and the interpreter."""
@@ -161,9 +161,13 @@ class Decoders:
     """
 
     def __init__(
-        self, settings: Settings, *, on_restart: Callable[[], object] = lambda: None
+        self,
+        settings: Settings,
+        *,
+        on_restart: Callable[[], object] = lambda: None,
+        pixel_bytes: float = PIXEL_BYTES,
     ) -> None:
-        picture_bytes = math.ceil(settings.max_image_pixels * _PIXEL_BYTES)
+        picture_bytes = math.ceil(settings.max_image_pixels * pixel_bytes)
         # Each file is held up to three times: as sent, as its format unpacks it, and by the reader.
         file_bytes = 3 * settings.max_upload_bytes
         self._bounds = {

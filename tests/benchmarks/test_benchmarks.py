@@ -278,8 +278,7 @@ def test_the_bundled_model_is_measured_from_the_command_line(
 
 def test_the_kit_has_what_tells_of_vitserve(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)  # the download of the peers
-    monkeypatch.setattr(gpu_kit, "_RESIZE", Path(__file__))
-    gpu_kit.make_kit(tmp_path / "kit")
+    gpu_kit.make_kit(tmp_path / "kit", resize=Path(__file__))
     [about] = importlib.metadata.distributions(path=[str(tmp_path / "kit")])
     assert about.name == "vitserve"
     assert any(each.startswith("starlette") for each in about.requires or [])

@@ -41,11 +41,11 @@ PRECISIONS: Final = {"float32": ("FP32", "f32"), "bfloat16": ("BF16", "bf16")}
 # Disables kernels that the plugin generates for chains of small operations. A ViT takes as long
 # without them, and each of its graphs needs 10 to 20 MiB less. The option is not documented, and
 # versions without it refuse it.
-_LEAN: Final = {"SNIPPETS_MODE": "DISABLE"}
+LEAN_OPTIONS: Final = {"SNIPPETS_MODE": "DISABLE"}
 
 # About the most bytes of the graphs of all sizes. The graph for a lone image comes on top, and
 # relevance doubles it all.
-_FIXED_BYTES: Final = 160 << 20
+FIXED_BYTES: Final = 160 << 20
 
 # About the bytes of a graph for one size besides its weights: kernels and descriptions of
 # operations.
@@ -143,7 +143,7 @@ class CompiledGraph:
             graph = graph.clone()  # the clone shares the weights
             graph.reshape({0: PartialShape(shape)})
         try:
-            compiled = core().compile_model(graph, "CPU", {**options, **_LEAN})
+            compiled = core().compile_model(graph, "CPU", {**options, **LEAN_OPTIONS})
         except RuntimeError:
             compiled = core().compile_model(graph, "CPU", options)
         self._streams = streams
@@ -231,7 +231,7 @@ class OpenVinoNetwork:
         self._streams = streams
         self._shape = [side.get_length() for side in list(graph.model.inputs[0].partial_shape)[1:]]
         graph_bytes = weights_bytes(graph.model, dtype) + _GRAPH_BYTES + streams * _STREAM_BYTES
-        self._any_size = len(SIZES) * graph_bytes > _FIXED_BYTES
+        self._any_size = len(SIZES) * graph_bytes > FIXED_BYTES
         self._compiled: dict[_Key, CompiledGraph] = {}
         self._locks = {
             _Key(size, lone): threading.Lock() for size in (None, *SIZES) for lone in (False, True)

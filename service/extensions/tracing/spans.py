@@ -110,11 +110,11 @@ class Tracing:
 
         return outer
 
-    async def close(self) -> None:
-        """Export the last spans, for at most `_LAST_EXPORT_SECONDS`: a collector may hang."""
+    async def close(self, export_seconds: float = _LAST_EXPORT_SECONDS) -> None:
+        """Export the last spans, for at most `export_seconds`: a collector may hang."""
         thread = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         thread.start()
-        await asyncio.to_thread(thread.join, _LAST_EXPORT_SECONDS)
+        await asyncio.to_thread(thread.join, export_seconds)
 
     def _record_stage(self, stage: str, seconds: float, batch_size: int | None) -> None:
         end = time.time_ns()

@@ -14,7 +14,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from service.errors import SettingsError
-from service.extensions.tracing import spans
 from service.extensions.tracing.extension import exports_spans
 from service.extensions.tracing.spans import Tracing
 from tests.service.fakes import on_a_loop, png
@@ -79,17 +78,14 @@ async def test_only_failed_requests_are_error_spans() -> None:
 
 
 @on_a_loop
-async def test_hanging_collector_does_not_delay_exit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_hanging_collector_does_not_delay_exit() -> None:
     released = threading.Event()
 
     class Hanging(SpanProcessor):
         def shutdown(self) -> None:
             released.wait()
 
-    monkeypatch.setattr(spans, "_LAST_EXPORT_SECONDS", 0.01)
-    await Tracing(Hanging()).close()
+    await Tracing(Hanging()).close(0.01)
     released.set()
 
 

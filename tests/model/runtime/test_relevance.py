@@ -26,14 +26,15 @@ from model.outputs import (
     RequestedOutputs,
     embedding_width,
 )
+from model.runtime import build
 from model.runtime.backend import HostOutputs
 from model.runtime.batch_request import BatchRequest, GraphKind
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino import tracing
 from model.runtime.openvino.backend import OpenVino
-from model.runtime.openvino.network import OpenVinoNetwork, unsupported_reason
+from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork, unsupported_reason
 from model.runtime.predictor import Predictor
-from model.runtime.torch_backend import TorchBackend, TorchCpu
+from model.runtime.torch_backend import TorchBackend, TorchCpu, TorchOptions
 from model.runtime.torch_pass import Normalise
 from tests.model.explanation.random_models import FAMILIES, model_of
 from tests.model.runtime.cuda.device_stand_in import StandInOps
@@ -171,7 +172,7 @@ class TestOpenVino:
         if (
             family != "registers"
         ):  # this backend has a graph for some batch sizes, others have one for all
-            monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
+            monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
         predictor = made(family, "openvino")
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
@@ -211,16 +212,16 @@ class TestOpenVino:
     def test_torch_computes_it_until_the_graph_is_there(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
+        monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         go, calls = threading.Event(), []
 
-        def slow(_: GraphKind) -> OpenVinoNetwork:
+        def slow(*_: object, **__: object) -> OpenVinoNetwork:
             calls.append(1)
             go.wait(30)
             raise DeviceError("it cannot be made")
 
-        monkeypatch.setattr(predictor._backend, "_make_network", slow)
+        monkeypatch.setattr(build, "traced_network", slow)
         images = images_for(predictor, 2)
         for _ in range(2):
             require_explanation(
@@ -238,20 +239,19 @@ class TestOpenVino:
     def test_a_graph_that_gives_another_relevance_is_not_used(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
+        monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
-        backend, named = predictor._backend, OpenVinoNetwork._named
+        backend = predictor._backend
+        trace = tracing.trace
         assert isinstance(backend, OpenVino)
 
-        def wrong(self: OpenVinoNetwork, outputs: Sequence[np.ndarray]) -> HostOutputs:
-            output = named(self, outputs)
-            return (
-                output
-                if output.relevance is None
-                else output._replace(relevance=np.flip(output.relevance, -1))
-            )
+        def with_other_reference(options: TorchOptions, kind: GraphKind) -> NetworkGraph:
+            graph = trace(options, kind)
+            assert graph.reference.relevance is not None
+            other = np.flip(graph.reference.relevance, -1)
+            return graph._replace(reference=graph.reference._replace(relevance=other))
 
-        monkeypatch.setattr(OpenVinoNetwork, "_named", wrong)
+        monkeypatch.setattr(tracing, "trace", with_other_reference)
         with caplog.at_level(logging.WARNING):
             backend.prepare("relevance")
         assert "torch computes relevance: OpenVINO's relevance of an image are" in caplog.text
@@ -263,7 +263,7 @@ class TestOpenVino:
     def test_its_graphs_share_the_checkpoints_weights(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
+        monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         traced: list[torch.nn.Parameter] = []
 

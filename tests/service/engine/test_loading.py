@@ -50,7 +50,7 @@ class Forgetful(dict[str, Predictor]):
 
 @pytest.fixture(autouse=True)
 def _each_load_is_the_first_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_LIVE", Forgetful())
+    monkeypatch.setattr(loading, "PREDICTORS", Forgetful())
 
 
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
@@ -126,7 +126,7 @@ def test_the_head_has_the_thresholds_of_its_labels() -> None:
 def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
     device: str, used: str, name: str | None, visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading._show_alone.cache_clear()
+    loading.show_alone.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     made: list[dict[str, Any]] = []
@@ -254,7 +254,6 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
     given = {"checkpoint": str(folder), "dtype": "float32", "cache_dir": str(tmp_path / "cache")}
     first, made = load_predictor(load_settings(given))
     keep_graph(first)
-    monkeypatch.setattr(loading, "_load", lambda settings: None)
 
     run = {"max_batch": 5, "device": "cpu"}
     for changes in (run, {"model_name": "other", "port": 1}):
@@ -267,7 +266,8 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
         ("image_size", (24, 24)),
         ("checkpoint_folder", str(tmp_path)),
     ):
-        assert load_predictor(load_settings(given | {name: value})) is None, name
+        predictor, _ = load_predictor(load_settings(given | {name: value}))
+        assert type(predictor.checkpoint) is not Description, name
 
 
 @pytest.mark.timeout(180)  # torch is imported twice

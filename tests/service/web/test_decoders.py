@@ -28,8 +28,7 @@ from model.images.formats import SUPPORTED_FORMATS
 from model.images.preprocess import model_input, upright_photo
 from service.errors import DeadlineExceeded, EngineUnavailable
 from service.settings import load_settings
-from service.web import decoders as module
-from service.web.decoders import Decoders
+from service.web.decoders import PIXEL_BYTES, Decoders
 from service.web.lanes import Deadline
 from tests.launcher import command_line
 from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, scene
@@ -61,9 +60,9 @@ def is_slow() -> bool:
 class Pool(Decoders):
     """Return decoders that count their restarts."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, pixel_bytes: float = PIXEL_BYTES, **settings: Any) -> None:
         self.restarts = 0
-        super().__init__(load_settings(settings), on_restart=self._count)
+        super().__init__(load_settings(settings), on_restart=self._count, pixel_bytes=pixel_bytes)
 
     def _count(self) -> None:
         self.restarts += 1
@@ -172,12 +171,10 @@ async def test_slow_picture_gets_lower_priority() -> None:
 
 
 @on_a_loop
-async def test_memory_limit_refuses_a_picture(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_PIXEL_BYTES", 1)
+async def test_memory_limit_refuses_a_picture() -> None:
     data = encode(Image.new("RGB", (4000, 3000)), "WEBP")
-    async with pool(max_image_pixels=12_000_000, max_upload_bytes=len(data)) as decoders:
+    limits = {"max_image_pixels": 12_000_000, "max_upload_bytes": len(data)}
+    async with pool(pixel_bytes=1, **limits) as decoders:
         with pytest.raises((ImageTooCostly, InvalidImage)):
             await decoders.decode(data)
         assert (await decoders.decode(encode(noise(64, 48), "WEBP"))).shape == (32, 32, 3)

@@ -14,10 +14,10 @@ from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_id_from
 from service.web.service import Service
 
-_GRACE_SECONDS: Final = 0.25
+GRACE_SECONDS: Final = 0.25
 """Time in which a message must arrive while messages of other callers wait."""
 
-_OWN_GRACE_SECONDS: Final = 1.0
+OWN_GRACE_SECONDS: Final = 1.0
 """The same while only messages of the same caller wait."""
 
 
@@ -61,11 +61,11 @@ class Call:
                     if not self.deadline.remaining():
                         raise RequestTimeout("the message did not arrive in time")
                     seconds = asyncio.get_running_loop().time() - began
-                    is_late = self._arrivals.is_crowded and seconds > _GRACE_SECONDS
-                    if is_late or (turn.delays_own and seconds > _OWN_GRACE_SECONDS):
+                    is_late = self._arrivals.is_crowded and seconds > GRACE_SECONDS
+                    if is_late or (turn.delays_own and seconds > OWN_GRACE_SECONDS):
                         raise RequestTimeout("the message arrived too slowly while others waited")
                     await asyncio.wait(
-                        {arrival}, timeout=min(self.deadline.remaining(), _GRACE_SECONDS / 4)
+                        {arrival}, timeout=min(self.deadline.remaining(), GRACE_SECONDS / 4)
                     )
             finally:
                 arrival.cancel()

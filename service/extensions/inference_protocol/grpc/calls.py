@@ -45,12 +45,12 @@ STATUS_CODES: Final = {
 }
 """gRPC's status code for each status in `service.web.problems`."""
 
-_ARRIVALS_PER_CALLER: Final = 2
+ARRIVALS_PER_CALLER: Final = 2
 """Messages of one caller that may arrive at once, so that a silent caller blocks few turns."""
 
 _MIN_ARRIVALS: Final = 8
 
-_REFUSALS_PER_SECOND: Final = 100
+REFUSALS_PER_SECOND: Final = 100
 """Further refusals wait, because each takes a millisecond of the event loop."""
 
 _WATCHES: Final = 64
@@ -86,12 +86,12 @@ class Calls:
             "reflection",
             lambda: _REFLECTIONS,
             clock=service.clock,
-            per_caller=_ARRIVALS_PER_CALLER,
+            per_caller=ARRIVALS_PER_CALLER,
         )
         self._arrivals = Lane(
-            "messages", lambda: arrivals, clock=service.clock, per_caller=_ARRIVALS_PER_CALLER
+            "messages", lambda: arrivals, clock=service.clock, per_caller=ARRIVALS_PER_CALLER
         )
-        self._pace = RefusalPace(service.clock, _REFUSALS_PER_SECOND)
+        self._pace = RefusalPace(service.clock, REFUSALS_PER_SECOND)
 
     async def answer(self, path: str, _: object, context: Any) -> bytes:
         """Answer a call with one message; the signature is grpcio's."""

@@ -258,7 +258,7 @@ async def test_missing_message_times_out(method: str) -> None:
 async def test_silent_calls_leave_turns_to_other_callers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(f"{CALL}._OWN_GRACE_SECONDS", 3 * PATIENCE)
+    monkeypatch.setattr(f"{CALL}.OWN_GRACE_SECONDS", 3 * PATIENCE)
     async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
         crowd = [
             caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),))
@@ -275,8 +275,8 @@ async def test_silent_calls_leave_turns_to_other_callers(
 async def test_silent_calls_give_way_to_a_crowd(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(f"{CALL}._GRACE_SECONDS", 0.05)
-    monkeypatch.setattr(calls, "_ARRIVALS_PER_CALLER", 8)
+    monkeypatch.setattr(f"{CALL}.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(calls, "ARRIVALS_PER_CALLER", 8)
     async with calling(api_keys="slow:one,quick:two", key_max_requests=100) as caller:
         crowd = [
             caller.stream("ModelInfer", metadata=(("authorization", "Bearer one"),))
@@ -334,7 +334,7 @@ async def test_calls_need_a_key_except_health() -> None:
 async def test_delayed_refusals_block_no_other_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calls, "_REFUSALS_PER_SECOND", 1)
+    monkeypatch.setattr(calls, "REFUSALS_PER_SECOND", 1)
     async with calling() as caller:
         await caller.refusal(b"junk")
         second = asyncio.create_task(caller.refusal(b"junk"))

@@ -21,7 +21,7 @@ from model.runtime.batch_request import BatchRequest
 from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.openvino.network import (
-    _LEAN,
+    LEAN_OPTIONS,
     CompiledGraph,
     OpenVinoNetwork,
     core,
@@ -110,7 +110,7 @@ os._exit(any(each.is_alive() for each in threads))
 @pytest.fixture
 def one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile one graph for any batch size, which is faster than one graph for each size."""
-    monkeypatch.setattr(openvino_network, "_FIXED_BYTES", 1)
+    monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
 
 
 def network(predictor: Predictor) -> OpenVinoNetwork:
@@ -123,14 +123,14 @@ def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
     from openvino import Model, opset13
 
     given = opset13.parameter([1], np.float32)
-    core().compile_model(Model([opset13.relu(given)], [given]), "CPU", _LEAN)
+    core().compile_model(Model([opset13.relu(given)], [given]), "CPU", LEAN_OPTIONS)
 
 
 @pytest.mark.usefixtures("one_graph")
 def test_a_version_that_knows_an_option_no_more_compiles_without_it(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.runtime.openvino.network._LEAN", {"NO_SUCH_OPTION": "YES"})
+    monkeypatch.setattr("model.runtime.openvino.network.LEAN_OPTIONS", {"NO_SUCH_OPTION": "YES"})
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=1)
     np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
 
@@ -279,7 +279,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize(
-    "fixed_bytes", [openvino_network._FIXED_BYTES, 1], ids=["a graph a size", "one for any size"]
+    "fixed_bytes", [openvino_network.FIXED_BYTES, 1], ids=["a graph a size", "one for any size"]
 )
 def test_every_number_of_images_alone_and_beside_others_has_torchs_logits(
     both: tuple[Predictor, Predictor],
@@ -287,7 +287,7 @@ def test_every_number_of_images_alone_and_beside_others_has_torchs_logits(
     streams: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openvino_network, "_FIXED_BYTES", fixed_bytes)
+    monkeypatch.setattr(openvino_network, "FIXED_BYTES", fixed_bytes)
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=2, streams=streams)
     images = np.random.default_rng(3).integers(0, 256, (21, 32, 32, 3), dtype=np.uint8)
     for count in (1, 3, 8, 21):
