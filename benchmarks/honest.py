@@ -82,7 +82,7 @@ class Honest:
         answer = await client.post("/classify", content=body, params=query)
         if answer.status_code != 200:
             return _of_status(answer)
-        return "right" if self._fits(number, answer.json()) else "mixed up"
+        return "right" if self.fits(number, answer.json()) else "mixed up"
 
     async def _ask_for_two(self, client: httpx.AsyncClient, number: int) -> str:
         numbers = [number, (number + 1) % len(self.bodies)]
@@ -93,9 +93,9 @@ class Honest:
         documents = answer.json()["results"]
         if any("error" in document for document in documents):
             return "503"
-        return "right" if all(map(self._fits, numbers, documents)) else "mixed up"
+        return "right" if all(map(self.fits, numbers, documents)) else "mixed up"
 
-    def _fits(self, number: int, document: Mapping[str, Any]) -> bool:
+    def fits(self, number: int, document: Mapping[str, Any]) -> bool:
         """Return whether an answer is this picture's, and of one model only."""
         scores = _scores(document)
         return any(

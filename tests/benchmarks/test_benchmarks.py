@@ -99,10 +99,10 @@ def test_an_answer_that_is_another_pictures_or_of_two_models_is_mixed_up():
     def answer(first: float, second: float) -> dict[str, object]:
         return {"predictions": [{"index": 0, "score": first}, {"index": 1, "score": second}]}
 
-    assert honest._fits(0, answer(0.9, 0.1))
-    assert honest._fits(0, answer(0.5, 0.5))
-    assert not honest._fits(0, answer(0.9, 0.5))
-    assert not honest._fits(0, answer(0.1, 0.9))
+    assert honest.fits(0, answer(0.9, 0.1))
+    assert honest.fits(0, answer(0.5, 0.5))
+    assert not honest.fits(0, answer(0.9, 0.5))
+    assert not honest.fits(0, answer(0.1, 0.9))
 
 
 @pytest.mark.parametrize("outcome", ["421", "404", "500", "not kept"])

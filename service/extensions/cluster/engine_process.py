@@ -58,10 +58,10 @@ def run_engine(
     trim_regularly()
     # uvloop makes a round trip much shorter.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(settings, child, path, load, metrics, versions))
+        return runner.run(serve_until_stopped(settings, child, path, load, metrics, versions))
 
 
-async def _run(
+async def serve_until_stopped(
     settings: Settings,
     child: Child,
     path: Path,
@@ -69,6 +69,7 @@ async def _run(
     metrics: Metrics,
     versions: Mapping[str, Version],
 ) -> int:
+    """Serve the workers until a stop or a failure; return the exit code. See `run_engine`."""
     over = asyncio.Event()
 
     def changed() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from model.errors import CheckpointError, NewProcessNeeded
 from service.errors import SettingsError
-from service.extensions.cluster.engine_process import STOP, _run
+from service.extensions.cluster.engine_process import STOP, serve_until_stopped
 from service.extensions.cluster.processes import SERVING, Report
 from service.extensions.cluster.run import Cluster
 from service.extensions.cluster.supervisor import TRY_AGAIN, Child
@@ -69,7 +69,7 @@ async def test_engine_reports_its_served_versions(
 
     versions = {"": Version(3, "swapped")}
     running = asyncio.create_task(
-        _run(settings, own, tmp_path / "engine", load, Metrics(), versions)
+        serve_until_stopped(settings, own, tmp_path / "engine", load, Metrics(), versions)
     )
     found: list[Report] = []
     while not found:
@@ -89,10 +89,13 @@ async def test_engine_asks_once_for_a_new_process(
 
     own = child()
     settings = load_settings({"workers": 2})
-    assert await _run(settings, own, tmp_path / "engine", fail, Metrics(), {}) == TRY_AGAIN
+    assert (
+        await serve_until_stopped(settings, own, tmp_path / "engine", fail, Metrics(), {})
+        == TRY_AGAIN
+    )
     assert reports(own) == [Report(options={"max_batch": 16})]
     own.options = {"max_batch": 16}
-    assert await _run(settings, own, tmp_path / "engine", fail, Metrics(), {}) == 1
+    assert await serve_until_stopped(settings, own, tmp_path / "engine", fail, Metrics(), {}) == 1
 
 
 @on_a_loop
@@ -104,7 +107,9 @@ async def test_failed_engine_start_logs_one_line(
 
     own = child()
     assert (
-        await _run(load_settings({"device": "cpu"}), own, tmp_path / "engine", fail, Metrics(), {})
+        await serve_until_stopped(
+            load_settings({"device": "cpu"}), own, tmp_path / "engine", fail, Metrics(), {}
+        )
         == 1
     )
     assert caplog.messages == ["cannot start: no such folder"]
