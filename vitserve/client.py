@@ -55,7 +55,14 @@ from vitserve.errors import (
 from vitserve.head_documents import AddedExamples, HeadDescription
 from vitserve.methods import AsyncMethods, BlockingMethods
 from vitserve.proxies import Proxy, proxy_of, transport_through
-from vitserve.requests import Answer, DrawingOptions, ImageSource, MapOptions, Request
+from vitserve.requests import (
+    Answer,
+    DrawingOptions,
+    ImageSource,
+    MapOptions,
+    Request,
+    service_url,
+)
 from vitserve.retries import Retries, pause_after
 
 __all__ = [
@@ -215,10 +222,13 @@ class Client(_Service, BlockingMethods):
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
+        address = service_url(url)
         if transport is None:
-            self._proxy = proxy_of(httpx.URL(url))
+            self._proxy = proxy_of(address)
             transport = transport_through(self._proxy, httpx.HTTPTransport)
-        self._http = httpx.Client(base_url=url, transport=transport, **_options(api_key, timeout))
+        self._http = httpx.Client(
+            base_url=address, transport=transport, **_options(address, api_key, timeout)
+        )
         self._retries = retries
         self._shrink = shrink
         self._sleep = sleep
@@ -301,11 +311,12 @@ class AsyncClient(_Service, AsyncMethods):
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
+        address = service_url(url)
         if transport is None:
-            self._proxy = proxy_of(httpx.URL(url))
+            self._proxy = proxy_of(address)
             transport = transport_through(self._proxy, httpx.AsyncHTTPTransport)
         self._http = httpx.AsyncClient(
-            base_url=url, transport=transport, **_options(api_key, timeout)
+            base_url=address, transport=transport, **_options(address, api_key, timeout)
         )
         self._retries = retries
         self._shrink = shrink
@@ -381,10 +392,16 @@ class AsyncClient(_Service, AsyncMethods):
             await self._sleep(pause)
 
 
-def _options(api_key: str | None, timeout: float | httpx.Timeout) -> dict[str, Any]:
+def _options(
+    address: httpx.URL, api_key: str | None, timeout: float | httpx.Timeout
+) -> dict[str, Any]:
     """Return httpx's options, without a timeout for the wait for a free connection."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"Authorization": f"Bearer {api_key.strip()}".encode()} if api_key else {}
+    if api_key and address.userinfo:
+        raise ClientError("a user in the url and an api_key exclude each other: give only one")
     if not isinstance(timeout, httpx.Timeout):
+        if not timeout > 0:
+            raise ValueError(f"timeout {timeout}: expected seconds above 0")
         timeout = httpx.Timeout(timeout, pool=None)
     return {"headers": headers, "timeout": timeout}
 

@@ -47,6 +47,10 @@ class ClientError(Exception):
     retry_after: int | None = None
 
 
+_PLAIN_HTTP = "WRONG_VERSION_NUMBER"
+"""Part of OpenSSL's message about a server that does not speak TLS."""
+
+
 class Unreachable(ClientError, httpx.TransportError):
     """The service at `address` did not answer; the error of httpx is the `__cause__`.
 
@@ -55,13 +59,17 @@ class Unreachable(ClientError, httpx.TransportError):
     Attributes:
         never_connected: whether the connection failed, to the service or to its proxy.
         has_proxy: whether the environment sets a proxy; the message names it.
+        is_plain_http: whether the server answered https in another protocol, probably http.
     """
 
     def __init__(self, error: httpx.TransportError, address: httpx.URL, through: str = "") -> None:
         named = str(address.copy_with(userinfo=b"")).rstrip("/")
+        if _PLAIN_HTTP in str(error):
+            through += "; the server may not speak https: use http://"
         super().__init__(f"{named}: {str(error) or type(error).__name__}{through}")
         self.__cause__ = error
         self.has_proxy = bool(through)
+        self.is_plain_http = _PLAIN_HTTP in str(error)
         self.temporary = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
         self.never_connected = isinstance(error, httpx.ConnectError)
 

@@ -23,7 +23,7 @@ from vitserve.documents import (
     ListedModel,
     RegionDocument,
 )
-from vitserve.errors import ForeignAnswer, error_of
+from vitserve.errors import ClientError, ForeignAnswer, error_of
 from vitserve.shrinking import Pixel, shrink
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ WithAttention = bool | Literal["relevance"]
 """The parameter `attention` of /classify."""
 
 Answer = TypeVar("Answer")
+
+_MAX_PATH = 4096
+"""Most characters of a path on Linux; a longer text is a picture's content."""
 
 _MIN_SHRUNK_BYTES = 16_384
 """Smaller files are not worth shrinking."""
@@ -146,6 +149,23 @@ class Request(Generic[Answer]):
         return [data for _, (_, data) in self.options.get("files", ())]
 
 
+def service_url(url: str) -> httpx.URL:
+    """Return the address of a service; raises `ClientError` for another kind of address."""
+    scheme, separator, rest = url.strip().partition("://")
+    if scheme.startswith(("/", "unix:", "http+unix")) or scheme.endswith("unix"):
+        raise ClientError(
+            "a Unix socket needs the url http://localhost and transport=HTTPTransport(uds=PATH) "
+            "of httpx"
+        )
+    if not separator or scheme.lower() not in ("http", "https") or not rest:
+        meant = (rest if separator else scheme) or "localhost:8000"
+        raise ClientError(f"expected an address such as http://{meant}")
+    address = httpx.URL(url.strip())
+    if address.query:
+        raise ClientError("expected an address without ?, because each request has its own query")
+    return address
+
+
 def body(image: ImageSource) -> dict[str, Any]:
     """Return httpx's arguments for a request with one picture."""
     return {"content": file_bytes(image), "headers": {"Content-Type": "application/octet-stream"}}
@@ -153,7 +173,12 @@ def body(image: ImageSource) -> dict[str, Any]:
 
 def form(images: Sequence[ImageSource]) -> dict[str, Any]:
     """Return httpx's arguments for a request with several pictures."""
-    return _files_of(map(file_bytes, images))
+    if isinstance(images, str | bytes | os.PathLike):
+        raise TypeError("expected a list of pictures, not one")
+    arguments = _files_of(map(file_bytes, images))
+    if not arguments["files"]:
+        raise ValueError("the list of pictures is empty")
+    return arguments
 
 
 def _files_of(contents: Iterable[bytes]) -> dict[str, Any]:
@@ -244,12 +269,14 @@ def file_bytes(image: ImageSource) -> bytes:
     """
     if isinstance(image, bytes):
         return image
+    if isinstance(image, str):
+        _require_path(image)
     if isinstance(image, str | os.PathLike):
         return Path(image).read_bytes()
     if hasattr(image, "getexif"):
         return _png(cast("Image.Image", image))
     if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
-        return image.read()
+        return _rest(cast("IO[bytes]", image))
     try:
         pixels = memoryview(image)  # type: ignore[arg-type]  # numpy's stubs lack the buffer protocol
     except (TypeError, ValueError):
@@ -262,6 +289,21 @@ def file_bytes(image: ImageSource) -> bytes:
     from PIL import Image  # noqa: PLC0415  slow to import, and few programs need it
 
     return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels.tobytes()))
+
+
+def _require_path(text: str) -> None:
+    """Raise `FileNotFoundError` for a text that is a picture's URL or content."""
+    if text.lower().startswith(("http://", "https://", "s3://", "gs://")):
+        raise FileNotFoundError(f"{text[:99]}: download the picture, and pass its path or bytes")
+    if text.startswith("data:") or len(text) > _MAX_PATH:
+        raise FileNotFoundError(f"{text[:20]}...: not a path; of base64, pass b64decode(text)")
+
+
+def _rest(file: IO[bytes]) -> bytes:
+    data = file.read()
+    if not data:
+        raise ValueError("the file is empty or was read to its end: call its seek(0) first")
+    return data
 
 
 def _png(image: Image.Image) -> bytes:

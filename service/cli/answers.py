@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from model.errors import InputError
 from model.images.preprocess import ModelInput
 from model.label_texts import labels_of_request
-from model.outputs import AttentionMap, Outputs, Pooling, RequestedOutputs
+from model.outputs import DEFAULT_TOP_K, AttentionMap, Outputs, Pooling, RequestedOutputs
 from model.parameters import parse_embedding, parse_maps
 from service.cli.image_files import read_input
 from service.cli.setting_flags import predictor_from
@@ -83,14 +83,13 @@ def answers_from(
         _refuse_server_flags(arguments)
         yield LocalAnswers(arguments)
         return
-    _require_address(url)
     _refuse_local_settings(arguments, sent_settings)
     key = os.environ.get("VIT_API_KEY") if arguments.api_key is None else arguments.api_key
     try:
         with Client(url, api_key=(key or "").strip() or None, shrink=arguments.shrink) as client:
             yield ServerAnswers(client, arguments)
     except Unreachable as error:
-        hint = "" if error.has_proxy else ": is the server running?"
+        hint = "" if error.has_proxy or error.is_plain_http else ": is the server running?"
         raise InputError("url", f"{error}{hint}") from None
     except (httpx.InvalidURL, ClientError) as error:
         raise InputError("url", f"{url}: {error}{_remedy(error)}") from None
@@ -116,20 +115,20 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _require_address(url: str) -> None:
-    """Raise `InputError` unless the scheme of a URL is http or https."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        raise InputError("url", f"{url}: expected an address such as http://{url}")
-    if scheme.lower() not in ("http", "https"):
-        raise InputError("url", f"{url}: expected an address such as http://{rest}")
-
-
 def _remedy(error: Exception) -> str:
     """Return the remedy for an error of a server; empty if its message has the remedy."""
     if isinstance(error, Unauthorized):
         return ": give one of the server's keys with --api-key or VIT_API_KEY"
     return ""
+
+
+def _top_k(top_k: int | None, classes: int) -> int:
+    """Return the number of classes in an answer; raises `InputError` for more than there are."""
+    if top_k is None:
+        return min(DEFAULT_TOP_K, classes)
+    if not 1 <= top_k <= classes:
+        raise InputError("top_k", f"--top-k {top_k}: expected 1 to {classes}, the model's classes")
+    return top_k
 
 
 class LocalAnswers:
@@ -139,13 +138,13 @@ class LocalAnswers:
         self._predictor, self.info, self._settings = predictor_from(arguments)
 
     def classify(
-        self, files: Sequence[Path], top_k: int
+        self, files: Sequence[Path], top_k: int | None
     ) -> Iterator[tuple[Path, dict[str, Any] | str]]:
         """Yield each file with its `predictions`, and its label set if the model has a coverage."""
         info = self.info
         labels_of_request(None, info.zero_shot, info.config)
         requested = RequestedOutputs(
-            min(top_k, info.config.num_classes), label_set=info.coverage is not None
+            _top_k(top_k, info.config.num_classes), label_set=info.coverage is not None
         )
 
         def answer(_: ModelInput, outputs: list[Outputs]) -> dict[str, Any]:
@@ -252,15 +251,15 @@ class ServerAnswers:
         self._labels: str | None = getattr(arguments, "labels", None)
 
     def classify(
-        self, files: Sequence[Path], top_k: int
+        self, files: Sequence[Path], top_k: int | None
     ) -> Iterator[tuple[Path, dict[str, Any] | str]]:
         """Yield each file with its `predictions`, and its label set if the model has a coverage."""
         labels = self._read_labels()
         classes = len(labels) if labels else self.client.model(self.model).classes
-        top_k = min(top_k, classes)
+        count = _top_k(top_k, classes)
 
         def ask(file: Path) -> dict[str, Any]:
-            answer = self.client.classify(file, top_k=top_k, labels=labels, model=self.model)
+            answer = self.client.classify(file, top_k=count, labels=labels, model=self.model)
             return answer.model_dump(include={"predictions", *SET_FIELDS}, exclude_none=True)
 
         return self.stream(files, ask)

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from model.errors import InputError
 from model.outputs import DEFAULT_TOP_K
 from service.cli.answers import SET_FIELDS, add_server_flags, answers_from
 from service.cli.image_files import find_images, handle_answers
@@ -39,11 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the labels of all files, and return 1 if any file fails."""
-    if arguments.top_k is not None and arguments.top_k < 1:
-        raise InputError("top_k", f"--top-k {arguments.top_k}: expected at least 1")
     files = find_images(arguments.paths)
     with answers_from(arguments, sent_settings=["labels"]) as source:
-        answers = source.classify(files, arguments.top_k or DEFAULT_TOP_K)
+        answers = source.classify(files, arguments.top_k)
         write = _writer(arguments)
         return handle_answers(
             answers,

@@ -163,6 +163,10 @@ def _example_of(name: str) -> str:
     return commands()[name].example if name in commands() else ""
 
 
+_LIKENESS: Final = 0.7
+"""Lowest ratio of difflib at which a message suggests an option."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with a message of one line, without the usage, which would hide it."""
@@ -196,7 +200,7 @@ def _unknown_argument(command: str, argument: str, parser: argparse.ArgumentPars
     longer = set()
     if flag.startswith("--"):
         longer = {option for option in options if option.startswith(flag)}
-    near = [*synonyms, *sorted(longer)][:5] or get_close_matches(flag, options, 1)
+    near = [*synonyms, *sorted(longer)][:5] or get_close_matches(flag, options, 1, _LIKENESS)
     if near:
         return f"{flag} is not one of its options: did you mean {' or '.join(near)}?"
     others = [name for name in commands() if name != command and flag in _options(_parser(name)[1])]

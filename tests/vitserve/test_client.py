@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -43,6 +44,7 @@ from vitserve.client import (
     Unreachable,
 )
 from vitserve.documents import Classification
+from vitserve.requests import file_bytes, form
 
 pytestmark = pytest.mark.timeout(60)  # processes start
 
@@ -411,3 +413,56 @@ def test_command_ignores_files_of_the_same_name(folder: Path) -> None:
     for command in (["-c", script], ["-m", "vitserve"]):
         done = run_in(folder, *command, "attention", "--help")  # with the subcommand's modules
         assert "usage: vitserve attention" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("localhost:8000", "http://localhost:8000"),
+        ("ftp://host", "http://host"),
+        ("", "http://localhost:8000"),
+        ("http://", "http://localhost:8000"),
+        ("http://host/?model=cats", "without ?"),
+        ("unix:/run/v.sock", "transport=HTTPTransport(uds=PATH)"),
+        ("/run/v.sock", "transport=HTTPTransport(uds=PATH)"),
+        ("http+unix://%2Frun%2Fv.sock", "transport=HTTPTransport(uds=PATH)"),
+        ("http://user:word@host", "give only one"),
+    ],
+)
+def test_address_of_another_kind_is_refused(url: str, remedy: str) -> None:
+    with pytest.raises(ClientError, match=re.escape(remedy)):
+        Client(url, api_key="K")
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "remedy"),
+    [
+        ("https://example.org/dog.jpg", FileNotFoundError, "download the picture"),
+        ("data:image/png;base64,AAAA", FileNotFoundError, "pass b64decode"),
+        ("A" * 5000, FileNotFoundError, "pass b64decode"),
+        (io.BytesIO(), ValueError, "call its seek(0) first"),
+    ],
+)
+def test_source_without_a_picture_names_remedy(
+    source: Any, error: type[Exception], remedy: str
+) -> None:
+    with pytest.raises(error, match=re.escape(remedy)):
+        file_bytes(source)
+
+
+@pytest.mark.parametrize(
+    ("images", "error"), [("dog.jpg", TypeError), (b"x", TypeError), ([], ValueError)]
+)
+def test_batch_expects_a_list_of_pictures(images: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"list of pictures"):
+        form(images)
+
+
+def test_timeout_must_be_above_zero() -> None:
+    with pytest.raises(ValueError, match="timeout 0: expected seconds above 0"):
+        Client("http://host", timeout=0)
+
+
+def test_plain_server_is_named_over_https() -> None:
+    error = httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number")
+    assert "use http://" in str(Unreachable(error, httpx.URL("https://host")))

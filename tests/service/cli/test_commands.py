@@ -33,7 +33,7 @@ def test_classify_walks_a_folder_in_order(
     upload = (pictures / "b.PNG").rename(tmp_path / "upload")  # a named file may have any suffix
     files = [upload, write_pictures(pictures, "b.PNG")]
     code, out, err = run(
-        capsys, "classify", *files, "--checkpoint", checkpoint, "--json", "--top-k", "99"
+        capsys, "classify", *files, "--checkpoint", checkpoint, "--json", "--top-k", "3"
     )
     assert code == 0
     assert err.strip() == ""
@@ -166,6 +166,8 @@ def test_pillow_does_not_log_in_commands(
     [
         (["classify", "absent.jpg"], "absent.jpg: no such file"),
         (["classify", "README.md", "--top-k", "0"], "--top-k 0"),
+        (["classify", "README.md", "--top-k", "99"], "--top-k 99: expected 1 to 10"),
+        (["classify", "examples/dog.jpg", "--url", "unix:/run/x"], "HTTPTransport(uds=PATH)"),
         (["attention", "absent.jpg", "-o", "x.png"], "absent.jpg: no such file"),
         (["attention", "README.md"], "say where to write: -o OUT, --sheet FILE.png or both"),
         (["attention", "README.md", "--sheet", "."], ".: is a folder: name a file in it"),
@@ -285,6 +287,12 @@ def test_every_subcommand_is_in_the_table() -> None:
     modules = {f"service.cli.{found.name}" for found in pkgutil.iter_modules(service.cli.__path__)}
     runnable = {name for name in modules if hasattr(importlib.import_module(name), "run")}
     assert runnable <= {command.module for command in commands().values()}
+
+
+def test_unlike_option_suggests_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--reload"])
+    assert "--reload is not one of its options (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
