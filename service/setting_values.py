@@ -306,6 +306,11 @@ def _cache_folder(value: str | None) -> str | None:
     return _folder(value)
 
 
+def _absolute_folder(value: str | None) -> str | None:
+    folder = _folder(value)
+    return None if folder is None else str(Path(folder).expanduser().absolute())
+
+
 Name = Annotated[str, Field(min_length=1)]
 Score = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
@@ -315,6 +320,7 @@ ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(parse_keys), NoDecode]
 Device = Annotated[str, AfterValidator(_device)]
 Bytes = Annotated[ByteSize, BeforeValidator(parse_bytes)]
 Folder = Annotated[Name | None, AfterValidator(_folder)]
+AbsoluteFolder = Annotated[Name | None, AfterValidator(_absolute_folder)]
 CacheFolder = Annotated[Name | None, AfterValidator(_cache_folder)]
 HostNames = Annotated[tuple[str, ...], BeforeValidator(parse_hosts), NoDecode]
 ImageSize = Annotated[Size | None, BeforeValidator(parse_size), NoDecode]

@@ -28,6 +28,7 @@ from service.extension import extensions
 from service.model_settings import ModelSettings
 from service.setting_values import (
     MEMORY,
+    AbsoluteFolder,
     AdminKey,
     ApiKey,
     ApiKeys,
@@ -190,7 +191,7 @@ class Settings(ModelSettings, BaseSettings):
         None,
         description="key of PUT and DELETE /models/NAME; its holder chooses the served models",
     )
-    checkpoint_folder: Name | None = Field(
+    checkpoint_folder: AbsoluteFolder = Field(
         None,
         description="folder of the checkpoints that requests with `admin_key` may name; without "
         "it they may not name a checkpoint. A `NAME.toml` of `models` may name files in it, too",

@@ -121,6 +121,8 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("key_max_requests", "7", 7),
     ("admin_key", " admin\n", "admin"),
     ("checkpoint_folder", "/checkpoints", "/checkpoints"),
+    ("checkpoint_folder", "checkpoints", str(Path("checkpoints").absolute())),
+    ("checkpoint_folder", "~/checkpoints", str(Path("~/checkpoints").expanduser())),
     ("metrics_public", "false", False),
     ("allowed_hosts", "Vit.example.org, *.b.example", ("vit.example.org", "*.b.example")),
     ("allowed_hosts", "münchen.example", ("xn--mnchen-3ya.example",)),

@@ -332,6 +332,23 @@ async def test_loads_are_guarded(tmp_path: Path) -> None:
 
 
 @on_a_loop
+async def test_checkpoint_folder_may_be_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints/v2").mkdir(parents=True)
+    service, models = several(checkpoint_folder="checkpoints")
+
+    answer = await service.request(
+        "PUT", "/models/few", headers=ADMIN, body=b'{"checkpoint": "v2"}'
+    )
+
+    assert answer.status == 200
+    [(_, _, what)] = models.changes
+    assert what["checkpoint"] == str(tmp_path.resolve() / "checkpoints/v2")
+
+
+@on_a_loop
 async def test_model_deleted_during_its_load_is_404() -> None:
     service, models = several(checkpoint_folder="/")
     models.gone = "few"
