@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         )
     check(settings)
     _check_address(settings)
-    entries = configured_models(settings, log=logging.DEBUG)  # a wrong folder ends the start
+    entries = configured_models(settings)  # a wrong folder ends the start
     for line in notes_on_folder(settings, entries):
         logger.warning("%s", line)
     logger.info("loading %s", settings.models or settings.checkpoint)

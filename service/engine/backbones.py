@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Final, Self
 
+from model.errors import CheckpointError
 from service.engine.base import ModelRunner
 from service.engine.local import HandedOver, LocalEngine
 from service.engine.messages import (
@@ -30,6 +31,9 @@ from service.settings import Settings
 
 # A version to load: None for the configured one, another checkpoint, or all settings of a model.
 What = str | Mapping[str, Any] | None
+
+PROBLEM: Final = "problem"
+"""Key of a model's settings whose value says why they are broken; loading the model fails so."""
 
 # Loads the model that the settings name onto their device.
 Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
@@ -58,7 +62,9 @@ class Backbones:
 
     def engine(self, settings: Mapping[str, Any]) -> "ModelEngine":
         """Return the engine of a model with its own settings, not started yet."""
-        return ModelEngine(self, self.settings.model_copy(update=dict(settings)))
+        known = {name: value for name, value in settings.items() if name != PROBLEM}
+        problem = settings.get(PROBLEM, "")
+        return ModelEngine(self, self.settings.model_copy(update=known), problem)
 
     def changed(self, engine: LocalEngine) -> None:
         """Tell the models of an engine that its state has changed."""
@@ -75,7 +81,8 @@ class ModelEngine:
         backbone: the engine that computes.
     """
 
-    def __init__(self, backbones: Backbones, settings: Settings) -> None:
+    def __init__(self, backbones: Backbones, settings: Settings, problem: str = "") -> None:
+        self._problem = problem
         self.info: ModelInfo | None = None
         self.last_used: float | None = None
         self.backbone = LocalEngine(
@@ -175,6 +182,8 @@ class ModelEngine:
 
     def _load(self) -> tuple[ModelRunner, ModelInfo]:
         """Load the model, on a thread; raises `HandedOver` if another engine has its backbone."""
+        if self._problem:
+            raise CheckpointError(self._problem)
         backbones = self._backbones
         runner, info = backbones.load(self._settings)
         with backbones.lock:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from service.engine.backbones import PROBLEM
 from service.errors import InvalidParameter, SettingsError
 from service.model_settings import PATHS, ModelSettings
 from service.models.folder import FolderEntry, in_time, read_folder, unread_names
@@ -17,15 +18,14 @@ logger = logging.getLogger("vitserve")
 def configured_models(
     settings: Settings,
     before: Mapping[str, FolderEntry] = MappingProxyType({}),
-    *,
-    log: int = logging.ERROR,
 ) -> dict[str, FolderEntry]:
     """Return the entries of the folder of models by name, or one entry without a name.
+
+    A broken entry is a model that fails with the entry's problem.
 
     Args:
         settings: the service's settings.
         before: entries of the last look; a broken entry stays as it was there.
-        log: level at which broken entries are logged.
 
     Raises:
         SettingsError: the folder is empty, or the default model is missing; or, if the settings
@@ -39,15 +39,16 @@ def configured_models(
             "the models: set one of them"
         )
     entries, problems = _read(settings, settings.models)
-    for name, problem in problems.items():
-        logger.log(log, "no model: %s", problem)
-        if name in before:
-            entries[name] = before[name]
     where = f"VIT_MODELS={settings.models!r}"
     if problems and settings.strict:
         raise SettingsError(f"{where}: {next(iter(problems.values()))}")
     if not entries:
-        raise SettingsError(f"{where}: this folder has no models")
+        reason = "".join(f": {problem}" for problem in [*problems.values()][:1])
+        raise SettingsError(f"{where}: this folder has no models{reason}")
+    for name, problem in problems.items():
+        if name in before:
+            logger.error("not reloaded: %s", problem)
+        entries[name] = before.get(name, FolderEntry({PROBLEM: problem}, {}))
     if settings.model_name not in (None, *entries):
         names = ", ".join(entries)
         raise SettingsError(

@@ -11,12 +11,13 @@ import pytest
 from model.checkpoint import BUNDLED
 from model.checkpoint.tensor_files import SUFFIXES
 from model.errors import CheckpointError
+from service.engine.backbones import PROBLEM
 from service.engine.checkpoint_files import checkpoint_from
 from service.errors import SettingsError
 from service.model_settings import PATHS
 from service.models import folder as folder_module
 from service.models.configured import configured_models, notes_on_folder
-from service.models.folder import WEIGHTS, in_time, read_folder
+from service.models.folder import WEIGHTS, FolderEntry, in_time, read_folder
 from service.settings import load_settings
 
 
@@ -132,8 +133,10 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_are_read(
     assert problem in line
     assert "\n" not in line
     settings = load_settings({"models": str(tmp_path)})
-    assert list(configured_models(settings)) == ["good"]
-    assert caplog.messages == [f"no model: {line}"]
+    configured = configured_models(settings)
+    assert configured == {**entries, next(iter(problems)): FolderEntry({PROBLEM: line}, {})}
+    assert configured_models(settings, {**configured, **dict.fromkeys(problems, entries["good"])})
+    assert caplog.messages == [f"not reloaded: {line}"]
     with pytest.raises(SettingsError, match="VIT_MODELS"):
         configured_models(load_settings({"models": str(tmp_path), "strict": "true"}))
 

@@ -174,6 +174,16 @@ async def test_a_broken_model_is_named_once_and_the_others_serve(
 
 
 @on_a_loop
+async def test_broken_toml_is_a_failed_model(tmp_path: Path) -> None:
+    (tmp_path / "b.toml").write_text("colour = 1")
+    async with running(tmp_path, "a") as (models, _):
+        assert states(models) == {"a": "ready", "b": "failed"}
+        assert models.failure == ""
+        with pytest.raises(ModelFailed, match=r"b\.toml: colour: unknown name"):
+            await models.load("b")
+
+
+@on_a_loop
 async def test_a_failed_model_is_refused_for_good(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "!b") as (models, disk):
         with pytest.raises(ModelFailed, match="b: it cannot be read"):
