@@ -55,8 +55,7 @@ class Generation(Generic[E_co]):
         number: counts up with each version that is loaded.
         checkpoint: the loaded checkpoint; None for the configured one.
         requests: number of requests that have not ended.
-        held: number of requests that only keep the version for another process, perhaps without
-            work.
+        keepers: number of other processes whose requests may still come.
         on_work: called when the first request begins, and when the last one has ended.
     """
 
@@ -65,10 +64,9 @@ class Generation(Generic[E_co]):
         self.number = number
         self.checkpoint = checkpoint
         self.requests = 0
-        self.held = 0
+        self.keepers = 0
         self.on_work: Callable[[], None] = lambda: None
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._released = asyncio.Event()
         # The last `move` to a state that the engine does not know, such as `unloaded`.
         self._beyond_engine: State | None = None
         # The state when last looked at, to check the next transition.
@@ -109,34 +107,41 @@ class Generation(Generic[E_co]):
         return before, after
 
     @contextmanager
-    def request(self, *, held: bool = False) -> Iterator[None]:
+    def request(self) -> Iterator[None]:
         """Keep the generation until the context ends, even if the next one takes over."""
         self.begin()
-        self.held += held
         try:
             yield
         finally:
-            self.held -= held
             self.end()
 
     def begin(self) -> None:
         """Keep the generation for a request until its `end`."""
         self.requests += 1
         if self.requests == 1:
-            self._idle.clear()
             self.on_work()
 
     def end(self) -> None:
         """Release the generation from a request."""
         self.requests -= 1
         if not self.requests:
-            self._idle.set()
+            self._released.set()
             self.on_work()
 
+    def keep(self) -> None:
+        """Keep the generation for the requests of another process, until its `drop`."""
+        self.keepers += 1
+
+    def drop(self) -> None:
+        """Release the generation from another process."""
+        self.keepers -= 1
+        self._released.set()
+
     async def idle(self) -> None:
-        """Wait until no request is left."""
-        while self.requests:
-            await self._idle.wait()
+        """Wait until no request is left, and no other process keeps the generation."""
+        while self.requests or self.keepers:
+            self._released.clear()
+            await self._released.wait()
 
 
 class ServedModel:
@@ -197,9 +202,7 @@ class Lease:
         return self.generation.engine
 
     async def load(self, caller: str) -> None:
-        """Load the version if it is unloaded.
-
-        In a web worker, a loaded version is another generation than the unloaded one.
+        """Load the version if it is unloaded; it stays loaded until the release.
 
         Args:
             caller: see `Models.load`.
@@ -212,12 +215,10 @@ class Lease:
         if not self.engine.ready:  # else it is loaded, even if another model has its name by now
             try:
                 await self.models.load(name, caller)
-                if not self.engine.ready:
-                    self._hold(self.models.served[self.models.key(name)].current)
             except ServiceError:
                 if not self.engine.ready:
                     raise
-        info = self.engine.info
+        info = self.engine.info if self.engine.ready else None
         if info is None or (info.content, info.head) != (self.info.content, self.info.head):
             raise EngineUnavailable(f"{name}: it was replaced while it was unloaded: try again")
         self.is_loaded = True
@@ -225,11 +226,6 @@ class Lease:
     def release(self) -> None:
         """Stop holding the version."""
         self.generation.end()
-
-    def _hold(self, generation: Generation[Engine]) -> None:
-        generation.begin()
-        self.generation.end()
-        self.generation = generation
 
     def __enter__(self) -> Lease:
         return self

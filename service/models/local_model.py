@@ -91,23 +91,22 @@ class LocalModel(ServedModel):
         self.is_being_replaced = False
         self._retiring = self._tasks.begin(self._retire(previous))
 
-    async def unload(self) -> None:
-        """Give back its memory after its last request; `bring` loads it again."""
+    def unload(self) -> None:
+        """Give back its memory after its last request, see `retired`; `bring` loads it again."""
         previous = self._renew()
         self.current.move("unloaded")
-        self.on_change()
         self._retiring = self._tasks.begin(self._retire(previous))
-        await self.retired()
+        self.on_change()
 
     @property
     def is_retiring(self) -> bool:
         """Return whether an old generation has requests left."""
         return self._retiring is not None and not self._retiring.done()
 
-    async def retired(self) -> None:
+    async def retired(self, timeout: float | None = None) -> None:
         """Wait until the old generation's last requests have ended, and it is closed."""
         if self._retiring is not None:
-            await asyncio.wait([self._retiring])
+            await asyncio.wait([self._retiring], timeout=timeout)
 
     async def leave(self) -> None:
         """Close all generations once their last requests have ended."""

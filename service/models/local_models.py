@@ -34,7 +34,7 @@ from service.models.folder import FolderEntry
 from service.models.generation import Version
 from service.models.local_model import LocalModel, Prepared
 from service.models.registry import SWAP_UNDER_WAY, Models
-from service.models.residency import Residency
+from service.models.residency import LEAVE_SECONDS, Residency
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
@@ -117,15 +117,23 @@ class LocalModels(Models):
     async def load(self, name: str | None, caller: str = "") -> None:
         """Wait until a model answers, and load it if it is unloaded; see `Models.load`."""
         key = self.key(name)
+        # It is ready once it is loaded, even if it is unloaded again before this coroutine goes on.
+        generation = self.served[key].current
         self._waiters[key] += 1
         try:
-            while key in self.served and self.served[key].state in ("loading", "unloaded"):
+            while (
+                not generation.engine.ready
+                and key in self.served
+                and self.served[key].state in ("loading", "unloaded")
+            ):
                 load = self._loads.get(key)
                 if load is None or load.done():
                     load = self._begin_load(key, caller)
                 await asyncio.shield(load)
         finally:
             self._waiters[key] -= 1
+        if generation.engine.ready:
+            return
         if key not in self.served:
             raise UnknownModel(f"{key!r}: the model was deleted")
         self.require_ready(key)
@@ -138,7 +146,7 @@ class LocalModels(Models):
         model = self.served[key]
         if model.state not in ("unloaded", "loading"):
             return False
-        is_needed = self._waiters[key] > 0 or model.current.requests > model.current.held
+        is_needed = self._waiters[key] > 0 or model.current.requests > 0
         if is_needed:
             with suppress(ServiceError):
                 await self.load(key)
@@ -162,8 +170,9 @@ class LocalModels(Models):
 
     async def _load(self, key: str, caller: str, *, at_start: bool) -> None:
         if key in self.served:
-            # Their numbers are equal: a worker's release of the old one would release the new one.
-            await self.served[key].retired()
+            # Its memory is needed. A request may hold it and wait for this load, so do not wait
+            # for long.
+            await self.served[key].retired(LEAVE_SECONDS)
         async with self._turn:
             model = self.served.get(key)
             if model is None or model.state == "ready":
@@ -249,12 +258,12 @@ class LocalModels(Models):
         if prepared.is_new:
             self.served[key] = model
             model.on_change = self.on_change
-        else:
+        elif key in self.served:  # otherwise it was deleted meanwhile, which closes all versions
             model.take_over(following)
             self.results["served"] += 1
             self.refused.discard(key)
-        if key in self.served:  # otherwise it was deleted meanwhile
-            self.versions[key] = Version(model.current.number, model.current.checkpoint)
+        if key in self.served:
+            self.versions[key] = Version(following.number, following.checkpoint)
         self.results["loaded"] += 1
         self._turn.release()
         self.on_change()
@@ -341,7 +350,7 @@ class LocalModels(Models):
         async with self._turn:
             if self.served[self.key(name)].state != "ready":
                 return
-            leaving = self._tasks.begin(self._memory.unload([self.served[name]]))
+            leaving = self._memory.unload([self.served[name]])
         await asyncio.shield(leaving)
 
     async def delete(self, name: str) -> None:

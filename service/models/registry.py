@@ -272,7 +272,7 @@ class Models(ABC):
 
     @abstractmethod
     async def load(self, name: str | None, caller: str = "") -> None:
-        """Wait until a model answers, and load it if it is unloaded.
+        """Wait until the current version of a model answers, and load it if it is unloaded.
 
         Args:
             name: name of the model; None for the default.

@@ -154,16 +154,23 @@ class Residency:
                 await self._give_back([model])
             raise
 
-    async def unload(self, models: list[LocalModel]) -> None:
-        """Unload models; their memory counts until their last requests have ended."""
+    def unload(self, models: list[LocalModel]) -> asyncio.Task[None]:
+        """Unload models; their memory counts until the task ends with their last requests."""
         leaving = {model.current for model in models}
         self._leaving |= leaving
-        await asyncio.gather(*(model.unload() for model in models))
+        for model in models:
+            model.unload()
+        return self._tasks.begin(self._retired(models, leaving))
+
+    async def _retired(
+        self, models: list[LocalModel], leaving: set[Generation[ModelEngine]]
+    ) -> None:
+        await asyncio.gather(*(model.retired() for model in models))
         self._leaving -= leaving
 
     async def _give_back(self, models: list[LocalModel]) -> None:
         """Unload models, but wait only shortly for their last requests: other loads wait, too."""
-        await asyncio.wait([self._tasks.begin(self.unload(models))], timeout=LEAVE_SECONDS)
+        await asyncio.wait([self.unload(models)], timeout=LEAVE_SECONDS)
 
     def _to_evict(self, lacking: int, kept: Collection[str], caller: str) -> list[LocalModel]:
         """Return the models of the least recently used backbone without work."""
@@ -207,7 +214,7 @@ class Residency:
 
 
 def _has_work(model: LocalModel) -> bool:
-    return model.current.requests > model.current.held
+    return model.current.requests > 0
 
 
 def _last_used(models: list[LocalModel]) -> float:

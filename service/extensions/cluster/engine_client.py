@@ -1,19 +1,20 @@
-"""The connection of a web worker to one engine process."""
+"""The connection of a web worker to one engine process, and the versions that it may use there."""
 
 import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from service.background import keep_running
 from service.engine.messages import EngineStatus, ModelInfo
 from service.errors import EngineUnavailable
 from service.extensions.cluster import frames
 from service.web.image_stores import StoreUsage
-from vitserve.documents import ListedModel
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,36 @@ _CHECK_SECONDS: Final = 0.5
 _MAX_SILENT_CHECKS: Final = 6
 
 
+@dataclass(eq=False, slots=True)
+class EngineLease:
+    """A version of a model in one engine process, which is kept there for this worker.
+
+    Attributes:
+        number: number of the version, equal in all engines.
+        is_recalled: whether new requests must not use it.
+        is_busy: whether the engine knows of requests of this worker; None before the first report.
+        is_lost: whether the engine has ended.
+    """
+
+    client: "EngineClient"
+    id: int
+    number: int
+    info: ModelInfo
+    is_recalled: bool = False
+    is_busy: bool | None = None
+    is_lost: bool = False
+
+    @property
+    def status(self) -> EngineStatus:
+        """Return the status of the engine."""
+        return self.client.status
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether the engine answers requests."""
+        return not self.is_lost and not self.client.is_silent
+
+
 class EngineClient:
     """A connection to one engine process, and later to its successor, on one event loop.
 
@@ -37,26 +68,20 @@ class EngineClient:
         device: device in the status before the engine publishes one.
 
     Attributes:
-        models: descriptions of the engine's generations, by model name and generation number.
-        withdrawn: generations that must not get new requests.
+        published: last published values.
+        leases: versions that the engine keeps for this worker, by model name and lease number.
         pending: this worker's requests without a result, by id.
-        listed, tally, refused, kept: last published values, see `frames.StatusChanged`.
     """
 
     def __init__(self, path: Path, device: str) -> None:
-        self.models: dict[str, dict[int, ModelInfo]] = {}
-        self.withdrawn: set[tuple[str, int]] = set()
-        self.listed: dict[str, ListedModel] = {}
-        self.tally: dict[str, int] = {}
-        self.refused: frozenset[str] = frozenset()
-        self._published = EngineStatus(device, "loading", "the model is loading", "", None, 0)
+        status = EngineStatus(device, "loading", "the model is loading", "", None, 0)
+        self.published = frames.StatusChanged(status, StoreUsage(), {}, {})
+        self.leases: dict[str, dict[int, EngineLease]] = {}
+        self.pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
         self._silent_checks = 0
-        self.kept = StoreUsage()
         self._path = path
         self._on_change: Callable[[], None] = lambda: None
         self._connection: frames.Connection | None = None
-        self._uses: dict[str, tuple[int, int, bool]] = {}
-        self.pending: dict[int, tuple[frames.Request, asyncio.Future[Any]]] = {}
         self._ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -68,22 +93,16 @@ class EngineClient:
     @property
     def status(self) -> EngineStatus:
         """Return the last published status; a silent engine counts as failed."""
-        if self.is_silent and self._published.state == "ready":
-            return replace(self._published, state="failed", reason=SILENT)
-        return self._published
-
-    @property
-    def info(self) -> ModelInfo | None:
-        """Return the default model's newest description; None before the model is loaded."""
-        default_name = next((name for name, status in self.listed.items() if status.default), "")
-        generations = self.models.get(default_name)
-        return generations[max(generations)] if generations else None
+        status = self.published.status
+        if self.is_silent and status.state == "ready":
+            return replace(status, state="failed", reason=SILENT)
+        return status
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Connect, and reconnect whenever the connection ends.
 
         Args:
-            on_change: called when the status changes.
+            on_change: called when the status or the leases change.
         """
         self._on_change = on_change
         self._tasks = [
@@ -91,11 +110,12 @@ class EngineClient:
             keep_running("engine-silence", self._watch),
         ]
 
-    def send(self, frame: frames.Frame) -> None:
-        """Send a frame; raises `EngineUnavailable` without a connection."""
-        if self._connection is None:
-            raise EngineUnavailable(self.status.reason or CONNECTION_LOST)
-        self._connection.send(frame)
+    async def close(self) -> None:
+        """Disconnect; pending requests fail with `EngineUnavailable`."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def ask(self, request: frames.Request) -> Any:
         """Send a request, and return its result; raises the error of a failed request.
@@ -120,30 +140,30 @@ class EngineClient:
         finally:
             self.pending.pop(id_, None)
 
-    def use(self, name: str, newest: int, oldest: int, *, busy: bool) -> None:
-        """Tell the engine which generations of a model this worker uses, and forget older ones.
+    def send(self, frame: frames.Frame) -> None:
+        """Send a frame; raises `EngineUnavailable` without a connection."""
+        if self._connection is None:
+            raise EngineUnavailable(self.status.reason or CONNECTION_LOST)
+        self._connection.send(frame)
 
-        No effect if the engine knows already, or has no such generation. See `frames.Uses`.
+    def report(self, model: str, *, busy: Callable[[EngineLease], bool]) -> None:
+        """Tell the engine which leases of a model are busy, and return recalled ones that are not.
+
+        Args:
+            busy: returns whether requests of a lease have not ended.
         """
-        generations = self.models.get(name, {})
-        busy = busy and len(self.models) > 1  # the engine never unloads its only model
-        is_known = newest in generations or any(
-            (name, number) in self.withdrawn for number in generations
-        )
-        if not is_known or self._uses.get(name) == (newest, oldest, busy):
-            return
-        self._uses[name] = newest, oldest, busy
-        for number in [number for number in generations if number < oldest]:
-            del generations[number]
-            self.withdrawn.discard((name, number))
-        self.send(frames.Uses(name, newest, oldest, busy))
-
-    async def close(self) -> None:
-        """Disconnect; pending requests fail with `EngineUnavailable`."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        for lease in list(self.leases.get(model, {}).values()):
+            is_busy = busy(lease)
+            if lease.is_recalled:
+                if not is_busy:
+                    del self.leases[model][lease.id]
+                    self.send(frames.Returned(lease.id))
+                continue
+            # The engine never unloads its only model.
+            is_busy = is_busy and len(self.leases) > 1
+            if is_busy != lease.is_busy:
+                lease.is_busy = is_busy
+                self.send(frames.Uses(lease.id, is_busy))
 
     def check(self) -> None:
         """Count a check since the engine's last heartbeat."""
@@ -152,7 +172,7 @@ class EngineClient:
         self._silent_checks += 1
         if self.is_silent:
             logger.warning(
-                "engine %s: no sign of life; it gets no new requests", self._published.device
+                "engine %s: no sign of life; it gets no new requests", self.status.device
             )
             self._on_change()
 
@@ -186,55 +206,47 @@ class EngineClient:
         assert self._connection is not None
         self._connection.close()
         self._connection = None
-        self.models.clear()
-        self.withdrawn.clear()
-        self._uses.clear()
+        for leases in self.leases.values():
+            for lease in leases.values():
+                lease.is_lost = True
+        self.leases.clear()
         self._silent_checks = 0
         for _, future in self.pending.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(CONNECTION_LOST))
-        if self._published.state != "closed":  # a closed engine has published its reason
-            self._published = replace(
-                self._published, state="failed", reason=CONNECTION_LOST, queue_depth=0
-            )
+        status = self.published.status
+        if status.state != "closed":  # a closed engine has published its reason
+            status = replace(status, state="failed", reason=CONNECTION_LOST, queue_depth=0)
+            self.published = msgspec.structs.replace(self.published, status=status)
         self._on_change()
 
     def _note_heartbeat(self) -> None:
         was_silent = self.is_silent
         self._silent_checks = 0
         if was_silent:
-            logger.warning("engine %s: it gives signs of life again", self._published.device)
+            logger.warning("engine %s: it gives signs of life again", self.status.device)
             self._on_change()
 
     def _receive(self, frame: frames.Frame) -> None:
         match frame:
             case frames.Alive():
                 pass
-            case frames.StatusChanged(status, kept, listed, tally, refused):
-                states = {name: model.state for name, model in listed.items()}
-                changed = (
-                    status.state != self._published.state
-                    or states.keys() != self.listed.keys()
-                    or tally != self.tally
-                )
-                self._published = status
-                self.kept = kept
-                self.listed = listed
-                self.tally = tally
-                self.refused = refused
-                if changed:
+            case frames.StatusChanged():
+                before = self.published
+                self.published = frame
+                if (
+                    frame.status.state != before.status.state
+                    or frame.models.keys() != before.models.keys()
+                    or frame.tally != before.tally
+                ):
                     self._on_change()
-            case frames.Serving(model, generation, info):
-                self.models.setdefault(model, {})[generation] = info
-                self.withdrawn.discard((model, generation))
-                self._uses.pop(model, None)
-                if self._published.state == "ready":  # otherwise the status follows
+            case frames.Granted(lease, model, generation, info):
+                granted = EngineLease(self, lease, generation, info)
+                self.leases.setdefault(model, {})[lease] = granted
+                if self.published.status.state == "ready":  # otherwise the status follows
                     self._on_change()
-            case frames.Withdrawn(model, generation):
-                # Older generations are withdrawn, too, even if this worker never used this one.
-                known = self.models.get(model, {})
-                older = [number for number in known if number <= generation]
-                self.withdrawn.update((model, number) for number in (*older, generation))
+            case frames.Recalled(lease, model):
+                self.leases[model][lease].is_recalled = True
                 self._on_change()
             case frames.Answer() | frames.Failed():
                 request, future = self.pending.get(frame.id, (None, None))

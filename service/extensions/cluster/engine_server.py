@@ -11,14 +11,15 @@ The requests of all workers meet in one queue, and share batches. A worker that 
 own requests. If an engine dies, its requests fail with `EngineUnavailable`. The worker then
 connects to its successor at the same address: a socket in a folder that only this user may enter.
 
-A worker holds each generation that it knows until it releases it. `LocalModel` therefore closes an
-old generation when no worker has a request of it left.
+Each worker gets a lease on each version that serves. `LocalModel` therefore closes an old version
+when no worker has a request of it left.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Final
 
 from service.background import Tasks, keep_running
 from service.engine.backbones import ModelEngine
-from service.errors import CheckpointRefused, EngineUnavailable, InferenceFailed, ServiceError
+from service.errors import CheckpointRefused, InferenceFailed, ServiceError
 from service.extensions.cluster import frames
 from service.models.generation import Generation
 from service.models.local_models import LocalModels
@@ -35,9 +36,6 @@ from service.web.image_stores import MemoryImageStore
 logger = logging.getLogger("vitserve")
 
 _FINISH_SECONDS: Final = 1.0
-
-# Interval at which to check whether all workers have adopted a generation.
-_CHECK_SECONDS: Final = 0.01
 
 
 class EngineServer:
@@ -63,6 +61,7 @@ class EngineServer:
         self.images = images
         self.workers: set[_Worker] = set()
         self.loader: _Worker | None = None
+        self.worker_changed = asyncio.Event()
         self._serving = Tasks()
         self._restarts = restarts
         self._on_change = on_change
@@ -101,13 +100,22 @@ class EngineServer:
             status, self.images.usage(), listed, dict(models.results), refused
         )
 
-    async def adopted(self, name: str) -> None:
-        """Wait until all workers use the current generation of a model, or it is deleted."""
-        number = self.models.versions[name].number
-        while name in self.models.served and any(
-            worker.adopted.get(name, 0) < number for worker in self.workers
+    async def used_by_all(self, name: str) -> None:
+        """Wait until all workers give new requests to the current version of a model.
+
+        The wait also ends if another version follows, or the model is deleted.
+        """
+        model = self.models.served.get(name)
+        generation = None if model is None else model.current
+        while (
+            model is not None
+            and generation is model.current
+            and generation.engine.ready
+            and self.models.served.get(name) is model
+            and not all(worker.uses(generation) for worker in self.workers)
         ):
-            await asyncio.sleep(_CHECK_SECONDS)
+            self.worker_changed.clear()
+            await self.worker_changed.wait()
 
     def _accept(self, connection: frames.Connection) -> None:
         self._serving.begin(self._serve(connection))
@@ -124,11 +132,13 @@ class EngineServer:
             logger.error("connection of a worker: %s", error)
         finally:
             self.workers.discard(worker)
+            self.worker_changed.set()
             await worker.close()
 
     def _changed(self) -> None:
         for worker in self.workers:
             worker.announce()
+        self.worker_changed.set()
         self.publish_status()
         self._on_change()
 
@@ -148,71 +158,76 @@ class EngineServer:
                 worker.send(status)
 
 
-class _Worker:
-    """One worker's requests in the engine's process, and the generations that it holds.
+class _Grant:
+    """A lease of a worker on a version of a model.
 
     Attributes:
-        adopted: generation of its new requests, by model.
+        is_recalled: whether the worker was told that new requests must not use it.
+        is_used: whether the worker gives new requests to it, or has done so.
     """
 
+    def __init__(self, model: str, generation: Generation[ModelEngine]) -> None:
+        self.model = model
+        self.generation = generation
+        self.is_recalled = False
+        self.is_used = False
+        self._is_busy = False
+        generation.keep()
+
+    def use(self, *, is_busy: bool) -> None:
+        """Note whether the worker has requests, so that the version is not evicted."""
+        self.is_used = True
+        if is_busy and not self._is_busy:
+            self.generation.begin()
+        elif self._is_busy and not is_busy:
+            self.generation.end()
+        self._is_busy = is_busy
+
+    def end(self) -> None:
+        """Release the version."""
+        self.use(is_busy=False)
+        self.generation.drop()
+
+
+class _Worker:
+    """One worker's leases and requests in the engine's process."""
+
     def __init__(self, server: EngineServer, connection: frames.Connection) -> None:
-        self.adopted: dict[str, int] = {}
         self.send = connection.send
         self._server = server
         self._connection = connection
-        self._generations: dict[tuple[str, int], tuple[Generation[ModelEngine], ExitStack]] = {}
-        self._withdrawn: set[tuple[str, int]] = set()
+        self._grants: dict[int, _Grant] = {}
+        self._ids = itertools.count(1)
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def announce(self) -> None:
-        """Announce each ready generation once and hold it for the worker; announce deletions."""
-        served = {
-            (name, model.current.number): model.current
-            for name, model in self._server.models.served.items()
-        }
-        for key, generation in served.items():
-            held, _ = self._generations.get(key, (None, None))
+        """Grant a lease on each version that serves, and then recall the leases on others."""
+        served = {model.current: name for name, model in self._server.models.served.items()}
+        granted = {grant.generation for grant in self._grants.values()}
+        for generation, name in served.items():
             info = generation.engine.info
-            if info is not None and generation.engine.ready and held is not generation:
-                self._hold(key, generation, busy=False)
-                self.send(frames.Serving(*key, info))
-        for key, (generation, _) in self._generations.items():
-            # If a newer generation follows, its announcement tells the worker.
-            if key in served:
-                is_withdrawn = served[key] is not generation
-            else:
-                is_withdrawn = key[0] not in self._server.models.served
-            if is_withdrawn and key not in self._withdrawn:
-                self._withdrawn.add(key)
-                self.send(frames.Withdrawn(*key))
+            if info is not None and generation.engine.ready and generation not in granted:
+                id_ = next(self._ids)
+                self._grants[id_] = _Grant(name, generation)
+                self.send(frames.Granted(id_, name, generation.number, info))
+        for id_, grant in self._grants.items():
+            if grant.generation not in served and not grant.is_recalled:
+                grant.is_recalled = True
+                self.send(frames.Recalled(id_, grant.model))
 
-    def _hold(
-        self, key: tuple[str, int], generation: Generation[ModelEngine], *, busy: bool
-    ) -> None:
-        """Hold a generation for the worker, and release an unloaded one with the same number.
-
-        Args:
-            busy: whether the worker has requests of the generation, so that it is not evicted.
-        """
-        held = ExitStack()
-        held.enter_context(generation.request(held=not busy))
-        if key in self._generations:
-            self._release([key])
-        self._generations[key] = generation, held
-
-    def _release(self, keys: Iterable[tuple[str, int]]) -> None:
-        for key in keys:
-            self._withdrawn.discard(key)
-            self._generations.pop(key)[1].close()
+    def uses(self, generation: Generation[ModelEngine]) -> bool:
+        """Return whether the worker gives new requests to a version."""
+        grants = self._grants.values()
+        return any(grant.generation is generation and grant.is_used for grant in grants)
 
     def handle(self, frame: frames.Frame) -> None:
         """Handle a request."""
         match frame:
-            case frames.Uses(model, newest, oldest, busy):
-                self.adopted[model] = newest
-                if (model, newest) in self._generations:
-                    self._hold((model, newest), self._generations[model, newest][0], busy=busy)
-                self._release_older(model, oldest)
+            case frames.Uses(lease, busy):
+                self._grants[lease].use(is_busy=busy)
+                self._server.worker_changed.set()
+            case frames.Returned(lease):
+                self._grants.pop(lease).end()
             case frames.Cancel(id_) if id_ in self._tasks:
                 self._tasks[id_].cancel()
             case frames.Cancel():
@@ -227,18 +242,6 @@ class _Worker:
     def _forget(self, id_: int, _: asyncio.Task[None]) -> None:
         self._tasks.pop(id_, None)
 
-    def _release_older(self, model: str, oldest: int) -> None:
-        """Release generations before `oldest`, except the current one, if it was just reloaded."""
-        served = self._server.models.served.get(model)
-        current = None if served is None else served.current
-        self._release(
-            [
-                (name, number)
-                for (name, number), (held, _) in self._generations.items()
-                if name == model and number < oldest and held is not current
-            ]
-        )
-
     async def finish(self) -> None:
         """Send the pending answers, and close."""
         if self._tasks:
@@ -251,16 +254,15 @@ class _Worker:
         for task in self._tasks.values():
             task.cancel()
         await self._discard("the web worker that led the swap ended")
-        self._release(list(self._generations))
+        for grant in self._grants.values():
+            grant.end()
 
     @contextmanager
-    def _engine(self, model: str, generation: int) -> Iterator[ModelEngine]:
-        """Yield the engine of a generation, and hold it until the context ends."""
-        held, _ = self._generations.get((model, generation), (None, None))
-        if held is None:
-            raise EngineUnavailable("the engine has a different model now")
-        with held.request():
-            yield held.engine
+    def _engine(self, lease: int) -> Iterator[ModelEngine]:
+        """Yield the engine of a lease, and hold its version until the context ends."""
+        generation = self._grants[lease].generation
+        with generation.request():
+            yield generation.engine
 
     async def _answer(self, id_: int, request: frames.Request) -> None:
         try:
@@ -276,10 +278,10 @@ class _Worker:
         result: object = None
         match request:
             case frames.Submit() as submit:
-                with self._engine(submit.model, submit.generation) as engine:
+                with self._engine(submit.lease) as engine:
                     result = await engine.infer(submit.image, timeout=submit.timeout)
-            case frames.EmbedTexts(model, generation, texts, timeout):
-                with self._engine(model, generation) as engine:
+            case frames.EmbedTexts(lease, texts, timeout):
+                with self._engine(lease) as engine:
                     result = await engine.embed_texts(texts, timeout=timeout)
             case frames.Put(picture, image_id):
                 result = await self._server.images.put(picture, image_id)
@@ -306,8 +308,6 @@ class _Worker:
             case "unload":
                 await models.unload(model)
             case "delete":
-                if model in models.served and await models.answer_waiting(model):
-                    await asyncio.sleep(_CHECK_SECONDS)  # until workers hold it for their requests
                 await models.delete(model)
             case "reload":
                 models.reload()
@@ -319,7 +319,7 @@ class _Worker:
             raise CheckpointRefused("the engine restarted during the swap")
         self._server.loader = None
         self._server.models.take_over()
-        await self._server.adopted(model)
+        await self._server.used_by_all(model)
         await self._server.models.fit(model)
 
     async def _discard(self, reason: str) -> None:

@@ -2,16 +2,17 @@
 
     web worker                              engine process
     ----------                              --------------
-                                      <--   StatusChanged(status)         first, and on each change
-                                      <--   Serving(model, generation)    when it answers requests
-                                      <--   Withdrawn(model, generation)  to get no new requests
-                                      <--   Alive                         heartbeat
-    Uses(model, newest, oldest, busy) -->                                 new requests use `newest`
-    Call(id, request)                 -->
-    Cancel(id)                        -->
-                                      <--   Answer(id) or Failed(id)      together for a batch
+                            <--   StatusChanged(status)     first, and on each change
+                            <--   Granted(lease, model)     a version for new requests
+    Uses(lease, busy)       -->                             they use it from now on
+                            <--   Recalled(lease)           not for new requests any more
+    Returned(lease)         -->                             its last request has ended
+                            <--   Alive                     heartbeat
+    Call(id, request)       -->
+    Cancel(id)              -->
+                            <--   Answer(id) or Failed(id)  together for a batch
 
-    Submit, EmbedTexts                      one image, or texts, for a generation of a model
+    Submit, EmbedTexts            one image, or texts, for a lease
     Change                                  of the models, see `service.models.registry`
     Put, Get                                of a kept picture
 
@@ -81,19 +82,18 @@ class Submit(_Frame, frozen=True, tag=1):
         timeout: seconds from now until its batch must start.
     """
 
-    model: str
-    generation: int
+    lease: int
     shape: tuple[int, int, int]
     data: memoryview
     requested: RequestedOutputs
     timeout: float
 
     @classmethod
-    def of(cls, model: str, generation: int, image: InferenceRequest, timeout: float) -> Self:
+    def of(cls, lease: int, image: InferenceRequest, timeout: float) -> Self:
         """Return the frame that carries an image."""
         high, wide, channels = image.pixels.shape
         data = np.ascontiguousarray(image.pixels).reshape(-1).data
-        return cls(model, generation, (high, wide, channels), data, image.requested, timeout)
+        return cls(lease, (high, wide, channels), data, image.requested, timeout)
 
     @property
     def image(self) -> InferenceRequest:
@@ -105,8 +105,7 @@ class Submit(_Frame, frozen=True, tag=1):
 class EmbedTexts(_Frame, frozen=True, tag=2):
     """Requests the features of texts, within `timeout` seconds from now."""
 
-    model: str
-    generation: int
+    lease: int
     texts: tuple[str, ...]
     timeout: float
 
@@ -159,21 +158,23 @@ class Cancel(_Frame, frozen=True, tag=9):
 
 
 class Uses(_Frame, frozen=True, tag=10):
-    """Tells which generations of a model a worker uses.
+    """Tells that a worker gives new requests to a lease, and none to earlier leases of the model.
 
     Attributes:
-        newest: generation of its new requests.
-        oldest: oldest generation of its pending requests.
-        busy: whether it has requests of `newest`, perhaps still being received.
+        busy: whether it has such requests, perhaps still being received.
     """
 
-    model: str
-    newest: int
-    oldest: int
+    lease: int
     busy: bool
 
 
-class StatusChanged(_Frame, frozen=True, tag=11):
+class Returned(_Frame, frozen=True, tag=11):
+    """Returns a recalled lease, because the worker has no requests for it any more."""
+
+    lease: int
+
+
+class StatusChanged(_Frame, frozen=True, tag=15):
     """Publishes the state of an engine.
 
     Attributes:
@@ -190,19 +191,20 @@ class StatusChanged(_Frame, frozen=True, tag=11):
     refused: frozenset[str] = frozenset()
 
 
-class Serving(_Frame, frozen=True, tag=12):
-    """Announces a generation of a model that answers new requests from now on."""
+class Granted(_Frame, frozen=True, tag=12):
+    """Grants a lease on a version of a model, which the engine keeps until it is returned."""
 
+    lease: int
     model: str
     generation: int
     info: ModelInfo
 
 
-class Withdrawn(_Frame, frozen=True, tag=19):
-    """Announces that a generation of a model must not get new requests."""
+class Recalled(_Frame, frozen=True, tag=19):
+    """Recalls a lease, which must not get new requests."""
 
+    lease: int
     model: str
-    generation: int
 
 
 class Alive(_Frame, frozen=True, tag=20):
@@ -250,7 +252,9 @@ class Failed(_Frame, frozen=True, tag=14):
         return error
 
 
-Frame = Call | Cancel | Uses | StatusChanged | Serving | Withdrawn | Alive | Answer | Failed
+_FromWorker = Call | Cancel | Uses | Returned
+_FromEngine = StatusChanged | Granted | Recalled | Alive | Answer | Failed
+Frame = _FromWorker | _FromEngine
 
 
 def _to_plain(value: Any) -> Any:

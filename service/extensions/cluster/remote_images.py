@@ -27,7 +27,7 @@ class RemoteImageStore:
 
     def usage(self) -> StoreUsage:
         """Return the usage that the engine published last."""
-        return self._engine.kept
+        return self._engine.published.kept
 
     async def close(self) -> None:
         """Do nothing: the memory belongs to the engine process."""

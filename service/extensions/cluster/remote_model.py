@@ -1,21 +1,23 @@
 """The models of a web worker: the engine processes hold them, one process per device.
 
-The engines load, replace and close generations (`service.models`). Frames tell a worker which
-generation of each model serves. New requests belong to the newest generation that any engine
-serves. The worker releases the old generation after its own last request of it. The worker that is
-asked for a swap leads it: all engines load, and then all take over. If one engine fails, none takes
-over.
+The engines load, replace and close versions (`service.models`). An engine grants each worker a
+lease on a version that serves, and recalls the lease when another version takes over or the model
+is unloaded. New requests belong to the newest version. The worker returns a recalled lease after
+its own last request, and the engine closes the version after the last return.
+
+The worker that is asked for a swap leads it: all engines load, and then all take over. If one
+engine fails, none takes over.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from service.engine.backbones import What
 from service.engine.messages import EngineStatus
 from service.errors import ServiceError, SwapUnderWay
 from service.extensions.cluster import frames
-from service.extensions.cluster.engine_client import EngineClient
+from service.extensions.cluster.engine_client import EngineClient, EngineLease
 from service.extensions.cluster.remote_engine import RemoteEngine
 from service.models.generation import Generation, ServedModel
 from service.models.registry import SWAP_UNDER_WAY, Models
@@ -34,8 +36,8 @@ class RemoteModel(ServedModel):
         super().__init__()
         self.engines = tuple(engines)
         self.name = name
-        self.current = self._generation(0)
-        self._open = [self.current]
+        self.current = self._generation()
+        self._earlier: list[Generation[RemoteEngine]] = []  # with requests left
 
     @property
     def state(self) -> ModelState:
@@ -43,8 +45,8 @@ class RemoteModel(ServedModel):
         if self.current.engine.ready:
             return "ready"
         for engine in self.engines:
-            if self.name in engine.listed:
-                return engine.listed[self.name].state
+            if self.name in engine.published.models:
+                return engine.published.models[self.name].state
         return "loading"
 
     async def replace(self, checkpoint: What) -> None:
@@ -64,49 +66,56 @@ class RemoteModel(ServedModel):
         await ask_all(self.engines, frames.Change("take_over", self.name))
 
     def refresh(self) -> None:
-        """Adopt the newest served generation; if the current one was withdrawn, have none."""
-        ready = [engine for engine in self.engines if engine.status.state == "ready"]
-        newest = max((number for engine in ready for number in self._of(engine)), default=0)
-        if newest not in (0, self.current.number):
-            self._turn_to(newest)
-        elif not newest and any(
-            (self.name, self.current.number) in engine.withdrawn for engine in ready
-        ):
-            self._turn_to(self.current.number + 1)  # a number that no engine has
-        for generation in self._open:
-            generation.engine.refresh()
-        self._use()
+        """Give new requests to the newest version that engines have, perhaps to none.
 
-    def _of(self, engine: EngineClient) -> list[int]:
-        """Return an engine's generations for new requests."""
-        return [
-            number
-            for number in engine.models.get(self.name, {})
-            if (self.name, number) not in engine.withdrawn
+        A generation without leases becomes the next version, and its requests wait for that.
+        """
+        leases = self._newest()
+        if leases != self.current.engine.engines:
+            if self.current.engine.engines:
+                self._info = self.info
+                self._earlier.append(self.current)
+                self.current = self._generation()
+            if leases:
+                self.current.number = leases[0].number
+                self.current.engine.serve(leases)
+        self._report()
+
+    def _newest(self) -> tuple[EngineLease, ...]:
+        """Return the leases of the newest version, with equal content."""
+        leases = [
+            lease
+            for engine in self.engines
+            if engine.status.state == "ready"
+            for lease in engine.leases.get(self.name, {}).values()
+            if not lease.is_recalled
         ]
+        newest = max((lease.number for lease in leases), default=0)
+        leases = [lease for lease in leases if lease.number == newest]
+        # Each engine reads its folders itself. If one engine failed to read a checkpoint, the same
+        # number may mean different content from then on.
+        contents = [lease.info.content for lease in leases]
+        content = contents[0] if contents else ""
+        if self.info is not None and self.info.content in contents:
+            content = self.info.content
+        return tuple(lease for lease in leases if lease.info.content == content)
 
-    def _turn_to(self, number: int) -> None:
-        self._info = self.info
-        previous = self.current
-        self.current = self._generation(number)
-        self._open.append(self.current)
-        self._tasks.begin(self._release(previous))
-
-    def _generation(self, number: int) -> Generation[RemoteEngine]:
-        generation = Generation(RemoteEngine(self.engines, self.name, number), number)
-        generation.on_work = self._use
+    def _generation(self) -> Generation[RemoteEngine]:
+        generation = Generation(RemoteEngine(self.engines), 0)
+        generation.on_work = self._report
         return generation
 
-    def _use(self) -> None:
-        oldest = min(generation.number for generation in self._open)
-        busy = self.current.requests > 0
+    def _report(self) -> None:
+        self._earlier = [generation for generation in self._earlier if generation.requests]
         for engine in self.engines:
-            engine.use(self.name, self.current.number, oldest, busy=busy)
+            engine.report(self.name, busy=self._is_busy)
 
-    async def _release(self, previous: Generation[RemoteEngine]) -> None:
-        await previous.idle()
-        self._open.remove(previous)
-        self._use()
+    def _is_busy(self, lease: EngineLease) -> bool:
+        """Return whether requests of a lease have not ended."""
+        return any(
+            generation.requests > 0 and lease in generation.engine.engines
+            for generation in (self.current, *self._earlier)
+        )
 
 
 async def ask_all(engines: Sequence[EngineClient], request: frames.Request) -> None:
@@ -133,8 +142,8 @@ class RemoteModels(Models):
     def status_of(self, key: str) -> ListedModel:
         """Return the status of a served model from the first engine that lists it."""
         for engine in self.engines:
-            if key in engine.listed:
-                return engine.listed[key]
+            if key in engine.published.models:
+                return engine.published.models[key]
         return super().status_of(key)
 
     def statuses(self) -> list[EngineStatus]:
@@ -152,17 +161,31 @@ class RemoteModels(Models):
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def load(self, name: str | None, caller: str = "") -> None:
-        """Wait until an engine has the model, see `Models.load`; raises `UnknownModel`."""
+        """Wait until an engine has the model, see `Models.load`.
+
+        Another engine may first wait for the last request of an old version, perhaps for this one.
+        """
+        generation = self.served[self.key(name)].current
+        if generation.engine.ready:
+            return
+        served = asyncio.create_task(generation.engine.served.wait())
+        waking = asyncio.create_task(self._wake(name, caller))
+        try:
+            await asyncio.wait({served, waking}, return_when=asyncio.FIRST_COMPLETED)
+            if not served.done():
+                waking.result()
+        finally:
+            served.cancel()
+            waking.cancel()
+
+    async def _wake(self, name: str | None, caller: str) -> NoReturn:
+        """Load a model on all engines, again if it is evicted; raises the first error."""
         while True:
-            change = frames.Change("wake", self.key(name), caller=caller)
-            requests = (engine.ask(change) for engine in self.engines)
-            results = await asyncio.gather(*requests, return_exceptions=True)
-            errors = [error for error in results if error is not None]
-            if self.served[self.key(name)].current.engine.ready:  # raises if it was deleted
-                return
-            if errors:
-                raise errors[0]
-            # The model was evicted again: repeat.
+            wake = frames.Change("wake", self.key(name), caller=caller)
+            requests = (engine.ask(wake) for engine in self.engines)
+            for error in await asyncio.gather(*requests, return_exceptions=True):
+                if error is not None:
+                    raise error
 
     async def put(self, name: str, what: What) -> bool:
         """Load a model on all engines or none, see `Models.put`; a disconnect does not stop it."""
@@ -200,17 +223,16 @@ class RemoteModels(Models):
 
     def _changed(self) -> None:
         """Update the models after a change of one engine's models or status."""
+        published = [engine.published for engine in self.engines]
         listed: dict[str, ListedModel] = {}
-        names: set[str] = set()
-        for engine in self.engines:
-            listed |= engine.listed
-            names |= engine.models.keys() | engine.listed.keys()
-        self.results = self.engines[0].tally  # the same on every engine
-        self.refused = {key for engine in self.engines for key in engine.refused}
+        for engine in published:
+            listed |= engine.models
+        self.results = published[0].tally  # the same on every engine
+        self.refused = {key for engine in published for key in engine.refused}
         self.default_name = next(
             (name for name, status in listed.items() if status.default), self.default_name
         )
-        for name in (names or {""}) - self.served.keys():
+        for name in listed.keys() - self.served.keys():
             self.served[name] = self._known.setdefault(name, RemoteModel(self.engines, name))
         for model in self.served.values():
             model.refresh()

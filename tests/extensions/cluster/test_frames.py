@@ -105,14 +105,11 @@ STATUSES = st.builds(
 REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
     st.builds(
         frames.Submit.of,
-        st.text(),
         SMALL,
         st.builds(InferenceRequest, PIXELS, REQUESTED),
         SECONDS,
     ),
-    st.builds(
-        frames.EmbedTexts, st.text(), SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS
-    ),
+    st.builds(frames.EmbedTexts, SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
     st.builds(
         frames.Change,
         st.sampled_from(["load", "take_over", "discard", "wake", "unload", "delete", "reload"]),
@@ -125,8 +122,9 @@ REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
 FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Call, IDS, REQUESTS),
     st.builds(frames.Cancel, IDS),
-    st.builds(frames.Uses, st.text(), SMALL, SMALL, st.booleans()),
-    st.builds(frames.Withdrawn, st.text(), SMALL),
+    st.builds(frames.Uses, SMALL, st.booleans()),
+    st.builds(frames.Returned, SMALL),
+    st.builds(frames.Recalled, SMALL, st.text()),
     st.builds(
         frames.StatusChanged,
         STATUSES,
@@ -135,7 +133,8 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
         st.dictionaries(st.text(), SMALL, max_size=3),
     ),
     st.builds(
-        frames.Serving,
+        frames.Granted,
+        SMALL,
         st.text(),
         SMALL,
         st.sampled_from([model_info(), model_info(config=LIBRARY, labels=())]),
@@ -143,11 +142,11 @@ FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Failed, IDS, st.integers(0, len(frames.ERRORS) - 1), st.text()),
 )
 SUBMIT = frames.Submit.of(
-    "m", 1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0
+    1, InferenceRequest(np.zeros((1, 1, 3), np.uint8), RequestedOutputs(1)), 1.0
 )
 ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.builds(lambda: SUBMIT), results()),
-    st.tuples(st.just(frames.EmbedTexts("m", 1, (), 1.0)), floats((3, 5))),
+    st.tuples(st.just(frames.EmbedTexts(1, (), 1.0)), floats((3, 5))),
     st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
     st.tuples(st.builds(frames.Put, PICTURES, st.none()), st.none() | st.text()),
     st.tuples(
@@ -203,7 +202,7 @@ def test_frames_survive_any_cut_of_the_stream(sent: list[frames.Frame], cut: int
 )
 def test_pictures_of_any_length_arrive(sizes: list[int], cuts: list[int]) -> None:
     images = [InferenceRequest(noise(n, size), RequestedOutputs(1)) for n, size in enumerate(sizes)]
-    sent = [frames.Call(n, SUBMIT.of("m", n, image, 1)) for n, image in enumerate(images)]
+    sent = [frames.Call(n, SUBMIT.of(n, image, 1)) for n, image in enumerate(images)]
     data = b"".join(map(frames.encode, sent))
     places = [0, *sorted(cuts), 400_000]
     found = asyncio.run(received(*(data[begin:end] for begin, end in pairwise(places))))

@@ -110,11 +110,17 @@ class Service:
         self.workers.append(model)
         await until(
             lambda: (
-                all(engine.models for engine in model.engines)
+                all(engine.leases for engine in model.engines)
                 and model.default.current.engine.ready
             )
         )
         return model
+
+
+def numbers(model: RemoteModels) -> list[set[int]]:
+    """Return the numbers of the default model's versions in each engine."""
+    leases = [engine.leases.get("", {}).values() for engine in model.engines]
+    return [{lease.number for lease in of_engine} for of_engine in leases]
 
 
 def name_of(model: RemoteModels) -> str:
@@ -379,7 +385,7 @@ async def test_different_content_does_not_serve_together() -> None:
                 device.models.name_of(""), checkpoint
             )  # each by itself, under the same number
             await until(lambda: name_of(model) == "one")
-        await until(lambda: all(2 in engine.models[""] for engine in model.engines))
+        await until(lambda: numbers(model) == [{2}, {2}])
         await check([ask(model, red) for red in range(6)], range(6))
         assert service.devices[1].predictors["other"].launched == []
 
@@ -444,63 +450,54 @@ async def test_engine_death_during_a_load_ends_the_swap() -> None:
         service.devices[1].gate.set()
         await dying
         await service.devices[1].start()
-        await until(lambda: all(engine.models for engine in model.engines))
+        await until(lambda: all(engine.leases for engine in model.engines))
         await load(model, "next")
         await service.devices[1].die()
         await service.devices[1].start("next", generation=2)
-        await until(
-            lambda: [set(engine.models.get("", {})) for engine in model.engines] == [{2}, {2}]
-        )
+        await until(lambda: numbers(model) == [{2}, {2}])
         await check([ask(model, red) for red in range(4)], range(4))
         assert service.devices[1].predictors["next"].launched != []
 
 
 @on_a_loop
-async def test_deletion_ends_the_wait_for_a_model() -> None:
+async def test_deletion_answers_waiting_requests() -> None:
     async with running() as service:
         model = await service.worker()
+        [device] = service.devices
         await model.put("other", {"checkpoint": "other"})
-        waiting = asyncio.create_task(model.load("other"))
-        await asyncio.sleep(0)
-        del model.served["other"]
+        await model.unload("other")
+        device.gate.clear()
+        with model.acquire("other") as lease:
+            waiting = asyncio.create_task(lease.load("caller"))
+            await until(device.models._turn.locked)
+            deleting = asyncio.create_task(model.delete("other"))
+            await asyncio.sleep(0.01)
+            device.gate.set()
+            await asyncio.gather(waiting, deleting)
+            await lease.engine.infer(request_for(1), timeout=PATIENCE)
         with pytest.raises(UnknownModel):
-            await waiting
+            model.acquire("other")
 
 
 @on_a_loop
-async def test_wait_survives_an_early_eviction(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_wait_survives_an_early_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as service:
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
         await model.unload("other")
         engine = service.devices[0].models
-        left = [1, 2]
         load = engine.load
+        unloading = list[asyncio.Task[None]]()
 
         async def load_for_a_moment(name: str | None, caller: str = "") -> None:
             await load(name, caller)
-            if left:
-                left.pop()
-                await engine.unload("other")
+            unloading.append(asyncio.create_task(engine.unload("other")))
 
         monkeypatch.setattr(engine, "load", load_for_a_moment)
-        await model.load("other")
-        assert not left
-        assert model.served["other"].current.engine.ready
-
-
-@on_a_loop
-async def test_reloaded_generation_is_not_released() -> None:
-    async with running() as service:
-        model = await service.worker()
-        await model.put("other", {"checkpoint": "other"})
-        [worker] = service.devices[0].server.workers
-        worker.handle(
-            frames.Uses("other", 2, 2, busy=False)
-        )  # sent before the worker knew of the load
-        await model.served["other"].current.engine.infer(request_for(1), timeout=PATIENCE)
+        with model.acquire("other") as lease:
+            await lease.load("caller")
+            await until(lambda: model.served["other"].current is not lease.generation)
+            await lease.engine.infer(request_for(1), timeout=PATIENCE)
 
 
 @on_a_loop
@@ -516,7 +513,7 @@ async def test_arriving_request_keeps_a_model_busy() -> None:
         generation = service.devices[0].models.served["other"].current
 
         def works() -> bool:
-            return generation.requests > generation.held
+            return generation.requests > 0
 
         with other.served["other"].current.request():
             await until(works)
@@ -526,7 +523,7 @@ async def test_arriving_request_keeps_a_model_busy() -> None:
                 async with asyncio.timeout(0.05):
                     await until(lambda: not works())
         await until(lambda: not works())
-        assert generation.requests == 2, "each worker keeps it"
+        assert generation.keepers == 2
 
 
 @pytest.mark.parametrize("changes", [["delete"], ["put"], ["delete", "put"]], ids="-".join)
@@ -542,7 +539,7 @@ async def test_admitted_request_outlives_its_model(
         [device] = service.devices
         with admitted.request():  # whose picture is being read
             generation = device.models.served["other"].current
-            await until(lambda: generation.requests > generation.held)
+            await until(lambda: generation.requests)
             for change in changes:
                 await (
                     leads.delete("other")
@@ -553,7 +550,7 @@ async def test_admitted_request_outlives_its_model(
             result = await admitted.engine.infer(request_for(5), timeout=PATIENCE)
             assert result.outputs.indices.tolist() == expected_indices(5, 3)
             assert device.predictors["other"].launched == [[5]]
-        await until(lambda: not generation.requests)
+        await until(lambda: not generation.keepers)
 
 
 @on_a_loop
@@ -592,17 +589,38 @@ async def test_invalid_frames_end_only_their_connection(
 
 
 @on_a_loop
-async def test_withdrawn_version_does_not_revive_the_old() -> None:
+async def test_recalled_version_does_not_revive_the_old() -> None:
     client = EngineClient(Path("nowhere"), "cpu")
-    uses = list[frames.Frame]()
-    client._published = replace(client.status, state="ready")
-    client.send = uses.append  # type: ignore[method-assign, assignment]
+    sent = list[frames.Frame]()
+    status = replace(client.status, state="ready")
+    client.published = frames.StatusChanged(status, client.published.kept, {}, {})
+    client.send = sent.append  # type: ignore[method-assign, assignment]
     model = RemoteModel([client], "m")
     client._on_change = model.refresh
-    client._receive(frames.Serving("m", 1, model_info()))
-    await asyncio.sleep(0)
-    # The event loop does not run before the next frame.
-    client._receive(frames.Serving("m", 2, model_info()))
-    client._receive(frames.Withdrawn("m", 2))
-    await until(lambda: model.current.number == 3)
-    assert not model.current.engine.ready
+    with model.current.request():
+        waiting = model.current
+        client._receive(frames.Granted(1, "m", 1, model_info()))
+        assert waiting.engine.ready, "a request that waits has the next version at once"
+        for frame in (
+            frames.Granted(2, "m", 2, model_info()),
+            frames.Recalled(1, "m"),
+            frames.Recalled(2, "m"),
+        ):
+            client._receive(frame)
+        assert not model.current.engine.ready
+        assert frames.Returned(2) in sent
+        assert frames.Returned(1) not in sent
+    assert sent[-1] == frames.Returned(1)
+
+
+@on_a_loop
+async def test_one_engine_alone_evicts_a_model() -> None:
+    async with running(engines=2) as service:
+        model = await service.worker()
+        await model.put("other", {"checkpoint": "other"})
+        evicts, stays = service.devices
+        await evicts.models.unload("other")
+        assert len(evicts.models.served["other"]._open) == 1
+        await evicts.models.load("other")
+        await until(lambda: len(model.served["other"].current.engine.engines) == 2)
+        assert len(stays.models.served["other"]._open) == 1

@@ -5,7 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -323,7 +323,10 @@ async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts
 ) -> None:
     monkeypatch.setattr("service.models.residency.LEAVE_SECONDS", 0.0)
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
-        with models.served["b"].current.request(held=True):
+        kept = models.served["b"].current
+        kept.keep()
+        with ExitStack() as end:
+            end.callback(kept.drop)
             with pytest.raises(ModelsFull):
                 await models.load("c")
             assert states(models) == {"a": "ready", "b": "unloaded", "c": "unloaded"}
