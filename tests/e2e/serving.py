@@ -46,7 +46,8 @@ class Served:
     def connect(self, url: str) -> None:
         """Send further requests to `url`."""
         self.url = url
-        self.host, self.port = "127.0.0.1", int(url.rpartition(":")[2])
+        self.host = "127.0.0.1"
+        self.port = int(url.rpartition(":")[2])
         self.client = client(url)
 
     def kill(self) -> None:
