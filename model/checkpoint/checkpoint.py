@@ -160,7 +160,10 @@ class Checkpoint(Description):
         tensors = native_tensors(self.tensors, self.config, self.source)
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
-                raise CheckpointError(f"{self.source}: {name} holds values that are not finite")
+                raise CheckpointError(
+                    f"{self.source}: {name} holds values that are not finite: give a checkpoint "
+                    "from before the training diverged"
+                )
         if isinstance(self.config, ViTConfig):
             tensors |= placeholder_heads(self.config)
         # `native_tensors` has checked all names; a library itself makes its buffers of integers.

@@ -17,6 +17,8 @@ _QUANTISED: Final = re.compile(
     r".+[._](qweight|qzeros|g_idx|SCB|absmax|quant_map|zero_point|weight_scale(_inv)?|"
     r"weight_packed|quant_state\..+|packed_params\..+)"
 )
+# Names of the two factors of a weight, as torch's weight norm saves them.
+_FACTORED: Final = re.compile(r".+\.(weight_g|parametrizations\.weight\.original0)")
 QUANTISED_REMEDY: Final = (
     "quantised weights are not read: save floating-point weights, "
     "model.dequantize().save_pretrained(FOLDER), or give the model that was quantised"
@@ -44,6 +46,12 @@ def refuse_incomplete(tensors: Mapping[str, Tensor], where: str) -> None:
     quantised = next(filter(_QUANTISED.fullmatch, tensors), None)
     if quantised is not None:
         raise CheckpointError(f"{where}: holds {quantised!r:.100}: {QUANTISED_REMEDY}")
+    factored = next(filter(_FACTORED.fullmatch, tensors), None)
+    if factored is not None:
+        raise CheckpointError(
+            f"{where}: holds {factored!r:.100}: weights in two factors are not read: save the "
+            "model after torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+        )
     is_small = 0 < len(tensors) <= _MAX_HEAD_TENSORS
     if is_small and all(
         tensor.ndim <= 2 and _LAYER.fullmatch(name) for name, tensor in tensors.items()

@@ -1,15 +1,16 @@
 """The operator's options for a checkpoint, which complete or override its own content."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import TypeAdapter
 
 from model.checkpoint.labels import LABEL_PRESETS, read_labels
-from model.checkpoint.local_files import read_json, resolved_source, validating
+from model.checkpoint.local_files import read_json, reading, resolved_source, validating
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.layer_config import Size
@@ -122,12 +123,24 @@ def read_preprocess(name: str) -> PreprocessConfig:
     if name in PREPROCESS_PRESETS:
         return PREPROCESS_PRESETS[name]
     if name.startswith("{"):
-        with validating("VIT_PREPROCESS"):
-            return PreprocessConfig.model_validate_json(name)
+        with reading("VIT_PREPROCESS", "not JSON", ValueError, RecursionError):
+            fields = json.loads(name)
+        return _validated(fields, "VIT_PREPROCESS")
     path = Path(name).expanduser()
     if resolved_source(path, str(path)) is None:
         raise CheckpointError(
             f"VIT_PREPROCESS {name!r}: neither a file nor one of {', '.join(PREPROCESS_PRESETS)}"
         )
-    with validating(str(path)):
-        return PreprocessConfig.model_validate(read_json(path, str(path)))
+    return _validated(read_json(path, str(path)), str(path))
+
+
+def _validated(fields: Any, where: str) -> PreprocessConfig:
+    """Return the preprocessing of these fields; the refusal has an example of all of them."""
+    try:
+        with validating(where):
+            return PreprocessConfig.model_validate(fields)
+    except CheckpointError as error:
+        example = PREPROCESS_PRESETS["deit-224"].model_dump_json(exclude_defaults=True)
+        raise CheckpointError(
+            f"{error}; expected fields like these, not those of another library: {example}"
+        ) from None

@@ -7,7 +7,7 @@ To add a format, add Pillow's class to `READERS`, its first bytes to `MAGIC`, an
 message of `format_of`. Further places know the formats:
 
     model.images.decode._open_image    whether the reader turns a picture upright
-    model.data.listing                 suffixes of files in a folder
+    model.images.listing               suffixes of files in a folder
 """
 
 import importlib

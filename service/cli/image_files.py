@@ -10,9 +10,9 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from model.config import PreprocessConfig
-from model.data.listing import PICTURE_SUFFIXES, list_folder, listed
 from model.errors import ImageError, InputError
 from model.images.formats import format_of
+from model.images.listing import PICTURE_SUFFIXES, list_folder, listed
 from model.images.preprocess import ModelInput, model_input
 from service.settings import Settings
 

@@ -22,9 +22,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 import model
-from model.data.junk import is_junk
 from model.errors import first_problem, nearest
 from model.head_files import is_taught_head
+from model.images.listing import is_junk
 from service.errors import Forbidden, InvalidParameter
 from service.model_settings import PATHS, ModelSettings
 

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from model.checkpoint import BUNDLED, load_checkpoint
-from model.data.pictures import Images, PictureFiles
+from model.extensions.datasets.pictures import Images, PictureFiles
 from model.extensions.evaluation import cifar10
 from model.extensions.evaluation.datasets import open_evaluation_set
 from model.extensions.evaluation.evaluate import measure

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from model.data.pictures import decode
+from model.extensions.datasets.pictures import decode
 from model.extensions.evaluation.datasets import open_dataset
 from model.extensions.training.recipe import Recipe
 from model.extensions.training.training_data import TrainingData

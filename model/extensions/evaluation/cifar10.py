@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 from PIL import Image
 
-from model.data.pictures import Images, PictureFiles
 from model.errors import DatasetError
+from model.extensions.datasets.pictures import Images, PictureFiles
 
 IMAGE_SIZE: Final = (32, 32)
 CHANNELS: Final = 3

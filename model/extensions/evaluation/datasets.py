@@ -1,5 +1,5 @@
 """Data to train on and to measure on: CIFAR-10's binary files and folders of pictures
-(`model.data.folders`).
+(`model.extensions.datasets.folders`).
 """
 
 import logging
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from model.data.folders import PictureFolder, find_pictures
-from model.data.pictures import PictureFiles
-from model.data.split_names import TEST, TRAIN, VALIDATION
 from model.errors import DatasetError
+from model.extensions.datasets.folders import PictureFolder, find_pictures
+from model.extensions.datasets.pictures import PictureFiles
+from model.extensions.datasets.split_names import TEST, TRAIN, VALIDATION
 from model.extensions.evaluation import cifar10
 from model.layer_config import Size
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from model.data.pictures import PictureFiles
 from model.errors import DatasetError, ImageError
+from model.extensions.datasets.pictures import PictureFiles
 from model.extensions.evaluation.calibration import calibration_error
 from model.images.preprocess import preprocess
 from model.outputs import EmbeddingRequest, Outputs, Pooling, RequestedOutputs

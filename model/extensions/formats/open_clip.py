@@ -247,8 +247,9 @@ def _own_tower(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _T
     if config.norm_after_pool:
         tensors = renamed(tensors, ((r"^norm\.", "fc_norm."),), files.title)
     for name, dimensions in (("cls_token", 1), ("pos_embed", 2)):
-        if name in tensors and tensors[name].ndim == dimensions:
-            tensors[name] = tensors[name].reshape(1, -1, tower.width)
+        stored = tensors.get(name)
+        if stored is not None and stored.ndim == dimensions:
+            tensors[name] = stored.reshape(1, -1, stored.shape[-1])
     if _PROJECTION in tensors and tensors[_PROJECTION].ndim == 2:
         tensors[_PROJECTION] = tensors[_PROJECTION].T.contiguous()
     return _Tensors(config, tensors)

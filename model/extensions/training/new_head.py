@@ -21,10 +21,10 @@ from torch import Tensor
 from model.calibration import Fit, scores_and_energies
 from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
-from model.data.pictures import Images, PictureFiles, decode
-from model.data.split_names import TEST, TRAIN
-from model.data.split_record import SPLIT_FILE, SplitRecord
 from model.errors import CheckpointError, DatasetError, TrainingError
+from model.extensions.datasets.pictures import Images, PictureFiles, decode
+from model.extensions.datasets.split_names import TEST, TRAIN
+from model.extensions.datasets.split_record import SPLIT_FILE, SplitRecord
 from model.extensions.evaluation.datasets import Dataset, open_dataset
 from model.extensions.evaluation.evaluate import Evaluation, measure, predict_embeddings
 from model.extensions.taught.linear_probe import Choice, fit_head, interval
@@ -214,7 +214,9 @@ def _write_split(out: Path, dataset: Dataset, start: str) -> None:
     sets = {TRAIN: PictureFiles.joined(dataset.train, dataset.validation)}
     if dataset.test is not None:
         sets[TEST] = dataset.test
-    write_text(out / SPLIT_FILE, SplitRecord.of(sets, SplitRecord.read(start)).text())
+    record = SplitRecord.of(sets, SplitRecord.read(start))
+    record.log_leaks(start)
+    write_text(out / SPLIT_FILE, record.text())
 
 
 def library_head(config: LibraryConfig) -> str:

@@ -20,8 +20,8 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from model.checkpoint import Checkpoint
-from model.data.split_record import SPLIT_FILE, SplitRecord
 from model.errors import TrainingError
+from model.extensions.datasets.split_record import SPLIT_FILE, SplitRecord
 from model.extensions.evaluation.evaluate import Evaluation
 from model.extensions.training.recipe import Recipe
 

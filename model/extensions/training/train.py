@@ -20,10 +20,9 @@ from torch import Tensor
 from model.calibration import Fit, scores_and_energies
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
-from model.data.pictures import Images, channel_statistics, decode
-from model.data.split_names import TRAIN
-from model.data.split_record import SplitRecord
 from model.errors import TrainingError
+from model.extensions.datasets.pictures import Images, channel_statistics, decode
+from model.extensions.datasets.split_record import SplitRecord
 from model.extensions.evaluation.calibration import calibration_of
 from model.extensions.evaluation.cifar10 import is_cifar10
 from model.extensions.evaluation.datasets import Dataset, open_dataset
@@ -175,18 +174,11 @@ def _write(
 def _record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
     """Write the recipe and the split.
 
-    Warn if the start was trained on pictures that the run measures on.
+    Warn if the run or its start trains on pictures that the run measures on.
     """
     split = SplitRecord.of(dataset.sets(), SplitRecord.read(recipe.checkpoint))
     run_folder.record_start(out, recipe, split)
-    for name, files in dataset.sets().items():
-        seen = split.trained_before(name)
-        if seen and name != TRAIN:
-            text = (
-                "%d of %d %s pictures were trained on by %s: "
-                "new pictures are answered worse than these"
-            )
-            logger.warning(text, seen, len(files), name, recipe.checkpoint)
+    split.log_leaks(recipe.checkpoint)
 
 
 def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:

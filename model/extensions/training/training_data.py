@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from model.data.pictures import Images
+from model.extensions.datasets.pictures import Images
 from model.extensions.training.recipe import Augmentation, Mixing
 from model.layer_config import Size
 from model.runtime.device import choose_dtype

@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 
 from model.calibration import Fit
-from model.data.split_names import TEST, VALIDATION
-from model.data.split_record import SplitRecord, copy_record, digests_of
 from model.errors import InputError
+from model.extensions.datasets.split_names import TEST, VALIDATION
+from model.extensions.datasets.split_record import SplitRecord, copy_record, digests_of
 from model.extensions.evaluation.calibration import Calibrated, calibrate, require_pictures
 from model.extensions.evaluation.datasets import EvaluationSet, open_evaluation_set
 from model.parameters import require_classes

@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
-from model.data.pictures import PictureFiles
-from model.data.split_record import SplitRecord, digests_of
 from model.errors import InputError
+from model.extensions.datasets.pictures import PictureFiles
+from model.extensions.datasets.split_record import SplitRecord, digests_of
 from model.extensions.evaluation.calibration import MeasuredSets
 from model.extensions.evaluation.datasets import open_evaluation_set
 from model.outputs import RequestedOutputs

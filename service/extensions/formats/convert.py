@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from model.data.split_record import copy_record
+from model.extensions.datasets.split_record import copy_record
 from service.cli.image_files import require_empty, writing
 from service.cli.setting_flags import (
     CHECKPOINT_FLAGS,

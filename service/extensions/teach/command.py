@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from model.data.folders import find_pictures
-from model.data.listing import visible_folders
-from model.data.split_names import TRAIN
 from model.errors import InputError
+from model.extensions.datasets.folders import find_pictures
+from model.extensions.datasets.split_names import TRAIN
+from model.images.listing import list_folder
 from model.label_texts import checked_label
 from service.cli.answers import add_server_flags, answers_from
 from service.cli.image_files import handle_answers, print_notes
@@ -81,7 +81,7 @@ def _labelled(folder: Path, name: str) -> dict[Path, str]:
         )
     if not folder.is_dir():
         raise InputError("path", f"{folder}: no such folder")
-    if not visible_folders(folder):
+    if not list_folder(folder).folders:
         raise InputError("path", f"{folder}: expected one folder of pictures for each label")
     pick = f"vitserve teach {name}"
     pictures = find_pictures(folder, least_classes=1, pick=pick)

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from model.data.pictures import PictureFiles
+from model.extensions.datasets.pictures import PictureFiles
 from model.extensions.evaluation.evaluate import outputs_of, scores_and_members
 from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor

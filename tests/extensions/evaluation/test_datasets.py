@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from model.data import pictures
-from model.data.folders import find_pictures
-from model.data.pictures import PictureFiles, decode
 from model.errors import DatasetError
+from model.extensions.datasets import pictures
+from model.extensions.datasets.folders import find_pictures
+from model.extensions.datasets.pictures import PictureFiles, decode
 from model.extensions.evaluation import cifar10
 from model.extensions.evaluation.cifar10 import TEST_FILES, TRAIN_FILES, read, read_labels
 from model.extensions.evaluation.datasets import open_dataset, stratify
 from model.images.preprocess import preprocess
+from tests.extensions.datasets.picture_folders import write_class, write_folder
 from tests.extensions.training.synthetic import LABELS
-from tests.model.data.picture_folders import write_class, write_folder
 from tests.model.images.pictures import config
 
 CONFIG = config((16, 24), (18, 27))
@@ -140,7 +140,7 @@ def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
     with pytest.raises(DatasetError) as caught:
         decode(find_pictures(root).sets["train"], CONFIG, tmp_path)
     first, *rest = str(caught.value).splitlines()
-    assert first == "5 files in class folders cannot be read as pictures:"
+    assert first.startswith("5 files in class folders cannot be read as pictures: repair, or move")
     named = dict(line.strip().split(": ", 1) for line in rest)
     assert list(named) == [
         str(root / name)

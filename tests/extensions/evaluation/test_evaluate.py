@@ -10,9 +10,9 @@ from model.extensions.evaluation.calibration import calibration_error
 from model.extensions.evaluation.datasets import open_evaluation_set
 from model.extensions.evaluation.evaluate import measure
 from model.runtime.predictor import Predictor
+from tests.extensions.datasets.picture_folders import write_folder
 from tests.extensions.evaluation.scores import predict_scores
 from tests.extensions.training.synthetic import LABELS
-from tests.model.data.picture_folders import write_folder
 
 
 def test_accuracy_per_class_loss_and_calibration_of_known_answers() -> None:

@@ -244,7 +244,7 @@ def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Te
     ("fields", "message"),
     [
         ({"use_dora": True}, "use_dora is not read: merge the adapter where it was trained"),
-        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not read"),
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not read; LORA is: merge the adapter"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not read"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is not read"),
         ({"base_model_name_or_path": None}, "set VIT_BASE"),
@@ -267,7 +267,7 @@ def test_unmergeable_adapter_is_refused(
     ("name", "shape", "message"),
     [
         ("blocks.9.mlp.fc1.lora_A.weight", (2, 16), "changes 'blocks.9.mlp.fc1' in part"),
-        ("blocks.0.mlp.fc1.lora_A.weight", (2, 9), "is not for"),
+        ("blocks.0.mlp.fc1.lora_A.weight", (2, 9), r"is not for .*: .*set VIT_BASE \(--base\)"),
         ("blocks.0.mlp.fc1.lora_A.weight", (5, 16), "is not for"),
         ("blocks.0.mlp.fc1.lora_embedding_A", (2, 16), "is not of plain LoRA"),
         ("blocks.0.mlp.fc1.lora_magnitude_vector", (2,), "is not of plain LoRA"),
@@ -282,6 +282,24 @@ def test_an_adapter_that_does_not_fit_is_refused(
     tensors = pair | {f"base_model.model.{name}": torch.ones(shape)} if name else {}
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(tmp_path / "adapter"))
+
+
+def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    native_folder(tmp_path / "base")
+    plain_adapter(tmp_path / "inner", tmp_path / "base")
+    plain_adapter(
+        tmp_path / "outer", tmp_path / "base", base_model_name_or_path=str(tmp_path / "inner")
+    )
+    with pytest.raises(CheckpointError, match="inner is an adapter, too: merge that one first"):
+        load_checkpoint(str(tmp_path / "outer"))
+
+
+def test_an_adapter_without_weights_is_refused(tmp_path: Path) -> None:
+    native_folder(tmp_path / "base")
+    plain_adapter(tmp_path / "adapter", tmp_path / "base")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"download adapter_model\.safetensors, too"):
         load_checkpoint(str(tmp_path / "adapter"))
 
 

@@ -169,6 +169,11 @@ REFUSED: Final[dict[str, tuple[str, object, str]]] = {
         True,
         "vision_cfg.qk_norm: expected False",
     ),
+    "another width": (
+        "model_cfg.vision_cfg.width",
+        128,
+        "cls_token has shape [1, 1, 64], expected",
+    ),
     "an unknown field": ("model_cfg.vision_cfg.new", 1, "vision_cfg.new: "),
     "padding": (
         "preprocess_cfg.resize_mode",

@@ -6,7 +6,7 @@ import pytest
 
 from model.extensions.taught.taught_heads import TaughtHead
 from service.cli.main import main
-from tests.model.data.picture_folders import COLOURS, write_folder
+from tests.extensions.datasets.picture_folders import COLOURS, write_folder
 from tests.service.cli.command_line import run, write_checkpoint
 
 

@@ -9,15 +9,15 @@ import torch
 
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
-from model.data.folders import find_pictures
 from model.errors import CheckpointError, TrainingError
+from model.extensions.datasets.folders import find_pictures
 from model.extensions.training.recipe import RECIPES, Recipe, read_recipe
 from model.extensions.training.train import run, start_from
 from model.images.preprocess import preprocess
 from model.network.vit import VisionTransformer
 from model.outputs import RequestedOutputs
 from model.runtime.predictor import Predictor
-from tests.model.data.picture_folders import COLOURS, write_class, write_folder
+from tests.extensions.datasets.picture_folders import COLOURS, write_class, write_folder
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from model.checkpoint import load_checkpoint
-from model.data.pictures import Images
 from model.errors import TrainingError
+from model.extensions.datasets.pictures import Images
 from model.extensions.evaluation.cifar10 import CLASSES
 from model.extensions.training.optimisers import ModelOptimiser, Position, layer_of, position
 from model.extensions.training.recipe import RECIPES, Recipe, read_recipe

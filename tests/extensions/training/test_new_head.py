@@ -28,9 +28,9 @@ from model.runtime.backend import CompileMode
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchCpu
+from tests.extensions.datasets.picture_folders import COLOURS, write_class, write_folder
 from tests.extensions.evaluation.scores import predict_scores
 from tests.model.checkpoint import whole_models
-from tests.model.data.picture_folders import COLOURS, write_class, write_folder
 from tests.service.cli.command_line import write_checkpoint
 from tests.timm_reference import timm
 
@@ -222,8 +222,8 @@ def test_accuracy_is_of_held_out_pictures(
     recipe = probe_of(write_checkpoint(tmp_path / "start", "abcde"))
     assert run(data, tmp_path / "out", recipe, device="cpu").count == count
     assert (
-        f"left out: 1 file in class folders cannot be read as pictures:\n  {bad}: not a picture"
-        in caplog.text
+        "left out: 1 file in class folders cannot be read as pictures: repair, or move out of the "
+        f"class folders:\n  {bad}: not a picture" in caplog.text
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from model.data.pictures import Images
+from model.extensions.datasets.pictures import Images
 from model.extensions.training.recipe import Augmentation, Mixing, Recipe
 from model.extensions.training.training_data import (
     OPERATIONS,

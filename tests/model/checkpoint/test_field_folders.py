@@ -145,6 +145,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         _tensor(f"{LAYER}.weight_scale", 1),
         "weight_scale'.*quantised weights are not read: save floating-point weights",
     ),
+    "a weight norm": (
+        "timm",
+        _tensor("head.parametrizations.weight.original0", 3, 1),
+        "weights in two factors are not read: .*remove_parametrizations",
+    ),
     "integers": (
         "huggingface",
         _tensor(f"{LAYER}.weight", 16, 32, dtype=torch.int8),
@@ -229,6 +234,18 @@ def test_folder_is_refused_with_the_remedy(case: str, tmp_path: Path) -> None:
     change(folder)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(str(folder)).build()
+
+
+@pytest.mark.parametrize("fields", [{"image_mean": [0.5]}, {"input_size": [3, 16, 16]}])
+def test_other_preprocessing_shows_an_example(fields: dict[str, Any], tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+    file = tmp_path / "preprocess.json"
+    file.write_text(json.dumps(fields))
+    for option in (json.dumps(fields), str(file)):
+        with pytest.raises(CheckpointError, match="not those of another library: ") as refused:
+            load_checkpoint(str(folder), preprocess=option)
+        example = str(refused.value).rpartition("library: ")[2]
+        assert load_checkpoint(str(folder), preprocess=example, image_size=(16, 16))
 
 
 def test_named_preprocessing_serves_a_border(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from model.data.folders import find_pictures
-from model.data.split_names import role_of
 from model.errors import DatasetError
-from tests.model.data.picture_folders import write_class, write_folder
+from model.extensions.datasets.folders import find_pictures
+from model.extensions.datasets.split_names import role_of
+from model.extensions.datasets.split_record import SplitRecord
+from tests.extensions.datasets.picture_folders import write_class, write_folder
 
 
 @pytest.fixture
@@ -92,7 +93,13 @@ def test_ignored_files_are_noted(root: Path) -> None:
             "train",
         ),
         ("Trainingsdaten entrenamiento 训练集 訓練 tr train_val 1_train", "train"),
+        ("trening trénovací träning eğitim навчання тренировка تدريب אימון", "train"),
         ("val valid Validation VAL2017 valset dev validación Validierung 验证集", "validation"),
+        (
+            "Validierungsdaten walidacja validatie doğrulama convalida",
+            "validation",
+        ),
+        ("테스트 testowy testovací тестовая اختبار בדיקה Testmenge", "test"),
         (
             "test Testing test_set test1 eval hold-out HoldOut prueba Prüfung évaluation 测试集",
             "test",
@@ -227,6 +234,21 @@ def test_splits_without_classes_are_refused(tmp_path: Path) -> None:
         DatasetError, match="test1/, train/ are named like splits, but have no class folders: put"
     ):
         find_pictures(tmp_path)
+
+
+def test_pictures_beside_classes_are_refused(tmp_path: Path) -> None:
+    root = split_root(tmp_path, "train", "test")
+    write_class(root / "train", "red", 2)
+    with pytest.raises(DatasetError, match=r"train: .* move them into the class folders"):
+        find_pictures(root)
+
+
+def test_pictures_of_two_sets_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = split_root(tmp_path, "train", "val")
+    shutil.copyfile(root / "train" / "red" / "000.png", root / "val" / "red" / "copy.png")
+    SplitRecord.of(find_pictures(root).sets).log_leaks(None)
+    assert "1 of 7 validation pictures, such as " in caplog.text
+    assert "copy.png, are training pictures, too" in caplog.text
 
 
 def test_class_next_to_a_split_is_refused(tmp_path: Path) -> None:

@@ -12,14 +12,19 @@ TEST: Final = "test"
 _TRAIN_WORDS: Final = """
     train training trainings trn tr trainval learn learning lernen lern entrainement apprentissage
     entrenamiento aprendizaje addestramento treino treinamento обучение 训练 訓練 学習 훈련
+    trening treningowy treningowe trenovaci traning utbildning egitim обучающая тренировка
+    тренировочная навчання тренування تدريب אימון
 """
 _VALIDATION_WORDS: Final = """
     val valid validate validation validating vali dev devel development validierung validacion
     validacao validazione валидация 验证 驗證 検証 검증
+    walidacja walidacyjny walidacyjne validacni validering validatie convalida verifica dogrulama
+    валідація валидационная تحقق תיקוף
 """
 _TEST_WORDS: Final = """
     test tests testing tst eval evaluate evaluation holdout heldout prufung pruefung essai prueba
     pruebas evaluacion teste prova тест 测试 測試 评估 テスト
+    테스트 시험 testowy testowe testovaci тестовая тестирование тестування اختبار בדיקה
 """
 _WORDS: Final = {
     TRAIN: frozenset(_TRAIN_WORDS.split()),
@@ -27,7 +32,7 @@ _WORDS: Final = {
     TEST: frozenset(_TEST_WORDS.split()),
 }
 _ENDINGS: Final = re.compile(
-    r"(?<=..)(set|data|dataset|split|images|imgs|pictures|集|daten|satz|bilder)$"
+    r"(?<=..)(set|data|dataset|split|images|imgs|pictures|集|s?(daten|satz|bilder|menge))$"
 )
 # Words in the name of a folder with unlabelled pictures, next to splits.
 _UNLABELLED: Final = frozenset(

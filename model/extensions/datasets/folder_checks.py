@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
-from model.data.listing import MAX_LISTED, Listing, list_folder, listed
-from model.data.split_names import TRAIN, is_unlabelled, role_of
-from model.data.splits import Split
 from model.errors import DatasetError
+from model.extensions.datasets.split_names import TRAIN, is_unlabelled, role_of
+from model.extensions.datasets.splits import Split
+from model.images.listing import MAX_LISTED, Listing, list_folder, listed
 
 
 def refuse_flat_splits(listing: Listing) -> None:
@@ -58,7 +58,7 @@ def check_classes(root: Path, split: Split, picture_count: int, least: int, pick
         raise DatasetError(f"{root}: {pictures}: expected one folder of them for each class")
     if len(split.folders) < least:
         [only] = split.folders
-        hint = ""
+        hint = ": put the pictures of another class into a folder beside it"
         if list_folder(only).holds_folders_only:
             hint = f"; if its folders are the classes: {pick} {only}"
         raise DatasetError(

@@ -9,6 +9,7 @@ is another picture.
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -21,9 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from model.data.pictures import PictureFiles
-from model.data.split_names import TEST, TRAIN, VALIDATION
 from model.errors import DatasetError
+from model.extensions.datasets.pictures import PictureFiles
+from model.extensions.datasets.split_names import TEST, TRAIN, VALIDATION
+
+logger = logging.getLogger(__name__)
 
 SPLIT_FILE: Final = "split.json"
 _BEFORE: Final = "before"
@@ -129,9 +132,30 @@ class SplitRecord:
         every = list(digests)
         return self._members(every, (VALIDATION, TEST)) & ~self.trained_on(every)
 
-    def trained_before(self, name: str) -> int:
-        """Return the number of a set's pictures that the run's start was trained on."""
-        return int(self._members(self.sets.get(name, {}).values(), (_BEFORE,)).sum())
+    def log_leaks(self, start: str | None) -> None:
+        """Warn if pictures that the run measures on are training pictures, of it or of its start.
+
+        Args:
+            start: name of the checkpoint that the run starts from.
+        """
+        sources = {
+            TRAIN: "are training pictures, too: remove them from one of the sets",
+            _BEFORE: f"were trained on by {start}",
+        }
+        for name in (VALIDATION, TEST):
+            pictures = self.sets.get(name, {})
+            for other, source in sources.items():
+                leaks = self._members(pictures.values(), (other,))
+                if leaks.any():
+                    logger.warning(
+                        "%d of %d %s pictures, such as %s, %s: new pictures are answered worse "
+                        "than these",
+                        leaks.sum(),
+                        len(pictures),
+                        name,
+                        list(pictures)[int(leaks.argmax())],
+                        source,
+                    )
 
     def _members(self, digests: Iterable[str], names: Iterable[str]) -> NDArray[np.bool_]:
         known = {digest for name in names for digest in self.sets.get(name, {}).values()} - {""}

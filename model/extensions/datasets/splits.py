@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from model.data.listing import Listing, Remarks, list_folder
-from model.data.split_names import is_unlabelled, role_of
 from model.errors import DatasetError
+from model.extensions.datasets.remarks import Remarks
+from model.extensions.datasets.split_names import is_unlabelled, role_of
+from model.images.listing import Listing, list_folder
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,29 @@ def label_of(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
+def wraps_itself(listing: Listing) -> bool:
+    """Return whether a folder holds no pictures and one folder, which has the same name."""
+    if len(listing.folders) != 1 or listing.picture_count:
+        return False
+    return listing.folders[0].name.casefold() == listing.path.resolve().name.casefold()
+
+
+def _unwrapped(listing: Listing) -> Listing:
+    """Return the entries of the only folder, if that has this name or the class folders."""
+    if len(listing.folders) != 1 or listing.picture_count:
+        return listing
+    inner = list_folder(listing.folders[0])
+    if wraps_itself(listing) or inner.holds_folders_only:
+        return Listing(listing.path, inner.folders, (*listing.files, *inner.files))
+    return listing
+
+
+def _holds_splits(listing: Listing) -> bool:
+    """Return whether all folders have names of splits, with at least two different splits."""
+    roles = [role_of(folder.name) for folder in listing.folders]
+    return None not in roles and len(set(roles)) > 1
+
+
 def find_splits(
     listing: Listing, remarks: Remarks, pick: str, *, wrapped: bool = False
 ) -> list[Split] | None:
@@ -55,14 +79,14 @@ def find_splits(
     splits = None
     if len(children) == 1 and not wrapped:
         only = children[0]
-        if only.holds_splits or role_of(only.path.name) is None:
+        if _holds_splits(only) or role_of(only.path.name) is None:
             splits = find_splits(only, remarks, pick, wrapped=True)
     if splits is None:
         unnamed = [child for child in children if role_of(child.path.name) is None]
-        if any(child.holds_splits for child in unnamed):
+        if any(map(_holds_splits, unnamed)):
             splits = _splits_below_classes(children, remarks)
     if splits is None:
-        splits = _splits_above_classes([child.unwrapped() for child in children], remarks, pick)
+        splits = _splits_above_classes(list(map(_unwrapped, children)), remarks, pick)
     if splits is not None:
         remarks.ignored += listing.files
     return splits
@@ -83,6 +107,11 @@ def _splits_above_classes(
                 f"{child.path}: has pictures of its own, but {split.name}/ beside it has folders "
                 f"like a split; if they are the classes: {pick} {split}; else put the pictures "
                 f"into {split.name}/ itself"
+            )
+        if child.picture_count and child.folders:
+            raise DatasetError(
+                f"{child.path}: is named like a split, and has pictures beside its class folders: "
+                "move them into the class folders, or out of the split"
             )
         if child not in candidates:
             remarks.ignored.append(child.path)
@@ -106,7 +135,7 @@ def _splits_below_classes(classes: Sequence[Listing], remarks: Remarks) -> list[
     Raises:
         DatasetError: a class has other folders, pictures of its own, or two folders for one split.
     """
-    split_classes = [listing for listing in classes if listing.holds_splits]
+    split_classes = [listing for listing in classes if _holds_splits(listing)]
     inner_folders = [folder for listing in split_classes for folder in listing.folders]
     if any(list_folder(folder).holds_folders_only for folder in inner_folders):
         return None

@@ -163,7 +163,10 @@ def decode(
 def _message(problems: list[str]) -> str:
     """Return a message that names the first files with their problems."""
     plural = "s" if len(problems) > 1 else ""
-    lines = [f"{len(problems)} file{plural} in class folders cannot be read as pictures:"]
+    lines = [
+        f"{len(problems)} file{plural} in class folders cannot be read as pictures: repair, or "
+        "move out of the class folders:"
+    ]
     lines += problems[:_LISTED_FILES]
     if len(problems) > _LISTED_FILES:
         lines.append(f"  and {len(problems) - _LISTED_FILES} more")

@@ -9,9 +9,9 @@ A folder of pictures has one folder per class. The classes may be split, above o
 Splits are recognised by their structure: folders without pictures of their own that hold the same
 folders. Their names tell them apart. A folder with unclear splits is refused.
 
-Classes are the sorted names of the class folders; pictures may be at any depth below. Names in
-`model.data.junk` are skipped. Every other file in a class is a picture. Files outside the class
-folders are ignored, and `PictureFolder.notes` names them.
+Classes are the sorted names of the class folders; pictures may be at any depth below. Junk is
+skipped (see `is_junk`). Every other file in a class is a picture. Files outside the class folders
+are ignored, and `PictureFolder.notes` names them.
 """
 
 import os
@@ -22,19 +22,19 @@ from typing import NoReturn
 
 import numpy as np
 
-from model.data.folder_checks import (
+from model.errors import DatasetError
+from model.extensions.datasets.folder_checks import (
     check_classes,
     check_links,
     check_roles,
     check_same_classes,
     refuse_flat_splits,
 )
-from model.data.junk import is_junk
-from model.data.listing import Remarks, list_folder, listed
-from model.data.pictures import PictureFiles
-from model.data.split_names import TEST, TRAIN, VALIDATION
-from model.data.splits import Split, find_splits
-from model.errors import DatasetError
+from model.extensions.datasets.pictures import PictureFiles
+from model.extensions.datasets.remarks import Remarks
+from model.extensions.datasets.split_names import TEST, TRAIN, VALIDATION
+from model.extensions.datasets.splits import Split, find_splits, wraps_itself
+from model.images.listing import is_junk, list_folder, listed
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def find_pictures(root: Path, *, least_classes: int = 2, pick: str = "--data") -
     """
     remarks = Remarks(root)
     listing = list_folder(root)
-    if listing.wraps_itself:
+    if wraps_itself(listing):
         remarks.ignored += listing.files
         listing = list_folder(listing.folders[0])
     splits = find_splits(listing, remarks, pick)
