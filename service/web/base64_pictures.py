@@ -69,9 +69,7 @@ def mistake_in(data: bytes | bytearray) -> str:
 
 
 def is_text(data: bytearray) -> bool:
-    """Return whether a file begins as text, markup or a document, which no picture does."""
-    if not data or is_picture(data):
-        return False
+    """Return whether a file that is not a picture begins as text, markup or a document."""
     return _ASCII.fullmatch(data, 0, _SNIFFED_BYTES) is not None or bool(mistake_in(data))
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from model.config import PreprocessConfig
 from model.heads import Head, compared, of_image
 from model.images.decode import is_bounded
+from model.images.formats import is_picture
 from model.images.preprocess import ModelInput, Region, model_input
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceRequest, InferenceResult
@@ -124,7 +125,7 @@ async def decode_file(admitted: AdmittedRequest, data: bytearray) -> tuple[Decod
     config = admitted.model.info.preprocess
     if not data:
         raise MissingImage("the picture is empty")
-    if is_text(data):
+    if not is_picture(data) and is_text(data):
         read = partial(picture_of_text, data, service.settings.max_upload_bytes)
         data = await admitted.write(read, size=len(data) // BYTES_A_VALUE)
     caller = admitted.sender.caller
