@@ -245,7 +245,7 @@ class AdmittedRequest:
 def admit(
     request: Request, model: Lease | None = None, *, needs_slot: bool = True
 ) -> AdmittedRequest:
-    """Admit a request over HTTP; see `AdmittedRequest`."""
+    """Admit a request over HTTP if there is room; see `AdmittedRequest`."""
     context = request_context(request.scope)
     connection = connection_of(request.scope)
     if model is not None:

@@ -109,6 +109,7 @@ def test_wheel_holds_files_of_the_service(wheel):
     names = {re.sub(r"^[^/]*\.data/data/", "", name) for name in zipfile.ZipFile(wheel).namelist()}
     assert {
         "model/weights/cifar10/model.safetensors",
+        "service/extensions/teach/page/main.js",
         "service/web/page/index.html",
         "service/web/static/swagger_ui/swagger-ui-bundle.js.gz",
         "share/vitserve/grafana/vitserve.json",
