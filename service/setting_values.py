@@ -276,13 +276,10 @@ def _recent_url(value: SecretStr) -> SecretStr:
     if scheme not in schemes or not separator or not rest:
         others = "".join(f" or {each}://..." for each in schemes)
         raise ValueError(f"expected {MEMORY}{others}")
-    parts = urlsplit(url)
     try:
-        _ = parts.port
+        _ = urlsplit(url).port
     except ValueError:
         raise ValueError("expected a port from 0 to 65535 after the host") from None
-    if parts.netloc and not re.fullmatch(r"/?[0-9]*", parts.path):
-        raise ValueError("expected the number of a database after the host, as in redis://host/0")
     return value
 
 

@@ -32,10 +32,19 @@ def _store(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> 
 
 
 def _check(settings: Settings) -> None:
+    import re
+    from urllib.parse import urlsplit
+
     from service.setting_values import is_installed
 
-    scheme = settings.recent_url.get_secret_value().partition("://")[0]
-    if scheme in _SCHEMES and not is_installed("redis"):
+    url = urlsplit(settings.recent_url.get_secret_value())
+    if url.scheme not in _SCHEMES:
+        return
+    if url.netloc and not re.fullmatch("/?[0-9]*", url.path):
+        raise SettingsError(
+            "VIT_RECENT_URL: expected the number of a database after the host, as in redis://host/0"
+        )
+    if not is_installed("redis"):
         raise SettingsError(
             "VIT_RECENT_URL: it needs the package redis: pip install 'vitserve[redis]'"
         )

@@ -42,6 +42,12 @@ def test_unreadable_address_ends_the_start(url: str) -> None:
         load_settings({"recent_url": url})
 
 
+def test_wrong_number_of_database_ends_the_start() -> None:
+    assert EXTENSION.check is not None
+    with pytest.raises(SettingsError, match="expected the number of a database"):
+        EXTENSION.check(load_settings({"recent_url": "redis://cache/pictures"}))
+
+
 def test_url_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIT_RECENT_URL", "redis://cache:6379/1")
     assert load_settings().recent_url.get_secret_value() == "redis://cache:6379/1"
