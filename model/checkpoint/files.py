@@ -134,7 +134,7 @@ class Files:
         return Files(self.folder / name, self.source)
 
     def models_within(self) -> list[str]:
-        """Return the paths of the folders below this one that hold a model."""
+        """Return the paths of the inner folders with a model."""
         paths = [PurePosixPath(name) for name in self.names()]
         return sorted(
             {str(path.parent) for path in paths if path.name in MODEL_FILES and path.parent.name}

@@ -45,7 +45,7 @@ def open_source(source: str) -> Files:
 
 
 def _meant(source: str) -> str:
-    """Return the source that an address probably means, as a question; empty if that is unclear."""
+    """Return a question with the source of an address; empty for an unknown address."""
     address = _HUB_ADDRESS.fullmatch(source)
     if address is not None:
         revision = f"@{address[2]}" if address[2] else ""

@@ -38,41 +38,42 @@ _GRAPH: Final = (
     "that it was exported from, saved where it was trained with torch.save(model.state_dict(), "
     "FILE)"
 )
+_CONVERSION: Final = "a conversion for another program: give the model that it was converted from"
 _ARCHIVE: Final = "an archive: unpack it, and give the folder or the file of weights in it"
 _OTHER_LIBRARY: Final = (
     "weights of TensorFlow, Keras or Flax: give the torch weights of the same model, or convert "
     "them where both libraries are installed: transformers 4 does with from_pretrained(FOLDER, "
     "from_tf=True or from_flax=True).save_pretrained(NEW_FOLDER)"
 )
-_SETTINGS: Final = (
-    "a file of settings or labels, not of weights: give the folder that holds it and the "
-    "weights; give labels as --labels {} (VIT_LABELS) with --checkpoint"
-)
-_FOREIGN_BY_ADVICE: Final = {
+_WEB_PAGE: Final = "a web page, not the file itself: download the file again, logged in if needed"
+_WEIGHTS_BY_ADVICE: Final = {
     _GRAPH: ".onnx .xml .engine .plan .trt .tflite .mlmodel .mlpackage",
     _TORCHSCRIPT: ".ptl .jit .torchscript",
     _PROGRAM.format("torch.export", "torch.export.load({}).state_dict"): ".pt2",
     _ARCHIVE: ".zip .gz .tgz .xz .bz2 .7z .rar .mar",
     _OTHER_LIBRARY: ".h5 .hdf5 .keras .pb .msgpack",
-    "a conversion for another program: give the model that it was converted from": ".gguf .ot",
-    _SETTINGS: ".json .yaml .yml .txt .csv .tsv",
-    (
-        "a file of settings, not of weights: give a map of keys as --keys {} (VIT_KEYS) with "
-        "--checkpoint FILE; settings of a model belong into the folder of --models"
-    ): ".toml",
+    _CONVERSION: ".gguf .ot",
 }
-# Other kinds of files by suffix, and the way from them to a state dict.
-_FOREIGN: Final = {
-    suffix: advice for advice, suffixes in _FOREIGN_BY_ADVICE.items() for suffix in suffixes.split()
+# Weights in forms that are not read, by suffix, and the way from them to a state dict.
+_FOREIGN_WEIGHTS: Final = {
+    suffix: advice for advice, suffixes in _WEIGHTS_BY_ADVICE.items() for suffix in suffixes.split()
+}
+_SETTINGS: Final = dict.fromkeys(
+    (".json", ".yaml", ".yml", ".txt", ".csv", ".tsv"),
+    "a file of settings or labels, not of weights: give the folder that holds it and the "
+    "weights; give labels as --labels {} (VIT_LABELS) with --checkpoint",
+) | {
+    ".toml": "a file of settings, not of weights: give a map of keys as --keys {} (VIT_KEYS) with "
+    "--checkpoint FILE; settings of a model belong into the folder of --models"
 }
 SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz")
 # Beginnings of files that have the name of another kind.
 _FOREIGN_STARTS: Final = {
-    b"<!DOCTYPE": "a web page, not the file itself: download the file again, logged in if needed",
-    b"<!doctype": "a web page, not the file itself: download the file again, logged in if needed",
-    b"<html": "a web page, not the file itself: download the file again, logged in if needed",
+    b"<!DOCTYPE": _WEB_PAGE,
+    b"<!doctype": _WEB_PAGE,
+    b"<html": _WEB_PAGE,
     b"\x89HDF": _OTHER_LIBRARY,
-    b"GGUF": _FOREIGN[".gguf"],
+    b"GGUF": _CONVERSION,
 }
 _DAMAGED: Final = (
     ", or damaged, or it holds more than arrays: compare its size and checksum with the original's"
@@ -157,15 +158,13 @@ def read_tensor_file(path: Path, where: str | None = None) -> Any:
 def foreign_advice(name: str) -> str:
     """Return the way from a file of another kind to a state dict; empty for a file of tensors."""
     path = PurePath(name)
-    return _FOREIGN.get(path.suffix.lower(), "").format(repr(path.name))
+    advice = (_FOREIGN_WEIGHTS | _SETTINGS).get(path.suffix.lower(), "")
+    return advice.format(repr(path.name))
 
 
 def is_foreign_weights(name: str) -> bool:
-    """Return whether a name is that of weights in a form that is not read."""
-    return _FOREIGN.get(PurePath(name).suffix.lower(), _SETTINGS) not in (
-        _SETTINGS,
-        _FOREIGN[".toml"],
-    )
+    """Return whether a file holds weights in a form that is not read, by its name."""
+    return PurePath(name).suffix.lower() in _FOREIGN_WEIGHTS
 
 
 def _read_safetensors(file: BinaryIO, where: str) -> dict[str, torch.Tensor]:

@@ -119,7 +119,7 @@ def allocate(shape: tuple[int, ...], folder: Path) -> NDArray[np.uint8]:
 def decode(
     files: PictureFiles, config: PreprocessConfig, folder: Path, *, leave_out: bool = False
 ) -> Images:
-    """Decode pictures on all cores, as a model with this preprocessing sees them.
+    """Decode pictures on all cores with the preprocessing of a model.
 
     Args:
         folder: for pixels that do not fit in memory; see `allocate`.

@@ -1,6 +1,4 @@
-"""Data to train on and to measure on: CIFAR-10's binary files and folders of pictures
-(`model.extensions.datasets.folders`).
-"""
+"""Data to train and measure on: CIFAR-10's binary files, and folders of pictures."""
 
 import logging
 import unicodedata
@@ -100,8 +98,9 @@ def _uses(folder: PictureFolder) -> str:
 def stratify(
     files: PictureFiles, names: Sequence[str], validation: int | float, seed: int
 ) -> tuple[PictureFiles, PictureFiles]:
-    """Split pictures into (training, validation) with about the same share of each class; each
-    class is on both sides.
+    """Split pictures into training and validation pictures, each class with about the same share.
+
+    Each class is on both sides.
 
     Args:
         names: of the classes.
@@ -172,8 +171,7 @@ class EvaluationSet:
 def open_evaluation_set(
     root: Path, wanted: Sequence[str] = (TEST, VALIDATION), purpose: str = "measure"
 ) -> EvaluationSet:
-    """Open CIFAR-10's test set, or one split of a folder of classes, or all of a folder without
-    splits.
+    """Open CIFAR-10's test set, one split of a folder, or all of a folder without splits.
 
     Args:
         root: the folder.

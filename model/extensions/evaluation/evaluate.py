@@ -40,9 +40,7 @@ class Evaluation:
     confusion: tuple[tuple[int, ...], ...]
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON types, without the confusion matrix, which grows with the square of the
-        classes.
-        """
+        """Return the fields as JSON types, without the large confusion matrix."""
         return {name: value for name, value in asdict(self).items() if name != "confusion"}
 
 
@@ -114,8 +112,9 @@ def outputs_of(
 def scores_and_members(
     outputs: Iterable[Outputs], count: int, classes: int
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the score of each class, and whether it is in the set of labels: float32 and bool
-    [count, classes].
+    """Return the score of each class, and whether it is in the set of labels.
+
+    They are float32 and bool, [count, classes].
     """
     scores = np.empty((count, classes), dtype=np.float32)
     members = np.zeros((count, classes), dtype=np.bool_)

@@ -1,3 +1,1 @@
-"""Training and fine-tuning by a recipe, from labelled pictures to a checkpoint that the service
-loads.
-"""
+"""Train and fine-tune by a recipe, from labelled pictures to a checkpoint to serve."""

@@ -227,8 +227,9 @@ class Trainer:
         return metrics
 
     def _train(self) -> tuple[float, float, float]:
-        """Do the steps of an epoch; return summed losses, number of right answers and the last
-        learning rate.
+        """Do the steps of an epoch.
+
+        Return summed losses, the number of right answers, and the last learning rate.
         """
         sums = torch.zeros(2, device=self.device)
         rate = 0.0
@@ -281,8 +282,9 @@ class Trainer:
         )
 
     def _step(self, pixels: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-        """Do one update; return the sum of the losses and the number of right answers, float32 [2]
-        on the device.
+        """Do one update.
+
+        Return the sum of the losses and the number of right answers, float32 [2] on the device.
         """
         with self.arithmetic.autocast:
             logits = self.model(pixels.contiguous(memory_format=torch.channels_last)).logits.float()

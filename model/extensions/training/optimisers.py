@@ -28,8 +28,9 @@ class Position(NamedTuple):
 
 
 def position(step: int, steps: int, restart: float) -> Position:
-    """Return where a schedule of `steps` is at `step`, if a second cycle begins after a share
-    `restart` (0: none).
+    """Return the position in a schedule of `steps` at `step`.
+
+    A second cycle begins after the share `restart`, unless it is 0.
     """
     first = min(round(restart * steps), steps - 1)
     if step < first:
@@ -38,8 +39,7 @@ def position(step: int, steps: int, restart: float) -> Position:
 
 
 def rate_factor(progress: float, warmup: float) -> float:
-    """Return the share of the peak learning rate: a linear warm-up from almost zero, then a cosine
-    to zero.
+    """Return the share of the peak learning rate: a linear warm-up, then a cosine to zero.
 
     Both arguments are shares of the schedule, 0...1: the part that is done, and the part that the
     warm-up takes.
@@ -50,8 +50,7 @@ def rate_factor(progress: float, warmup: float) -> float:
 
 
 def layer_of(name: str, depth: int) -> int:
-    """Return a parameter's layer: 0 for the embeddings, i + 1 for block i, `depth` + 1 for all that
-    follows the blocks.
+    """Return a parameter's layer: 0 for embeddings, i + 1 for block i, then `depth` + 1.
 
     BEiT's numbering (Bao et al. 2021, https://arxiv.org/abs/2106.08254), also timm's.
     """
@@ -70,8 +69,9 @@ def muon(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer
 
 
 def set_rates(optimisers: Iterable[torch.optim.Optimizer], factor: float) -> None:
-    """Set all learning rates to this share of their peaks, which become `initial_lr` of their
-    groups.
+    """Set all learning rates to this share of their peaks.
+
+    The peaks become `initial_lr` of their groups.
     """
     for optimiser in optimisers:
         for group in optimiser.param_groups:
@@ -79,8 +79,9 @@ def set_rates(optimisers: Iterable[torch.optim.Optimizer], factor: float) -> Non
 
 
 def as_matrices(filters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Return matrices, which Muon asks for, whose rows are the filters of convolutions: the same
-    numbers in memory.
+    """Return matrices for Muon whose rows are the filters of convolutions.
+
+    They are the same numbers in memory.
     """
     return {each: each.detach().flatten(1) for each in filters}
 

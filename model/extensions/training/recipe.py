@@ -1,6 +1,4 @@
-"""A training recipe: every choice that a run depends on, frozen, read from TOML or JSON, and
-recorded as JSON.
-"""
+"""A training recipe: every choice of a run, read from TOML or JSON, recorded as JSON."""
 
 import json
 import tomllib
@@ -47,8 +45,7 @@ class Architecture(Frozen):
 
 
 class Optimiser(Frozen):
-    """`adamw` for all parameters, or `muon` for the matrices of blocks and stem, and AdamW for the
-    rest.
+    """`adamw` for all parameters; or `muon` for matrices of blocks and stem, AdamW for the rest.
 
     Attributes:
         learning_rate: the peak rate of AdamW.
@@ -80,8 +77,9 @@ class Optimiser(Frozen):
 
 
 class Augmentation(Frozen):
-    """Random changes to each image by itself, drawn anew in every epoch and made in the order of
-    the fields.
+    """Random changes to each image by itself, in the order of the fields.
+
+    They are drawn anew in every epoch.
 
     Attributes:
         crop_padding: pixels of black around an image before a random part of the model's input size
@@ -137,8 +135,7 @@ class PatchDropout(Frozen):
 
 
 class Teacher(Frozen):
-    """A small convolutional network, trained first on the same pictures, whose answers the model
-    then learns.
+    """A small convolutional network, trained first, whose answers the model then learns.
 
     It answers the very views that the model is shown (Hinton et al. 2015). See
     `model.extensions.training.teacher`.

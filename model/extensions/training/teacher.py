@@ -1,5 +1,4 @@
-"""The teacher: a small convolutional network that a recipe trains before the model, which then
-learns its answers.
+"""The teacher: a small convolutional network that is trained first, for the model to imitate.
 
 Convolutions learn from few pictures in few epochs, which a Vision Transformer does not; its answers
 on the augmented pictures hand that on (Touvron et al. 2020, https://arxiv.org/abs/2012.12877,
@@ -64,9 +63,7 @@ class TeacherNet(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, pixels: Tensor, generator: torch.Generator) -> None:
-        """Initialise with the whitening filters of these training pictures, float32 [N, 3, H, W],
-        normalised.
-        """
+        """Initialise with the whitening filters of normalised pictures, float32 [N, 3, H, W]."""
         filters = whitening_filters(pixels, _WHITENING_EDGE)
         self.whitening.weight.copy_(torch.cat([filters, -filters]))
         nn.init.zeros_(self.whitening_bias)
@@ -117,8 +114,9 @@ def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 class _Group(nn.Module):
-    """Two convolutions, each with a batch norm and GELU; the maximum over 2 x 2 pixels comes after
-    the first.
+    """Two convolutions, each with a batch norm and GELU.
+
+    The maximum over 2 x 2 pixels comes after the first.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -146,8 +144,7 @@ def _folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tenso
 
 
 def stem_weights(net: TeacherNet, stem: ConvolutionalStem) -> dict[str, Tensor]:
-    """Return the whitening filters and the first groups as a model's stem, batch norms folded into
-    the filters.
+    """Return the whitening filters and first groups as a model's stem, with batch norms folded.
 
     The whitening's 2 x 2 filters become the lower right of 3 x 3 ones, so that pictures lose no row
     or column.
@@ -281,8 +278,9 @@ def answers(net: TeacherNet, pixels: Tensor, run: Arithmetic) -> Tensor:
 def _optimisers(
     net: TeacherNet, recipe: Teacher, filters: Mapping[Tensor, Tensor]
 ) -> list[torch.optim.Optimizer]:
-    """Return SGD for biases and head, and Muon for the convolutions; the loss is a sum over the
-    batch.
+    """Return SGD for biases and head, and Muon for the convolutions.
+
+    The loss is a sum over the batch.
     """
     biases = [p for p in net.parameters() if p.requires_grad and p.ndim == 1]
     groups = [

@@ -240,9 +240,7 @@ def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
 
 
 def rounded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the very numbers that are stored and served, float32, and without
-    its temperature.
-    """
+    """Return a checkpoint with exactly the stored numbers, float32, at temperature 1."""
     tensors = {
         name: tensor.detach().cpu().to(STORED_DTYPE).float()
         for name, tensor in checkpoint.tensors.items()
@@ -253,8 +251,7 @@ def rounded(checkpoint: Checkpoint) -> Checkpoint:
 def calibrated(
     checkpoint: Checkpoint, logits: NDArray[np.float32], truth: NDArray[np.int64]
 ) -> Checkpoint:
-    """Return a checkpoint with fitted scores and, if there are enough images, what makes sets of
-    labels.
+    """Return a checkpoint with fitted scores and, with enough images, a calibration of label sets.
 
     Args:
         logits: [N, K], of validation images at temperature 1.
@@ -268,8 +265,9 @@ def calibrated(
 
 
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
-    """Return the size of stored training pictures: the model's input size, or larger where random
-    parts are resized.
+    """Return the size of stored training pictures.
+
+    It is the model's input size, or larger if random parts are resized.
 
     Like the model's own picture a larger picture is a centre crop, but of all that the crop leaves
     of the shorter side.

@@ -26,9 +26,7 @@ _VALIDATION_PIXELS = 500 * 32 * 32
 
 
 class Arithmetic:
-    """The device that a run computes on, and its dtype of activations and gradients; weights are
-    float32.
-    """
+    """The device of a run, and its dtype of activations and gradients; weights are float32."""
 
     def __init__(self, precision: str, device: torch.device) -> None:
         self.device = device
