@@ -106,7 +106,11 @@ def join_parts(tensors: dict[str, Tensor], *, key_bias: bool = True) -> None:
 
 
 def taken(
-    tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str, shown: str = ""
+    tensors: dict[str, Tensor],
+    name: str,
+    shape: tuple[int, ...],
+    where: str,
+    stored: Mapping[str, str] = _UNCHANGED,
 ) -> Tensor:
     """Remove a tensor and return it as contiguous float32.
 
@@ -115,25 +119,24 @@ def taken(
         name: name of the tensor.
         shape: expected shape.
         where: name of the file in messages.
-        shown: name of the tensor in messages, if it differs.
+        stored: the file's names by the model's names, if they differ.
 
     Raises:
         CheckpointError: missing, of another shape, not floating point, or sparse.
     """
-    shown = shown or name
     if name not in tensors:
-        raise CheckpointError(f"{where}: missing key {shown!r}")
-    stored = tuple(tensors[name].shape)
-    if stored != shape:
+        raise CheckpointError(f"{where}: missing key {_stored_name(name, stored)!r}")
+    stored_shape = tuple(tensors[name].shape)
+    if stored_shape != shape:
         raise CheckpointError(
-            f"{where}: {shown} has shape {list(stored)}, expected {list(shape)}: "
-            f"{_remedy_of_shape(name)}"
+            f"{where}: {_stored_name(name, stored)} has shape {list(stored_shape)}, expected "
+            f"{list(shape)}: {_remedy_of_shape(name)}"
         )
     tensor = tensors.pop(name)
     if not tensor.is_floating_point() or tensor.layout != torch.strided:
         raise CheckpointError(
-            f"{where}: {shown} is {tensor.dtype}, expected floating point, and dense: save the "
-            "weights in floating point; quantised and sparse weights are not read"
+            f"{where}: {_stored_name(name, stored)} is {tensor.dtype}, expected floating point, "
+            "and dense: save weights in floating point; quantised and sparse ones are not read"
         )
     return tensor.to(torch.float32).contiguous()
 
@@ -198,10 +201,7 @@ def checked(
             shown = _stored_name(names[0], stored)
             raise CheckpointError(f"{where}: {kind} key {shown!r}{more}: {remedy}")
     left = dict(tensors)
-    return {
-        name: taken(left, name, shape, where, _stored_name(name, stored))
-        for name, shape in shapes.items()
-    }
+    return {name: taken(left, name, shape, where, stored) for name, shape in shapes.items()}
 
 
 def _remedy_of_names(

@@ -14,6 +14,7 @@ from model.extensions.datasets.folders import PictureFolder, find_pictures
 from model.extensions.datasets.pictures import PictureFiles
 from model.extensions.datasets.split_names import TEST, TRAIN, VALIDATION
 from model.extensions.evaluation import cifar10
+from model.images.listing import listed
 from model.layer_config import Size
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,8 @@ class EvaluationSet:
         if unknown:
             raise DatasetError(
                 f"{self.source}: classes that are not those of the model {model}, by name: "
-                f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}"
+                f"{listed(unknown)}: rename the folders to its labels ({listed(known)}), or name "
+                "the labels like the folders with --labels FILE (VIT_LABELS)"
             )
         return np.array([known.index(name) for name in self.names], dtype=np.int64)[
             self.files.labels

@@ -32,7 +32,9 @@ def test_accuracy_per_class_loss_and_calibration_of_known_answers() -> None:
 
 
 def test_a_model_of_other_classes_is_refused(cifar: Path) -> None:
-    with pytest.raises(DatasetError, match="not those of the model m"):
+    with pytest.raises(
+        DatasetError, match=r"not those of the model m, .*: rename the folders .*--labels"
+    ):
         open_evaluation_set(cifar).truth((*LABELS[1:], "submarine"), "m")
 
 

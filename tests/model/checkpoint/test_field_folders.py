@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "integers": (
         "huggingface",
         _tensor(f"{LAYER}.weight", 16, 32, dtype=torch.int8),
-        "save the weights in floating point",
+        "save weights in floating point",
     ),
     "a second head": ("timm", _tensor("head_dist.weight", 3, 16), "state a distilled architecture"),
     "registers": ("timm", _tensor("reg_token", 1, 4, 16), "number of register tokens: reg_tokens"),
