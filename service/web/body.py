@@ -85,7 +85,7 @@ class RequestBody:
         Raises:
             QueueFull: the limiter has fewer free slots than the body has pictures.
             ReceivingFull: the memory for bodies is full.
-            What `service.web.body.read_files` raises. The context of the request raises
+            What the function `read_files` raises. The context of the request raises
             `RequestTimeout` if the body did not arrive in time.
         """
         settings = self._service.settings
