@@ -30,7 +30,7 @@ from service.engine.texts import Floats
 from service.settings import Settings
 
 # A version to load: None for the configured one, another checkpoint, or all settings of a model.
-What = str | Mapping[str, Any] | None
+Checkpoint = str | Mapping[str, Any] | None
 
 PROBLEM: Final = "problem"
 """Key of a model's settings whose value says why they are broken; loading the model fails so."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from service.engine.backbones import ModelEngine, What
+from service.engine.backbones import Checkpoint, ModelEngine
 from service.models.folder import FolderEntry
 from service.models.generation import Version
 from service.models.local_model import LocalModel
@@ -56,22 +56,24 @@ class ModelFactory:
 
     def model(self, name: str, version: Version | None = None) -> LocalModel:
         """Return a new model, by default with the version that is to be served."""
-        number, what, _ = version or self.version(name)
-        model = LocalModel(partial(self._engine, name), what, number, on_retired=self._on_retired)
+        number, checkpoint, _ = version or self.version(name)
+        model = LocalModel(
+            partial(self._engine, name), checkpoint, number, on_retired=self._on_retired
+        )
         # If the default is not named, any of several models may become it.
         is_fixed = bool(self._settings.model_name) or len(self.configured) == 1
         model.is_default = name == self.default and is_fixed
         return model
 
-    def _engine(self, name: str, what: What) -> ModelEngine:
+    def _engine(self, name: str, checkpoint: Checkpoint) -> ModelEngine:
         settings: dict[str, Any] = {}
-        if isinstance(what, Mapping):
-            settings.update(what)
+        if isinstance(checkpoint, Mapping):
+            settings.update(checkpoint)
         else:
             if name in self.configured:
                 settings.update(self.configured[name].settings)
-            if what is not None:
-                settings["checkpoint"] = what
+            if checkpoint is not None:
+                settings["checkpoint"] = checkpoint
         if name:
             settings["model_name"] = name
         return self._make(settings)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from model.heads import Head
 from service.background import Tasks
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from service.engine.base import Engine
 from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable, ServiceError
@@ -38,12 +38,12 @@ class Version(NamedTuple):
 
     Attributes:
         number: counts up with each version that is loaded.
-        what: the loaded checkpoint, see `Models.put`; None for the configured one.
+        checkpoint: the loaded checkpoint, see `Models.put`; None for the configured one.
         gone: whether the model was deleted.
     """
 
     number: int = 1
-    what: What = None
+    checkpoint: Checkpoint = None
     gone: bool = False
 
 
@@ -59,7 +59,7 @@ class Generation(Generic[E_co]):
         on_work: called when the first request begins, and when the last one has ended.
     """
 
-    def __init__(self, engine: E_co, number: int = 1, checkpoint: What = None) -> None:
+    def __init__(self, engine: E_co, number: int = 1, checkpoint: Checkpoint = None) -> None:
         self.engine = engine
         self.number = number
         self.checkpoint = checkpoint
@@ -107,11 +107,11 @@ class Generation(Generic[E_co]):
         return before, after
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Keep the generation until the context ends, even if the next one takes over."""
+    def request(self) -> Iterator[E_co]:
+        """Keep the generation until the context ends; the engine is the context."""
         self.begin()
         try:
-            yield
+            yield self.engine
         finally:
             self.end()
 

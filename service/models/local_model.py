@@ -11,9 +11,8 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
-from service.engine.backbones import ModelEngine, What
+from service.engine.backbones import Checkpoint, ModelEngine
 from service.engine.messages import EngineStatus
 from service.models.generation import Generation, ServedModel
 
@@ -41,8 +40,8 @@ class LocalModel(ServedModel):
 
     def __init__(
         self,
-        make: Callable[[What], ModelEngine],
-        checkpoint: What = None,
+        make: Callable[[Checkpoint], ModelEngine],
+        checkpoint: Checkpoint = None,
         number: int = 1,
         *,
         on_retired: Callable[[], None] = lambda: None,
@@ -64,7 +63,7 @@ class LocalModel(ServedModel):
         """Return monotonic seconds of its last image, None before the first."""
         return self.current.engine.last_used or self._last_used
 
-    def generation(self, checkpoint: What, number: int) -> Generation[ModelEngine]:
+    def generation(self, checkpoint: Checkpoint, number: int) -> Generation[ModelEngine]:
         """Return a new version, which `load` loads."""
         generation = Generation(self._make(checkpoint), number, checkpoint)
         self._open.add(generation)
@@ -157,16 +156,3 @@ class LocalModel(ServedModel):
         await self.forget(generation)
         self._on_retired()
         logger.info("the old model is closed")
-
-
-class Prepared(NamedTuple):
-    """A version of a model that is being loaded, or is loaded and has not taken over."""
-
-    key: str
-    model: LocalModel
-    following: Generation[ModelEngine]
-
-    @property
-    def is_new(self) -> bool:
-        """Return whether this is the first version of the model."""
-        return self.following is self.model.current

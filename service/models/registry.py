@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from service.background import Tasks
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from service.engine.messages import EngineStatus
 from service.errors import (
     DefaultModel,
@@ -284,7 +284,7 @@ class Models(ABC):
         """
 
     @abstractmethod
-    async def put(self, name: str, what: What) -> bool:
+    async def put(self, name: str, checkpoint: Checkpoint) -> bool:
         """Load a model, or replace the one of that name; return whether the name is new.
 
         Raises:

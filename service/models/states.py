@@ -9,8 +9,8 @@
                    | replaced, unloaded, deleted, or the service stops
                    v
                 leaving ------------------> gone
-                         its last request
-                         has ended
+                         its last lease
+                         is released
 
 A name that is served has one current version, and perhaps older ones that are leaving. Unloading
 replaces the current version by an unloaded one of the same number; the old one leaves.

@@ -20,7 +20,7 @@ from PIL import Image
 from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
@@ -91,7 +91,7 @@ class FixedModels(Models):
     async def load(self, name: str | None, caller: str = "") -> None:
         raise EngineUnavailable(self.served[self.key(name)].current.engine.status.reason)
 
-    async def put(self, name: str, what: What) -> bool:
+    async def put(self, name: str, checkpoint: Checkpoint) -> bool:
         raise Forbidden("here models are not loaded")
 
     async def unload(self, name: str) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, Outputs, RequestedOutputs
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
@@ -150,7 +150,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     # The service
 
-    def make(self, checkpoint: What) -> Any:
+    def make(self, checkpoint: Checkpoint) -> Any:
         version, broken = next(self.versions), self.broken
 
         def load() -> tuple[Runner, ModelInfo]:

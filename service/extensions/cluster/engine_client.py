@@ -43,6 +43,7 @@ class EngineLease:
 
     client: "EngineClient"
     id: int
+    model: str
     number: int
     info: ModelInfo
     is_recalled: bool = False
@@ -58,6 +59,21 @@ class EngineLease:
     def is_usable(self) -> bool:
         """Return whether the engine answers requests."""
         return not self.is_lost and not self.client.is_silent
+
+    def report(self, *, is_busy: bool) -> None:
+        """Tell the engine whether requests use the lease; return a recalled one without requests.
+
+        Args:
+            is_busy: whether requests of the lease have not ended.
+        """
+        if not self.is_recalled:
+            is_busy = is_busy and len(self.client.leases) > 1  # the only model is never unloaded
+            if is_busy != self.is_busy:
+                self.is_busy = is_busy
+                self.client.send(frames.InUse(self.id, is_busy))
+        elif not is_busy:
+            del self.client.leases[self.model][self.id]
+            self.client.send(frames.Returned(self.id))
 
 
 class EngineClient:
@@ -146,25 +162,6 @@ class EngineClient:
             raise EngineUnavailable(self.status.reason or CONNECTION_LOST)
         self._connection.send(frame)
 
-    def report(self, model: str, *, busy: Callable[[EngineLease], bool]) -> None:
-        """Tell the engine which leases of a model are busy, and return recalled ones that are not.
-
-        Args:
-            busy: returns whether requests of a lease have not ended.
-        """
-        for lease in list(self.leases.get(model, {}).values()):
-            is_busy = busy(lease)
-            if lease.is_recalled:
-                if not is_busy:
-                    del self.leases[model][lease.id]
-                    self.send(frames.Returned(lease.id))
-                continue
-            # The engine never unloads its only model.
-            is_busy = is_busy and len(self.leases) > 1
-            if is_busy != lease.is_busy:
-                lease.is_busy = is_busy
-                self.send(frames.Uses(lease.id, is_busy))
-
     def check(self) -> None:
         """Count a check since the engine's last heartbeat."""
         if self._connection is None or self.is_silent:
@@ -241,7 +238,7 @@ class EngineClient:
                 ):
                     self._on_change()
             case frames.Granted(lease, model, generation, info):
-                granted = EngineLease(self, lease, generation, info)
+                granted = EngineLease(self, lease, model, generation, info)
                 self.leases.setdefault(model, {})[lease] = granted
                 if self.published.status.state == "ready":  # otherwise the status follows
                     self._on_change()

@@ -18,8 +18,8 @@ when no worker has a request of it left.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,6 @@ class EngineServer:
         self.models = models
         self.images = images
         self.workers: set[_Worker] = set()
-        self.loader: _Worker | None = None
         self.worker_changed = asyncio.Event()
         self._serving = Tasks()
         self._restarts = restarts
@@ -199,6 +198,7 @@ class _Worker:
         self._grants: dict[int, _Grant] = {}
         self._ids = itertools.count(1)
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._swap: _Swap | None = None
 
     def announce(self) -> None:
         """Grant a lease on each version that serves, and then recall the leases on others."""
@@ -223,7 +223,7 @@ class _Worker:
     def handle(self, frame: frames.Frame) -> None:
         """Handle a request."""
         match frame:
-            case frames.Uses(lease, busy):
+            case frames.InUse(lease, busy):
                 self._grants[lease].use(is_busy=busy)
                 self._server.worker_changed.set()
             case frames.Returned(lease):
@@ -257,13 +257,6 @@ class _Worker:
         for grant in self._grants.values():
             grant.end()
 
-    @contextmanager
-    def _engine(self, lease: int) -> Iterator[ModelEngine]:
-        """Yield the engine of a lease, and hold its version until the context ends."""
-        generation = self._grants[lease].generation
-        with generation.request():
-            yield generation.engine
-
     async def _answer(self, id_: int, request: frames.Request) -> None:
         try:
             self.send(frames.Reply(id_, await self._result(request)))
@@ -278,10 +271,10 @@ class _Worker:
         result: object = None
         match request:
             case frames.Submit() as submit:
-                with self._engine(submit.lease) as engine:
+                with self._grants[submit.lease].generation.request() as engine:
                     result = await engine.infer(submit.image, timeout=submit.timeout)
             case frames.EmbedTexts(lease, texts, timeout):
-                with self._engine(lease) as engine:
+                with self._grants[lease].generation.request() as engine:
                     result = await engine.embed_texts(texts, timeout=timeout)
             case frames.Put(picture, image_id):
                 result = await self._server.images.put(picture, image_id)
@@ -297,12 +290,13 @@ class _Worker:
         model = change.model
         match change.act:
             case "load":
-                await models.prepare(model, change.what)
-                self._server.loader = self
+                swap = _Swap(models, change)
+                await swap.load()
+                self._swap = swap
             case "take_over":
                 await self._take_over(model)
             case "discard":
-                await self._discard(str(change.what))
+                await self._discard(change.reason)
             case "wake":
                 await models.load(model or None, change.caller)
             case "unload":
@@ -312,17 +306,51 @@ class _Worker:
             case "reload":
                 models.reload()
 
-    # A swap, led by one worker.
-
     async def _take_over(self, model: str) -> None:
-        if self._server.loader is not self:
+        if self._swap is None:
             raise CheckpointRefused("the engine restarted during the swap")
-        self._server.loader = None
-        self._server.models.take_over()
+        await self._swap.decide(None)
+        self._swap = None
         await self._server.used_by_all(model)
-        await self._server.models.fit(model)
 
     async def _discard(self, reason: str) -> None:
-        if self._server.loader is self:
-            self._server.loader = None
-            await self._server.models.discard(reason)
+        if self._swap is not None:
+            with suppress(CheckpointRefused):
+                await self._swap.decide(CheckpointRefused(reason))
+        self._swap = None
+
+
+class _Swap:
+    """A version that a worker loads in all engines, and that takes over once all have it."""
+
+    def __init__(self, models: LocalModels, change: frames.Change) -> None:
+        self._is_loaded = asyncio.Event()
+        self._decision: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._replacing = asyncio.create_task(
+            models.replace(change.model, change.checkpoint, agree=self._agree)
+        )
+
+    async def load(self) -> None:
+        """Wait until the version is loaded; raises as `LocalModels.put`."""
+        loaded = asyncio.create_task(self._is_loaded.wait())
+        try:
+            await asyncio.wait({loaded, self._replacing}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._replacing.cancel()
+            raise
+        finally:
+            loaded.cancel()
+        if self._replacing.done():
+            self._replacing.result()
+
+    async def decide(self, refusal: CheckpointRefused | None) -> None:
+        """Let the version take over, or refuse it; raises as `LocalModels.put`."""
+        if refusal is None:
+            self._decision.set_result(None)
+        else:
+            self._decision.set_exception(refusal)
+        await self._replacing
+
+    async def _agree(self) -> None:
+        self._is_loaded.set()
+        await self._decision

@@ -4,7 +4,7 @@
     ----------                              --------------
                             <--   StatusChanged(status)     first, and on each change
                             <--   Granted(lease, model)     a version for new requests
-    Uses(lease, busy)       -->                             they use it from now on
+    InUse(lease, busy)      -->                             they use it from now on
                             <--   Recalled(lease)           not for new requests any more
     Returned(lease)         -->                             its last request has ended
                             <--   Alive                     heartbeat
@@ -118,13 +118,15 @@ class Change(_Frame, frozen=True, tag=3):
     loads an unloaded model.
 
     Attributes:
-        what: argument of `Models.put` for `load`; the reason for `discard`.
+        checkpoint: argument of `Models.put` for `load`.
+        reason: reason for `discard`.
         caller: client that is charged for `wake`, see `Models.load`.
     """
 
     act: Literal["load", "take_over", "discard", "wake", "unload", "delete", "reload"]
     model: str = ""
-    what: str | dict[str, Any] | None = None
+    checkpoint: str | dict[str, Any] | None = None
+    reason: str = ""
     caller: str = ""
 
 
@@ -157,7 +159,7 @@ class Cancel(_Frame, frozen=True, tag=9):
     id: int
 
 
-class Uses(_Frame, frozen=True, tag=10):
+class InUse(_Frame, frozen=True, tag=10):
     """Tells that a worker gives new requests to a lease, and none to earlier leases of the model.
 
     Attributes:
@@ -252,7 +254,7 @@ class Failed(_Frame, frozen=True, tag=14):
         return error
 
 
-_FromWorker = Call | Cancel | Uses | Returned
+_FromWorker = Call | Cancel | InUse | Returned
 _FromEngine = StatusChanged | Granted | Recalled | Alive | Answer | Failed
 Frame = _FromWorker | _FromEngine
 

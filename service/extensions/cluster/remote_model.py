@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NoReturn
 
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from service.engine.messages import EngineStatus
 from service.errors import ServiceError, SwapUnderWay
 from service.extensions.cluster import frames
@@ -49,16 +49,17 @@ class RemoteModel(ServedModel):
                 return engine.published.models[self.name].state
         return "loading"
 
-    async def replace(self, checkpoint: What) -> None:
+    async def replace(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint on all engines, and make it take over; raises the errors of a load.
 
         Cancelling this coroutine cancels the loads.
         """
-        what = dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
+        if isinstance(checkpoint, Mapping):
+            checkpoint = dict(checkpoint)
         try:
-            await ask_all(self.engines, frames.Change("load", self.name, what))
+            await ask_all(self.engines, frames.Change("load", self.name, checkpoint))
         except ServiceError as error:
-            discard = frames.Change("discard", what=str(error))
+            discard = frames.Change("discard", reason=str(error))
             await asyncio.gather(
                 *(engine.ask(discard) for engine in self.engines), return_exceptions=True
             )
@@ -107,15 +108,13 @@ class RemoteModel(ServedModel):
 
     def _report(self) -> None:
         self._earlier = [generation for generation in self._earlier if generation.requests]
+        busy: set[EngineLease] = set()
+        for generation in (self.current, *self._earlier):
+            if generation.requests:
+                busy.update(generation.engine.engines)
         for engine in self.engines:
-            engine.report(self.name, busy=self._is_busy)
-
-    def _is_busy(self, lease: EngineLease) -> bool:
-        """Return whether requests of a lease have not ended."""
-        return any(
-            generation.requests > 0 and lease in generation.engine.engines
-            for generation in (self.current, *self._earlier)
-        )
+            for lease in list(engine.leases.get(self.name, {}).values()):
+                lease.report(is_busy=lease in busy)
 
 
 async def ask_all(engines: Sequence[EngineClient], request: frames.Request) -> None:
@@ -187,12 +186,12 @@ class RemoteModels(Models):
                 if error is not None:
                     raise error
 
-    async def put(self, name: str, what: What) -> bool:
+    async def put(self, name: str, checkpoint: Checkpoint) -> bool:
         """Load a model on all engines or none, see `Models.put`; a disconnect does not stop it."""
         key = self.key(name, is_new=True)
         is_new = key not in self.served
         model = self.served.get(key) or RemoteModel(self.engines, key)
-        await asyncio.shield(self._tasks.begin(self._lead(model, what)))
+        await asyncio.shield(self._tasks.begin(self._lead(model, checkpoint)))
         return is_new
 
     async def unload(self, name: str) -> None:
@@ -215,11 +214,11 @@ class RemoteModels(Models):
             self._reload_again = True
             await asyncio.sleep(_RELOAD_SECONDS)
 
-    async def _lead(self, model: RemoteModel, what: What) -> None:
+    async def _lead(self, model: RemoteModel, checkpoint: Checkpoint) -> None:
         if self._leading.locked():
             raise SwapUnderWay(SWAP_UNDER_WAY)
         async with self._leading:
-            await model.replace(what)
+            await model.replace(checkpoint)
 
     def _changed(self) -> None:
         """Update the models after a change of one engine's models or status."""

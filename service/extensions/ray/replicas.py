@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.errors import first_problem
-from service.engine.backbones import Backbones, Loader, ModelEngine, What
+from service.engine.backbones import Backbones, Checkpoint, Loader, ModelEngine
 from service.engine.devices import fit_to_machine
 from service.engine.loading import load_predictor
 from service.engine.local import BATCH_SECONDS
@@ -178,7 +178,7 @@ class Replica:
 class _FixedModels(LocalModels):
     """Models that cannot be replaced, because only one replica would replace them."""
 
-    async def put(self, name: str, what: What) -> bool:
+    async def put(self, name: str, checkpoint: Checkpoint) -> bool:
         """Raise `Forbidden`."""
         raise Forbidden(
             "replicas do not swap checkpoints: restart the service with another checkpoint"

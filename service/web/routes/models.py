@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from service.errors import Forbidden, InvalidParameter, NameTaken, Unauthorized, UnknownModel
 from service.model_settings import PATHS
 from service.models.folder import check_name, located, model_settings
@@ -106,7 +106,7 @@ def require_admin(request: Request, settings: Settings) -> None:
         raise Unauthorized("the admin key is wrong" if bearer_token(authorization) else needed)
 
 
-async def load(service: Service, name: str, settings: What) -> tuple[ListedModel, bool]:
+async def load(service: Service, name: str, settings: Checkpoint) -> tuple[ListedModel, bool]:
     """Load or replace a model; return its status, and whether the name is new.
 
     Raises `InvalidParameter` if the name is invalid, `NameTaken` if a head has it,

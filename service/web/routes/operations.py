@@ -95,8 +95,8 @@ def _prepare_maps(generation: Generation[Engine]) -> None:
 async def _compute(generation: Generation[Engine], picture: InferenceRequest) -> None:
     """Compute a picture, and discard the answer."""
     try:
-        with generation.request():
-            await generation.engine.infer(picture, timeout=_PREPARE_SECONDS)
+        with generation.request() as engine:
+            await engine.infer(picture, timeout=_PREPARE_SECONDS)
     except ServiceError as error:
         logger.info("the first map will take longer: %s", error)
 

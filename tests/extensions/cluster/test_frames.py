@@ -122,7 +122,7 @@ REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
 FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
     st.builds(frames.Call, IDS, REQUESTS),
     st.builds(frames.Cancel, IDS),
-    st.builds(frames.Uses, SMALL, st.booleans()),
+    st.builds(frames.InUse, SMALL, st.booleans()),
     st.builds(frames.Returned, SMALL),
     st.builds(frames.Recalled, SMALL, st.text()),
     st.builds(
@@ -150,7 +150,7 @@ ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
     st.tuples(st.builds(frames.Put, PICTURES, st.none()), st.none() | st.text()),
     st.tuples(
-        st.sampled_from([frames.Change("load", "m"), frames.Change("discard", what="no")]),
+        st.sampled_from([frames.Change("load", "m"), frames.Change("discard", reason="no")]),
         st.none(),
     ),
 )

@@ -15,7 +15,7 @@ import pytest
 
 from model.errors import CheckpointError
 from model.images.preprocess import ModelInput, Region
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay, UnknownModel
@@ -128,7 +128,7 @@ def name_of(model: RemoteModels) -> str:
     return engine.info.name if engine.info is not None and engine.ready else engine.status.reason
 
 
-async def load(model: RemoteModels, checkpoint: What) -> None:
+async def load(model: RemoteModels, checkpoint: Checkpoint) -> None:
     await model.put(model.name_of(""), checkpoint)
 
 
@@ -367,7 +367,8 @@ async def test_one_engine_can_refuse_a_swap_for_all() -> None:
             await load(model, "bad")
         assert name_of(model) == "configured"
         assert all(
-            each.models._prepared is None and len(each.model._open) == 1 for each in service.devices
+            not each.models._load_lock.locked() and len(each.model._open) == 1
+            for each in service.devices
         )
         await until(
             lambda: (model.results.get("refused"), list(model.reloads().values())) == (1, [False])
@@ -407,7 +408,7 @@ async def test_second_concurrent_swap_is_refused() -> None:
         [device] = service.devices
         device.gate.clear()
         loading = asyncio.create_task(load(first, "next"))
-        await until(lambda: device.models._prepared)
+        await until(device.models._load_lock.locked)
         for model in (first, second):
             with pytest.raises(SwapUnderWay):
                 await load(model, "other")
@@ -425,11 +426,11 @@ async def test_swap_of_a_dead_worker_is_discarded(loaded: bool) -> None:
         if not loaded:
             device.gate.clear()
         asking = asyncio.create_task(dies.engines[0].ask(frames.Change("load", "", "next")))
-        await until(lambda: device.models._prepared)
+        await until(device.models._load_lock.locked)
         if loaded:
             await asking
         await dies.close()
-        await until(lambda: not device.models._turn.locked())
+        await until(lambda: not device.models._load_lock.locked())
         device.gate.set()
         asking.cancel()
         await load(stays, "other")
@@ -442,11 +443,11 @@ async def test_engine_death_during_a_load_ends_the_swap() -> None:
         model = await service.worker()
         service.devices[1].gate.clear()
         loading = asyncio.create_task(load(model, "next"))
-        await until(lambda: service.devices[1].models._prepared)
+        await until(service.devices[1].models._load_lock.locked)
         dying = asyncio.create_task(service.devices[1].die())
         with pytest.raises(EngineUnavailable):
             await loading
-        assert service.devices[0].models._prepared is None
+        assert not service.devices[0].models._load_lock.locked()
         service.devices[1].gate.set()
         await dying
         await service.devices[1].start()
@@ -469,7 +470,7 @@ async def test_deletion_answers_waiting_requests() -> None:
         device.gate.clear()
         with model.acquire("other") as lease:
             waiting = asyncio.create_task(lease.load("caller"))
-            await until(device.models._turn.locked)
+            await until(device.models._load_lock.locked)
             deleting = asyncio.create_task(model.delete("other"))
             await asyncio.sleep(0.01)
             device.gate.set()
@@ -562,7 +563,7 @@ async def test_deletion_during_a_load_wins() -> None:
         with model.served["other"].current.request():
             device.gate.clear()
             replacing = asyncio.create_task(model.put("other", {"checkpoint": "next"}))
-            await until(lambda: device.models._prepared)
+            await until(device.models._load_lock.locked)
             await model.delete("other")
             device.gate.set()
             assert not await replacing

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, service_in
 from tests.service.web.http_communicator import HttpCommunicator
@@ -57,8 +57,8 @@ def swapping(
         settings["checkpoint_folder"] = str(folder)
     service, loaded = app(**({"admin_key": "admin"} | settings)), []
 
-    async def put(name: str, what: What) -> bool:
-        loaded.append(what)
+    async def put(name: str, checkpoint: Checkpoint) -> bool:
+        loaded.append(checkpoint)
         if error is not None:
             raise error
         return False

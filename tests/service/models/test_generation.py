@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from model.errors import CheckpointError
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, SwapUnderWay
@@ -38,7 +38,7 @@ class Models:
         self.changes: list[str] = []
         self.now = 100.0
 
-    def make(self, checkpoint: What) -> Any:
+    def make(self, checkpoint: Checkpoint) -> Any:
         name = str(checkpoint or "configured")
 
         def load() -> tuple[FakePredictor, ModelInfo]:

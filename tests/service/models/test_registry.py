@@ -388,7 +388,7 @@ async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None
         await until(lambda: set(disk.live["x"].heads) == {"x.2"})
         disk.gate.clear()
         loading = asyncio.create_task(models.put("b", {"checkpoint": "y"}))
-        await until(models._turn.locked)
+        await until(models._load_lock.locked)
         with pytest.raises(SwapUnderWay):
             await models.put("new", {"checkpoint": "z"})
         disk.gate.set()
@@ -426,7 +426,7 @@ async def test_a_caller_who_leaves_does_not_end_the_load(tmp_path: Path) -> None
     async with running(tmp_path, "a") as (models, disk):
         disk.gate.clear()
         caller = asyncio.create_task(models.put("new", {"checkpoint": "x"}))
-        await until(models._turn.locked)
+        await until(models._load_lock.locked)
         caller.cancel()
         await asyncio.wait((caller,))
         disk.gate.set()
@@ -459,15 +459,16 @@ async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gon
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, _):
-        with models.served["b"].current.request():
-            await models.prepare("b", {"checkpoint": "x"})
-            assert models._prepared is not None
-            engine = models._prepared.following.engine
-            await models.delete("b")
-            await models.fit(models.take_over())
+        before = models.served["b"]
+        with before.current.request():
+
+            async def agree() -> None:
+                await models.delete("b")
+
+            await models.replace("b", {"checkpoint": "x"}, agree=agree)
         assert states(models) == {"a": "ready"}
         assert models.versions["b"].gone
-        await until(lambda: engine.status.state == "closed")
+        await until(lambda: not before._open)
 
 
 @on_a_loop
@@ -530,9 +531,9 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_it_though_i
         generation = models.served["b"].current
         with nullcontext() if waits else generation.request():
             asking = asyncio.create_task(ask(models, "b") if waits else asyncio.sleep(0))
-            await until(lambda: not waits or models._turn.locked())
+            await until(lambda: not waits or models._load_lock.locked())
             put = partial(
-                models._put, "b", "x", in_turn=waits
+                models.replace, "b", "x", waits=waits
             )  # otherwise it is refused while another load runs
             changing = asyncio.create_task(models.delete("b") if change == "delete" else put())
             await asyncio.sleep(0)

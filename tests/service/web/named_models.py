@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from service.engine.backbones import What
+from service.engine.backbones import Checkpoint
 from service.errors import EngineUnavailable, ModelsFull
 from service.models.local_model import LocalModel
 from service.settings import load_settings
@@ -30,7 +30,7 @@ class Named(FixedModels):
         served = {name: LocalModel(partial(self._engine, name)) for name in engines}
         super().__init__(served, next(iter(engines)))
 
-    def _engine(self, name: str, _: What) -> Any:
+    def _engine(self, name: str, _: Checkpoint) -> Any:
         return self.engines[name]
 
     def give_back(self, name: str) -> None:
@@ -46,8 +46,8 @@ class Named(FixedModels):
         await self.engines[str(name)].gate.wait()
         self.engines[str(name)].state = "ready"
 
-    async def put(self, name: str, what: What) -> bool:
-        self.changes.append(("put", name, what))
+    async def put(self, name: str, checkpoint: Checkpoint) -> bool:
+        self.changes.append(("put", name, checkpoint))
         if name == self.gone:
             del self.served[name]
         return name not in self.served
