@@ -124,7 +124,8 @@ class OpenVino(Backend):
                     network.complete(*SIZES)
                 self._networks[kind] = network
             except (DeviceError, RuntimeError) as error:
-                logger.warning("torch computes %s: %s", kind, error)
+                if threading.main_thread().is_alive():  # else a command ended before its graph
+                    logger.warning("torch computes %s: %s", kind, error)
             self._prepared.add(kind)
 
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:

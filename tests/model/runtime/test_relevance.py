@@ -260,6 +260,23 @@ class TestOpenVino:
             predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE])
         )
 
+    def test_unfinished_graph_of_a_command_is_silent(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        predictor = made("plain", "openvino")
+        backend = predictor._backend
+        assert isinstance(backend, OpenVino)
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+        monkeypatch.setattr(tracing, "trace", fail)
+        monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that is not alive
+        with caplog.at_level(logging.WARNING):
+            backend.prepare("relevance")
+
+        assert caplog.text == ""
+
     def test_its_graphs_share_the_checkpoints_weights(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
