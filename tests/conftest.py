@@ -64,10 +64,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -longest[item.path])
 
 
+def pytest_collection() -> None:
+    """Collect no garbage during the collection of tests, which only creates objects that stay."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Exempt imported objects from garbage collection, which would take half a second each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

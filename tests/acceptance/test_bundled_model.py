@@ -123,7 +123,7 @@ def test_the_model_card_tells_the_accuracy(images: Images, offline: NDArray[np.f
 
 
 SENT = 500
-SIDE = 512
+SIDE = 256
 """Side of the sent pictures in pixels."""
 STORED_AS = {
     3: Image.Transpose.ROTATE_180,

@@ -12,9 +12,7 @@ from tests.launcher import PATIENCE, until
 
 
 def connection(server: Served) -> httpx.Client:
-    return client(
-        server.url, verify=False
-    )  # reading the system's certificates would take longer than the requests
+    return client(server.url)
 
 
 class Load:

@@ -12,6 +12,7 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright.sync_api import (  # noqa: E402
     Browser,
+    BrowserContext,
     ConsoleMessage,
     Page,
     Request,
@@ -30,6 +31,9 @@ BROWSER_PATIENCE = 1000 * PATIENCE
 expect.set_options(timeout=BROWSER_PATIENCE)
 
 _WATCH = """
+if (origin !== "null" && !window.name) {  // a new tab, with the storage of earlier tabs
+  localStorage.clear(); window.name = "opened";
+}
 window.violations = []; window.shifts = [];
 document.addEventListener("securitypolicyviolation",
   (event) => violations.push(`${event.violatedDirective} ${event.blockedURI}`));
@@ -52,15 +56,17 @@ def chromium() -> Iterator[Browser]:
     if path is None:
         pytest.skip("no Chromium is installed (on Debian: apt-get install chromium)")
     with sync_playwright() as driver:
-        # Chromium's sandbox does not run as root.
+        # Chromium's sandbox does not run as root. Starting a process takes longer than the page, so
+        # tabs of a profile share one.
         yield driver.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+            executable_path=path,
+            args=["--no-sandbox", "--disable-dev-shm-usage", "--process-per-site"],
         )
 
 
 @dataclass
 class Tab:
-    """A page in its own profile.
+    """A page with empty storage.
 
     Attributes:
         complaints: messages of the console, failed scripts, and requests to other services.
@@ -104,20 +110,42 @@ class Tab:
         assert unexpected == [], unexpected
 
 
+_profiles: dict[tuple[Browser, str], BrowserContext] = {}
+
+
+def _profile(browser: Browser, options: dict[str, Any]) -> BrowserContext:
+    """Return the browser's profile with these options."""
+    options = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options
+    key = browser, repr(options)
+    if key not in _profiles:
+        _profiles[key] = browser.new_context(**options)
+    return _profiles[key]
+
+
 @contextmanager
-def tab(browser: Browser, url: str, **options: Any) -> Iterator[Tab]:
-    """Open the page at `url`, and fail if it reports an error by the end."""
+def tab(browser: Browser, url: str, *, own_profile: bool = False, **options: Any) -> Iterator[Tab]:
+    """Open the page at `url` with empty storage, and fail if it reports an error by the end.
+
+    Args:
+        own_profile: whether the test changes the profile, for example its clock. Otherwise, tabs
+            with equal options share a profile and its process.
+        options: options of the profile.
+    """
     parts = urlsplit(url)
-    context = browser.new_context(
-        **({"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | options)
-    )
+    site = f"{parts.scheme}://{parts.netloc}"
+    context = browser.new_context() if own_profile else _profile(browser, options)
+    if not context.pages and parts.netloc:
+        context.new_page().goto(f"{site}/healthz")  # keeps the process of this profile alive
+    page = context.new_page()
     try:
-        found = Tab(context.new_page(), f"{parts.scheme}://{parts.netloc}")
-        found.page.goto(url)
+        found = Tab(page, site)
+        page.goto(url)
         yield found
         found.check()
     finally:
-        context.close()
+        page.close()
+        if own_profile:
+            context.close()
 
 
 def audit(page: Page) -> None:

@@ -375,28 +375,30 @@ def test_a_service_that_starts_or_is_busy_is_asked_again(page: Page, found: Tab)
     assert busy == {}
 
 
-def test_the_load_is_shown(page: Page) -> None:
-    # A restarted service counts from zero.
-    page.route("**/metrics", lambda route: route.fulfill(body="vit_images_total 100000\n"))
-    page.clock.install()
-    with page.expect_response("**/metrics"):
-        page.reload()
-    expect(page.locator("#live-queue")).to_have_text("\u2013")
-    page.unroute("**/metrics")
-    choose(page, DOG)
-    assert answers(page)
-    for _ in range(2):
+def test_the_load_is_shown(open_page: Open) -> None:
+    with open_page(own_profile=True) as found:
+        page = found.page
+        # A restarted service counts from zero.
+        page.route("**/metrics", lambda route: route.fulfill(body="vit_images_total 100000\n"))
+        page.clock.install()
         with page.expect_response("**/metrics"):
-            page.clock.run_for(2000)
-    expect(page.locator("#live-rate")).to_have_text("0.0")
-    choose(page, DOG)
-    expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")
-    expect(page.locator("#pictures .mark").last).to_be_empty()
-    page.clock.run_for(2000)
-    expect(page.locator("#live-rate")).to_have_text(re.compile(r"^0\.[1-9]|^[1-9]"))
-    expect(page.locator("#live-batch")).to_have_text(re.compile(r"^\d+\.\d$"))
-    expect(page.locator("#live-p50")).to_have_text(re.compile(r"^\d+(\.\d+)? ms$"))
-    expect(page.locator("#live-queue")).to_have_text("0")
+            page.reload()
+        expect(page.locator("#live-queue")).to_have_text("\u2013")
+        page.unroute("**/metrics")
+        choose(page, DOG)
+        assert answers(page)
+        for _ in range(2):
+            with page.expect_response("**/metrics"):
+                page.clock.run_for(2000)
+        expect(page.locator("#live-rate")).to_have_text("0.0")
+        choose(page, DOG)
+        expect(page.locator("#progress-text")).to_have_text("1 of 1 answered")
+        expect(page.locator("#pictures .mark").last).to_be_empty()
+        page.clock.run_for(2000)
+        expect(page.locator("#live-rate")).to_have_text(re.compile(r"^0\.[1-9]|^[1-9]"))
+        expect(page.locator("#live-batch")).to_have_text(re.compile(r"^\d+\.\d$"))
+        expect(page.locator("#live-p50")).to_have_text(re.compile(r"^\d+(\.\d+)? ms$"))
+        expect(page.locator("#live-queue")).to_have_text("0")
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])

@@ -1,5 +1,7 @@
 """Examples whose features form a cluster for each label."""
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +23,9 @@ def pictures(
     return (centres + spread * generator.normal(size=centres.shape)).astype(np.float32), labels
 
 
+@functools.cache
 def taught(count: int = 10) -> tuple[TaughtHead, Knowledge]:
+    """Return a head fitted to `count` pictures for each label, and its statistics."""
     features, labels = pictures(count)
     head = taught_head(features, labels, range(1, len(labels) + 1), "b", "deit")
     return head, Knowledge.model_validate_json(head.statistics)
