@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from model.images.formats import SUPPORTED_FORMATS
+from tests.e2e.checkpoints import write_checkpoint
 from tests.launcher import ServerProcess
 
 pytestmark = pytest.mark.timeout(240)  # servers, checkpoints and many pictures
@@ -48,10 +49,13 @@ ALLOWED = {
 
 
 @pytest.fixture(scope="module")
-def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("server") / "log"
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Serve a tiny model with an input of usual size: decoding takes the time."""
+    folder = tmp_path_factory.mktemp("server")
+    labels = tuple("abcdefghij")
+    checkpoint = write_checkpoint(folder, "tiny", (224, 224), labels, seed=7, patch_size=32)
     with ServerProcess(
-        log, checkpoint=shared / "weights" / "deit_tiny_imagenet", device="cpu"
+        folder / "log", checkpoint=checkpoint, device="cpu", compile="off"
     ) as process:
         yield process
 

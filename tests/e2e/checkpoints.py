@@ -11,12 +11,18 @@ from model.network.vit import VisionTransformer
 
 
 def write_checkpoint(
-    folder: Path, name: str, size: tuple[int, int], labels: tuple[str, ...], seed: int
+    folder: Path,
+    name: str,
+    size: tuple[int, int],
+    labels: tuple[str, ...],
+    seed: int,
+    *,
+    patch_size: int = 4,
 ) -> Path:
     """Write and return a native folder: two layers, and random weights from a fixed seed."""
     config = ViTConfig(
         image_size=size,
-        patch_size=4,
+        patch_size=patch_size,
         width=32,
         depth=2,
         heads=2,

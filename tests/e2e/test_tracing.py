@@ -35,7 +35,7 @@ def test_a_request_is_followed_from_its_caller_through_a_worker(
                 "traceparent": f"00-{number:032x}-{number:016x}-01",
                 "tracestate": f"caller={number}",
             }
-            with client(server.url, verify=False) as own:
+            with client(server.url) as own:
                 answer = own.post("/classify", content=pictures.files[number], headers=headers)
                 assert answer.status_code == 200
                 assert answer.headers["traceresponse"].startswith(f"00-{number:032x}-")

@@ -10,7 +10,7 @@ from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.backend import CompileMode, Images
 from model.runtime.predictor import Predictor
 
-MODES: Final[dict[str, CompileMode]] = {"openvino": "auto", "auto": "auto", "torch": "off"}
+MODES: Final[dict[str, CompileMode]] = {"openvino": "auto", "torch": "off"}
 """Compile modes by the library that they select on a CPU."""
 
 

@@ -118,13 +118,13 @@ def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     """By default, dynamo compiles a function eight times, and then silently runs it uncompiled."""
     for name, value in KINDS.items():
         before = traced()
-        config = make_checkpoint().vit.model_copy(update={name: value})
+        config = make_checkpoint(depth=1).vit.model_copy(update={name: value})
         model = VisionTransformer(config)
         model.reset_parameters(torch.Generator().manual_seed(0))
         tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         predictor = warm(not_strict(), make_checkpoint(config=config, tensors=tensors))
         assert predictor.compiled == "compiled", name
-        assert traced() - before >= 4, name
+        assert traced() - before >= 3, name
     assert torch._dynamo.config.recompile_limit == 8, "functions of others keep their limit"
 
     monkeypatch.setattr(torch_backend, "RECOMPILE_LIMIT", 1)
