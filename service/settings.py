@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from model.errors import ExtensionError, first_problem, nearest
+from model.errors import ExtensionError, first_problem
 from model.extension import CORE, claim, resolve
 from service.addresses import is_loopback
 from service.errors import SettingsError
@@ -373,66 +373,3 @@ def _remedy(written: str) -> str:
     if " #" in written:
         return "; remove the comment, which is part of the value in an env file"
     return ""
-
-
-_NEEDS = {
-    "key_max_requests": ("api_keys",),
-    "metrics_public": ("api_keys",),
-    "checkpoint_folder": ("admin_key", "models"),
-    "strict": ("models",),
-    "models_bytes": ("models",),
-}
-"""Settings that have an effect only with one of others."""
-
-
-def unused_warnings(settings: Settings) -> list[str]:
-    """Return a warning for each setting that has no effect because another setting is unset."""
-    lines = []
-    for name, needed in _NEEDS.items():
-        if name in settings.model_fields_set and not any(
-            getattr(settings, other, None) for other in needed
-        ):
-            others = " or ".join(f"{ENV_PREFIX}{other.upper()}" for other in needed)
-            lines.append(f"{ENV_PREFIX}{name.upper()} has no effect without {others}")
-    return lines
-
-
-def require_keys_as_meant(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `SettingsError` if a misspelt VIT_API_KEYS would leave the service open to others."""
-    if settings.api_keys or settings.is_local:
-        return
-    for variable in sorted(environment):
-        if _meant_by(variable) == "API_KEYS" and environment[variable]:
-            raise SettingsError(
-                f"{variable} is not a setting: did you mean {ENV_PREFIX}API_KEYS? Without it, "
-                f"everybody who reaches VIT_HOST={settings.host} may use this service"
-            )
-
-
-def _meant_by(variable: str) -> str:
-    """Return the setting that a variable names or misspells, without prefix, or an empty text."""
-    if not variable.upper().startswith(ENV_PREFIX):
-        return ""
-    name = variable.upper().removeprefix(ENV_PREFIX)
-    return nearest(name, [name.upper() for name in settings_class().model_fields], 0.75)
-
-
-def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a warning for each unknown `VIT_` variable and for each value with kept quotes."""
-    known = [name.upper() for name in settings_class().model_fields]
-    lines = []
-    for variable in sorted(environment):
-        if not variable.upper().startswith(ENV_PREFIX):
-            continue
-        name = variable.upper().removeprefix(ENV_PREFIX)
-        value = environment[variable].strip()
-        if name not in known:
-            near = _meant_by(variable)
-            meant = f": did you mean {ENV_PREFIX}{near}?" if near else ""
-            lines.append(f"{variable} is not a setting and is ignored{meant}")
-        elif without_quotes(value) != value:
-            lines.append(
-                f"{variable}: the quotes around its value are ignored; "
-                "remove them from the env file"
-            )
-    return lines

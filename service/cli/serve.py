@@ -17,13 +17,12 @@ from service.extension import check, extensions, naming
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.models.configured import configured_models, notes_on_folder
 from service.observe import logs
-from service.settings import (
-    Settings,
+from service.setting_warnings import (
     require_keys_as_meant,
-    settings_class,
     unused_warnings,
     variable_warnings,
 )
+from service.settings import Settings, settings_class
 
 logger = logging.getLogger("vitserve")
 

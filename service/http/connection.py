@@ -46,6 +46,23 @@ _SCOPE = {
 }
 
 
+# What clients of other protocols send first, and what a message says to them.
+_OTHER_PROTOCOLS: Final = (
+    (b"\x16\x03", "this port does not speak TLS: call http://, or let a proxy end TLS"),
+    (b"PRI * HTTP/2.0", "this is HTTP/2, and this server speaks HTTP/1.1"),
+    (b"PROXY ", "this is the PROXY protocol: turn it off in the load balancer"),
+    (b"\r\n\r\n\0\r\nQUIT", "this is the PROXY protocol: turn it off in the load balancer"),
+)
+
+
+def _reason(received: bytes, error: Exception) -> str:
+    """Return the message about bytes that are not request headers of HTTP/1.1."""
+    for start, message in _OTHER_PROTOCOLS:
+        if received.startswith(start):
+            return message
+    return f"this is not HTTP/1.1: {error}"
+
+
 class RequestHeaders:
     """Parses request headers, of one request after the other.
 
@@ -77,8 +94,7 @@ class RequestHeaders:
         The parser of the headers never sees the bytes after them.
 
         Raises:
-            MalformedRequest: the headers are too long, or too many.
-            httptools.HttpParserError: this is not HTTP/1.1.
+            MalformedRequest: the headers are too long, too many, or not of HTTP/1.1.
         """
         parsed = len(self.received)
         received = self.received + data
@@ -91,8 +107,11 @@ class RequestHeaders:
         self.received = received[:end]
         # A server may ignore an offer of another protocol. Java's client makes one with each of its
         # first requests.
-        with contextlib.suppress(httptools.HttpParserUpgrade):
-            self._parser.feed_data(self.received[parsed : _MAX_HEADER_BYTES + 1])
+        try:
+            with contextlib.suppress(httptools.HttpParserUpgrade):
+                self._parser.feed_data(self.received[parsed : _MAX_HEADER_BYTES + 1])
+        except httptools.HttpParserError as error:
+            raise MalformedRequest(_reason(received, error)) from None
         if end > _MAX_HEADER_BYTES or len(self.headers) > _MAX_HEADERS:
             raise MalformedRequest(
                 f"the request headers have more than {_MAX_HEADER_BYTES} bytes "
@@ -247,8 +266,8 @@ class HttpConnection(asyncio.BufferedProtocol):
                     break
         except MalformedRequest as error:
             self.refuse(error)
-        except httptools.HttpParserError:
-            self.refuse(MalformedRequest("this is not HTTP/1.1"))
+        except httptools.HttpParserError as error:
+            self.refuse(MalformedRequest(f"this is not HTTP/1.1: {error}"))
         waiting = self.exchange.waiting if self.exchange else 0
         reads = self.is_refused or len(self._held) + waiting <= _PAUSE_BYTES
         if reads != self._is_reading:

@@ -12,13 +12,12 @@ from service.cli import serve
 from service.cli.setting_flags import settings_from
 from service.errors import SettingsError
 from service.setting_values import ApiKey
-from service.settings import (
-    Settings,
-    load_settings,
+from service.setting_warnings import (
     require_keys_as_meant,
     unused_warnings,
     variable_warnings,
 )
+from service.settings import Settings, load_settings
 
 DEFAULTS: dict[str, Any] = {
     "checkpoint": "bundled",

@@ -30,7 +30,8 @@ from service.models.local_models import LocalModels
 from service.observe import logs
 from service.observe.metrics import Metrics
 from service.setting_values import MEMORY
-from service.settings import Settings, load_settings, variable_warnings
+from service.setting_warnings import variable_warnings
+from service.settings import Settings, load_settings
 from service.web.app import create_app, log_model
 
 try:

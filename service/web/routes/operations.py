@@ -17,7 +17,7 @@ from model.parameters import methods_of
 from service.background import Tasks
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, attributes
-from service.errors import ServiceError
+from service.errors import InvalidParameter, ServiceError
 from service.models.generation import Generation
 from service.observe.metrics import CONTENT_TYPE
 from service.web.routes.endpoint import Router
@@ -114,9 +114,13 @@ async def healthz(request: Request) -> Status:
     return Status(status="ok")
 
 
-@router.get("/readyz", answer=Status, responses=problems(503), is_loose=True)
+@router.get("/readyz", answer=Status, responses=problems(422, 503), is_loose=True)
 async def readyz(request: Request) -> Status:
     """Answer 200 while the model is loaded and warm, and the service is not stopping."""
+    if "model" in request.query_params:
+        raise InvalidParameter(
+            "model: /readyz is about the service; GET /models has the state of each model"
+        )
     service_of(request).check_ready()
     return Status(status="ready")
 

@@ -480,6 +480,22 @@ async def test_http_1_0_is_told_that_it_may_go_on() -> None:
 
 
 @on_a_loop
+@pytest.mark.parametrize(
+    ("sent", "remedy"),
+    [
+        (b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03", "call http://"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "this is HTTP/2"),
+        (b"PROXY TCP4 1.2.3.4 5.6.7.8 1 2\r\n" + GET, "turn it off in the load balancer"),
+        (b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c", "turn it off in the load balancer"),
+        (b"GET /classify?model=a b HTTP/1.1\r\nHost: x\r\n\r\n", "this is not HTTP/1.1: "),
+    ],
+)
+async def test_other_protocol_is_named(sent: bytes, remedy: str) -> None:
+    async with listening() as server:
+        assert remedy in json.loads((await server.ask(sent)).body)["detail"]
+
+
+@on_a_loop
 async def test_slowest_body_is_evicted_with_408() -> None:
     async with listening(max_connections=1) as server, server.connect() as crawler:
         await crawler.send(post(bytes(100))[:-50])

@@ -278,7 +278,8 @@ async def test_work_without_an_engine_is_503(service: App, state: str, reason: s
 
 @on_a_loop
 async def test_a_stopping_service_is_not_ready(service: App) -> None:
-    assert (await service.get("/readyz")).json == {"status": "ready"}
+    assert (await service.get("/readyz", "probe=1")).json == {"status": "ready"}
+    assert (await service.get("/readyz", "model=cats")).status == 422
     service.lifecycle.stopping = True
     assert (await service.get("/healthz")).json == {"status": "ok"}
     assert (await service.get("/readyz")).status == 503
