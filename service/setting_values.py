@@ -26,6 +26,7 @@ from pydantic_settings import NoDecode
 from model.layer_config import Size
 from service.addresses import parse_listen_hosts
 from service.extension import image_stores
+from service.unique_names import DuplicateName, unique_names
 
 MEMORY = "memory://"
 """The URL of the image store in the memory of the service."""
@@ -195,7 +196,11 @@ def _as_text(value: object) -> object:
 
 def _from_json(value: object) -> object:
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return json.loads(value, object_pairs_hook=unique_names)
+        return value
+    except DuplicateName:
+        raise
     except (ValueError, RecursionError):
         raise ValueError('expected JSON like {"cat": 0.4}') from None
 
@@ -297,6 +302,12 @@ def _folder(value: str | None) -> str | None:
     return value
 
 
+def _served_name(value: str | None) -> str | None:
+    if value is not None and ("," in value or value == "*"):
+        raise ValueError("expected a name without commas, because `model=a,b` names two models")
+    return value
+
+
 def _cache_folder(value: str | None) -> str | None:
     if value is not None and value.lower() == "off":
         return "off"
@@ -325,5 +336,8 @@ LabelNames = Annotated[Name | None, BeforeValidator(_as_text)]
 ListenHosts = Annotated[Name, AfterValidator(parse_listen_hosts)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(parse_origins), NoDecode]
 RootPath = Annotated[str, AfterValidator(parse_root_path)]
+ServedName = Annotated[
+    Annotated[str, Field(min_length=1, max_length=200)] | None, AfterValidator(_served_name)
+]
 StoreUrl = Annotated[SecretStr, AfterValidator(_recent_url)]
 Thresholds = Annotated[dict[str, Score] | None, BeforeValidator(_from_json), NoDecode]

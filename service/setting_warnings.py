@@ -1,9 +1,11 @@
 """What an operator probably meant by settings that have no effect, or another than intended."""
 
+import ipaddress
 import os
 from collections.abc import Mapping
 
 from model.errors import nearest
+from service.addresses import UNIX
 from service.errors import SettingsError
 from service.setting_values import without_quotes
 from service.settings import ENV_PREFIX, Settings, settings_class
@@ -48,6 +50,23 @@ def _meant_by(variable: str) -> str:
         return ""
     name = variable.upper().removeprefix(ENV_PREFIX)
     return nearest(name, [name.upper() for name in settings_class().model_fields], 0.75)
+
+
+def proxy_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a warning for each item of FORWARDED_ALLOW_IPS that never matches a caller."""
+    lines = []
+    for item in environment.get("FORWARDED_ALLOW_IPS", "").split(","):
+        proxy = item.strip()
+        if proxy in ("", "*", UNIX):
+            continue
+        try:
+            ipaddress.ip_network(proxy)
+        except ValueError:
+            lines.append(
+                f"FORWARDED_ALLOW_IPS: {proxy!r} is not an IP address, a network such as "
+                f"10.0.0.0/8, `*` or `{UNIX}`, and trusts no proxy"
+            )
+    return lines
 
 
 def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -41,6 +41,7 @@ from service.setting_values import (
     Origins,
     RootPath,
     Seconds,
+    ServedName,
     StoreUrl,
     without_quotes,
 )
@@ -71,10 +72,8 @@ class Settings(ModelSettings, BaseSettings):
     strict: bool = Field(
         False, description="end the start if an entry of `models` is broken, instead of logging it"
     )
-    model_name: str | None = Field(
+    model_name: ServedName = Field(
         None,
-        min_length=1,
-        max_length=200,
         description="name in answers and metrics; with `models`, the default model, which "
         "cannot be deleted. Default: the checkpoint's, or the first by name",
     )

@@ -18,6 +18,7 @@ from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.models.configured import configured_models, notes_on_folder
 from service.observe import logs
 from service.setting_warnings import (
+    proxy_warnings,
     require_keys_as_meant,
     unused_warnings,
     variable_warnings,
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
     logs.never_wait()
-    for line in (*variable_warnings(), *unused_warnings(settings)):
+    for line in (*variable_warnings(), *proxy_warnings(), *unused_warnings(settings)):
         logger.warning("%s", line)
     require_keys_as_meant(settings)
     if not settings.api_keys and not settings.is_local:
@@ -84,11 +85,13 @@ def _check_address(settings: Settings) -> None:
     try:
         [probes] = listen(settings.hosts, settings.port)
     except OSError as error:
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         is_socket = str(error.filename).startswith(UNIX)
-        flag = "--host (VIT_HOST)" if is_socket else "--port (VIT_PORT)"
-        is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EEXIST)
-        remedy = f"; {flag} chooses another" if is_taken else ""
-        sys.exit(f"vitserve: cannot listen on {error.filename}: {error.strerror or error}{remedy}")
+        flag = "--port (VIT_PORT)" if is_port and not is_socket else "--host (VIT_HOST)"
+        sys.exit(
+            f"vitserve: cannot listen on {error.filename}: {error.strerror or error}; "
+            f"{flag} chooses another"
+        )
     SocketFiles(probes).remove()
     for probe in probes:
         probe.close()

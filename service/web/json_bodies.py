@@ -1,5 +1,6 @@
 """Parse the JSON documents of requests; a message about an unknown field names the nearest ones."""
 
+import json
 import re
 from collections.abc import Iterable
 from typing import Any, Final, TypeVar, get_args, get_type_hints
@@ -8,9 +9,13 @@ import msgspec
 
 from model.errors import by_likeness
 from service.errors import InvalidParameter, MalformedRequest
+from service.unique_names import DuplicateName, unique_names
 from service.web.upload import remove_mark
 
 T = TypeVar("T")
+
+_SMALL_BYTES: Final = 1 << 14
+"""Documents up to this size are checked for repeated names, in less than a millisecond."""
 
 _UNKNOWN_FIELD: Final = re.compile(
     r"Object contains unknown field `(.*?)`(?: - at `(\$[^`]*)`)?", re.DOTALL
@@ -20,12 +25,25 @@ _UNKNOWN_FIELD: Final = re.compile(
 def decoded(body: bytearray, kind: type[T]) -> T:
     """Parse the JSON of a body, `{}` if it is empty; raises `MalformedRequest`."""
     remove_mark(body)
+    _require_unique_names(body)
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (UnicodeDecodeError, RecursionError):
         raise MalformedRequest("invalid body: it is not UTF-8, or nested too deeply") from None
     except msgspec.MsgspecError as error:
         raise MalformedRequest(f"invalid body: {explained(error, kind)}") from None
+
+
+def _require_unique_names(body: bytearray) -> None:
+    """Raise `MalformedRequest` if an object of a small document has a name twice."""
+    if len(body) > _SMALL_BYTES:
+        return
+    try:
+        json.loads(body or b"{}", object_pairs_hook=unique_names)
+    except DuplicateName as error:
+        raise MalformedRequest(f"invalid body: {error}") from None
+    except (ValueError, RecursionError):
+        return  # the decoder names the mistake
 
 
 def explained(error: Exception, kind: Any) -> str:

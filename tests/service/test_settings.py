@@ -13,6 +13,7 @@ from service.cli.setting_flags import settings_from
 from service.errors import SettingsError
 from service.setting_values import ApiKey
 from service.setting_warnings import (
+    proxy_warnings,
     require_keys_as_meant,
     unused_warnings,
     variable_warnings,
@@ -150,6 +151,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("dtype", "int4", "'auto', 'float32', 'bfloat16' or 'float16'"),
     ("coverage", "95", "less than 1"),
     ("thresholds", "cat", 'expected JSON like {"cat": 0.4}'),
+    ("thresholds", '{"cat": 0.4, "cat": 0.5}', "'cat' is given twice"),
+    ("model_name", "cat,dog", "without commas"),
     ("device", "cuda:MIG-", "cuda:MIG-..."),
     ("compile", "maybe", "'auto', 'on' or 'off'"),
     ("cache_dir", "~nobody-of-this-name/graphs", "home folder"),
@@ -301,6 +304,14 @@ def test_misspelt_keys_do_not_open_the_service(variable: str) -> None:
     require_keys_as_meant(load_settings({"host": "0.0.0.0", "api_keys": "K2"}), environment)
     with pytest.raises(SettingsError, match=f"^{variable} is not a setting: .* VIT_API_KEYS"):
         require_keys_as_meant(load_settings({"host": "0.0.0.0"}), environment)
+
+
+def test_untrusted_item_of_proxies_is_named() -> None:
+    proxies = {"FORWARDED_ALLOW_IPS": "10.0.0.0/8, ::1,unix:,*,nginx,10.0.0.0/33"}
+    assert [line.split(" is not ")[0] for line in proxy_warnings(proxies)] == [
+        "FORWARDED_ALLOW_IPS: 'nginx'",
+        "FORWARDED_ALLOW_IPS: '10.0.0.0/33'",
+    ]
 
 
 def test_a_slip_of_the_pen_is_noticed() -> None:

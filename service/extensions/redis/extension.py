@@ -48,6 +48,12 @@ def _check(settings: Settings) -> None:
         raise SettingsError(
             "VIT_RECENT_URL: it needs the package redis: pip install 'vitserve[redis]'"
         )
+    from redis.asyncio import ConnectionPool
+
+    try:
+        ConnectionPool.from_url(url.geturl()).make_connection()  # without connecting
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"VIT_RECENT_URL=***: not an address of Redis: {error}") from None
 
 
 EXTENSION = Extension(

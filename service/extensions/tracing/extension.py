@@ -41,6 +41,11 @@ def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
 
     if not is_installed("opentelemetry.instrumentation.asgi"):
         return False
+    for name in endpoints:
+        if environment.get(name) and "://" not in environment[name]:
+            raise SettingsError(
+                f"{name}={environment[name]!r}: expected a URL such as http://localhost:4318"
+            )
     for name, supported in _EXPORTERS.items():
         if environment.get(name, "") not in ("", supported):
             raise SettingsError(f"{name}={environment[name]!r}: expected {supported}")

@@ -36,6 +36,13 @@ def test_password_of_redis_is_never_shown() -> None:
     assert "topsecret" not in repr(load_settings({"recent_url": "redis://:topsecret@cache"}))
 
 
+@pytest.mark.parametrize("url", ["redis://host/0?colour=1", "redis://host?socket_timeout=x"])
+def test_unknown_option_of_redis_ends_the_start(url: str) -> None:
+    assert EXTENSION.check is not None
+    with pytest.raises(SettingsError, match=r"^VIT_RECENT_URL=\*\*\*: not an address of Redis"):
+        EXTENSION.check(load_settings({"recent_url": url}))
+
+
 @pytest.mark.parametrize("url", ["redis://host:port", "redis://host:99999"])
 def test_unreadable_address_ends_the_start(url: str) -> None:
     with pytest.raises(SettingsError, match="a port from 0 to 65535"):

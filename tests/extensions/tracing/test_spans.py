@@ -114,6 +114,8 @@ def test_an_exporter_that_is_not_there_is_refused() -> None:
         SettingsError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL='grpc': expected http/protobuf"
     ):
         exports_spans({**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    with pytest.raises(SettingsError, match=r"'localhost:4318': expected a URL such as http://"):
+        exports_spans({"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4318"})
 
 
 def test_a_wrong_variable_of_the_sdk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
