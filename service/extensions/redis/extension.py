@@ -37,7 +37,8 @@ def _check(settings: Settings) -> None:
 
     from service.setting_values import is_installed
 
-    url = urlsplit(settings.recent_url.get_secret_value())
+    written = settings.recent_url.get_secret_value()
+    url = urlsplit(written)
     if url.scheme not in _SCHEMES:
         return
     if url.netloc and not re.fullmatch("/?[0-9]*", url.path):
@@ -51,7 +52,8 @@ def _check(settings: Settings) -> None:
     from redis.asyncio import ConnectionPool
 
     try:
-        ConnectionPool.from_url(url.geturl()).make_connection()  # without connecting
+        # It does not connect yet.
+        ConnectionPool.from_url(written).make_connection()  # type: ignore[no-untyped-call]
     except (TypeError, ValueError) as error:
         raise SettingsError(f"VIT_RECENT_URL=***: not an address of Redis: {error}") from None
 

@@ -41,6 +41,7 @@ def test_unknown_option_of_redis_ends_the_start(url: str) -> None:
     assert EXTENSION.check is not None
     with pytest.raises(SettingsError, match=r"^VIT_RECENT_URL=\*\*\*: not an address of Redis"):
         EXTENSION.check(load_settings({"recent_url": url}))
+    EXTENSION.check(load_settings({"recent_url": "unix:///run/redis.sock?db=2"}))
 
 
 @pytest.mark.parametrize("url", ["redis://host:port", "redis://host:99999"])
