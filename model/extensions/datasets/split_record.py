@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +131,31 @@ class SplitRecord:
         """
         every = list(digests)
         return self._members(every, (VALIDATION, TEST)) & ~self.trained_on(every)
+
+    def log_contradictions(self, sets: Mapping[str, PictureFiles], labels: Sequence[str]) -> None:
+        """Warn if one picture has two labels, in one set or in two.
+
+        Args:
+            sets: the files that this record was made of.
+            labels: names of the classes, in index order.
+        """
+        first: dict[str, tuple[str, int]] = {}
+        contradictions: list[str] = []
+        for set_name, files in sets.items():
+            for number, label in enumerate(files.labels.tolist()):
+                name = files.name(number)
+                digest = self.sets[set_name][name]
+                other, other_label = first.setdefault(digest, (name, label))
+                if digest and other_label != label:
+                    contradictions.append(
+                        f"{name} is {labels[label]!r}, {other} is {labels[other_label]!r}"
+                    )
+        if contradictions:
+            logger.warning(
+                "%d pictures have two labels, such as: %s: remove the wrong copies",
+                len(contradictions),
+                contradictions[0],
+            )
 
     def log_leaks(self, start: str | None) -> None:
         """Warn if pictures that the run measures on are training pictures, of it or of its start.

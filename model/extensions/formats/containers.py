@@ -20,9 +20,11 @@ _TRAINING: Final = re.compile(
 )
 # Names of tensors in state dicts that classification does not use.
 _UNUSED: Final = re.compile(
-    r"(.*\.)?((step|decay|loss\w*|criterion\w*|\w*metrics?|(train|val|valid|test)_\w+)(\..*)?|"
+    r"(.*\.)?((step|decay|loss\w*|criterion\w*|class_weights?|pos_weight|\w*metrics?|(train|val|valid|test)_\w+)(\..*)?|"
     r"n_averaged|initted|num_updates|mask_token)"
 )
+# Numbers that change the scores.
+_SCALES: Final = re.compile(r"(.*\.)?(temperature|logit_scale|logit_bias)")
 _AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", re.IGNORECASE)
 _MAX_DEPTH: Final = 5
 # Two parts with this many names in common are copies of one network; a block alone has twelve.
@@ -101,7 +103,7 @@ def _weights(items: Mapping[str, Any], content: Any, where: str) -> Tensors:
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if tensor.ndim or name.partition(".")[0] in roots
+        if tensor.ndim or name.partition(".")[0] in roots or _SCALES.fullmatch(name)
     }
 
 

@@ -160,6 +160,7 @@ def _layout_of(tensors: Mapping[str, Tensor], where: str) -> Layout:
             f"{OPEN_CLIP_CONFIG}: json.dump({{'model_cfg': open_clip.get_model_config(NAME), "
             "'preprocess_cfg': model.visual.preprocess_cfg}, FILE)"
         )
+    _refuse_beside(tensors, where)
     examples: dict[str, str] = {}
     for name in tensors:
         examples.setdefault(name.partition(".")[0], name)
@@ -170,6 +171,22 @@ def _layout_of(tensors: Mapping[str, Tensor], where: str) -> Layout:
         "file of VIT_KEYS says which tensor of the model each is; for a network of timm, name it "
         "with VIT_ARCHITECTURE"
     )
+
+
+def _refuse_beside(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors beside a network of a known layout, whose names begin with its name."""
+    for layout in LAYOUTS:
+        pattern = re.compile(rf"(.*\.)?(\w+)\.({layout.marker})")
+        match = next(filter(None, map(pattern.fullmatch, tensors)), None)
+        if match is None:
+            continue
+        other = next((name for name in tensors if f".{match[2]}." not in f".{name}"), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{where}: the network is called {match[2]!r:.100}, and {other!r:.100} is not a "
+                f'part of it: save the file without, or write weights = "{match[2]:.100}" into the '
+                "file of --keys FILE (VIT_KEYS)"
+            )
 
 
 def _reads_mean(native: Mapping[str, Tensor]) -> bool:

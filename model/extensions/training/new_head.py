@@ -216,6 +216,7 @@ def _write_split(out: Path, dataset: Dataset, start: str) -> None:
         sets[TEST] = dataset.test
     record = SplitRecord.of(sets, SplitRecord.read(start))
     record.log_leaks(start)
+    record.log_contradictions(sets, dataset.labels)
     write_text(out / SPLIT_FILE, record.text())
 
 

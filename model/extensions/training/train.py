@@ -179,6 +179,7 @@ def _record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
     split = SplitRecord.of(dataset.sets(), SplitRecord.read(recipe.checkpoint))
     run_folder.record_start(out, recipe, split)
     split.log_leaks(recipe.checkpoint)
+    split.log_contradictions(dataset.sets(), dataset.labels)
 
 
 def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:

@@ -251,6 +251,19 @@ def test_pictures_of_two_sets_are_logged(tmp_path: Path, caplog: pytest.LogCaptu
     assert "copy.png, are training pictures, too" in caplog.text
 
 
+def test_a_picture_of_two_labels_is_logged(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copyfile(root / "red" / "000.png", root / "blue" / "copy.png")
+    folder = find_pictures(root)
+    record = SplitRecord.of(folder.sets)
+    record.log_contradictions(folder.sets, folder.labels)
+    assert "1 pictures have two labels, such as: " in caplog.text
+    assert "000.png is 'red', " in caplog.text
+    caplog.clear()
+    (root / "blue" / "copy.png").unlink()
+    record.log_contradictions(find_pictures(root).sets, folder.labels)
+    assert not caplog.text
+
+
 def test_class_next_to_a_split_is_refused(tmp_path: Path) -> None:
     root = split_root(tmp_path, "train", "val")
     write_class(root / "bus", "red", 2)

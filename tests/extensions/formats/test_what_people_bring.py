@@ -65,7 +65,7 @@ def saved(
 def _lightning(model: nn.Module) -> dict[str, Any]:
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     return {
-        "state_dict": state | {"criterion.weight": torch.ones(5)},
+        "state_dict": state | {"criterion.weight": torch.ones(5), "class_weights": torch.ones(5)},
         "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(3, 3)}}}],
         "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(0.5)}},
         "hyper_parameters": {"lr": np.float64(0.1)},
@@ -297,6 +297,8 @@ def _pointer_in_a_folder(folder: Path) -> Path:
 
 
 POINTER: Final = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 343223\n"
+BUFFER: Final = {"prototypes": torch.ones(3, 4)}
+
 REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "LFS pointer": (
         _text("weights.pth", POINTER),
@@ -357,6 +359,10 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         _held(lambda model: model.state_dict() | _lora()),
         r"a LoRA adapter not merged, 2 of .* after merge_and_unload",
     ),
+    "a buffer beside its network": (
+        _held(lambda model: {f"net.{name}": t for name, t in model.state_dict().items()} | BUFFER),
+        r"'prototypes' is not a part of it: .* weights = \"net\" into the file of --keys",
+    ),
     "a pickled module": (_held(lambda model: model), r"torch\.save\(model\.state_dict\(\), "),
     "two copies, of which none is averaged": (
         _held(_pair("first", "second")),
@@ -386,6 +392,13 @@ def test_brought_file_is_refused_with_remedy(kind: str, tmp_path: Path) -> None:
     print(f"{kind}: {refusal.value}".replace(str(tmp_path), "…"))  # noqa: T201 - read with pytest -s
     assert "\n" not in str(refusal.value)
     assert str(source) in str(refusal.value)
+
+
+def test_a_scale_of_scores_is_not_left_out(tmp_path: Path) -> None:
+    scaled = saved(lambda model: model.state_dict() | {"temperature": torch.tensor(2.0)})
+    source, _, options = scaled(tmp_path)
+    with pytest.raises(CheckpointError, match=r"unexpected key 'temperature': .*--keys FILE"):
+        load_checkpoint(str(source), **options)
 
 
 def test_averaged_copy_is_served(tmp_path: Path) -> None:
