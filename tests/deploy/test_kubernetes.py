@@ -238,7 +238,7 @@ def test_documented_overlay_builds(component: str, tmp_path: Path) -> None:
         volume["image"]["reference"]
     ]
     assert images == ["registry.example.org/my-vit:1"]
-    assert container(manifests)["image"] == "registry.example.org/vitserve:0.2.0-cpu"
+    assert container(manifests)["image"] == "registry.example.org/vitserve:0.1.0-cpu"
 
 
 def test_components_open_their_network(tmp_path: Path) -> None:
