@@ -119,10 +119,10 @@ class OpenVino(Backend):
                 return
             try:
                 network = self._make_network(kind)
+                self._networks[kind] = network
                 # Only a server computes enough images to pay for graphs of several batch sizes.
                 if self._in_service:
-                    network.complete(*SIZES)
-                self._networks[kind] = network
+                    _complete_later(network)
             except (DeviceError, RuntimeError) as error:
                 if threading.main_thread().is_alive():  # else a command ended before its graph
                     logger.warning("torch computes %s: %s", kind, error)
@@ -146,8 +146,13 @@ class OpenVino(Backend):
         """Start a thread that compiles for the other sizes."""
         give_back_memory()
         self._in_service = True
-        network = weakref.ref(self._network)
-        threading.Thread(target=_complete, args=(network,), name="openvino-compile").start()
+        _complete_later(self._network)
+
+
+def _complete_later(network: OpenVinoNetwork) -> None:
+    """Start a thread that compiles a network's graphs of all sizes, because requests wait."""
+    reference = weakref.ref(network)
+    threading.Thread(target=_complete, args=(reference,), name="openvino-compile").start()
 
 
 def _complete(network: weakref.ref[OpenVinoNetwork]) -> None:

@@ -354,6 +354,26 @@ def test_a_network_that_is_unloaded_while_it_compiles_is_given_up() -> None:
     assert compiled == [1]
 
 
+def test_first_answers_wait_for_one_graph_only() -> None:
+    freed = threading.Event()
+
+    class Network:
+        version, request = "", BatchRequest.of_graph("transfer", shallow().config)
+
+        def complete(self, *_: int) -> None:
+            assert freed.wait(60)
+
+    network: Any = Network()
+    unused: Any = None
+    backend = OpenVino(network, unused, unused, lambda _: network)
+    try:
+        backend.compile()
+        backend.prepare("transfer")
+        assert backend.covers(Network.request)
+    finally:
+        freed.set()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
