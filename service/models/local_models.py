@@ -35,7 +35,7 @@ LOAD_SECONDS: Final = 600.0
 
 
 async def _agreed() -> None:
-    """Let a loaded version take over at once."""
+    """Agree at once: no other process loads the version."""
 
 
 class LocalModels(OnDemandModels):

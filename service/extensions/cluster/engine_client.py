@@ -14,6 +14,7 @@ from service.background import keep_running
 from service.engine.messages import EngineStatus, ModelInfo
 from service.errors import EngineUnavailable
 from service.extensions.cluster import frames
+from service.extensions.cluster.connection import Connection
 from service.web.image_stores import StoreUsage
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class EngineClient:
         self._silent_checks = 0
         self._path = path
         self._on_change: Callable[[], None] = lambda: None
-        self._connection: frames.Connection | None = None
+        self._connection: Connection | None = None
         self._ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -182,9 +183,7 @@ class EngineClient:
         while True:
             try:
                 loop = asyncio.get_running_loop()
-                _, connection = await loop.create_unix_connection(
-                    frames.Connection, str(self._path)
-                )
+                _, connection = await loop.create_unix_connection(Connection, str(self._path))
             except OSError:  # the engine is starting
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue

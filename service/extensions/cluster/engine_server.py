@@ -29,6 +29,7 @@ from service.background import Tasks, keep_running
 from service.engine.backbones import ModelEngine
 from service.errors import CheckpointRefused, InferenceFailed, ServiceError
 from service.extensions.cluster import frames
+from service.extensions.cluster.connection import Connection
 from service.models.generation import Generation
 from service.models.local_models import LocalModels
 from service.web.image_stores import MemoryImageStore
@@ -70,9 +71,7 @@ class EngineServer:
     async def start(self, path: Path) -> None:
         """Start loading the models, and accept connections on a socket with this path."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
-            partial(frames.Connection, self._accept), str(path)
-        )
+        self._server = await loop.create_unix_server(partial(Connection, self._accept), str(path))
         self.models.start(self._changed)
         self._refresher = keep_running("engine-status", self._refresh)
 
@@ -116,10 +115,10 @@ class EngineServer:
             self.worker_changed.clear()
             await self.worker_changed.wait()
 
-    def _accept(self, connection: frames.Connection) -> None:
+    def _accept(self, connection: Connection) -> None:
         self._serving.begin(self._serve(connection))
 
-    async def _serve(self, connection: frames.Connection) -> None:
+    async def _serve(self, connection: Connection) -> None:
         worker = _Worker(self, connection)
         self.workers.add(worker)
         try:
@@ -191,7 +190,7 @@ class _Grant:
 class _Worker:
     """One worker's leases and requests in the engine's process."""
 
-    def __init__(self, server: EngineServer, connection: frames.Connection) -> None:
+    def __init__(self, server: EngineServer, connection: Connection) -> None:
         self.send = connection.send
         self._server = server
         self._connection = connection
@@ -344,7 +343,7 @@ class _Swap:
             self._replacing.result()
 
     async def decide(self, refusal: CheckpointRefused | None) -> None:
-        """Let the version take over, or refuse it; raises as `LocalModels.put`."""
+        """Make the version take over, or refuse it; raises as `LocalModels.put`."""
         if refusal is None:
             self._decision.set_result(None)
         else:

@@ -1,7 +1,7 @@
 """Defines the typed frames between web workers and engine processes: msgspec structs, not pickle.
 
-    web worker                              engine process
-    ----------                              --------------
+    web worker                    engine process
+    ----------                    --------------
                             <--   StatusChanged(status)     first, and on each change
                             <--   Granted(lease, model)     a version for new requests
     InUse(lease, busy)      -->                             they use it from now on
@@ -13,8 +13,8 @@
                             <--   Answer(id) or Failed(id)  together for a batch
 
     Submit, EmbedTexts            one image, or texts, for a lease
-    Change                                  of the models, see `service.models.registry`
-    Put, Get                                of a kept picture
+    Change                        of the models, see `service.models.registry`
+    Put, Get                      of a kept picture
 
 A frame is its length without these four bytes (uint32, little-endian) and a struct. The struct is a
 MessagePack array that begins with its tag. An array is its shape and raw bytes; the annotation
@@ -22,9 +22,6 @@ gives its dtype. Times are intervals in seconds. Both sides run the same code on
 frames need no versions.
 """
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Final, Literal, Self, cast
 
 import msgspec
@@ -40,13 +37,7 @@ from service.engine.messages import EngineStatus, InferenceRequest, InferenceRes
 from service.web.image_stores import StoreUsage
 from vitserve.documents import ListedModel
 
-_LENGTH_BYTES: Final = 4
-
-# Longest frame: a model may have a million labels.
-MAX_BYTES: Final = 256 << 20
-
-# Read-ahead of a connection: the answers of a batch arrive together.
-AHEAD_BYTES: Final = 32 << 10
+LENGTH_BYTES: Final = 4
 
 
 class FrameError(Exception):
@@ -114,8 +105,8 @@ class Change(_Frame, frozen=True, tag=3):
     """Requests a change of the models, which `engine_server` applies.
 
     `load` loads a model, or another version of it, while the old one serves. `take_over` gives it
-    all new requests, and succeeds when all workers use it. `discard` closes it instead. `wake`
-    loads an unloaded model.
+    all new requests, and succeeds when all workers use it; `discard` closes it. `wake` loads an
+    unloaded model.
 
     Attributes:
         checkpoint: argument of `Models.put` for `load`.
@@ -171,7 +162,7 @@ class InUse(_Frame, frozen=True, tag=10):
 
 
 class Returned(_Frame, frozen=True, tag=11):
-    """Returns a recalled lease, because the worker has no requests for it any more."""
+    """Returns a recalled lease after the worker's last request for it."""
 
     lease: int
 
@@ -277,7 +268,7 @@ def _from_plain(kind: Any, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
-_decoder = msgspec.msgpack.Decoder(Frame, dec_hook=_from_plain)
+decoder: Final = msgspec.msgpack.Decoder(Frame, dec_hook=_from_plain)
 _results: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
     Submit: msgspec.msgpack.Decoder(InferenceResult, dec_hook=_from_plain),
     EmbedTexts: msgspec.msgpack.Decoder(NDArray[np.float32], dec_hook=_from_plain),
@@ -303,105 +294,7 @@ def result_of(answer: Answer, request: Request) -> Any:
 
 def encode(frame: Frame | Reply) -> bytearray:
     """Return the bytes of a frame with its length."""
-    buffer = bytearray(_LENGTH_BYTES)
-    _encoder.encode_into(frame, buffer, _LENGTH_BYTES)
-    buffer[:_LENGTH_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
+    buffer = bytearray(LENGTH_BYTES)
+    _encoder.encode_into(frame, buffer, LENGTH_BYTES)
+    buffer[:LENGTH_BYTES] = (len(buffer) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
     return buffer
-
-
-class Connection(asyncio.BufferedProtocol):
-    """One end of a connection: sends frames, and iterates over received frames until it ends.
-
-    A long frame is received into its own memory, and its pixels are a view of it. So a picture is
-    copied once.
-
-    Args:
-        on_made: called with the connection when it can send.
-
-    Raises:
-        FrameError: the iteration received bytes that `encode` does not produce.
-    """
-
-    def __init__(self, on_made: "Callable[[Connection], object]" = lambda connection: None) -> None:
-        self._on_made = on_made
-        self._transport: asyncio.Transport | None = None
-        self._ahead = memoryview(bytearray(AHEAD_BYTES))
-        self._into = self._ahead
-        self._filled = 0
-        self._frames: deque[Frame] = deque()
-        self._news = asyncio.Event()
-        self._error: FrameError | None = None
-
-    def send(self, frame: Frame | Reply) -> None:
-        """Send a frame; it is lost if the peer has disconnected."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode(frame))
-
-    def close(self) -> None:
-        """Close the connection after all frames are sent."""
-        if self._transport is not None:
-            self._transport.close()
-
-    async def __aiter__(self) -> AsyncIterator[Frame]:
-        while True:
-            while self._frames:
-                yield self._frames.popleft()
-            if self._error is not None:
-                raise self._error
-            if self._transport is None:
-                return
-            self._news.clear()
-            await self._news.wait()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of a stream
-        """See `asyncio.BaseProtocol`."""
-        self._transport = transport
-        self._on_made(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
-        self._transport = None
-        self._news.set()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """See `asyncio.BufferedProtocol`."""
-        return self._into[self._filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """See `asyncio.BufferedProtocol`."""
-        self._filled += nbytes
-        try:
-            if self._into is self._ahead:
-                self._cut()
-            elif self._filled == len(self._into):
-                self._frames.append(_decoder.decode(self._into))
-                self._into = self._ahead
-                self._filled = 0
-        except (FrameError, msgspec.MsgspecError, ValueError) as error:
-            self._error = FrameError(f"not a frame: {error}")
-            self._filled = 0
-            self.close()
-        self._news.set()
-
-    def _cut(self) -> None:
-        """Decode the frames in the read-ahead; receive a longer frame into its own memory."""
-        ahead = self._ahead[: self._filled]
-        begin = 0
-        while self._filled >= begin + _LENGTH_BYTES:
-            length = int.from_bytes(ahead[begin : begin + _LENGTH_BYTES], "little")
-            if length > MAX_BYTES:
-                raise FrameError(f"{length} bytes: at most {MAX_BYTES} are allowed")
-            frame = ahead[begin + _LENGTH_BYTES : begin + _LENGTH_BYTES + length]
-            if len(frame) < length and length > AHEAD_BYTES - _LENGTH_BYTES:
-                # A bytearray would be filled with zeros first.
-                self._into = np.empty(length, np.uint8).data
-                self._filled = len(frame)
-                self._into[: len(frame)] = frame
-                return
-            if len(frame) < length:
-                break
-            self._frames.append(_decoder.decode(bytes(frame)))
-            begin += _LENGTH_BYTES + length
-        rest = bytes(ahead[begin:])
-        self._ahead[: len(rest)] = rest
-        self._filled = len(rest)

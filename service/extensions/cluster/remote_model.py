@@ -162,7 +162,8 @@ class RemoteModels(Models):
     async def load(self, name: str | None, caller: str = "") -> None:
         """Wait until an engine has the model, see `Models.load`.
 
-        Another engine may first wait for the last request of an old version, perhaps for this one.
+        It does not wait for the other engines. They may wait for the end of this request, which
+        holds one of their older versions.
         """
         generation = self.served[self.key(name)].current
         if generation.engine.ready:

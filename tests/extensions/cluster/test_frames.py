@@ -26,6 +26,7 @@ from model.outputs import (
 from service.engine.messages import EngineStatus, InferenceRequest, InferenceResult
 from service.errors import CheckpointRefused, ModelsFull, QueueFull
 from service.extensions.cluster import frames
+from service.extensions.cluster.connection import MAX_BYTES, Connection
 from service.web.image_stores import StoreUsage
 from tests.service.fakes import LIBRARY, model_info, on_a_loop
 from vitserve.documents import ListedModel
@@ -175,7 +176,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 async def received(*pieces: bytes | bytearray) -> list[frames.Frame]:
-    connection = frames.Connection()
+    connection = Connection()
     for piece in pieces:
         begin = 0
         while begin < len(piece):
@@ -237,7 +238,7 @@ def test_a_frame_that_is_cut_off_is_none(sent: frames.Frame, missing: int) -> No
 @pytest.mark.parametrize(
     "data",
     [
-        (frames.MAX_BYTES + 1).to_bytes(4, "little"),
+        (MAX_BYTES + 1).to_bytes(4, "little"),
         b"\1\0\0\0\xc0",
         b"\3\0\0\0\x92\x7f\x00",
         frames.encode(frames.Cancel(1))[:-1] + b"\xc0",

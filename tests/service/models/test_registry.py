@@ -364,6 +364,30 @@ async def test_an_unloaded_model_answers_who_was_admitted_and_is_loaded_again_fo
 
 
 @on_a_loop
+async def test_a_version_unloaded_at_once_answers(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        await models.unload("b")
+        disk.gate.clear()
+        with models.acquire("b") as lease:
+            loading = asyncio.create_task(lease.load("caller"))
+            await until(models._load_lock.locked)
+            unloading = asyncio.create_task(models.unload("b"))
+            await asyncio.sleep(0)
+            disk.gate.set()
+            await loading
+            await lease.engine.infer(request_for(1), timeout=PATIENCE)
+        await unloading
+        assert (states(models)["b"], disk.loads) == ("unloaded", ["a", "b", "b"])
+
+
+@on_a_loop
+async def test_two_unloads_at_once_close_one_version(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b") as (models, disk):
+        await asyncio.gather(models.unload("b"), models.unload("b"))
+        assert disk.retired == 1
+
+
+@on_a_loop
 async def test_the_default_is_neither_unloaded_nor_deleted(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", model_name="b") as (models, _):
         for change in (models.unload, models.delete):
