@@ -220,7 +220,9 @@ def samples(shared: Path) -> list[Sample]:
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with ServerProcess(log, warm=True, checkpoint=folder, device="cpu", dtype="float32") as process:
+    with ServerProcess(
+        log, warm=True, checkpoint=folder, device="cpu", dtype="float32", request_timeout=60
+    ) as process:
         yield process
 
 

@@ -17,6 +17,8 @@ from model.calibration import (
 )
 from model.errors import CheckpointError
 
+pytestmark = pytest.mark.timeout(60)  # forms are fitted many times
+
 
 @pytest.mark.parametrize(
     ("coverage", "least"),

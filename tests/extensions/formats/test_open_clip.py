@@ -18,6 +18,8 @@ from tests.model.checkpoint.folders import put, refusal
 from tests.model.checkpoint.parity import assert_same_embeddings, pictures, randomise
 from tests.timm_reference import timm
 
+pytestmark = pytest.mark.timeout(60)  # builds open_clip's towers
+
 CONFIG: Final = "open_clip_config.json"
 WIDTH: Final = 24  # size of the embedding
 

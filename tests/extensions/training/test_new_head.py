@@ -34,6 +34,8 @@ from tests.model.checkpoint import whole_models
 from tests.service.cli.command_line import write_checkpoint
 from tests.timm_reference import timm
 
+pytestmark = pytest.mark.timeout(60)  # heads are fitted
+
 LABELS = tuple(COLOURS)
 
 

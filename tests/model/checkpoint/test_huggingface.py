@@ -37,6 +37,8 @@ from tests.model.checkpoint.transformers_models import CASES, make, write_prepro
 from tests.model.runtime.predictions import MODES
 from tests.timm_reference import transformers
 
+pytestmark = pytest.mark.timeout(60)  # imports transformers
+
 _OTHERS = """
 Bit ConvNext ConvNextV2 Cvt Dinat DonutSwin EfficientNet FocalNet HGNetV2 Hiera ImageGPT Levit
 MobileNetV1 MobileNetV2 MobileViT MobileViTV2 PPLCNet PoolFormer Pvt PvtV2 RegNet ResNet

@@ -37,6 +37,8 @@ from tests.model.checkpoint.parity import (
 from tests.model.runtime.predictions import MODES
 from tests.timm_reference import timm
 
+pytestmark = pytest.mark.timeout(60)  # imports timm
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", {"img_size": 64}),
     "vit-patch14-336": (

@@ -22,6 +22,8 @@ from tests.model.families import HUGGING_FACE, NATIVE, families
 from tests.model.runtime.cuda.fake_cuda import META, MetaOps, NotCapturable, captured
 from tests.support.random_checkpoint import random_checkpoint
 
+pytestmark = pytest.mark.timeout(60)  # graphs of many kinds
+
 KINDS = families()
 
 
