@@ -61,6 +61,7 @@ from vitserve.requests import (
     ImageSource,
     MapOptions,
     Request,
+    client_options,
     service_url,
 )
 from vitserve.retries import Retries, pause_after
@@ -227,7 +228,7 @@ class Client(_Service, BlockingMethods):
             self._proxy = proxy_of(address)
             transport = transport_through(self._proxy, httpx.HTTPTransport)
         self._http = httpx.Client(
-            base_url=address, transport=transport, **_options(address, api_key, timeout)
+            base_url=address, transport=transport, **client_options(address, api_key, timeout)
         )
         self._retries = retries
         self._shrink = shrink
@@ -316,7 +317,7 @@ class AsyncClient(_Service, AsyncMethods):
             self._proxy = proxy_of(address)
             transport = transport_through(self._proxy, httpx.AsyncHTTPTransport)
         self._http = httpx.AsyncClient(
-            base_url=address, transport=transport, **_options(address, api_key, timeout)
+            base_url=address, transport=transport, **client_options(address, api_key, timeout)
         )
         self._retries = retries
         self._shrink = shrink
@@ -390,20 +391,6 @@ class AsyncClient(_Service, AsyncMethods):
             except (ClientError, httpx.TransportError) as error:
                 pause = self._pause_after(error, tries, ends_at)
             await self._sleep(pause)
-
-
-def _options(
-    address: httpx.URL, api_key: str | None, timeout: float | httpx.Timeout
-) -> dict[str, Any]:
-    """Return httpx's options, without a timeout for the wait for a free connection."""
-    headers = {"Authorization": f"Bearer {api_key.strip()}".encode()} if api_key else {}
-    if api_key and address.userinfo:
-        raise ClientError("a user in the url and an api_key exclude each other: give only one")
-    if not isinstance(timeout, httpx.Timeout):
-        if not timeout > 0:
-            raise ValueError(f"timeout {timeout}: expected seconds above 0")
-        timeout = httpx.Timeout(timeout, pool=None)
-    return {"headers": headers, "timeout": timeout}
 
 
 def _answer_or_error(result: Callable[[], Answer]) -> Answer | ClientError | OSError:

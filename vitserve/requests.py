@@ -166,6 +166,20 @@ def service_url(url: str) -> httpx.URL:
     return address
 
 
+def client_options(
+    address: httpx.URL, api_key: str | None, timeout: float | httpx.Timeout
+) -> dict[str, Any]:
+    """Return httpx's options, without a timeout for the wait for a free connection."""
+    headers = {"Authorization": f"Bearer {api_key.strip()}".encode()} if api_key else {}
+    if api_key and address.userinfo:
+        raise ClientError("a user in the url and an api_key exclude each other: give only one")
+    if not isinstance(timeout, httpx.Timeout):
+        if not timeout > 0:
+            raise ValueError(f"timeout {timeout}: expected seconds above 0")
+        timeout = httpx.Timeout(timeout, pool=None)
+    return {"headers": headers, "timeout": timeout}
+
+
 def body(image: ImageSource) -> dict[str, Any]:
     """Return httpx's arguments for a request with one picture."""
     return {"content": file_bytes(image), "headers": {"Content-Type": "application/octet-stream"}}

@@ -67,7 +67,7 @@ _OTHER_KINDS: Final = tuple(
         (rb"\xff\x0a|.{4}JXL ", f"a JPEG XL picture: {_CONVERT}"),
         (rb".{4}jP  |\xff\x4f\xff\x51", f"a JPEG 2000 picture: {_CONVERT}"),
         (rb"8BPS", f"a Photoshop document: {_CONVERT}"),
-        (rb"\0\0[\x01\x02]\0|icns", f"an icon: {_CONVERT}"),
+        (rb"\0\0[\x01\x02]\0|icns", f"an icon or a TGA picture: {_CONVERT}"),
         (rb"P[1-7Ff]\s", f"a Netpbm picture: {_CONVERT}"),
         (rb".{128}DICM", f"a DICOM picture: {_CONVERT}"),
         (rb"v/1\x01|#\?RADIANCE", f"an HDR picture: {_CONVERT}"),

@@ -489,7 +489,7 @@ def test_jpegs_decode_to_their_reference_pixels(torture, name):
         (b"\xff\x0a" + bytes(20), "a JPEG XL picture: convert it"),
         (b"\0\0\0\x0cjP  \r\n\x87\n", "a JPEG 2000 picture: convert it"),
         (b"8BPS\0\1" + bytes(20), "a Photoshop document"),
-        (b"\0\0\1\0" + bytes(20), "an icon"),
+        (b"\0\0\1\0" + bytes(20), "an icon or a TGA picture: convert it"),
         (b"P6\n8 8\n255\n" + bytes(192), "a Netpbm picture"),
         (bytes(128) + b"DICM", "a DICOM picture"),
         (b"\x93NUMPY\1\0", "a NumPy array: encode it as PNG"),
