@@ -227,9 +227,7 @@ class Client(_Service, BlockingMethods):
         if transport is None:
             self._proxy = proxy_of(address)
             transport = transport_through(self._proxy, httpx.HTTPTransport)
-        self._http = httpx.Client(
-            base_url=address, transport=transport, **client_options(address, api_key, timeout)
-        )
+        self._http = httpx.Client(transport=transport, **client_options(address, api_key, timeout))
         self._retries = retries
         self._shrink = shrink
         self._sleep = sleep
@@ -317,7 +315,7 @@ class AsyncClient(_Service, AsyncMethods):
             self._proxy = proxy_of(address)
             transport = transport_through(self._proxy, httpx.AsyncHTTPTransport)
         self._http = httpx.AsyncClient(
-            base_url=address, transport=transport, **client_options(address, api_key, timeout)
+            transport=transport, **client_options(address, api_key, timeout)
         )
         self._retries = retries
         self._shrink = shrink

@@ -177,7 +177,7 @@ def client_options(
         if not timeout > 0:
             raise ValueError(f"timeout {timeout}: expected seconds above 0")
         timeout = httpx.Timeout(timeout, pool=None)
-    return {"headers": headers, "timeout": timeout}
+    return {"base_url": address, "headers": headers, "timeout": timeout}
 
 
 def body(image: ImageSource) -> dict[str, Any]:
