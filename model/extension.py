@@ -129,5 +129,5 @@ def _load(entry_point: EntryPoint, owner: str) -> Any:
     except (Exception, SystemExit) as error:
         raise ExtensionError(
             f"{owner}: {entry_point.value} cannot be loaded: {type(error).__name__}: "
-            f"{first_line(error)}: install a version for this vitserve, or uninstall it"
+            f"{first_line(error)}: mend the extension, or uninstall it"
         ) from error

@@ -113,7 +113,7 @@ class Unavailable(ServiceError):
 
 
 class QueueFull(Unavailable):
-    """Every slot of the service is taken."""
+    """All slots are taken: of the service, a caller, a lane or the batch queue."""
 
 
 class ReceivingFull(Unavailable):

@@ -160,7 +160,7 @@ def naming(extension: Extension, field_name: str) -> Iterator[None]:
         raise ExtensionError(
             f"the extension {extension.name!r}: `{field_name}` failed: {type(error).__name__}: "
             f"{first_line(error)} ({innermost.filename}:{innermost.lineno}): "
-            "install a version for this vitserve, or uninstall it"
+            "mend the extension, or uninstall it"
         ) from error
 
 

@@ -188,7 +188,7 @@ class Settings(ModelSettings, BaseSettings):
     )
     admin_key: AdminKey | None = Field(
         None,
-        description="key of PUT and DELETE /models/NAME; its holder chooses the served models",
+        description="the holder of this key chooses the served models: PUT and DELETE /models/NAME",
     )
     checkpoint_folder: AbsoluteFolder = Field(
         None,

@@ -11,8 +11,8 @@ scales held constant (see `model.explanation.frozen_gradients`), in two steps.
    gradient: two blocks back, along the residual connections, past the MLPs.
 
 On a coarse grid, a token has seen more than its patch. There, relevance goes three blocks back and
-is smoothed. It is also multiplied by the root of the token's share that arrives at the head's
-input. A map shows the square, and so weights tokens by that share.
+is smoothed. It is also multiplied by the square root of the share of the token that arrives at the
+head's input: `sharpened_maps` squares relevance, and so the map is weighted by that share.
 
 Sizes in shapes: B images, N tokens, S strongest tokens, D features, `heads` attention heads of
 `head_dim`, `read` tokens that the head reads, and Q queries.

@@ -212,7 +212,7 @@ class LocalEngine:
         """Watch the batches until the engine has ended; fail it if one computes for too long."""
         seconds = min(1.0, self._batch_seconds / 4)
         while self._state not in ("failed", "closed"):
-            self._batch_age_seconds = self._streams.look(seconds)
+            self._batch_age_seconds = self._streams.age_batches(seconds)
             if self._batch_age_seconds > self._batch_seconds:
                 self._streams.stop()
                 reason = (

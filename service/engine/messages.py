@@ -129,7 +129,7 @@ class EngineStatus:
 
     Attributes:
         device: name of the device; before the load, the name in the settings.
-        reason: why the engine is not ready, or may hang although it is; else empty.
+        reason: why the engine is not ready, or a warning that a ready engine may hang; else empty.
         compiled: `compiled`, `compiling`, or the reason why the model is not compiled.
         batch_sizes: fixed launch sizes; None if any size is launched.
         queue_depth: number of waiting images.

@@ -97,8 +97,8 @@ class Streams:
             for watched in (self._images, self._maps):
                 watched.queue.cancel(entry)
 
-    def look(self, seconds: float) -> float:
-        """Add the seconds since the last look to each running batch; return the longest total.
+    def age_batches(self, seconds: float) -> float:
+        """Add the seconds since the last call to the age of each running batch; return the largest.
 
         Seconds in which this process, or the machine, was suspended do not count.
         """

@@ -76,9 +76,8 @@ class Generation(Generic[E_co]):
     def state(self) -> State:
         """Return the current state, see `service.models.states`.
 
-        `leaving` and `gone` are final, whatever the engine does. Otherwise the engine tells
-        whether it is ready. An engine that is not ready is unloaded or failed if a `move` has said
-        so; else the engine tells whether it has failed or is loading.
+        In order of precedence: `leaving` or `gone` after such a `move`; `ready` if the engine is;
+        the state of the last `move`; whether the engine has failed or is loading.
         """
         if self._beyond_engine in ("leaving", "gone"):
             return self._beyond_engine

@@ -286,8 +286,8 @@ async def _feed(
 ) -> None:
     """Feed a body to a reader; raises `MissingImage`, `refusal`, and the reader's errors.
 
-    Unless `at_once`, a refusal waits for the end of the body, because an error about the size has
-    precedence, and without Content-Length only the end shows the size.
+    Unless `at_once`, a refusal waits for the end of the body: an error about the size goes first,
+    and without Content-Length only the end shows the size.
     """
 
     def take(chunk: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Parse the JSON documents of requests; a message about an unknown field names the nearest ones."""
+"""Parse JSON documents of requests, and name the known fields or parameters beside an unknown one."""
 
 import json
 import re

@@ -48,9 +48,9 @@ async def infer_file(
     """Return the decoded picture of a file, and the model's answer to it.
 
     A picture keeps its turn in the lane until it is answered, so that decoding does not run far
-    ahead of the model. It leaves the lane first if a map is requested, texts have to be computed,
-    or the model has to be loaded, because that may take long. The slot of the picture is free once
-    it is answered or refused, although other pictures of its batch are not.
+    ahead of the model. Three things may take long, so it gives up its turn for them: a map, texts
+    to compute, a model to load. The slot of the picture is free once it is answered or refused,
+    although other pictures of its batch are not.
 
     Raises as `decode_file` and `infer_pixels`.
     """

@@ -2,7 +2,7 @@
 
 service.acquire(name, deadline)  the model of a name, held until its release
 service.load(lease, ...)         load it if it is unloaded
-service.check_open()             is the service open, ready, and does it have a free slot?
+service.check_open()             refuse a request if the service drains or is not ready
 service.keep(picture, model)     put a picture into the image store, and get it back by its id
 """
 

@@ -57,7 +57,7 @@ async def _beside(app: Application) -> AsyncIterator[None]:
 EXTENSION = Extension(
     name="inference_protocol",
     settings="service.extensions.inference_protocol.settings:InferenceProtocolSettings",
-    notes={"admin_key": "also of /v2/repository"},
+    notes={"admin_key": "/v2/repository"},
     prepared=_prepared,
     routes=_routes,
     beside=_beside,

@@ -74,7 +74,7 @@ def _reads_transfer_features(settings: Settings) -> bool:
 EXTENSION = Extension(
     name="teach",
     settings="service.extensions.teach.settings:TeachSettings",
-    notes={"admin_key": "also of DELETE /heads/NAME"},
+    notes={"admin_key": "DELETE /heads/NAME"},
     page=Path(__file__).parent / "page",
     commands={
         "teach": Command(
