@@ -343,7 +343,7 @@ def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs
 
     Args:
         requested: the caller's request.
-        head: the head outside the engine. None: it will be made of texts, and has no map of a class.
+        head: the head outside the engine. None: texts will make it; it has no map.
     """
     map_request = requested.map
     if map_request is not None and map_request.is_class_specific:

@@ -139,6 +139,8 @@ def _all_routes(app: Application) -> list[Routes]:
             continue
         with naming(extension, "routes"):
             added = extension.routes(app)
+            if not isinstance(added, Routes):
+                raise TypeError(f"{added!r} is not a `service.extension.Routes`")
             names = _requests_of(added)
         claim(names, "the route", extension, owners)
         parts.append(added)

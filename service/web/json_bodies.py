@@ -1,4 +1,4 @@
-"""Parse JSON documents of requests, and name the known fields or parameters beside an unknown one."""
+"""Parse JSON documents of requests; name the known fields and parameters beside an unknown one."""
 
 import json
 import re

@@ -24,7 +24,7 @@ DOCUMENTS = sorted(
 PAGES = [path for path in DOCUMENTS if path.is_relative_to(REPOSITORY / "docs")]
 DECISIONS = [path for path in PAGES if path.parent.name == "decisions"]
 README_WORDS = 1_300
-DOCS_WORDS = 18_500
+DOCS_WORDS = 18_600
 """The pages of docs/, without the decisions."""
 DECISION_WORDS = 300
 STATUS = EngineStatus(

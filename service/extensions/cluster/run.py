@@ -119,6 +119,7 @@ class Cluster:
 
     def draining(self) -> None:
         """Close this process's listeners; the workers still have theirs."""
+        self._announced = True  # a closed listener has no address to log
         for listener in chain.from_iterable(self.listeners):
             listener.close()
 

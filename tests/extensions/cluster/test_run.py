@@ -47,6 +47,15 @@ def test_share_fits_the_largest_request() -> None:
     assert worker_settings(load_settings({"workers": 2, "queue_size": 48}), 0).queue_size == 48
 
 
+def test_draining_ends_the_log_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.extensions.cluster.run.OperatingSystem", lambda: None)
+    with Cluster(load_settings({"port": 0, "workers": 2}), lambda _: pytest.fail("loads")) as own:
+        own.draining()
+        for process in (*own.engines, *own.workers):
+            process.state = SERVING
+        own.reported(Report(SERVING, {}))  # a worker was ready just before the signal
+
+
 def child() -> Child:
     return Child("engine", lambda _: 0, STOP)
 

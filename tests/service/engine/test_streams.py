@@ -82,13 +82,13 @@ def test_the_oldest_batch_under_way_is_timed_by_looks_until_it_ends() -> None:
     predictor.gate.clear()
     thread = threading.Thread(target=streams.run, args=(predictor,))
     thread.start()
-    assert streams.look(10) == 0
+    assert streams.age_batches(10) == 0
     for red, longest in ((1, 10), (2, 20)):
         streams.put(InferenceRequest(pixels(red), RequestedOutputs(3)), timeout=3600)
         assert predictor.entered.acquire(timeout=PATIENCE)
-        assert streams.look(10) == longest
+        assert streams.age_batches(10) == longest
     predictor.gate.set()
-    until(lambda: streams.look(0) == 0)
+    until(lambda: streams.age_batches(0) == 0)
     streams.stop()
     thread.join(PATIENCE)
 
