@@ -34,7 +34,9 @@ class ForkedProcess(ForkServerProcess):
 
     def __init__(self, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
         super().__init__(daemon=True)
-        self._arguments, self._environment, self._log = arguments, environment, log
+        self._arguments = arguments
+        self._environment = environment
+        self._log = log
         with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # torch reads it at import
             self.start()
 

@@ -85,7 +85,7 @@ def served_scores(server: ServerProcess, images: Images) -> NDArray[np.float32]:
 
 
 @pytest.mark.slow
-def test_the_default_dtype_agrees_wherever_the_margin_is_clear_and_images_share_batches(
+def test_default_dtype_keeps_clear_answers(
     images: Images, offline: NDArray[np.float32], tmp_path: Path
 ) -> None:
     with ServerProcess(tmp_path / "log", warm=True) as server:
@@ -170,7 +170,7 @@ def answers(pictures: PictureFiles, offline: NDArray[np.float32]) -> dict[str, N
 @pytest.mark.shared
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["JPEG", "turned"])
-def test_a_picture_is_answered_alike_when_it_is_enlarged_compressed_and_turned(
+def test_picture_variants_keep_their_answer(
     variant: str, answers: dict[str, NDArray[np.int64]], pictures: PictureFiles
 ) -> None:
     truth = pictures.labels
@@ -187,7 +187,7 @@ def test_a_picture_is_answered_alike_when_it_is_enlarged_compressed_and_turned(
 
 @pytest.mark.shared
 @pytest.mark.slow
-def test_turning_by_exif_changes_almost_no_answer(answers: dict[str, NDArray[np.int64]]) -> None:
+def test_exif_turns_change_almost_no_answer(answers: dict[str, NDArray[np.int64]]) -> None:
     # The same pixels, compressed in another direction.
     assert (answers["turned"] == answers["JPEG"]).mean() > 0.98
 
@@ -260,7 +260,7 @@ def timm_logits(folder: Path, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 @pytest.mark.slow
-def test_real_photographs_get_their_labels_over_http(
+def test_real_photographs_get_their_labels(
     served: NDArray[np.float32], samples: list[Sample]
 ) -> None:
     right = [

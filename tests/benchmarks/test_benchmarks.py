@@ -33,7 +33,7 @@ from benchmarks.reliability import Quiet, missed
 from benchmarks.servers import OURS
 
 
-def test_the_generator_counts_answers_refusals_and_closed_connections(tmp_path):
+def test_the_generator_counts_each_outcome(tmp_path):
     picture = tmp_path / "a.jpg"
     picture.write_bytes(b"picture")
     seen: list[bytes] = []
@@ -65,7 +65,7 @@ def test_the_generator_counts_answers_refusals_and_closed_connections(tmp_path):
     assert all(head.startswith(b"POST /classify HTTP/1.1\r\n") for head in seen)
 
 
-def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
+def test_a_saved_record_can_be_continued(tmp_path):
     path = tmp_path / "record.json"
     first = Record(path, dtype="bfloat16", about={"pictures": "none"})
     first.section("models", "vit32")["rounds"] = [1]
@@ -87,7 +87,7 @@ def test_a_record_says_where_on_what_and_how_and_is_continued(tmp_path):
     )
 
 
-def test_an_answer_that_is_another_pictures_or_of_two_models_is_mixed_up():
+def test_mixed_up_answers_are_recognised():
     scores = [{0: 0.9, 1: 0.1}, {0: 0.1, 1: 0.9}, {2: 0.9}, {3: 0.9}]
     assert told_apart([b""] * 4, scores) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="only 1 of 2 pictures"):
@@ -130,7 +130,7 @@ def test_slow_honest_calls_miss_their_mark() -> None:
     assert marks == ["grpc p50 3.1 x"]
 
 
-def test_attacks_name_known_callers_and_services() -> None:
+def test_every_attack_names_known_callers() -> None:
     for attack in ATTACKS.values():
         assert attack.service in KINDS
         assert set(attack.beside) <= OTHERS.keys()
@@ -149,7 +149,7 @@ def test_hang_ups_leave_before_the_answer() -> None:
     assert asyncio.run(run()) == "left"
 
 
-def test_relabels_change_a_label_of_each_head() -> None:
+def test_relabels_visit_every_head() -> None:
     seen: list[str] = []
 
     async def answer(request: httpx.Request) -> httpx.Response:
@@ -171,7 +171,7 @@ def test_relabels_change_a_label_of_each_head() -> None:
     ]
 
 
-def test_forms_have_files_and_fields() -> None:
+def test_a_form_contains_files_with_fields() -> None:
     content, headers = form_of([b"picture"], model="a,b")
     assert headers["Content-Type"].startswith("multipart/form-data; boundary=")
     assert content.count(b'name="file"; filename="a"') == 1
@@ -179,7 +179,7 @@ def test_forms_have_files_and_fields() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_host_side_is_measured_without_a_gpu(tmp_path: Path) -> None:
+def test_host_side_is_measured_without_gpu(tmp_path: Path) -> None:
     assert gpu.main(["--device", "null", "--smoke", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "smoke" / "null_device.json").read_text())
     [found] = record["engine, 12075/s"]["1 clients"]
@@ -189,7 +189,7 @@ def test_the_host_side_is_measured_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_gpus_script_runs_in_tiny_form_on_a_cpu(
+def test_the_gpu_script_runs_small_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "CACHE", tmp_path / "cache")
@@ -230,13 +230,11 @@ def noise(pixels: Tensor, classes: Tensor) -> Tensor:
     return torch.rand((len(classes), 4, 4), generator=torch.Generator().manual_seed(3))
 
 
-def test_a_right_map_does_better_than_noise_in_deletion_and_insertion() -> None:
+def test_a_right_map_beats_noise() -> None:
     methods: dict[str, Maps] = {RANDOM: noise, "right": brightness}
     found = measure(score, methods, picture, 8, steps=16)
-    (deleted, inserted, _), (by_chance, inserted_by_chance, _) = (
-        found["right"].means(),
-        found[RANDOM].means(),
-    )
+    deleted, inserted, _ = found["right"].means()
+    by_chance, inserted_by_chance, _ = found[RANDOM].means()
     assert deleted == pytest.approx(1 / 32)  # missing without the first of sixteen patches
     assert by_chance is not None
     assert by_chance > 0.2
@@ -246,7 +244,7 @@ def test_a_right_map_does_better_than_noise_in_deletion_and_insertion() -> None:
     assert len(found["right"].deletion) == 8
 
 
-def test_a_mosaic_has_four_pictures_in_reading_order_and_counts_single_classes() -> None:
+def test_mosaic_quarters_keep_reading_order() -> None:
     whole = mosaic(torch.arange(4.0).reshape(4, 1, 1, 1).expand(4, 1, 5, 6))
     assert whole[0].tolist() == [[0] * 3 + [1] * 3] * 2 + [[2] * 3 + [3] * 3] * 3
     assert counted_quarters(torch.arange(40.0), torch.tensor([39, 38, 38, 2])) == [0]
@@ -258,7 +256,7 @@ def test_a_mosaic_has_four_pictures_in_reading_order_and_counts_single_classes()
 
 
 @pytest.mark.timeout(60)
-def test_the_bundled_model_is_measured_from_the_command_line(
+def test_the_command_measures_bundled_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(4):

@@ -115,7 +115,7 @@ def bytes_of(text: str) -> int:
     return round(float(found[1]) * (1 << 10 * " kmg".index((found[2] or " ").lower())))
 
 
-def test_container_limits_hold_documented_memory():
+def test_limits_cover_the_documented_memory():
     *rows, (name, total) = documented_memory()
     assert name == "sum"
     assert sum(size for _, size in rows) == pytest.approx(total, abs=0.05 * 2**30)
@@ -127,7 +127,7 @@ def test_container_limits_hold_documented_memory():
     assert bytes_of(default(GPU["services"]["vitserve"]["mem_limit"])) >= total
 
 
-def test_container_bounds_pids_and_tmp():
+def test_container_bounds_its_resources():
     service = BASE["services"]["vitserve"]
     assert int(default(str(service["pids_limit"]))) >= 256
     [temporary] = service["tmpfs"]

@@ -158,7 +158,8 @@ def test_probes_give_models_time_to_load(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_pod_may_do_nothing_but_serve(overlay: str) -> None:
     manifests = build(overlay)
-    pod, ours = one(manifests, "Deployment")["spec"]["template"]["spec"], container(manifests)
+    pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
+    ours = container(manifests)
     user = int(re.search(r"^USER (\d+)", (REPOSITORY / "Dockerfile").read_text(), re.M)[1])  # type: ignore[index]
     assert pod["securityContext"]["runAsUser"] == user
     assert pod["securityContext"]["runAsNonRoot"]
@@ -201,7 +202,8 @@ def test_checkpoint_is_at_documented_path(overlay: str, component: str, tmp_path
         tmp_path, overlay, [component], configMapGenerator=[setting], images=[image]
     )
     assert settings_of(manifests)["VIT_CHECKPOINT"] == path
-    pod, ours = one(manifests, "Deployment")["spec"]["template"]["spec"], container(manifests)
+    pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
+    ours = container(manifests)
     [mount] = [mount for mount in ours["volumeMounts"] if mount["name"] == "checkpoints"]
     assert mount["readOnly"]
     # A relative path begins in the image's working folder.
@@ -291,7 +293,7 @@ def test_only_gpu_overlay_requests_a_gpu() -> None:
     assert settings_of(build("gpu"))["VIT_DEVICE"] == "cuda"
 
 
-def test_redis_overlay_allows_access_to_redis() -> None:
+def test_redis_overlay_lets_pods_reach_redis() -> None:
     manifests = build("redis")
     names = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
     address = urlsplit(settings_of(manifests)["VIT_RECENT_URL"])

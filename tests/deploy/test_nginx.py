@@ -91,7 +91,8 @@ class Proxy:
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     folder = tmp_path_factory.mktemp("nginx")
     checkpoint = write_checkpoint(folder / "checkpoint", "tiny", (16, 16), tuple("ab"), seed=7)
-    key, certificate = folder / "privkey.pem", folder / "fullchain.pem"
+    key = folder / "privkey.pem"
+    certificate = folder / "fullchain.pem"
     command = [
         "openssl",
         "req",
@@ -150,7 +151,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         second.kill()
 
 
-def test_proxy_passes_bodies_with_request_ids(proxy: Proxy) -> None:
+def test_the_proxy_passes_pictures_with_ids(proxy: Proxy) -> None:
     too_many_pixels = proxy.ask("POST", "/classify", bytes(5 << 20), request_id="mine-1")
     assert too_many_pixels == (415, "application/problem+json", "mine-1")  # vitserve's answer
     status, _, request_id = proxy.ask("GET", "/v2/models/tiny/ready", request_id="a b")
@@ -174,14 +175,15 @@ def test_proxy_passes_bodies_with_request_ids(proxy: Proxy) -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_admin_path_is_closed_in_any_spelling(proxy: Proxy, method: str, path: str) -> None:
+def test_no_spelling_opens_an_admin_path(proxy: Proxy, method: str, path: str) -> None:
     assert proxy.ask(method, path) == (404, "text/html", "")
 
 
-def test_overloaded_proxy_adds_no_errors_itself(
+def test_an_overloaded_proxy_adds_no_error(
     proxy: Proxy,
 ) -> None:
-    picture, stop = png(1, (64, 64)), threading.Event()
+    picture = png(1, (64, 64))
+    stop = threading.Event()
 
     def call() -> Counter[tuple[int, str]]:
         seen: Counter[tuple[int, str]] = Counter()

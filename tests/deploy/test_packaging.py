@@ -168,7 +168,7 @@ def test_required_packages_are_pinned_once():
     assert len(PINNED) == len(set(PINNED))
 
 
-def test_dependencies_of_torch_are_not_pinned():
+def test_torch_dependencies_are_not_pinned():
     brought = _brought_by("torch")
 
     assert {"filelock", "mpmath", "markupsafe"} <= brought
@@ -220,7 +220,7 @@ PINNED = [_canonical(line) for line in CONSTRAINTS]
 
 
 @pytest.mark.parametrize("of", ["release", "site"])
-def test_release_tools_are_locked_with_hashes(of: str) -> None:
+def test_release_tools_are_locked_by_hash(of: str) -> None:
     folder = REPOSITORY / "deploy" / of
     asked = re.findall(
         r"^([\w-]+)(?:\[.*\])?(==\S+)$", (folder / "requirements.in").read_text(), re.M

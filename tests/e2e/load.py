@@ -37,7 +37,10 @@ class Load:
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[object] = []
-        self._server, self._pictures, self._check, self._pause = server, pictures, check, pause
+        self._server = server
+        self._pictures = pictures
+        self._check = check
+        self._pause = pause
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [

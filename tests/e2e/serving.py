@@ -134,7 +134,8 @@ class Raw:
         length = int(headers.get("content-length", 0))
         while len(self.buffer) < length:
             self._receive()
-        body, self.buffer = self.buffer[:length], self.buffer[length:]
+        body = self.buffer[:length]
+        self.buffer = self.buffer[length:]
         return int(lines[0].split()[1]), headers, body
 
     def problem(self) -> tuple[int, str]:

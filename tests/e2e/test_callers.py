@@ -20,7 +20,7 @@ def server(serve_module: Serve) -> Served:
     return serve_module(api_keys="right")
 
 
-def test_the_client_speaks_the_language_of_the_service(server: Served, pictures: Pictures) -> None:
+def test_the_client_speaks_to_the_service(server: Served, pictures: Pictures) -> None:
     with Client(server.url, api_key="right") as client:
         assert client.model().name == CHECKPOINT_NAME
         assert client.labels() == list(LABELS)

@@ -157,7 +157,7 @@ def test_the_variables_offer_what_is_scraped(variable: str, prometheus: Promethe
     ]
 
 
-def test_every_recording_rule_has_data_but_for_failures_which_there_were_none(
+def test_every_recording_rule_has_data(
     prometheus: Prometheus,
 ) -> None:
     rules = yaml.safe_load((RULES / "recording.yml").read_text())["groups"][0]["rules"]
@@ -167,7 +167,7 @@ def test_every_recording_rule_has_data_but_for_failures_which_there_were_none(
     assert len(rules) > 5
 
 
-def test_no_alert_fires_on_a_service_that_is_well(prometheus: Prometheus) -> None:
+def test_no_alert_fires_on_a_healthy_service(prometheus: Prometheus) -> None:
     rules = httpx.get(f"{prometheus.url}/api/v1/rules", params={"type": "alert"}).json()["data"][
         "groups"
     ]

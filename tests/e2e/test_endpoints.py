@@ -35,7 +35,7 @@ def png(width: int, height: int) -> bytes:
     return encode(Image.new("L", (width, height)), "PNG")
 
 
-def test_a_picture_is_classified_in_every_form_of_body(server: Served, pictures: Pictures) -> None:
+def test_every_form_of_body_is_classified(server: Served, pictures: Pictures) -> None:
     picture = pictures.files[0]
     answers = [
         server.client.post("/classify", files=files(picture)),
@@ -119,7 +119,7 @@ def test_the_log_is_lines_for_people(server: Served) -> None:
     assert [line for line in server.log.splitlines() if not LOG_LINE.match(line)] == []
 
 
-def test_a_json_log_tells_of_each_request_and_of_no_key(serve: Serve, pictures: Pictures) -> None:
+def test_a_json_log_tells_of_each_request(serve: Serve, pictures: Pictures) -> None:
     server = serve(api_keys="alpha,beta", log_format="json", log_level="debug")
     assert problem(server.classify(pictures.files[0])) == (401, "unauthorized")
     answer = server.classify(pictures.files[0], headers={"Authorization": "Bearer beta"})
@@ -152,7 +152,7 @@ def test_a_json_log_tells_of_each_request_and_of_no_key(serve: Serve, pictures: 
 
 
 @pytest.mark.parametrize(("trusted", "client"), [(None, "127.0.0.1"), ("127.0.0.1", "203.0.113.7")])
-def test_a_forwarded_address_is_believed_of_a_trusted_proxy_alone(
+def test_only_trusted_proxies_name_callers(
     trusted: str | None,
     client: str,
     serve: Serve,
@@ -223,7 +223,7 @@ def generated(keyed: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("key", "status"), [(KEY, 200), ("another", 401)], ids=["a key", "a wrong key"]
 )
-def test_a_generated_client_classifies_a_picture(
+def test_a_generated_client_classifies(
     keyed: Served, pictures: Pictures, generated: Path, tmp_path: Path, key: str, status: int
 ) -> None:
     picture = tmp_path / "picture.png"

@@ -57,7 +57,7 @@ sys.addaudithook(hold)
 """A module that Python runs at its start: it delays the checkpoint until the file GATE exists."""
 
 
-def test_it_answers_from_the_first_moment_but_is_ready_only_after_loading(
+def test_it_is_ready_only_after_loading(
     serve: Serve, pictures: Pictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOLDS_CHECKPOINT)
@@ -92,9 +92,7 @@ def test_a_port_in_use_is_one_line() -> None:
     )
 
 
-def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_broken_checkpoint_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "broken")
     config = json.loads((folder / "config.json").read_text())
     del config["preprocess"]["mean"]
@@ -110,7 +108,7 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_process_with_one_line(
 # Stopping
 
 
-def test_open_to_all_it_warns_once_and_ends_with_zero_when_nobody_asks_anything(
+def test_an_open_service_warns_once(
     serve: Serve,
 ) -> None:
     server = serve(host="0.0.0.0")
@@ -121,9 +119,7 @@ def test_open_to_all_it_warns_once_and_ends_with_zero_when_nobody_asks_anything(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_it_serves_through_the_delay_and_then_answers_whoever_was_accepted(
-    workers: int, serve: Serve, pictures: Pictures
-) -> None:
+def test_a_drain_answers_accepted_requests(workers: int, serve: Serve, pictures: Pictures) -> None:
     """Connections are then refused. Accepted requests are answered, also with half of the body."""
     server = serve(workers=workers, drain_delay=2, request_timeout=30)
     pids = Processes(server).all
@@ -168,9 +164,7 @@ def holds_torch(server: Served) -> bool:
 @pytest.mark.skipif(
     importlib.util.find_spec("openvino") is None, reason="openvino is not installed"
 )
-def test_a_second_server_holds_no_torch_until_something_needs_it(
-    serve: Serve, pictures: Pictures, tmp_path: Path
-) -> None:
+def test_a_second_start_holds_no_torch(serve: Serve, pictures: Pictures, tmp_path: Path) -> None:
     files = pictures.files[:4]
     queries = ["top_k=5", "attention=relevance", "attention=true"]
 

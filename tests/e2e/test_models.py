@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = root / "folder"
     models.mkdir()
     for number, name in enumerate(HEADS):
-        classes, generator = number + 2, torch.Generator().manual_seed(number)
+        classes = number + 2
+        generator = torch.Generator().manual_seed(number)
         tensors = dict(base.tensors)
         tensors["head.weight"] = torch.randn(classes, 32, generator=generator) / 4
         tensors["head.bias"] = torch.randn(classes, generator=generator)
@@ -69,7 +70,7 @@ def serve_all(serve: Serve, folder: Path, **settings: object) -> Served:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_each_model_answers_as_it_does_alone_and_one_request_asks_all(
+def test_each_model_answers_as_it_does_alone(
     workers: int, serve: Serve, folder: Path, expected: Models
 ) -> None:
     server = serve_all(serve, folder, workers=workers)
@@ -113,7 +114,7 @@ def change_models(server: Served, over: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_none_is_lost_and_none_is_of_another_model_while_models_come_and_go(
+def test_changing_models_lose_no_request(
     workers: int, serve: Serve, folder: Path, expected: Models
 ) -> None:
     server = serve_all(serve, folder, workers=workers)
@@ -154,7 +155,7 @@ def test_none_is_lost_and_none_is_of_another_model_while_models_come_and_go(
     assert server.process.terminate() == 0
 
 
-def test_a_broken_entry_is_named_in_one_line_and_the_others_serve(
+def test_a_broken_entry_spares_the_others(
     serve: Serve, folder: Path, tmp_path: Path, pictures: Pictures
 ) -> None:
     for name in HEADS[:2]:

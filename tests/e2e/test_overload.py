@@ -60,9 +60,7 @@ def waiting(server: Served, picture: bytes, count: int) -> Iterator[list[Raw]]:
         yield callers
 
 
-def test_who_has_a_place_is_answered_while_others_are_refused(
-    holding: Served, pictures: Pictures
-) -> None:
+def test_admitted_requests_survive_refusals(holding: Served, pictures: Pictures) -> None:
     files = [("file", ("a.png", picture)) for picture in pictures.files[:MAX_BATCH]]
     refused = holding.metric("vit_rejected_total", reason="queue_full")
     with waiting(holding, pictures.files[0], MAX_BATCH - 1) as callers:
@@ -77,9 +75,7 @@ def test_who_has_a_place_is_answered_while_others_are_refused(
     assert holding.metric("vit_rejected_total", reason="queue_full") == refused + 1
 
 
-def test_an_image_whose_time_is_up_is_504_and_a_body_that_never_comes_408(
-    holding: Served, pictures: Pictures
-) -> None:
+def test_each_timeout_has_its_own_status(holding: Served, pictures: Pictures) -> None:
     launched = holding.metric("vit_batch_size_sum")
     until(holding.idle)
     with holding.raw() as caller:
@@ -107,9 +103,7 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_refusal_reaches_a_caller_that_is_still_sending(
-    body: str, narrow: Served, pictures: Pictures
-) -> None:
+def test_a_refusal_reaches_a_sending_caller(body: str, narrow: Served, pictures: Pictures) -> None:
     def send() -> httpx.Response:
         return narrow.client.post("/classify", **BODIES[body]())
 
@@ -122,7 +116,7 @@ def test_a_refusal_reaches_a_caller_that_is_still_sending(
     assert full.headers["connection"] == "close"
 
 
-def test_a_refusal_reaches_a_caller_that_reads_only_after_its_last_byte(holding: Served) -> None:
+def test_a_refusal_reaches_a_late_reader(holding: Served) -> None:
     with holding.raw() as caller:
         caller.post(bytes(LARGE))
         assert caller.problem() == (413, "upload_too_large")

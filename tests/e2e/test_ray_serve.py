@@ -151,7 +151,7 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
     process.wait()
 
 
-def test_both_replicas_answer_and_metrics_show_each(service: Service, pictures: Pictures) -> None:
+def test_metrics_count_answers_per_replica(service: Service, pictures: Pictures) -> None:
     before = service.images()
     answers = together(32, lambda index: service.classify(pictures.files[index], "top_k=10").json())
     for index, answer in enumerate(answers):
@@ -175,9 +175,7 @@ def test_a_replica_that_is_killed_comes_back(service: Service, pictures: Picture
         pictures.check(index, service.classify(pictures.files[index], "top_k=10").json())
 
 
-def test_replicas_that_are_stopped_answer_what_they_have_accepted(
-    service: Service, pictures: Pictures
-) -> None:
+def test_a_stopped_replica_loses_no_request(service: Service, pictures: Pictures) -> None:
     stop = threading.Event()
 
     def ask(index: int) -> int:
@@ -198,7 +196,7 @@ def test_replicas_that_are_stopped_answer_what_they_have_accepted(
         assert all(caller.result(PATIENCE) for caller in callers)
 
 
-def test_with_redis_any_replica_knows_a_kept_picture(
+def test_redis_shares_pictures_of_replicas(
     service: Service, pictures: Pictures, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VIT_RECENT_URL", redis_url)

@@ -19,11 +19,9 @@ from tests.launcher import until
 
 pytestmark = pytest.mark.timeout(300)  # engines start many times
 
-OTHER_NAME, OTHER_LABELS, OTHER_SIZE = (
-    "other",
-    tuple(f"another {i}" for i in range(7)),
-    (SIZE + 8, SIZE),
-)
+OTHER_NAME = "other"
+OTHER_LABELS = tuple(f"another {i}" for i in range(7))
+OTHER_SIZE = (SIZE + 8, SIZE)
 ADMIN = {"Authorization": "Bearer admin"}
 
 
@@ -40,7 +38,8 @@ def folder(tmp_path: Path, checkpoint: Path) -> Path:
 
 
 def load(server: Served, served: str, checkpoint: str) -> httpx.Response:
-    path, body = f"/v2/repository/models/{served}/load", {"parameters": {"checkpoint": checkpoint}}
+    path = f"/v2/repository/models/{served}/load"
+    body = {"parameters": {"checkpoint": checkpoint}}
     return server.client.post(path, json=body, headers=ADMIN)
 
 
@@ -56,7 +55,8 @@ def in_turns(server: Served, pictures: Pictures, folder: Path, swaps: int) -> Co
     ) as running:
         running.more(CHECKPOINT_NAME)
         for swap in range(swaps):
-            served, following = names[swap % 2], names[(swap + 1) % 2]
+            served = names[swap % 2]
+            following = names[(swap + 1) % 2]
             assert load(server, served, following).status_code == 200
             # Every worker answers later requests with the new model.
             assert {server.get("/model").json()["name"] for _ in range(3)} == {following}
@@ -94,9 +94,7 @@ def reload(server: Served) -> None:
     assert server.metric("vit_model_info", model=OTHER_NAME) == 0
 
 
-def test_no_request_is_lost_or_mixed_while_two_models_take_turns(
-    serve: Serve, pictures: Pictures, folder: Path
-) -> None:
+def test_swaps_lose_or_mix_no_request(serve: Serve, pictures: Pictures, folder: Path) -> None:
     server = serve(
         checkpoint=folder / CHECKPOINT_NAME,
         checkpoint_folder=folder,
@@ -111,9 +109,7 @@ def test_no_request_is_lost_or_mixed_while_two_models_take_turns(
     assert "Traceback" not in server.log
 
 
-def test_a_killed_engine_returns_with_the_swapped_model(
-    serve: Serve, pictures: Pictures, folder: Path
-) -> None:
+def test_an_engine_restart_keeps_the_swap(serve: Serve, pictures: Pictures, folder: Path) -> None:
     server = serve(
         workers=2,
         checkpoint=folder / CHECKPOINT_NAME,
@@ -132,9 +128,7 @@ def test_a_killed_engine_returns_with_the_swapped_model(
     assert "Traceback" not in server.log
 
 
-def test_a_checkpoint_that_cannot_be_served_changes_nothing(
-    serve: Serve, pictures: Pictures, folder: Path
-) -> None:
+def test_a_bad_checkpoint_changes_nothing(serve: Serve, pictures: Pictures, folder: Path) -> None:
     options: dict[str, Any] = {"checkpoint": folder / CHECKPOINT_NAME, "checkpoint_folder": folder}
     server = serve(workers=2, admin_key="admin", **options)
     names = spoilt(folder)

@@ -29,7 +29,9 @@ from tests.model.images.pictures import encode
 
 pytestmark = pytest.mark.timeout(120)  # several servers start
 
-RED, BLUE, GREEN = (200, 30, 30), (30, 30, 200), (30, 200, 30)
+RED = (200, 30, 30)
+BLUE = (30, 30, 200)
+GREEN = (30, 200, 30)
 ADMIN = {"Authorization": "Bearer admin-key"}
 
 
@@ -108,9 +110,7 @@ def test_a_head_answers_as_any_model(server: Served) -> None:
     assert server.metric("vit_images_total", model="colours") >= 3
 
 
-def test_the_head_and_its_backbones_own_answer_one_picture(
-    server: Served, pictures: Pictures
-) -> None:
+def test_a_head_answers_beside_its_backbone(server: Served, pictures: Pictures) -> None:
     answer = server.classify(pictures.files[0], "model=*&top_k=3").json()
     assert set(answer["models"]) == {CHECKPOINT_NAME, "colours"}
     own = {
@@ -122,7 +122,7 @@ def test_the_head_and_its_backbones_own_answer_one_picture(
     assert seen["colours"]["predictions"][0]["label"] == "red"
 
 
-def test_a_picture_unlike_all_examples_is_abstained_from(server: Served) -> None:
+def test_an_unlike_picture_is_abstained_from(server: Served) -> None:
     answer = server.classify(picture(GREEN, 1), "model=colours").json()
     assert (answer["abstained"], answer["abstained_by"]) == (True, "distance")
     assert answer["predictions"], "the nearest labels"
@@ -163,7 +163,7 @@ def test_a_head_knows_itself(server: Served) -> None:
     assert exported.head.labels == ("red", "blue")
 
 
-def test_pictures_come_in_every_form_and_mistakes_are_mended(serve: Serve, tmp_path: Path) -> None:
+def test_examples_can_be_added_or_corrected(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught")
     teach_colours(server, count=4)
     counts = {"head": "colours", "examples": {"red": 5, "blue": 4}, "numbers": [9]}
@@ -196,9 +196,7 @@ def test_pictures_come_in_every_form_and_mistakes_are_mended(serve: Serve, tmp_p
     )
 
 
-def test_a_restart_has_the_heads_again_and_a_head_waits_for_its_backbone(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_a_restart_restores_taught_heads(serve: Serve, tmp_path: Path) -> None:
     first = serve(teach=tmp_path / "taught")
     teach_colours(first)
     before = fitted(first, 12)
@@ -227,7 +225,8 @@ def test_a_restart_has_the_heads_again_and_a_head_waits_for_its_backbone(
 
 
 GOOD = picture(RED, 70)
-INVALID, MISSING = (422, "invalid_parameter"), (404, "not_found")
+INVALID = (422, "invalid_parameter")
+MISSING = (404, "not_found")
 
 
 @pytest.mark.parametrize(
@@ -254,14 +253,14 @@ INVALID, MISSING = (422, "invalid_parameter"), (404, "not_found")
         *(("DELETE", each, {}, MISSING) for each in ("none", "colours/examples/999")),
     ],
 )
-def test_bad_requests_are_refused_and_add_nothing(
+def test_bad_requests_add_no_example(
     method: str, path: str, options: dict[str, Any], expected: tuple[int, str], server: Served
 ) -> None:
     assert problem(server.client.request(method, f"/heads/{path}", **options)) == expected
     assert described(server)["examples"] == {"red": 6, "blue": 6}
 
 
-def test_one_bad_picture_and_one_that_comes_twice_are_refused_and_add_nothing(
+def test_refused_pictures_add_no_example(
     server: Served,
 ) -> None:
     some = teach(server, "red", [GOOD, GOOD[:60], GOOD])
@@ -274,7 +273,7 @@ def test_one_bad_picture_and_one_that_comes_twice_are_refused_and_add_nothing(
     assert described(server)["examples"] == {"red": 6, "blue": 6}
 
 
-def test_a_head_of_too_few_examples_is_not_waited_for(serve: Serve, tmp_path: Path) -> None:
+def test_a_head_with_few_examples_is_refused(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught")
     assert teach(server, "red", [picture(RED, 1)]).status_code == 201
     reason = "needs at least two labels with two pictures each"
@@ -286,7 +285,7 @@ def test_a_head_of_too_few_examples_is_not_waited_for(serve: Serve, tmp_path: Pa
     assert (status["state"], status["reason"]) == ("failed", reason)
 
 
-def test_vitserve_teach_fails_where_no_head_comes_of_it(
+def test_teach_command_fails_without_a_head(
     server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "red").mkdir()
@@ -332,7 +331,7 @@ def ask(server: Served) -> str | None:
     return answer.json()["predictions"][0]["label"] if answer.status_code == 200 else None
 
 
-def test_a_file_of_a_head_is_a_model_beside_its_backbone(
+def test_a_head_file_is_served_as_a_model(
     server: Served, serve: Serve, tmp_path: Path, checkpoint: Path
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "models" / "tiny")
@@ -352,9 +351,7 @@ def test_a_file_of_a_head_is_a_model_beside_its_backbone(
     assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
 
 
-def test_what_a_head_and_a_model_have_in_common_is_the_name_of_one_alone(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_heads_share_no_name_with_models(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught", admin_key="admin-key", checkpoint_folder=tmp_path)
     teach_colours(server, count=2)
     until(lambda: "colours" in {each["name"] for each in server.get("/models").json()})
@@ -372,7 +369,7 @@ def test_without_a_folder_nothing_is_taught(serve: Serve) -> None:
     assert "VIT_TEACH" in answer.json()["detail"]
 
 
-def test_a_key_without_a_name_owns_its_heads_at_any_place(serve: Serve, tmp_path: Path) -> None:
+def test_an_unnamed_key_keeps_its_heads(serve: Serve, tmp_path: Path) -> None:
     first, second = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
     server = serve(teach=tmp_path / "taught", api_keys="one,two")
     until(lambda: server.get("/readyz").status_code == 200)
@@ -386,7 +383,7 @@ def test_a_key_without_a_name_owns_its_heads_at_any_place(serve: Serve, tmp_path
     assert '"two"' not in listed
 
 
-def test_keys_teach_their_own_heads_and_the_admin_key_all(serve: Serve, tmp_path: Path) -> None:
+def test_a_key_changes_only_its_own_heads(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught", api_keys="alice:one,bob:two", admin_key="admin-key")
     alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
     until(lambda: server.get("/readyz").status_code == 200)

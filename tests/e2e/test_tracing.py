@@ -18,7 +18,7 @@ CALLERS = 40
 STAGES = ("read", "decode", "queue", "inference")
 
 
-def test_a_request_is_followed_from_its_caller_through_a_worker(
+def test_a_trace_leads_from_caller_to_worker(
     serve: Serve, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with collecting() as collector:

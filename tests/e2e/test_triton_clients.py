@@ -57,7 +57,7 @@ def images(triton: Any, *files: bytes) -> Any:
     return tensor
 
 
-def test_every_worker_listens_on_the_one_port_of_grpc(server: Served) -> None:
+def test_every_worker_serves_one_grpc_port(server: Served) -> None:
     port = int(grpc_address(server).rpartition(":")[2])
     lines = [
         line.split()
@@ -70,9 +70,7 @@ def test_every_worker_listens_on_the_one_port_of_grpc(server: Served) -> None:
     )
 
 
-def test_a_service_for_other_machines_answers_from_outside_of_loopback(
-    serve_module: Serve, pictures: Pictures
-) -> None:
+def test_other_machines_reach_grpc(serve_module: Serve, pictures: Pictures) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(
@@ -89,7 +87,7 @@ def test_a_service_for_other_machines_answers_from_outside_of_loopback(
     assert answer.as_numpy("label").shape == (1, 5)
 
 
-def test_they_see_a_server_and_a_model_that_are_ready(http: Any, grpc: Any) -> None:
+def test_clients_see_a_ready_model(http: Any, grpc: Any) -> None:
     for client in (http, grpc):
         assert client.is_server_live()
         assert client.is_server_ready()
@@ -124,7 +122,8 @@ def test_answers_are_those_of_classify(
     server: Served,
     pictures: Pictures,
 ) -> None:
-    client, triton = request.getfixturevalue(protocol), {"http": by_http, "grpc": by_grpc}[protocol]
+    client = request.getfixturevalue(protocol)
+    triton = {"http": by_http, "grpc": by_grpc}[protocol]
     files = pictures.files[:5]
     wanted = [triton.InferRequestedOutput(name, **options) for name in INFERRED]
     parameters = {"top_k": 3, "attention": "cls"}
@@ -137,7 +136,7 @@ def test_answers_are_those_of_classify(
     check_inferred(answer, server, files)
 
 
-def test_the_checkpoint_is_loaded_again_with_the_admin_key_and_never_unloaded(http: Any) -> None:
+def test_the_admin_key_reloads_a_checkpoint(http: Any) -> None:
     admin = {"Authorization": "Bearer admin"}
     http.load_model(CHECKPOINT_NAME, headers=admin)
     assert http.is_model_ready(CHECKPOINT_NAME)

@@ -46,7 +46,7 @@ def stopped_terminal() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("standard_error", "workers"), [(stopped_terminal, 1), (unread_pipe, 2)])
-def test_nothing_waits_for_a_reader_of_the_log(standard_error: object, workers: int) -> None:
+def test_nothing_waits_for_a_log_reader(standard_error: object, workers: int) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     settings = {

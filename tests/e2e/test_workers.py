@@ -45,7 +45,7 @@ def asks_every_worker(server: Served, path: str) -> list[httpx.Response]:
 # As one service
 
 
-def test_only_the_engine_has_torch_and_a_worker_stays_small(service: Served) -> None:
+def test_only_the_engine_holds_torch(service: Served) -> None:
     processes = Processes(service)
     assert len(processes.workers) == WORKERS
     assert "libtorch" in maps(processes.engine)
@@ -56,11 +56,10 @@ def test_only_the_engine_has_torch_and_a_worker_stays_small(service: Served) -> 
         assert int(resident) < 130 * 1024
 
 
-def test_callers_of_all_workers_get_their_own_answers_and_every_worker_shows_the_sums(
-    service: Served, pictures: Pictures
-) -> None:
+def test_workers_answer_as_one_service(service: Served, pictures: Pictures) -> None:
     before = {name: service.metric(name) for name in ("vit_images_total", "vit_batch_size_sum")}
-    callers, rounds = 24, 6
+    callers = 24
+    rounds = 6
     barrier = threading.Barrier(callers)
 
     def call(number: int) -> None:
@@ -92,9 +91,7 @@ def samples(scrape: httpx.Response) -> Callable[[str], list[float]]:
     return lambda name: [float(value) for key, _, value in lines if key.partition("{")[0] == name]
 
 
-def test_workers_share_a_socket_and_both_families(
-    serve: Serve, pictures: Pictures, tmp_path: Path
-) -> None:
+def test_workers_share_every_address(serve: Serve, pictures: Pictures, tmp_path: Path) -> None:
     path = tmp_path / "http"
     server = serve(workers=WORKERS, host=f"unix:{path},::")
     port = server.url.rpartition(":")[2]
@@ -116,9 +113,7 @@ def test_workers_share_a_socket_and_both_families(
     assert not path.exists()
 
 
-def test_a_picture_that_one_worker_kept_is_found_by_every_worker(
-    service: Served, pictures: Pictures
-) -> None:
+def test_every_worker_finds_a_kept_picture(service: Served, pictures: Pictures) -> None:
     document = service.classify(pictures.files[5], "attention=true").json()
     for answer in asks_every_worker(service, f"{document['attention']['url']}&format=json"):
         assert answer.status_code == 200
@@ -129,14 +124,10 @@ def test_a_picture_that_one_worker_kept_is_found_by_every_worker(
     } == {404}
 
 
-def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(
-    service: Served, pictures: Pictures
-) -> None:
+def test_workers_share_one_limit_of_slots(service: Served, pictures: Pictures) -> None:
     until(service.idle)
-    before, engine = (
-        service.metric("vit_rejected_total", reason="queue_full"),
-        Processes(service).engine,
-    )
+    before = service.metric("vit_rejected_total", reason="queue_full")
+    engine = Processes(service).engine
     callers = 4 * PLACES  # each worker gets more than half of the slots
 
     def is_full() -> bool:
@@ -166,9 +157,7 @@ def test_beyond_the_last_place_of_all_workers_together_new_work_is_refused(
 # Killed processes
 
 
-def test_a_killed_worker_loses_its_own_callers_only_and_another_takes_its_place(
-    service: Served, pictures: Pictures
-) -> None:
+def test_a_killed_worker_is_replaced(service: Served, pictures: Pictures) -> None:
     processes = Processes(service)
     victim = min(processes.workers)
     counted = service.metric("vit_images_total")
@@ -193,9 +182,7 @@ def test_a_killed_worker_loses_its_own_callers_only_and_another_takes_its_place(
         assert samples(scrape)("vit_inflight_requests") == [0]
 
 
-def test_a_killed_engine_is_an_error_for_whom_it_had_and_is_started_again(
-    service: Served, pictures: Pictures
-) -> None:
+def test_a_killed_engine_is_started_again(service: Served, pictures: Pictures) -> None:
     processes = Processes(service)
     victim = processes.engine
     with Load(service, pictures) as running:
@@ -214,9 +201,7 @@ def test_a_killed_engine_is_an_error_for_whom_it_had_and_is_started_again(
     until(service.idle)
 
 
-def test_a_frozen_engine_gets_no_requests_long_before_it_is_killed(
-    service: Served, pictures: Pictures
-) -> None:
+def test_a_frozen_engine_gets_no_requests(service: Served, pictures: Pictures) -> None:
     processes = Processes(service)
     victim = processes.engine
     os.kill(victim, signal.SIGSTOP)
@@ -240,9 +225,7 @@ def test_a_frozen_engine_gets_no_requests_long_before_it_is_killed(
     assert processes.engine == victim
 
 
-def test_a_frozen_engine_and_a_frozen_worker_are_replaced(
-    service: Served, pictures: Pictures
-) -> None:
+def test_frozen_processes_are_replaced(service: Served, pictures: Pictures) -> None:
     processes = Processes(service)
     victims = {processes.engine, min(processes.workers)}
     for victim in victims:
@@ -268,7 +251,7 @@ def test_a_frozen_engine_and_a_frozen_worker_are_replaced(
 # Stopped services
 
 
-def test_no_process_outlives_a_supervisor_that_is_killed(service: Served) -> None:
+def test_no_process_outlives_its_supervisor(service: Served) -> None:
     """Stop the service; the last test of this module's service."""
     pids = Processes(service).all
     assert len(pids) == WORKERS + 1

@@ -68,7 +68,7 @@ def test_a_wrong_call_says_what_was_meant(
     assert message in shown
 
 
-def test_a_checkpoint_is_an_argument_or_a_flag(
+def test_a_checkpoint_is_argument_or_flag(
     checkpoint: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

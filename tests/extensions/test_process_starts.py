@@ -3,7 +3,7 @@
 from tests.service.process_starts import files_that_start_processes
 
 
-def test_the_supervisor_alone_starts_processes() -> None:
+def test_only_a_supervisor_starts_processes() -> None:
     starters = files_that_start_processes("service/extensions", "model/extensions")
     # Its children are the service.
     assert starters == {"service/extensions/cluster/processes.py"}

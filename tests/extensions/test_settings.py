@@ -32,7 +32,7 @@ def test_defaults_are_the_documented_ones() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "value"), VALUES)
-def test_setting_is_read_from_the_environment(
+def test_settings_come_from_the_environment(
     name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for written in (text, f'"{text}"'):
@@ -56,5 +56,5 @@ def test_wrong_port_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         load_settings()
 
 
-def test_the_documented_table_is_that_of_the_settings() -> None:
+def test_the_documented_table_is_current() -> None:
     assert PAGE.read_text() == page(), "python -m tests.deploy.settings_page"

@@ -37,7 +37,8 @@ MAGICS = [
 
 @functools.cache
 def valid_files() -> list[bytes]:
-    picture, grey = noise(40, 30), noise(40, 30, channels=1)
+    picture = noise(40, 30)
+    grey = noise(40, 30, channels=1)
     animation: dict[str, Any] = {"save_all": True, "append_images": [scene(40, 30)]}
     return [
         encode(picture, "JPEG", orientation=6),
@@ -85,7 +86,8 @@ def answer(data: bytes, *, scaled_decode: bool = True) -> None:
 
 def with_checksums(data: bytearray) -> bytes:
     """Return a PNG whose chunks have valid checksums; otherwise few faults reach the decoder."""
-    fixed, place = bytearray(data), 8
+    fixed = bytearray(data)
+    place = 8
     while place + 12 <= len(fixed):
         end = place + 8 + int.from_bytes(fixed[place : place + 4], "big")
         if end + 4 > len(fixed):
@@ -139,10 +141,9 @@ def test_damaged_files_are_answered(draw: st.DataObject, number: int, scaled_dec
 
 
 @given(st.data(), st.integers(0, 24), st.integers(0, 24))
-def test_the_head_of_one_file_on_the_tail_of_another_is_answered(
-    draw: st.DataObject, one: int, other: int
-) -> None:
-    head, tail = valid_files()[one], valid_files()[other]
+def test_spliced_files_are_answered(draw: st.DataObject, one: int, other: int) -> None:
+    head = valid_files()[one]
+    tail = valid_files()[other]
     answer(
         head[: draw.draw(st.integers(0, len(head)))] + tail[draw.draw(st.integers(0, len(tail))) :]
     )
@@ -154,7 +155,7 @@ def test_a_magic_alone_is_answered(magic: bytes) -> None:
         answer(magic[:length])
 
 
-def test_the_files_that_are_damaged_here_are_valid() -> None:
+def test_files_to_damage_are_valid_first() -> None:
     assert len(valid_files()) == 25
     for data in valid_files():
         assert preprocess(data, config()).shape == (32, 32, 3)

@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @given(st.data(), st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=3))
-def test_damaged_requests_are_answered_and_the_service_goes_on(
+def test_damaged_requests_are_answered(
     server: ServerProcess, draw: st.DataObject, requests: list[bytes]
 ) -> None:
     data = b"".join(requests)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)  # forms are fitted many times
     ("coverage", "least"),
     [(0.2, 2), (0.5, 3), (0.8, 9), (0.9, 19), (0.95, 39), (0.99, 199), (0.999, 1999)],
 )
-def test_so_many_pictures_are_needed_and_one_less_is_refused(coverage: float, least: int) -> None:
+def test_too_few_pictures_are_refused(coverage: float, least: int) -> None:
     assert pictures_needed(coverage) == least
     numbers = [number / least for number in range(least)]
     assert (
@@ -52,8 +52,9 @@ def test_so_many_pictures_are_needed_and_one_less_is_refused(coverage: float, le
         (999, 0.9, 49),
     ],
 )
-def test_the_finite_sample_correction_is_exact(count: int, coverage: float, left_out: int) -> None:
-    scores, energies = np.linspace(0, 1, count).tolist(), np.linspace(5, 9, count).tolist()
+def test_the_sample_correction_is_exact(count: int, coverage: float, left_out: int) -> None:
+    scores = np.linspace(0, 1, count).tolist()
+    energies = np.linspace(5, 9, count).tolist()
     sets = LabelSets.of(1.0, scores, energies, coverage)
     assert (sets.least_score, sets.least_energy) == (scores[left_out], energies[left_out])
 
@@ -68,15 +69,16 @@ def drawn(
 
 
 @pytest.mark.parametrize(("count", "coverage"), [(39, 0.95), (60, 0.8), (100, 0.9)])
-def test_sets_hold_the_right_label_of_exchangeable_pictures_so_often(
-    count: int, coverage: float
-) -> None:
+def test_sets_reach_their_coverage(count: int, coverage: float) -> None:
     generator = np.random.default_rng(0)
-    held, empty, rounds = 0.0, 0.0, 250
+    held = 0.0
+    empty = 0.0
+    rounds = 250
     logits, truth = drawn(generator, 6000)
     for _ in range(rounds):
         chosen = generator.permutation(len(truth))
-        known, new = chosen[:count], chosen[count : count + 200]
+        known = chosen[:count]
+        new = chosen[count : count + 200]
         scores, energies = scores_and_energies(logits[known], 1.5)
         right = np.sort(scores[np.arange(count), truth[known]]).tolist()
         sets = LabelSets.of(1.5, right, np.sort(energies).tolist(), coverage)
@@ -89,14 +91,14 @@ def test_sets_hold_the_right_label_of_exchangeable_pictures_so_often(
     assert empty <= (1 - coverage) / 2 + error
 
 
-def test_a_set_is_best_first_and_empty_for_a_picture_with_little_energy() -> None:
+def test_a_label_set_is_best_first() -> None:
     sets = LabelSets(temperature=2.0, least_score=0.1, least_energy=1.5)
     found = sets(np.array([[2, 6, 5, -9], [6, 2, 2, 2], [-4, -4, -4, -4]], np.float32))
     assert [each.tolist() for each in found] == [[1, 2], [0], []]
     assert found[0].dtype == np.int64
 
 
-def test_logits_that_are_not_finite_have_no_set_and_no_warning() -> None:
+def test_non_finite_logits_have_no_set() -> None:
     sets = LabelSets(1.0, 0.1, 0.0)
     assert [len(each) for each in sets(np.array([[np.inf, 1], [np.nan, 1]], np.float32))] == [0, 0]
 
@@ -116,9 +118,7 @@ def test_logits_that_are_not_finite_have_no_set_and_no_warning() -> None:
         ({"more": 1}, "more"),
     ],
 )
-def test_a_calibration_that_none_was_written_as_is_refused(
-    changes: dict[str, object], message: str
-) -> None:
+def test_a_changed_calibration_is_refused(changes: dict[str, object], message: str) -> None:
     written = Calibration.of("pictures", 2, Fit(1.5), np.array([0.9, 0.1]), np.array([3.0, 1.0]))
     assert (written.scores, written.energies) == ((0.1, 0.9), (1.0, 3.0))
     with pytest.raises(ValidationError, match=message):

@@ -84,7 +84,7 @@ def test_methods_depend_on_the_network(monkeypatch, fields, expected):
     assert methods_of(config(**fields)) == expected
 
 
-def test_unknown_method_is_not_class_specific(monkeypatch):
+def test_unknown_methods_explain_no_class(monkeypatch):
     install(monkeypatch)
 
     assert not is_class_specific("occlusion")

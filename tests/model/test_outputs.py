@@ -12,7 +12,7 @@ from tests.needs import needs_methods
 
 
 @pytest.mark.parametrize(("given", "layer"), [(None, 2), (0, 0), (2, 2), (-1, 2), (-3, 0)])
-def test_layers_count_from_zero_and_from_the_end(given: int | None, layer: int) -> None:
+def test_layers_count_from_either_end(given: int | None, layer: int) -> None:
     assert parse_layer(given, depth=3) == layer
 
 
@@ -23,7 +23,7 @@ def test_heads_are_combined_or_numbered(given: str | None, head: int | str) -> N
     assert parse_attention_head(given, heads=2) == head
 
 
-def test_what_the_model_does_not_have_is_an_error_that_names_the_parameter() -> None:
+def test_a_missing_layer_or_head_is_named() -> None:
     for layer in (3, -4):
         with pytest.raises(
             InputError, match=r"^layer -?\d: the model has layers -3 ... 2$"
@@ -64,9 +64,7 @@ LABELS = (
         ("c", [7]),
     ],
 )
-def test_classes_are_named_by_index_label_or_a_name_in_the_label(
-    text: str, classes: list[int]
-) -> None:
+def test_classes_have_an_index_or_a_name(text: str, classes: list[int]) -> None:
     assert parse_classes(text, LABELS) == classes
 
 
@@ -109,7 +107,7 @@ def maps(**said: Any) -> list[MapRequest]:
         pytest.param({"method": "gae"}, [MapRequest("gae")], marks=needs_methods),
     ],
 )
-def test_what_was_not_said_follows_from_what_was(
+def test_omitted_options_follow_from_others(
     said: dict[str, Any], requests: list[MapRequest]
 ) -> None:
     assert maps(**said) == requests

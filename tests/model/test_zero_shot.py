@@ -59,7 +59,7 @@ def test_other_texts_are_refused(text: str, message: str) -> None:
         parse_labels(text)
 
 
-def test_templates_count_as_texts_and_what_does_not_apply_is_refused() -> None:
+def test_templates_count_as_texts() -> None:
     many = ZeroShot(1.0, 0.0, False, tuple(f"{number} {{}}" for number in range(200)))
     assert len(labels_of_request("a,b,c,d,e", many, CONFIG)) == 5
     with pytest.raises(InputError, match="there are 6, expected 1 to 5"):
@@ -69,7 +69,7 @@ def test_templates_count_as_texts_and_what_does_not_apply_is_refused() -> None:
     assert labels_of_request("a", PLAIN, CONFIG) == ("a",)
 
 
-def test_without_labels_the_models_own_classes_are_meant_if_it_has_any() -> None:
+def test_omitted_labels_mean_own_classes() -> None:
     headless = CONFIG.model_copy(update={"num_classes": 0})
     assert labels_of_request(None, PLAIN, CONFIG) == labels_of_request(None, None, CONFIG) == ()
     with pytest.raises(InputError, match="send labels=cat,dog, or start it with VIT_LABELS"):
@@ -79,7 +79,7 @@ def test_without_labels_the_models_own_classes_are_meant_if_it_has_any() -> None
     assert labels_of_request("a", PLAIN, headless) == ("a",)
 
 
-def test_a_label_stands_in_each_template_and_braces_of_a_label_mean_nothing() -> None:
+def test_a_label_stands_in_each_template() -> None:
     two = ZeroShot(1.0, 0.0, False, ("a {}", "{} b"))
     assert two.prompts(["{}", "x"]) == ["a {}", "{} b", "a x", "x b"]
 
@@ -88,7 +88,8 @@ def test_a_label_stands_in_each_template_and_braces_of_a_label_mean_nothing() ->
 @pytest.mark.parametrize("count", [1, 7])
 def test_scores_are_those_of_torch(independent: bool, count: int) -> None:
     rng = np.random.default_rng(0)
-    texts, embedding = rng.normal(size=(count, 12)).astype("f4"), rng.normal(size=12).astype("f4")
+    texts = rng.normal(size=(count, 12)).astype("f4")
+    embedding = rng.normal(size=12).astype("f4")
     zero_shot = ZeroShot(10.0, -2.0, independent, ("{}",))
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
     requested = RequestedOutputs(min(3, count), logits=True, labels=("x",) * count)
@@ -111,7 +112,7 @@ def test_scores_are_those_of_torch(independent: bool, count: int) -> None:
     assert found.embedding is None
 
 
-def test_scores_stay_finite_where_exponentials_do_not() -> None:
+def test_scores_stay_finite_for_any_logit() -> None:
     zero_shot = ZeroShot(1e4, 0.0, True, ("{}",))
     embedding = np.array([1, 0], np.float32)
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
@@ -124,11 +125,9 @@ SATURATED = [18.0, 25.0, 3.0, 19.0, 1.0]
 """Return logits of which three have a sigmoid of 1 in float32."""
 
 
-def test_saturated_sigmoids_are_ranked_by_their_logits_on_the_host_and_on_a_device() -> None:
-    head, logits = (
-        Head(tuple("abcde"), independent=True),
-        np.array([SATURATED, SATURATED[::-1]], np.float32),
-    )
+def test_saturated_sigmoids_keep_their_order() -> None:
+    head = Head(tuple("abcde"), independent=True)
+    logits = np.array([SATURATED, SATURATED[::-1]], np.float32)
     best = head.best(logits, 3)
     assert best.indices.tolist() == [[1, 3, 0], [3, 1, 4]]
     found = with_best(BatchOutputs(torch.from_numpy(logits)), head, 3).tensors()
@@ -144,7 +143,7 @@ def test_first_of_equal_logits_are_best() -> None:
     np.testing.assert_array_equal(found["indices"], head.best(logits.numpy(), 5).indices)
 
 
-def test_of_equal_logits_the_first_is_best_on_the_host_on_a_device_and_in_relevance() -> None:
+def test_equal_logits_rank_alike_everywhere() -> None:
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     logits[:, 200::200] = 8
     head = Head(tuple(map(str, range(1000))), independent=False)
@@ -160,16 +159,12 @@ def test_of_equal_logits_the_first_is_best_on_the_host_on_a_device_and_in_releva
     ("independent", "form"),
     [(False, Form()), (False, Form(power=1.8, crowding=0.3)), (True, Form())],
 )
-def test_the_host_and_a_device_score_alike_and_tell_what_is_not_finite(
-    independent: bool, form: Form
-) -> None:
+def test_host_scores_equal_device_scores(independent: bool, form: Form) -> None:
     logits = np.random.default_rng(0).normal(0, 5, (6, 40)).astype(np.float32)
     logits[4, 3] = np.nan
     head = Head(tuple(map(str, range(40))), independent, temperature=1.7, form=form)
-    best, found = (
-        head.best(logits, 5),
-        with_best(BatchOutputs(torch.from_numpy(logits)), head, 5).tensors(),
-    )
+    best = head.best(logits, 5)
+    found = with_best(BatchOutputs(torch.from_numpy(logits)), head, 5).tensors()
     assert found["finite"].tolist() == best.finite.tolist() == [True] * 4 + [False, True]
     sound = best.finite
     assert found["indices"].numpy()[sound].tolist() == best.indices[sound].tolist()
@@ -179,7 +174,7 @@ def test_the_host_and_a_device_score_alike_and_tell_what_is_not_finite(
         np.testing.assert_allclose(head.scores(logits)[sound], of_sets[sound], atol=1e-6)
 
 
-def test_evidence_among_few_is_whole_only_if_the_score_is() -> None:
+def test_only_a_full_score_is_whole_evidence() -> None:
     logits = np.array([[4.0, 4.0, -8.0], [1.0, 3.0, 2.0]], np.float32)
     score, evidence = Head(tuple("abc"), independent=False).evidence(logits, np.array([1, 0]))
     np.testing.assert_allclose(score, [0.5, 0.0900], atol=1e-4)
@@ -190,7 +185,7 @@ def test_evidence_among_few_is_whole_only_if_the_score_is() -> None:
     assert score.tolist() == evidence.tolist()
 
 
-def test_little_speaks_for_any_class_if_a_head_abstains() -> None:
+def test_abstention_leaves_little_evidence() -> None:
     logits = np.array([[40.0, 0.0], [0.0, 40.0]], np.float32)
     of_sets = Head(
         ("a", "b"), False, label_sets=lambda rows: [np.flatnonzero(row[:1] > 1) for row in rows]
@@ -206,13 +201,14 @@ def test_little_speaks_for_any_class_if_a_head_abstains() -> None:
     assert evidence[1] < LITTLE
 
 
-def test_among_many_classes_evidence_is_measured_by_the_spread_of_their_logits() -> None:
+def test_evidence_follows_the_logits_spread() -> None:
     logits = np.tile(np.array([-1.0, 1.0], np.float32), 500)
     logits[:4] = 8.0, 2.9, 1.7, -9.0  # their mean is 0, their deviation about 1
     logits = logits[np.newaxis] + 100
     head = Head(tuple(map(str, range(1000))), independent=False)
     found = [head.evidence(logits, np.array([each]))[1].item() for each in range(4)]
-    spread, above = logits.std(), logits[0, :4] - logits.mean()
+    spread = logits.std()
+    above = logits[0, :4] - logits.mean()
     np.testing.assert_allclose(found, [1, *(above[1:3] / spread - 1.5) / 2.5, 0], atol=1e-4)
     assert 0 < found[2] < 0.2 < found[1] < 1
     assert head.evidence(np.zeros((1, 1000), np.float32), np.array([0]))[1].tolist() == [0], (

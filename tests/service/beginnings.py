@@ -31,7 +31,8 @@ class Beginnings(ast.NodeVisitor):
         self.generic_visit(node)
         self.scope.pop()
 
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef  # noqa: N815
+    visit_FunctionDef = visit_ClassDef  # noqa: N815
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
     def visit_Call(self, node: ast.Call) -> None:
         called = node.func

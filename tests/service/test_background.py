@@ -95,7 +95,7 @@ async def test_a_failed_thread_is_started_again(restarted: list[str]) -> None:
     assert (restarted, duty.pauses, thread.name) == (["read"] * 2, [1, 2], "read_1")
 
 
-def test_the_pause_grows_until_a_run_was_long(restarted: list[str]) -> None:
+def test_a_long_run_resets_the_pause(restarted: list[str]) -> None:
     now = 0.0
     restarts = Restarts("watch", lambda: now)
     assert [restarts.failed(OSError()) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]

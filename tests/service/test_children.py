@@ -42,11 +42,11 @@ from tests.service.process_starts import REPOSITORY, files_that_start_processes,
         "import concurrent.futures\nconcurrent.futures.ProcessPoolExecutor()",
     ],
 )
-def test_every_way_to_start_a_process_is_seen(code: str) -> None:
+def test_every_process_start_is_seen(code: str) -> None:
     assert starts(ast.parse(code))
 
 
-def test_types_and_constants_start_no_process() -> None:
+def test_types_start_no_process() -> None:
     code = (
         "import subprocess, os\nchild: subprocess.Popen[bytes]\nsubprocess.PIPE\nos.path.join('a')"
     )
@@ -73,7 +73,7 @@ def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_child_imports_nothing_of_the_folder(hostile_folder: Path) -> None:
+def test_a_child_ignores_its_folders_files(hostile_folder: Path) -> None:
     with start_python("model.extensions.taught.linear_probe", stdout=subprocess.DEVNULL) as child:
         assert child.wait(60) == 0
 
@@ -101,7 +101,7 @@ def test_a_child_runs_in_the_root_folder() -> None:
     assert children.output_of("pwd", timeout_seconds=60) == "/\n"
 
 
-def test_a_child_finds_the_packages_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_finds_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr("sys.path", [str(REPOSITORY), *__import__("sys").path])
     code = start_python("model.extensions.taught.linear_probe", stdout=subprocess.DEVNULL)

@@ -281,7 +281,7 @@ def test_command_line_refuses_in_one_line(tmp_path, entry, message):
     assert done.stderr.count("\n") == 1
 
 
-def test_broken_metadata_is_refused_in_one_line(tmp_path):
+def test_broken_metadata_is_one_line(tmp_path):
     with metadata(tmp_path, f"[{GROUP}]\nno equals sign\n") as path:
         done = run("-m", "service", "--help", PYTHONPATH=path)
 

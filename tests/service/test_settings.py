@@ -215,7 +215,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", ["two", "two\n", "", " "])
-def test_the_admin_key_is_a_key_that_no_other_caller_has(key: str) -> None:
+def test_the_admin_key_must_be_unique(key: str) -> None:
     with pytest.raises(SettingsError, match=r"^VIT_ADMIN_KEY=\*\*\*: expected a (key|value)"):
         load_settings({"api_keys": "one,name:two", "admin_key": key})
 
@@ -230,7 +230,7 @@ def test_every_setting_is_tried_below() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "value"), GIVEN)
-def test_a_setting_is_read_from_the_environment(
+def test_the_environment_gives_a_setting(
     name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"VIT_{name.upper()}", text)
@@ -251,15 +251,13 @@ def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert (settings.host, settings.port) == ("0.0.0.0", 9001)
 
 
-def test_a_file_of_variables_in_the_working_directory_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dotenv_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".env").write_text("VIT_PORT=9000\n")
     monkeypatch.chdir(tmp_path)
     assert load_settings().port == 8000
 
 
-def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in Settings.model_fields:
         monkeypatch.setenv(f"VIT_{name.upper()}", "")
     settings = load_settings()
@@ -268,7 +266,7 @@ def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("name", "text", "allowed"), WRONG)
 @pytest.mark.parametrize("source", ["environment", "flag"])
-def test_a_wrong_value_gives_one_line_with_setting_value_and_what_is_allowed(
+def test_a_wrong_value_is_told_in_one_line(
     name: str, text: str, allowed: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = {}
@@ -298,7 +296,7 @@ def test_keys_are_never_shown() -> None:
 
 
 @pytest.mark.parametrize("variable", ["VIT_APIKEYS", "VIT_API_KEY", "VIT_API_KEYS_FILE"])
-def test_misspelt_keys_do_not_open_the_service(variable: str) -> None:
+def test_misspelt_keys_open_no_service(variable: str) -> None:
     environment = {variable: "K1"}
     require_keys_as_meant(load_settings(), environment)
     require_keys_as_meant(load_settings({"host": "0.0.0.0", "api_keys": "K2"}), environment)
@@ -376,7 +374,7 @@ WRONG_ORIGINS = (
 
 
 @pytest.mark.parametrize("text", [*WRONG_ORIGINS.split(), "https://a.example https://b.example"])
-def test_an_origin_that_never_matches_is_refused(text: str) -> None:
+def test_an_impossible_origin_is_refused(text: str) -> None:
     with pytest.raises(
         SettingsError, match=r"^VIT_CORS_ORIGINS=.* is not an origin; write SCHEME://HOST"
     ):
@@ -400,7 +398,7 @@ def test_an_origin_that_never_matches_is_refused(text: str) -> None:
         "$KEY",
     ],
 )
-def test_a_key_that_no_caller_can_send_is_refused(name: str, text: str) -> None:
+def test_an_unsendable_key_is_refused(name: str, text: str) -> None:
     with pytest.raises(
         SettingsError, match=rf"^VIT_{name.upper()}=\*\*\*: (a key contains|expected)"
     ) as raised:

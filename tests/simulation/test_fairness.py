@@ -113,7 +113,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("busy", [1, 2, 4], ids=lambda count: f"{count} busy")
-def test_a_light_caller_waits_for_two_batches(busy: int) -> None:
+def test_a_light_caller_waits_two_batches(busy: int) -> None:
     simulation = Simulation(8, on_cpu)
     simulation.run([f"busy {number}" for number in range(busy)], light_rate=4)
     batch_seconds = on_cpu(8, STREAMS)
@@ -123,9 +123,7 @@ def test_a_light_caller_waits_for_two_batches(busy: int) -> None:
 
 
 @pytest.mark.parametrize(("max_batch", "device"), [(8, on_cpu), (64, on_gpu)], ids=["cpu", "gpu"])
-def test_any_number_of_callers_has_the_same_rate(
-    max_batch: int, device: Callable[[int, int], float]
-) -> None:
+def test_caller_count_changes_no_rate(max_batch: int, device: Callable[[int, int], float]) -> None:
     rates = {}
     for count in (1, 2, 4, 8):
         simulation = Simulation(max_batch, device)

@@ -56,7 +56,11 @@ class Runner:
     Each batch waits until the machine releases it.
     """
 
-    streams, batch_sizes, compiled, device, max_batch = 2, None, "off", "cpu", MAX_BATCH
+    streams = 2
+    batch_sizes = None
+    compiled = "off"
+    device = "cpu"
+    max_batch = MAX_BATCH
 
     def __init__(self, version: int, clock: Callable[[], float]) -> None:
         self.version = version
@@ -66,7 +70,8 @@ class Runner:
         self.launched: list[tuple[list[int], float]] = []
         self.waiting = 0
         self.turns = threading.Semaphore(0)
-        self.size, self.heads = 0, dict[str, Any]()
+        self.size = 0
+        self.heads = dict[str, Any]()
 
     def warm_up(self, *, compile_later: bool = False) -> None:
         """Do nothing."""
@@ -151,7 +156,8 @@ class ModelMachine(RuleBasedStateMachine):
     # The service
 
     def make(self, checkpoint: Checkpoint) -> Any:
-        version, broken = next(self.versions), self.broken
+        version = next(self.versions)
+        broken = self.broken
 
         def load() -> tuple[Runner, ModelInfo]:
             assert self.load_gate.wait(PATIENCE)
@@ -189,7 +195,8 @@ class ModelMachine(RuleBasedStateMachine):
 
     async def settle(self) -> None:
         """Wait until threads have taken all waiting images, and callers have their answers."""
-        quiet, before = 0, object()
+        quiet = 0
+        before = object()
         while quiet < 3:
             await asyncio.sleep(0.0005)
             self.look_at_states()
@@ -213,7 +220,8 @@ class ModelMachine(RuleBasedStateMachine):
                 and len(engine._streams._under_way) < Runner.streams
                 for engine in engines_open
             )
-            quiet, before = (quiet + 1 if is_quiet else 0), now
+            quiet = quiet + 1 if is_quiet else 0
+            before = now
 
     def look_at_states(self) -> None:
         for generation in {*self.states, *self.model._open}:

@@ -169,7 +169,7 @@ def test_pil_image_keeps_its_orientation(call: Call) -> None:
     np.testing.assert_array_equal(np.asarray(expected.image), np.asarray(sent.image))
 
 
-def test_bytes_of_any_kind_are_sent_unchanged(call: Call, tmp_path: Path) -> None:
+def test_any_bytes_are_sent_unchanged(call: Call, tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(b"pixels")
     server = Recorder(200, json={"results": [CAT] * 5})
     with (tmp_path / "cat.png").open("rb") as file:
@@ -253,7 +253,7 @@ def test_every_option_of_a_map_is_sent(call: Call) -> None:
         assert dict(server.request.url.params) == {"class": sent} | expected
 
 
-def test_classification_refers_to_kept_picture(call: Call) -> None:
+def test_an_answer_names_its_kept_picture(call: Call) -> None:
     server = Recorder(200, content=b"PNG")
     call(server, "heat_map", Classification.model_validate({"id": "kept", **CAT}), size=100)
     assert (server.request.method, str(server.request.url)) == (
@@ -395,7 +395,7 @@ def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_client_imports_nothing_of_the_server(
+def test_client_imports_no_server_module(
     folder: Path,
 ) -> None:
     (folder / "program.py").write_text("import sys, vitserve.client; print(*sys.modules)")
@@ -406,7 +406,7 @@ def test_client_imports_nothing_of_the_server(
     assert not modules & SERVER_ONLY
 
 
-def test_command_ignores_files_of_the_same_name(folder: Path) -> None:
+def test_a_command_ignores_equal_file_names(folder: Path) -> None:
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = scripts["vitserve"].split(":")
     script = f"import sys; from {module} import {function}; sys.exit({function}())"
@@ -443,9 +443,7 @@ def test_address_of_another_kind_is_refused(url: str, remedy: str) -> None:
         (io.BytesIO(), ValueError, "call its seek(0) first"),
     ],
 )
-def test_source_without_a_picture_names_remedy(
-    source: Any, error: type[Exception], remedy: str
-) -> None:
+def test_an_unfit_source_names_its_remedy(source: Any, error: type[Exception], remedy: str) -> None:
     with pytest.raises(error, match=re.escape(remedy)):
         file_bytes(source)
 

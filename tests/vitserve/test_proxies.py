@@ -31,7 +31,7 @@ def closed_port() -> int:
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
-def test_a_dead_proxy_is_named_without_secret(
+def test_a_dead_proxy_reveals_no_secret(
     variable: str, closed_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, f"http://me:secret@127.0.0.1:{closed_port}")

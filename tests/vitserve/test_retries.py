@@ -204,7 +204,7 @@ def test_stream_keeps_the_order_of_files(tmp_path: Path, concurrency: int) -> No
 
 @pytest.mark.parametrize("concurrency", [1, 2, 8])
 @on_a_loop
-async def test_async_stream_keeps_the_order_of_files(tmp_path: Path, concurrency: int) -> None:
+async def test_async_streams_keep_the_file_order(tmp_path: Path, concurrency: int) -> None:
     files = write(tmp_path)
     async with asynchronous(answer) as client:
         check(

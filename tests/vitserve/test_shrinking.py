@@ -56,7 +56,8 @@ def test_shrunk_picture_has_the_same_region(form: str, orientation: int) -> None
     small = opened(sent.data)
     assert (small.format, small.size) == (form, (276, 201) if orientation <= 4 else (201, 276))
     assert not small.getexif()
-    expected, found = model_input(original, PREPROCESS), model_input(sent.data, PREPROCESS)
+    expected = model_input(original, PREPROCESS)
+    found = model_input(sent.data, PREPROCESS)
     difference = np.abs(expected.pixels.astype(int) - found.pixels)
     assert (difference.mean() < 1) and (difference.max() < 16)
     region = np.array(found.region) * (sent.pixel * 2)
@@ -112,7 +113,8 @@ def test_without_pillow_originals_are_sent(monkeypatch: pytest.MonkeyPatch) -> N
     assert shrink(data, SIDE) == (data, (1, 1))
 
 
-PHOTO, SMALL = encoded(photo(1200, 800)), encoded(photo(300, 200))
+PHOTO = encoded(photo(1200, 800))
+SMALL = encoded(photo(300, 200))
 REGION = {"x": 10.0, "y": 20.0, "width": 100.0, "height": 50.0}
 TIMES_4 = {name: 4 * value for name, value in REGION.items()}
 
@@ -121,10 +123,12 @@ TIMES_4 = {name: 4 * value for name, value in REGION.items()}
 def test_regions_refer_to_the_originals(
     kind: type[Client | AsyncClient],
 ) -> None:
-    now, asked = 0.0, list[str]()
+    now = 0.0
+    asked = list[str]()
 
     def answer(request: httpx.Request) -> httpx.Response:
-        path, body = request.url.path, request.content
+        path = request.url.path
+        body = request.content
         asked.append(f"{path} {opened(body).width}" if body.startswith(b"\xff\xd8") else path)
         found = MAP | {"region": REGION}
         classification = {"id": "kept", **CAT, "attention": found}

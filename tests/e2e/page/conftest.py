@@ -50,7 +50,8 @@ def locked_server(
 ) -> Iterator[Served]:
     """Serve DeiT-tiny behind keys."""
     options: dict[str, Any] = {"api_keys": "secret,other", "metrics_public": False}
-    folder, checkpoint = tmp_path_factory.mktemp("page"), shared / "weights/deit_tiny_imagenet"
+    folder = tmp_path_factory.mktemp("page")
+    checkpoint = shared / "weights/deit_tiny_imagenet"
     with serving(folder, checkpoint=checkpoint, **options) as served:
         yield served
 

@@ -15,7 +15,8 @@ from tests.e2e.page.browser import Page, Tab, expect
 Open = Callable[..., AbstractContextManager[Tab]]
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-DOG, CAT = EXAMPLES / "dog.jpg", EXAMPLES / "cat.jpg"
+DOG = EXAMPLES / "dog.jpg"
+CAT = EXAMPLES / "cat.jpg"
 PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
 
 

@@ -21,10 +21,11 @@ from tests.model.images.pictures import encode
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 
-def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_belongs(
+def test_maps_fit_pictures_shrunk_to_send(
     page: Page, found: Tab, server: Served, tmp_path: Path
 ) -> None:
-    photo, quarter_turn = tmp_path / "photo.jpg", 6
+    photo = tmp_path / "photo.jpg"
+    quarter_turn = 6
     with Image.open(DOG) as picture:
         lying = picture.resize((900, 1200)).transpose(Image.Transpose.ROTATE_90)
     photo.write_bytes(encode(lying, "JPEG", quarter_turn, quality=100))
@@ -51,9 +52,7 @@ def test_a_large_picture_is_sent_smaller_if_it_may_and_its_map_lies_where_it_bel
         }
 
 
-def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(
-    page: Page, server: Served
-) -> None:
+def test_two_map_choices_stand_side_by_side(page: Page, server: Served) -> None:
     choose(page, DOG)
     map_shown(page)
     open_choices(page)
@@ -81,12 +80,13 @@ def test_layer_and_head_are_switched_and_two_maps_stand_side_by_side(
     expect(page.locator("figure.map")).to_have_count(1)
 
 
-def test_a_map_is_drawn_as_the_service_draws_it(page: Page, server: Served) -> None:
+def test_the_page_draws_maps_as_the_service(page: Page, server: Served) -> None:
     look = "overlay=false&caption=false&size=256"
     png = server.client.post(f"/attention?{look}", content=DOG.read_bytes()).content
     region = server.client.post("/attention?format=json", content=DOG.read_bytes()).json()["region"]
     with Image.open(io.BytesIO(png)) as drawn, Image.open(DOG) as photo:
-        expected, width = np.asarray(drawn.convert("RGB")).astype(int), photo.width
+        expected = np.asarray(drawn.convert("RGB")).astype(int)
+        width = photo.width
     choose(page, DOG)
     map_shown(page)
     smooth = pixels(page, ".heat")
@@ -112,7 +112,7 @@ def test_a_map_is_drawn_as_the_service_draws_it(page: Page, server: Served) -> N
     assert pixels(page, ".heat").any()
 
 
-def test_a_patch_tells_its_share_to_pointer_and_keyboard(page: Page, server: Served) -> None:
+def test_a_patch_tells_its_share(page: Page, server: Served) -> None:
     choose(page, DOG)
     map_shown(page)
     with page.expect_download() as saved:
@@ -155,7 +155,7 @@ def test_a_patch_tells_its_share_to_pointer_and_keyboard(page: Page, server: Ser
     expect(readout).to_have_text(told(min(7, row + 1), max(0, column - 1)))
 
 
-def test_the_curl_calls_give_what_is_on_screen(page: Page, tmp_path: Path) -> None:
+def test_curl_calls_give_the_shown_answer(page: Page, tmp_path: Path) -> None:
     (tmp_path / "a dog, 'small'.jpg").write_bytes(DOG.read_bytes())
     with page.expect_request("**/classify?*") as sent:
         choose(page, tmp_path / "a dog, 'small'.jpg")
@@ -172,9 +172,7 @@ def test_the_curl_calls_give_what_is_on_screen(page: Page, tmp_path: Path) -> No
         assert drawn.format == "PNG"
 
 
-def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(
-    page: Page, server: Served
-) -> None:
+def test_a_clicked_label_gets_its_own_map(page: Page, server: Served) -> None:
     choose(page, DOG)
     labels = answers(page)
     map_shown(page)
@@ -235,7 +233,7 @@ def test_a_label_is_clicked_and_its_map_is_drawn_beside_that_of_another(
     expect(page.locator(".layer").first).to_be_hidden()
 
 
-def test_the_map_lies_where_the_model_looked_on_the_original(page: Page, server: Served) -> None:
+def test_the_map_covers_what_the_model_saw(page: Page, server: Served) -> None:
     with Image.open(DOG) as picture:
         wide = encode(picture.resize((600, 100)), "JPEG")
     region = server.client.post("/attention?format=json", content=wide).json()["region"]
@@ -244,7 +242,8 @@ def test_the_map_lies_where_the_model_looked_on_the_original(page: Page, server:
     heat = pixels(page, ".heat")
     rows, across = heat.shape[:2]
     assert rows * 6 == pytest.approx(across, abs=6)
-    left, right = region["x"], region["x"] + region["width"]
+    left = region["x"]
+    right = region["x"] + region["width"]
     columns = np.flatnonzero(heat[..., 3].any(axis=0)) * 600 / across
     box = page.locator(".map .stack").bounding_box()
     assert box is not None and box["height"] > 200  # not a strip of a few pixels

@@ -99,7 +99,7 @@ def side_by_side(page: Page, second: str) -> None:
         map_shown(page, index)
 
 
-def test_one_model_leaves_no_choice_and_is_not_named(open_page: Open) -> None:
+def test_one_model_leaves_no_choice(open_page: Open) -> None:
     with open_page() as found:
         sent = queries(found.page)
         choose(found.page, DOG)
@@ -108,7 +108,7 @@ def test_one_model_leaves_no_choice_and_is_not_named(open_page: Open) -> None:
         assert sent and not any("model" in query for query in sent)
 
 
-def test_a_model_is_chosen_with_the_keyboard_and_answers_with_its_maps(page: Page) -> None:
+def test_the_keyboard_chooses_a_model(page: Page) -> None:
     sent = queries(page)
     choose(page, DOG)
     assert answers(page)[0] == "dog"
@@ -130,7 +130,7 @@ def test_a_model_is_chosen_with_the_keyboard_and_answers_with_its_maps(page: Pag
         assert "model=german" in line
 
 
-def test_two_models_stand_side_by_side_on_one_picture(page: Page, models_server: Served) -> None:
+def test_two_models_stand_side_by_side(page: Page, models_server: Served) -> None:
     choose(page, DOG)
     map_shown(page)
     sent = queries(page)
@@ -174,7 +174,7 @@ def test_two_models_stand_side_by_side_on_one_picture(page: Page, models_server:
     assert len(answers(page)) == 5
 
 
-def test_a_heic_picture_is_shown_as_each_of_two_models_saw_it(page: Page) -> None:
+def test_each_model_shows_a_heic_as_it_saw(page: Page) -> None:
     pillow_heif = pytest.importorskip("pillow_heif")
     buffer = io.BytesIO()
     with Image.open(DOG) as picture:
@@ -187,7 +187,7 @@ def test_a_heic_picture_is_shown_as_each_of_two_models_saw_it(page: Page) -> Non
         assert pixels(page, f"figure[aria-label='Map of {name}'] .base")[..., :3].std() > 20
 
 
-def test_what_one_of_two_refuses_is_told_at_its_place(page: Page, models_server: Served) -> None:
+def test_a_refusal_is_told_beside_its_model(page: Page, models_server: Served) -> None:
     problem = {
         "type": "about:blank",
         "title": "Loading",
@@ -218,7 +218,7 @@ def test_what_one_of_two_refuses_is_told_at_its_place(page: Page, models_server:
         expect(page.locator("#error:visible, .refusal:visible")).to_have_count(0)
 
 
-def test_one_of_two_compares_words_and_has_a_map_of_each(page: Page) -> None:
+def test_one_of_two_models_compares_words(page: Page) -> None:
     sent = queries(page)
     page.get_by_label("Second model").select_option("words")
     page.get_by_label("Possible labels").fill("a cat, dog")
@@ -240,9 +240,7 @@ def test_one_of_two_compares_words_and_has_a_map_of_each(page: Page) -> None:
     )
 
 
-def test_a_model_that_is_replaced_or_removed_under_way_starts_again(
-    page: Page, found: Tab, models_server: Served
-) -> None:
+def test_a_model_change_restarts_pictures(page: Page, found: Tab, models_server: Served) -> None:
     def put(**settings: object) -> None:
         body = {"checkpoint": BUNDLED.name} | settings
         assert models_server.client.put(
@@ -251,10 +249,8 @@ def test_a_model_that_is_replaced_or_removed_under_way_starts_again(
 
     put()
     found.refusals_expected = True
-    which, notice = (
-        page.get_by_role("combobox", name="Model", exact=True),
-        page.locator("#notice[role=status]"),
-    )
+    which = page.get_by_role("combobox", name="Model", exact=True)
+    notice = page.locator("#notice[role=status]")
     which.select_option("passing")
     choose(page, DOG)
     map_shown(page)

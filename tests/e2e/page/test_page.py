@@ -25,9 +25,7 @@ from tests.e2e.serving import Served
 pytestmark = pytest.mark.timeout(180)  # a server and a browser start
 
 
-def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(
-    page: Page, server: Served
-) -> None:
+def test_an_example_answer_moves_no_element(page: Page, server: Served) -> None:
     model = server.get("/model").json()
     expect(page.locator("#model")).to_have_text(
         f"{model['name']} on {model['device']}, {model['dtype']}, input 32\u00d732, 10 classes"
@@ -60,9 +58,7 @@ def test_an_example_is_answered_with_bars_and_a_map_and_nothing_moves(
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
-def test_an_empty_page_shows_only_how_to_give_it_a_picture(
-    open_page: Open, options: dict[str, object]
-) -> None:
+def test_an_empty_page_asks_for_pictures(open_page: Open, options: dict[str, object]) -> None:
     with open_page(**options) as found:
         page = found.page
         first = "Take a photo" if options else "Choose pictures"
@@ -158,11 +154,9 @@ def test_many_pictures_are_a_table(page: Page, found: Tab) -> None:
     expect(page.locator("tbody tr, #where:visible, #answer:visible")).to_have_count(0)
 
 
-def test_another_model_behind_the_page_starts_again(page: Page, server: Served) -> None:
-    model, answer = (
-        server.get("/model").json(),
-        server.classify(DOG.read_bytes(), "attention=relevance").json(),
-    )
+def test_another_model_starts_pictures_again(page: Page, server: Served) -> None:
+    model = server.get("/model").json()
+    answer = server.classify(DOG.read_bytes(), "attention=relevance").json()
     choose(page, DOG)
     map_shown(page)
     page.route(re.compile(r"/model\?"), lambda route: route.fulfill(json=model | {"name": "other"}))
@@ -189,10 +183,9 @@ def test_another_model_behind_the_page_starts_again(page: Page, server: Served) 
     expect(page.locator("#pictures button[aria-label='dog.jpg: dog']")).to_have_count(1)
 
 
-def test_a_model_of_words_has_a_box_for_them_and_one_without_maps_shows_the_picture(
-    page: Page, server: Served
-) -> None:
-    model, answer = server.get("/model").json(), server.classify(DOG.read_bytes()).json()
+def test_a_model_of_words_asks_for_labels(page: Page, server: Served) -> None:
+    model = server.get("/model").json()
+    answer = server.classify(DOG.read_bytes()).json()
     described = model | {"classes": 0, "templates": ["a photo of {}."], "attention_methods": []}
     page.route(re.compile(r"/model\?"), lambda route: route.fulfill(json=described))
     page.route("**/classify?*", lambda route: route.fulfill(json=answer))
@@ -208,7 +201,7 @@ def test_a_model_of_words_has_a_box_for_them_and_one_without_maps_shows_the_pict
     expect(page.locator(".hold:visible, .choices:visible, #more:visible")).to_have_count(0)
 
 
-def test_an_address_is_no_picture_and_answers_are_told_aloud(page: Page) -> None:
+def test_screen_readers_hear_each_outcome(page: Page) -> None:
     page.evaluate(
         """() => {
           const data = new DataTransfer();
@@ -225,7 +218,7 @@ def test_an_address_is_no_picture_and_answers_are_told_aloud(page: Page) -> None
     expect(page.locator("#said[role=status]")).to_have_text(re.compile(r"^dog\.jpg: dog, 9\d"))
 
 
-def test_what_a_proxy_says_is_told_in_plain_words(page: Page, found: Tab) -> None:
+def test_proxy_errors_get_plain_words(page: Page, found: Tab) -> None:
     told = {
         413: "larger than the service accepts",
         429: "too much work",
@@ -253,9 +246,7 @@ def test_what_a_proxy_says_is_told_in_plain_words(page: Page, found: Tab) -> Non
         expect(page.get_by_role("alert")).not_to_contain_text("nginx")
 
 
-def test_a_service_that_stops_and_a_file_that_changed_are_told_and_tried_again(
-    page: Page, found: Tab, tmp_path: Path
-) -> None:
+def test_a_failed_picture_can_be_tried_again(page: Page, found: Tab, tmp_path: Path) -> None:
     found.refusals_expected = True
     page.route("**/classify?*", lambda route: route.abort())
     page.route("**/metrics", lambda route: route.abort())
@@ -302,7 +293,7 @@ def test_the_maps_under_way_are_cancelled(page: Page, found: Tab) -> None:
     expect(page.locator("#curl-text")).to_contain_text("gae")
 
 
-def test_what_was_not_sent_yet_can_be_cancelled(page: Page) -> None:
+def test_unsent_pictures_can_be_cancelled(page: Page) -> None:
     page.route("**/classify?*", lambda route: None)  # never answered
     page.route("**/labels", lambda route: None)  # no answer waits for it
     page.reload()
@@ -338,7 +329,7 @@ def test_a_refusal_is_told_in_plain_words(page: Page, found: Tab) -> None:
         expect(page.locator("button:visible", has_text="Try again")).to_have_count(0)
 
 
-def test_a_service_that_starts_or_is_busy_is_asked_again(page: Page, found: Tab) -> None:
+def test_a_busy_service_is_asked_again(page: Page, found: Tab) -> None:
     busy = {"/model": "engine_unavailable", "/classify": "queue_full", "/attention": "queue_full"}
 
     def refuse(route):
@@ -418,7 +409,7 @@ def test_axe_finds_nothing(open_page: Open, options: dict[str, object]) -> None:
         audit(page)
 
 
-def test_everything_is_reached_with_the_keyboard(page: Page) -> None:
+def test_the_keyboard_reaches_everything(page: Page) -> None:
     page.get_by_role("button", name="Choose pictures").focus()
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")  # the first example
@@ -441,9 +432,7 @@ def test_everything_is_reached_with_the_keyboard(page: Page) -> None:
     } <= reached
 
 
-def test_long_labels_stay_inside_and_the_set_is_told_in_plain_words(
-    open_page: Open, server: Served
-) -> None:
+def test_labels_stay_readable_on_a_phone(open_page: Open, server: Served) -> None:
     sets = [
         {"set": ["<i>", "Aufgabe" * 50], "set_size": 2},
         {"set": [], "set_size": 0, "abstained": True},

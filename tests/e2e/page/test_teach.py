@@ -57,7 +57,8 @@ def found(open_teaching: Open) -> Iterator[Tab]:
 def parts(source: Path, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return pictures that are parts of one photograph."""
     with Image.open(source) as photo:
-        side, random = min(photo.size) * 3 // 4, np.random.default_rng(seed)
+        side = min(photo.size) * 3 // 4
+        random = np.random.default_rng(seed)
         found: list[dict[str, Any]] = []
         for number in range(count):
             left, top = (int(random.integers(0, length - side + 1)) for length in photo.size)
@@ -87,11 +88,12 @@ def learned(page: Page, count: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
-def test_labels_get_pictures_and_the_head_answers(
+def test_a_head_answers_once_it_has_pictures(
     open_teaching: Open, options: dict[str, object]
 ) -> None:
     with open_teaching(**options) as found:
-        page, head = found.page, f"pets-{len(str(options))}"
+        page = found.page
+        head = f"pets-{len(str(options))}"
         begin(page, head)
         expect(page.locator("#intake")).to_be_hidden()
         give(page, "dog", parts(DOG, 6))
@@ -112,9 +114,7 @@ def test_labels_get_pictures_and_the_head_answers(
         expect(page.locator("#teach")).to_be_hidden()
 
 
-def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_removes_none(
-    browser: Browser, keyed: Served
-) -> None:
+def test_a_key_sees_why_it_removes_nothing(browser: Browser, keyed: Served) -> None:
     with tab(browser, f"{keyed.url}/") as found:
         found.refusals_expected = True
         page = found.page
@@ -141,7 +141,7 @@ def test_a_key_that_may_not_delete_moves_a_wrong_label_and_is_told_why_it_remove
         assert sorted(each["label"] for each in listed) == ["cat"] * 8 + ["dog"] * 10
 
 
-def test_a_reload_shows_the_pictures_that_are_kept(page: Page) -> None:
+def test_a_reload_shows_the_kept_pictures(page: Page) -> None:
     begin(page, "kept")
     wrong, *dogs = parts(DOG, 10, seed=1)
     give(page, "dog", dogs)
@@ -155,7 +155,7 @@ def test_a_reload_shows_the_pictures_that_are_kept(page: Page) -> None:
     expect(suspect.locator("img")).to_have_attribute("src", re.compile("^data:image/jpeg"))
 
 
-def test_what_is_no_picture_stays_listed_with_why(page: Page, found: Tab) -> None:
+def test_a_refused_file_stays_listed(page: Page, found: Tab) -> None:
     found.refusals_expected = True
     begin(page, "broken")
     note: dict[str, Any] = {"name": "notes.txt", "mimeType": "", "buffer": b"no picture"}
@@ -172,7 +172,7 @@ def test_what_is_no_picture_stays_listed_with_why(page: Page, found: Tab) -> Non
     expect(page.locator("#labels-list li").first).to_contain_text("2 pictures")
 
 
-def test_an_answer_that_is_not_right_becomes_an_example(page: Page, teaching: Served) -> None:
+def test_a_wrong_answer_becomes_an_example(page: Page, teaching: Served) -> None:
     choose(page, DOG)
     assert answers(page)
     page.get_by_text("Not right?").click()
@@ -182,7 +182,7 @@ def test_an_answer_that_is_not_right_becomes_an_example(page: Page, teaching: Se
     assert teaching.get("/heads/mine/examples").json()["examples"][0]["label"] == "terrier"
 
 
-def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: Path) -> None:
+def test_a_new_head_uses_the_chosen_model(browser: Browser, tmp_path: Path) -> None:
     models = tmp_path / "models"
     models.mkdir()
     for name, setting in (("english", ""), ("large", "image_size = 48")):
@@ -209,7 +209,7 @@ def test_a_new_head_is_of_the_model_that_is_chosen(browser: Browser, tmp_path: P
         ] == ["large", "large"]
 
 
-def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(page: Page) -> None:
+def test_an_invalid_name_is_told_when_typed(page: Page) -> None:
     form = page.locator("#label-form")
     for name, told in (
         ("my pets", "1 to 128 of the characters"),
@@ -231,9 +231,7 @@ def test_a_name_that_no_head_can_have_is_told_when_it_is_typed(page: Page) -> No
     expect(page.locator("#known")).to_contain_text("At least two labels with two pictures each")
 
 
-def test_a_head_that_is_gone_is_not_called_a_picture(
-    page: Page, found: Tab, teaching: Served
-) -> None:
+def test_a_deleted_head_is_told_as_missing(page: Page, found: Tab, teaching: Served) -> None:
     found.refusals_expected = True
     begin(page, "short-lived")
     give(page, "dog", parts(DOG, 3))
@@ -243,7 +241,7 @@ def test_a_head_that_is_gone_is_not_called_a_picture(
     expect(page.locator("#known")).to_have_text("The service does not have this.")
 
 
-def test_pictures_are_dropped_on_a_label_with_the_keyboards_help(page: Page) -> None:
+def test_a_picture_can_be_dropped_on_a_label(page: Page) -> None:
     expect(page.locator("#tab-teach")).to_be_visible()
     page.locator("#tab-teach").focus()
     page.keyboard.press("Enter")

@@ -190,7 +190,7 @@ async def received(*pieces: bytes | bytearray) -> list[frames.Frame]:
 
 
 @given(sent=st.lists(FRAMES, max_size=4), cut=st.integers(0, 100))
-def test_frames_survive_any_cut_of_the_stream(sent: list[frames.Frame], cut: int) -> None:
+def test_frames_survive_any_cut_of_a_stream(sent: list[frames.Frame], cut: int) -> None:
     data = b"".join(map(frames.encode, sent))
     found = asyncio.run(received(data[:cut], data[cut:]))
     assert len(found) == len(sent)
@@ -223,7 +223,7 @@ def test_result_equals_the_sent_answer(asked: tuple[frames.Request, Any], id_: i
     assert equal(frames.result_of(frame, request), result)
 
 
-def test_an_answer_to_another_request_is_refused() -> None:
+def test_a_mismatched_answer_is_refused() -> None:
     [frame] = asyncio.run(received(frames.encode(frames.Reply(1, "id"))))
     assert isinstance(frame, frames.Answer)
     with pytest.raises(frames.FrameError, match="no answer of Submit"):

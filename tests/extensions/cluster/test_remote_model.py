@@ -164,7 +164,7 @@ async def check(answers: Iterable[asyncio.Task[InferenceResult]], reds: Iterable
 
 
 @on_a_loop
-async def test_requests_of_all_workers_share_batches() -> None:
+async def test_requests_of_workers_share_batches() -> None:
     async with running() as service:
         workers = [await service.worker() for _ in range(3)]
         predictor = service.devices[0].predictors["configured"]
@@ -218,7 +218,7 @@ async def test_requests_of_a_dead_engine_fail() -> None:
 
 
 @on_a_loop
-async def test_images_go_to_the_least_loaded_engine() -> None:
+async def test_the_least_loaded_engine_gets_images() -> None:
     async with running(engines=2) as service:
         model = await service.worker()
         one, other = (device.predictors["configured"] for device in service.devices)
@@ -245,7 +245,7 @@ def show_silence(engine: EngineClient) -> None:
 
 
 @on_a_loop
-async def test_requests_go_around_an_engine_that_is_silent() -> None:
+async def test_requests_avoid_a_silent_engine() -> None:
     async with running(engines=2, refresh_seconds=PATIENCE) as service:
         model = await service.worker()
         silent, other = model.engines
@@ -261,7 +261,7 @@ async def test_requests_go_around_an_engine_that_is_silent() -> None:
 
 
 @on_a_loop
-async def test_a_silent_engine_alone_refuses_at_once() -> None:
+async def test_a_lone_silent_engine_refuses() -> None:
     async with running(refresh_seconds=PATIENCE) as service:
         model = await service.worker()
         [engine] = model.engines
@@ -306,7 +306,7 @@ async def test_cancellation_reaches_the_engine() -> None:
 
 
 @on_a_loop
-async def test_a_kept_picture_is_found_by_every_worker() -> None:
+async def test_every_worker_finds_a_kept_picture() -> None:
     async with running() as service:
         stores = [RemoteImageStore((await service.worker()).engines[0]) for _ in range(2)]
         picture = ModelInput(pixels(9), Region(1, 2, 3, 4))
@@ -359,7 +359,7 @@ async def test_all_engines_swap_to_the_next_model() -> None:
 
 
 @on_a_loop
-async def test_one_engine_can_refuse_a_swap_for_all() -> None:
+async def test_one_engine_refuses_a_swap_for_all() -> None:
     async with running(engines=2) as service:
         model = await service.worker()
         service.devices[1].broken = {"bad"}
@@ -378,7 +378,7 @@ async def test_one_engine_can_refuse_a_swap_for_all() -> None:
 
 
 @on_a_loop
-async def test_different_content_does_not_serve_together() -> None:
+async def test_engines_serve_only_equal_content() -> None:
     async with running(engines=2) as service:
         model = await service.worker()
         for device, checkpoint in zip(service.devices, ["one", "other"], strict=True):
@@ -392,7 +392,7 @@ async def test_different_content_does_not_serve_together() -> None:
 
 
 @on_a_loop
-async def test_only_engine_may_return_with_new_content() -> None:
+async def test_a_lone_engine_may_bring_new_content() -> None:
     async with running() as service:
         model = await service.worker()
         await service.devices[0].die()
@@ -438,7 +438,7 @@ async def test_swap_of_a_dead_worker_is_discarded(loaded: bool) -> None:
 
 
 @on_a_loop
-async def test_engine_death_during_a_load_ends_the_swap() -> None:
+async def test_engine_death_in_a_load_ends_a_swap() -> None:
     async with running(engines=2) as service:
         model = await service.worker()
         service.devices[1].gate.clear()
@@ -571,7 +571,7 @@ async def test_deletion_during_a_load_wins() -> None:
 
 
 @on_a_loop
-async def test_invalid_frames_end_only_their_connection(
+async def test_invalid_frames_end_one_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running() as service:
@@ -590,7 +590,7 @@ async def test_invalid_frames_end_only_their_connection(
 
 
 @on_a_loop
-async def test_recalled_version_does_not_revive_the_old() -> None:
+async def test_a_recall_revives_no_old_version() -> None:
     client = EngineClient(Path("nowhere"), "cpu")
     sent = list[frames.Frame]()
     status = replace(client.status, state="ready")

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize(("total", "workers"), [(256, 8), (256, 3), (5, 5), (0, 2)])
-def test_shares_of_workers_add_up_to_the_limit(total: int, workers: int) -> None:
+def test_shares_of_workers_sum_to_the_limit(total: int, workers: int) -> None:
     settings = load_settings({"workers": workers})
     shares = [share(total, index, settings) for index in range(workers)]
     assert sum(shares) == total
@@ -47,7 +47,7 @@ def test_share_fits_the_largest_request() -> None:
     assert worker_settings(load_settings({"workers": 2, "queue_size": 48}), 0).queue_size == 48
 
 
-def test_draining_ends_the_log_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draining_announces_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.extensions.cluster.run.OperatingSystem", lambda: None)
     with Cluster(load_settings({"port": 0, "workers": 2}), lambda _: pytest.fail("loads")) as own:
         own.draining()
@@ -200,7 +200,7 @@ assert system.reap() == []
     assert run(PROLOGUE + script) == "0\n7\n1"
 
 
-def test_all_that_have_ended_are_reaped_at_once() -> None:
+def test_all_ended_children_are_reaped() -> None:
     script = """
 pids = [system.spawn("child", lambda code=code: code) for code in (0, 3, 0)]
 for pid in pids:
@@ -285,7 +285,7 @@ print(reports == [sent, Report()])
     assert run(PROLOGUE + script) == "True\nTrue"
 
 
-def test_no_process_outlives_the_one_that_started_it() -> None:
+def test_no_child_outlives_its_parent() -> None:
     script = """
 read_end, write_end = os.pipe()
 parent = os.fork()
@@ -317,7 +317,7 @@ print("fine")
 """
 
 
-def test_closed_standard_stream_is_not_reused() -> None:
+def test_closed_stream_is_not_reused() -> None:
     shell = ["sh", "-c", 'exec "$0" -c "$1" 0<&- 2>&-', sys.executable, SCRIPT]
     done = subprocess.run(shell, stdout=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "fine\n")

@@ -64,7 +64,7 @@ def test_all_are_started_at_once(service: Service) -> None:
 # Started again
 
 
-def test_dead_child_restarts_with_growing_delays(
+def test_restart_delays_of_a_child_grow(
     service: Service,
 ) -> None:
     died = [10, 11, 13, 16, 21, 30, 47, 78, 109]
@@ -106,7 +106,7 @@ def test_long_life_resets_the_restart_delay(service: Service) -> None:
 
 @pytest.mark.parametrize(("code", "how"), [(1, "code 1"), (0, "code 0"), (-9, "signal 9")])
 @pytest.mark.parametrize("name", ["engine", "worker 0"])
-def test_child_that_never_ran_ends_the_service(
+def test_child_that_never_ran_ends_service(
     name: str, code: int, how: str, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.system.serving.remove(name)
@@ -116,7 +116,7 @@ def test_child_that_never_ran_ends_the_service(
     assert f"{name} ended with {how} before it was ready" in caplog.text
 
 
-def test_signal_ends_a_service_that_cannot_start(
+def test_a_signal_ends_a_failing_start(
     service: Service,
 ) -> None:
     service.system.serving.remove("engine")
@@ -130,7 +130,7 @@ def test_signal_ends_a_service_that_cannot_start(
     ]
 
 
-def test_child_that_ran_once_keeps_restarting(
+def test_a_child_that_ran_keeps_restarting(
     service: Service,
 ) -> None:
     def forget() -> list[int]:
@@ -145,7 +145,7 @@ def test_child_that_ran_once_keeps_restarting(
     assert service.system.starts_of(service.engine) == [0, 3, 6]
 
 
-def test_sixth_failure_in_a_row_ends_the_service(
+def test_the_sixth_failure_ends_the_service(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the engine of a GPU that is lost inside of a container."""
@@ -162,7 +162,7 @@ def test_sixth_failure_in_a_row_ends_the_service(
 @pytest.mark.parametrize(
     "other", [(120, -9), (200, 1)], ids=["killed by somebody", "lived for long"]
 )
-def test_killed_child_does_not_end_the_service(other: tuple[int, int], service: Service) -> None:
+def test_a_killed_child_ends_no_service(other: tuple[int, int], service: Service) -> None:
     for at in (100, 101, 103, 106, 111):
         service.system.end_at(at, "engine", 1)
     service.system.end_at(other[0], "engine", other[1])
@@ -201,7 +201,7 @@ def test_frozen_child_is_replaced(
     assert caplog.text.count(f"{name} is frozen") == 1
 
 
-def test_starting_child_may_be_silent_for_longer(service: Service) -> None:
+def test_starting_child_may_be_silent_longer(service: Service) -> None:
     """It maps large libraries, with the interpreter's lock held, from a slow disk."""
     service.system.serving.remove("engine")
     service.system.freezes("engine")()
@@ -211,7 +211,7 @@ def test_starting_child_may_be_silent_for_longer(service: Service) -> None:
     assert len(service.system.spawned) == 3
 
 
-def test_child_frozen_at_start_ends_the_service(service: Service) -> None:
+def test_a_frozen_start_ends_the_service(service: Service) -> None:
     service.system.serving.remove("engine")
     service.system.at(0, service.system.freezes("engine"))
     assert service.run() == 1
@@ -234,7 +234,7 @@ def test_suspended_machine_freezes_no_child(service: Service) -> None:
     assert len(service.system.spawned) == 3
 
 
-def test_frozen_child_may_use_the_drain_timeout(
+def test_frozen_child_gets_the_drain_timeout(
     service: Service,
 ) -> None:
     service.system.stubborn = {"worker 0"}
@@ -257,7 +257,7 @@ def test_frozen_child_may_use_the_drain_timeout(
         ([signal.SIGHUP, signal.SIGTERM, signal.SIGTERM], 143),
     ],
 )
-def test_a_hang_up_is_never_the_second_signal(
+def test_a_hang_up_is_no_second_signal(
     received: list[signal.Signals], code: int, service: Service
 ) -> None:
     service.system.stubborn = {"worker 0"}
@@ -294,7 +294,7 @@ def test_drain_timeout_kills_all_processes(
     assert service.system.sent_to("engine") == [(killed, signal.SIGKILL)]
 
 
-def test_an_engine_that_does_not_end_is_killed(service: Service) -> None:
+def test_a_stubborn_engine_is_killed(service: Service) -> None:
     service.system.stubborn = {"engine"}
     service.system.signal_at(10, signal.SIGTERM)
     assert service.run() == 0
@@ -314,7 +314,7 @@ def test_a_second_signal_kills_all_at_once(
     assert "SIGINT again: ending at once" in caplog.text
 
 
-def test_draining_supervisor_starts_no_process(service: Service) -> None:
+def test_draining_service_starts_no_process(service: Service) -> None:
     """A child that awaits its restart is due all the time, and is not to be started any more."""
     for seconds in (2, 3, 5):
         service.system.end_at(seconds, "worker 1")

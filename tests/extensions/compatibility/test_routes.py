@@ -127,7 +127,7 @@ async def test_predictions_reach_their_thresholds() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/predictions/fake", "/invocations"])
-async def test_a_document_that_is_not_a_picture_is_415(path: str) -> None:
+async def test_a_json_document_is_no_picture(path: str) -> None:
     answer = await app().request(
         "POST", path, headers={"content-type": "application/json"}, body=b"no picture"
     )

@@ -37,7 +37,7 @@ def test_classes_are_sorted_folder_names(root: Path) -> None:
     ]
 
 
-def test_nested_pictures_count_for_their_class(root: Path, tmp_path: Path) -> None:
+def test_nested_pictures_count_for_a_class(root: Path, tmp_path: Path) -> None:
     write_class(root / "red" / "more" / "still", "red", 1)
     elsewhere = write_class(tmp_path / "elsewhere", "blue", 2)
     (root / "cyan").symlink_to(tmp_path / "elsewhere")
@@ -179,7 +179,7 @@ def test_folder_named_train_may_be_a_class(tmp_path: Path) -> None:
     assert find_pictures(tmp_path).labels == ("bus", "car", "train")
 
 
-def test_classes_may_have_folders_that_differ(tmp_path: Path) -> None:
+def test_classes_may_have_other_subfolders(tmp_path: Path) -> None:
     for name in ("animal/cat", "animal/dog", "vehicle/bus", "vehicle/car"):
         write_class(tmp_path / name, "red", 1)
     found = find_pictures(tmp_path)

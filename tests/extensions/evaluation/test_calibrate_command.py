@@ -33,7 +33,7 @@ def labelled(tmp_path: Path) -> Path:
     return tmp_path / "labelled"
 
 
-def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures_are_enough_for(
+def test_a_calibrated_folder_answers_in_sets(
     checkpoint: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = (checkpoint / "model.safetensors").read_bytes()
@@ -92,7 +92,7 @@ def test_a_calibrated_folder_answers_with_sets_of_any_coverage_that_its_pictures
     assert "calibrated on 60 pictures, too few for a coverage of 0.99: 199 are enough" in err
 
 
-def test_a_picture_that_is_like_none_is_abstained_from(
+def test_an_unlike_picture_is_abstained_from(
     checkpoint: Path,
     labelled: Path,
     tmp_path: Path,
@@ -145,7 +145,7 @@ def test_a_picture_that_is_like_none_is_abstained_from(
         (["{m}", "--data", "{m}"], "m: no pictures: expected one folder"),
     ],
 )
-def test_what_cannot_be_calibrated_is_one_line(
+def test_failed_calibration_is_one_line(
     flags: list[str],
     message: str,
     checkpoint: Path,
@@ -186,7 +186,7 @@ def cifar(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_of_pictures_is_measured_as_the_service_would_see_them(
+def test_pictures_are_measured_as_served(
     evaluated: Path, cifar: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = np.fromfile(cifar / "test_batch.bin", dtype=np.uint8).reshape(60, -1)

@@ -34,10 +34,9 @@ def files_of(counts: list[int], seed: int) -> PictureFiles:
     st.floats(0.001, 0.999),
     st.integers(0, 1000),
 )
-def test_no_picture_is_lost_or_on_both_sides_and_every_class_is_on_either(
-    counts: list[int], validation: float, seed: int
-) -> None:
-    files, names = files_of(counts, seed), [str(index) for index in range(len(counts))]
+def test_stratified_splits_lose_no_picture(counts: list[int], validation: float, seed: int) -> None:
+    files = files_of(counts, seed)
+    names = [str(index) for index in range(len(counts))]
     kept, aside = stratify(files, names, validation, seed)
     numbers = [int(part.name(number)) for part in (kept, aside) for number in range(len(part))]
     assert sorted(numbers) == list(range(len(files)))
@@ -51,7 +50,7 @@ def test_no_picture_is_lost_or_on_both_sides_and_every_class_is_on_either(
     assert len(again[0]) + len(again[1]) == len(files)
 
 
-def test_a_class_of_one_picture_and_a_share_of_all_or_none_are_refused() -> None:
+def test_impossible_splits_are_refused() -> None:
     with pytest.raises(DatasetError, match="class 'b' has 1 picture: it needs one to train on"):
         stratify(files_of([4, 1], 0), ("a", "b"), 0.5, 0)
     with pytest.raises(DatasetError, match="class 'b' has no pictures"):
@@ -61,9 +60,7 @@ def test_a_class_of_one_picture_and_a_share_of_all_or_none_are_refused() -> None
             stratify(files_of([4, 4], 0), ("a", "b"), count, 0)
 
 
-def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an_upload_would_be(
-    cifar: Path, tmp_path: Path
-) -> None:
+def test_cifar_pictures_are_read_as_uploads(cifar: Path, tmp_path: Path) -> None:
     dataset = open_dataset(cifar, 80, 0)
     assert dataset.test is not None
     assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (
@@ -86,7 +83,7 @@ def test_cifar_pictures_stay_as_they_are_at_their_own_size_and_are_resized_as_an
     assert large.labels.tolist() == parts[0].labels.tolist()
 
 
-def test_a_folder_is_split_by_class_unless_it_has_a_split_and_the_split_is_told(
+def test_a_split_folder_keeps_its_split(
     tmp_path: Path,
 ) -> None:
     root = write_folder(tmp_path / "data", 10)
@@ -105,7 +102,7 @@ def test_a_folder_is_split_by_class_unless_it_has_a_split_and_the_split_is_told(
 
 
 @pytest.mark.parametrize("memory", [0, 1 << 30], ids=["from a file", "in memory"])
-def test_pictures_are_those_that_the_service_would_see(
+def test_pictures_are_those_the_service_sees(
     tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pictures, "MEMORY", memory)
@@ -126,7 +123,7 @@ def test_pictures_are_those_that_the_service_would_see(
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_all_bad_files_are_told_at_once_with_their_reasons_and_many_are_counted(
+def test_all_bad_files_are_told_at_once(
     tmp_path: Path,
 ) -> None:
     root = write_folder(tmp_path / "data", 4)
@@ -163,7 +160,7 @@ def write_record(path: Path, label: int, pixels: np.ndarray) -> None:
     path.write_bytes(bytes([label]) + pixels.astype(np.uint8).tobytes())
 
 
-def test_a_record_is_a_label_then_red_green_and_blue_planes_row_by_row(cifar: Path) -> None:
+def test_a_cifar_record_is_read_by_planes(cifar: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (3, 32, 32))
     write_record(cifar / "test_batch.bin", 7, pixels)
     images = read(cifar, TEST_FILES)
@@ -183,7 +180,7 @@ def test_a_file_of_the_wrong_length_is_named(cifar: Path, damage: Callable[[byte
         read(cifar, TRAIN_FILES)
 
 
-def test_bad_labels_and_missing_files_are_named(cifar: Path) -> None:
+def test_bad_cifar_files_are_named(cifar: Path) -> None:
     path = cifar / "test_batch.bin"
     data = bytearray(path.read_bytes())
     data[3073 * 2] = 10

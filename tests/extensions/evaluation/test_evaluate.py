@@ -15,7 +15,7 @@ from tests.extensions.evaluation.scores import predict_scores
 from tests.extensions.training.synthetic import LABELS
 
 
-def test_accuracy_per_class_loss_and_calibration_of_known_answers() -> None:
+def test_measures_of_known_answers_are_right() -> None:
     said = [(0, 0.7), (0, 0.7), (1, 0.7), (9, 0.95), (9, 0.95)]
     scores = np.array(
         [[sure if index == best else (1 - sure) / 9 for index in range(10)] for best, sure in said]
@@ -38,7 +38,7 @@ def test_a_model_of_other_classes_is_refused(cifar: Path) -> None:
         open_evaluation_set(cifar).truth((*LABELS[1:], "submarine"), "m")
 
 
-def test_an_underflowed_score_of_the_right_class_costs_a_finite_loss() -> None:
+def test_underflowed_score_has_finite_loss() -> None:
     scores = np.array([[1.0, 0.0]], dtype=np.float32)
     found = measure(scores, np.array([1]), ("a", "b"))
     assert np.isfinite(found.loss)
@@ -71,7 +71,7 @@ def test_calibration_error_of_known_cases(
     assert found == pytest.approx(error, abs=1e-6)
 
 
-def test_a_folder_is_measured_on_its_test_set_or_else_its_validation_set_or_all(
+def test_the_test_split_is_measured_first(
     tmp_path: Path,
 ) -> None:
     root = tmp_path / "splits"

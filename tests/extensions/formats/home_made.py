@@ -26,7 +26,8 @@ class HomeAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, order: str) -> None:
         super().__init__()
-        self.order, self.sizes = order, {"3": 3, "h": heads, "d": width // heads}
+        self.order = order
+        self.sizes = {"3": 3, "h": heads, "d": width // heads}
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
@@ -43,8 +44,10 @@ class HomeAttention(nn.Module):
 class HomeBlock(nn.Module):
     def __init__(self, made: Mapping[str, Any]) -> None:
         super().__init__()
-        width, hidden = made["width"], made["hidden"]
-        self.norm_first, self.activation = made["norm_first"], ACTIVATIONS[made["activation"]]
+        width = made["width"]
+        hidden = made["hidden"]
+        self.norm_first = made["norm_first"]
+        self.activation = ACTIVATIONS[made["activation"]]
         self.norm1, self.norm2 = (nn.LayerNorm(width, eps=made["eps"]) for _ in range(2))
         self.attn = HomeAttention(width, made["heads"], made["qkv_order"])
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, hidden), "fc2": nn.Linear(hidden, width)})
@@ -85,7 +88,9 @@ class HomeMade(nn.Module):
     def __init__(self, **changes: Any) -> None:
         super().__init__()
         made = _USUAL | changes
-        width, patch, self.pool = made["width"], made["patch"], made["pool"]
+        width = made["width"]
+        patch = made["patch"]
+        self.pool = made["pool"]
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(torch.zeros(1, (made["size"] // patch) ** 2 + 1, width))
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(made["channels"], width, patch, patch)})

@@ -27,7 +27,9 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
 
 
 def _files() -> dict[str, bytes]:
-    zipped, old, packed = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    zipped = io.BytesIO()
+    old = io.BytesIO()
+    packed = io.BytesIO()
     torch.save({"state_dict": tiny(), "evil": [1, "a", np.float64(2)]}, zipped)
     torch.save(tiny(), old, _use_new_zipfile_serialization=False)
     arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tiny().items()}

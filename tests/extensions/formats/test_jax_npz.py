@@ -18,7 +18,8 @@ def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
     The inverse of the conversion that vit_jax's users need.
     """
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    heads, width = model.blocks[0].attn.num_heads, model.embed_dim
+    heads = model.blocks[0].attn.num_heads
+    width = model.embed_dim
     mha, mlp, norm2 = ("0", "0", "1") if big_vision else ("1", "3", "2")
     arrays = {
         "embedding/kernel": state["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
@@ -57,7 +58,8 @@ def jax_arrays(model: Any, *, big_vision: bool = False) -> dict[str, Any]:
             arrays[f"{theirs}/Dense_{i}/bias"] = state[f"{ours}.fc{i + 1}.bias"]
 
     for index in range(len(model.blocks)):
-        block, ours = f"Transformer/encoderblock_{index}", f"blocks.{index}"
+        block = f"Transformer/encoderblock_{index}"
+        ours = f"blocks.{index}"
         norm(f"{block}/LayerNorm_0", f"{ours}.norm1")
         norm(f"{block}/LayerNorm_{norm2}", f"{ours}.norm2")
         attention(f"{block}/MultiHeadDotProductAttention_{mha}", f"{ours}.attn", "qkv")

@@ -67,7 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_is_merged_as_peft_merges_it(kind: str, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_as_by_peft(kind: str, tmp_path: Path) -> None:
     library = peft()
     base = base_folder(tmp_path / "base")
     base.name_or_path = str(tmp_path / "base")
@@ -103,9 +103,10 @@ def saved(adapted: Any, folder: Path, base: str, fan_in_fan_out: bool = False) -
     return folder
 
 
-def test_base_without_head_takes_the_adapters(tmp_path: Path) -> None:
+def test_a_headless_base_takes_adapters_head(tmp_path: Path) -> None:
     """An adapter like those of google/vit-base-patch16-224-in21k, with its own classes."""
-    library, hub = peft(), transformers()
+    library = peft()
+    hub = transformers()
     base_folder(tmp_path / "base", "ViTModel")
     model = hub.ViTForImageClassification.from_pretrained(tmp_path / "base", num_labels=7)
     adapted = library.get_peft_model(
@@ -158,7 +159,7 @@ def test_adapters_head_replaces_timms(classes: int, tmp_path: Path) -> None:
     )
 
 
-def test_a_base_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
+def test_a_missing_base_is_asked_for(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "adapter", "/elsewhere/vit")
     with pytest.raises(
         CheckpointError,
@@ -176,9 +177,10 @@ HEADS = {
 
 
 @pytest.mark.parametrize("format_", HEADS)
-def test_labels_of_a_base_are_not_the_adapters(format_: str, tmp_path: Path) -> None:
+def test_a_new_head_needs_its_own_labels(format_: str, tmp_path: Path) -> None:
     make, head = HEADS[format_]
-    base, folder = make(tmp_path / "base"), tmp_path / "adapter"
+    base = make(tmp_path / "base")
+    folder = tmp_path / "adapter"
     assert load_checkpoint(str(base)).labels == ("a", "b", "c")
     if format_ == "huggingface":
         adapter_folder(folder, str(base))
@@ -274,7 +276,7 @@ def test_unmergeable_adapter_is_refused(
         ("", (), "has no tensors of LoRA"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(
+def test_an_unfit_adapter_is_refused(
     name: str, shape: tuple[int, ...], message: str, tmp_path: Path
 ) -> None:
     native_folder(tmp_path / "base")
@@ -295,7 +297,7 @@ def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path / "outer"))
 
 
-def test_an_adapter_without_weights_is_refused(tmp_path: Path) -> None:
+def test_an_empty_adapter_is_refused(tmp_path: Path) -> None:
     native_folder(tmp_path / "base")
     plain_adapter(tmp_path / "adapter", tmp_path / "base")
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
@@ -303,7 +305,7 @@ def test_an_adapter_without_weights_is_refused(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path / "adapter"))
 
 
-def test_adapter_in_a_model_folder_is_refused(tmp_path: Path) -> None:
+def test_adapter_beside_a_model_is_refused(tmp_path: Path) -> None:
     native_folder(tmp_path / "base")
     plain_adapter(tmp_path / "base", tmp_path / "base")
     with pytest.raises(
@@ -327,10 +329,11 @@ def test_base_without_an_adapter_is_refused(tmp_path: Path) -> None:
         load_checkpoint(str(tmp_path / "model"), base=str(tmp_path / "base"))
 
 
-def test_base_outside_allowed_folders_is_refused(
+def test_base_outside_the_folder_is_refused(
     tmp_path: Path,
 ) -> None:
-    folder, outside = tmp_path / "models", huggingface_folder(tmp_path / "outside")
+    folder = tmp_path / "models"
+    outside = huggingface_folder(tmp_path / "outside")
     folder.mkdir()
     huggingface_folder(folder / "inside")
     for name, base in (

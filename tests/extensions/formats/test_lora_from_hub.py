@@ -21,7 +21,7 @@ def test_cached_adapter_needs_no_network(hub: Hub, load: Load, tmp_path: Path) -
     )
 
 
-def test_hub_adapter_cannot_name_a_local_base(hub: Hub, load: Load, tmp_path: Path) -> None:
+def test_hub_adapters_name_no_local_base(hub: Hub, load: Load, tmp_path: Path) -> None:
     base = huggingface_folder(tmp_path / "base")
     hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", str(base))}
     assert "as its base, which is not a hub id: set VIT_BASE" in load("owner/adapter", hub)["error"]

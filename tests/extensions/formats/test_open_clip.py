@@ -200,12 +200,12 @@ def test_open_clips_other_towers_are_refused(case: str, tmp_path: Path) -> None:
     assert message in refusal(tmp_path)
 
 
-def test_labels_for_an_image_tower_are_refused(tmp_path: Path) -> None:
+def test_image_towers_take_no_labels(tmp_path: Path) -> None:
     own_folder(tmp_path, "laion")
     assert "text tower is not read, so labels have no effect" in refusal(tmp_path, labels="cat,dog")
 
 
-def test_lone_open_clip_file_names_its_folder(tmp_path: Path) -> None:
+def test_a_lone_file_asks_for_its_folder(tmp_path: Path) -> None:
     own_folder(tmp_path, "laion")
     message = refusal(tmp_path / "open_clip_model.safetensors", architecture="vit")
     assert (

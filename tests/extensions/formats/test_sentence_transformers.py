@@ -41,7 +41,7 @@ def test_a_subfolder_on_the_hub_is_read(hub: Hub, load: Load, tmp_path: Path) ->
     assert load("owner/name", hub)["label"] == "a"
 
 
-def test_a_subfolder_that_links_back_is_refused(tmp_path: Path) -> None:
+def test_a_self_linked_subfolder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "back").symlink_to(".")
     (tmp_path / "modules.json").write_text('[{"path": "back"}]')
     assert "has no config.json" in refusal(tmp_path)

@@ -132,7 +132,7 @@ def test_plain_state_dicts(case: str, tmp_path: Path) -> None:
     assert_read_exactly(model, state, tmp_path / f"weights{suffix}", given, (size, size))
 
 
-def test_a_size_mends_a_state_dict_of_another(tmp_path: Path) -> None:
+def test_image_size_resizes_a_state_dict(tmp_path: Path) -> None:
     model = (
         timm().create_model("vit_small_patch14_dinov2", **SMALL, img_size=70, num_classes=4).eval()
     )
@@ -188,7 +188,7 @@ def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
     assert_read_exactly(model, original, tmp_path / "dinov2.pth", given, (42, 42))
 
 
-def test_preprocessing_tells_a_grid_not_square(tmp_path: Path) -> None:
+def test_preprocessing_tells_an_oblong_grid(tmp_path: Path) -> None:
     model = (
         timm()
         .create_model("vit_tiny_patch16_224", img_size=(32, 128), depth=2, num_classes=3)
@@ -222,7 +222,7 @@ def test_preprocessing_tells_a_grid_not_square(tmp_path: Path) -> None:
         ("vit_tiny_patch16_224,depth", "'depth': expected argument=value"),
     ],
 )
-def test_contradicted_architecture_is_refused(
+def test_a_wrong_architecture_is_refused(
     architecture: str | None, message: str, tiny: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
@@ -296,7 +296,7 @@ def test_what_a_format_lacks_is_asked_for(
         ),
     ],
 )
-def test_wrong_option_is_refused_before_the_file(
+def test_wrong_options_are_refused_first(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.pth").write_bytes(b"no weights")
@@ -364,9 +364,10 @@ def test_a_map_makes_an_odd_file_exact(tmp_path: Path) -> None:
     assert_same_logits(load(state, tmp_path, PLAIN, keys=str(keys)), model, "a map of names")
 
 
-def test_order_of_a_renamed_projection_is_required(tmp_path: Path) -> None:
+def test_a_renamed_projection_needs_an_order(tmp_path: Path) -> None:
     model = made(heads=4, qkv_order="h3d")
-    keys, given = tmp_path / "map.toml", PLAIN.replace("num_heads=3", "num_heads=4")
+    keys = tmp_path / "map.toml"
+    given = PLAIN.replace("num_heads=3", "num_heads=4")
     entries = [
         f'[[tensor]]\nfrom = "blocks.{{}}.look.{k}"\nto = "blocks.{{}}.attn.qkv.{k}"'
         for k in ("weight", "bias")
@@ -574,7 +575,7 @@ def test_absent_parts_must_be_stated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"no_embed_class": True}, {"init_values": 0.1}])
-def test_tensors_tell_the_sizes_of_own_networks(options: dict[str, Any], tmp_path: Path) -> None:
+def test_tensors_tell_their_networks_sizes(options: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_classes": 5}
     model = timm().create_model("vit_tiny_patch16_224", **sizes, **options).eval()
     randomise(model)
@@ -629,7 +630,7 @@ def test_torchvisions_models_are_recognised(name: str) -> None:
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(theirs)
 
 
-def test_presets_equal_torchvisions_transforms() -> None:
+def test_presets_match_torchvision() -> None:
     presets = {
         (preset.size[0], preset.resize_size[0], preset.interpolation, preset.mean, preset.std): name
         for name, preset in PREPROCESS_PRESETS.items()
@@ -662,13 +663,13 @@ HEADS = (
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_linear_head_is_read_under_its_name(name: str, tmp_path: Path) -> None:
+def test_a_head_is_read_under_another_name(name: str, tmp_path: Path) -> None:
     model = made()
     state = {n.replace("head.", f"{name}."): t for n, t in model.state_dict().items()}
     assert_same_logits(load(state, tmp_path, PLAIN), model, f"head {name}")
 
 
-def test_new_head_on_torchvisions_model_is_read(tmp_path: Path) -> None:
+def test_torchvision_models_take_a_new_head(tmp_path: Path) -> None:
     model = torchvision().models.VisionTransformer(32, 16, 2, 4, 48, 96).eval()
     for number, heads in enumerate(
         (nn.Linear(48, 3), nn.Sequential(nn.Dropout(), nn.Linear(48, 3)).eval())
@@ -680,7 +681,7 @@ def test_new_head_on_torchvisions_model_is_read(tmp_path: Path) -> None:
         assert_same_logits(checkpoint, model, f"torchvision with heads {number}")
 
 
-def test_a_likely_head_is_named_with_its_key_map(tmp_path: Path) -> None:
+def test_a_likely_head_gets_its_key_map(tmp_path: Path) -> None:
     model = made()
     state = {n.replace("head.", "species.top."): t for n, t in model.state_dict().items()}
     with pytest.raises(

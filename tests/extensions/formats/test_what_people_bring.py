@@ -54,7 +54,8 @@ def saved(
     def make(folder: Path) -> Brought:
         model = made(**network)
         torch.save(pack(model), folder / name)
-        size, channels = network.get("size", 16), network.get("channels", 3)
+        size = network.get("size", 16)
+        channels = network.get("channels", 3)
         preprocess = preprocess_file(folder, size, size, channels)
         options = {"architecture": architecture, "preprocess": preprocess, "labels": "numbers"}
         return Brought(folder / name, model, options)
@@ -145,7 +146,8 @@ def _safetensors(folder: Path) -> Brought:
 
 
 def _timm_wrapper(folder: Path) -> Brought:
-    timm_, hub = timm(), transformers()
+    timm_ = timm()
+    hub = transformers()
     pretrained = timm_.create_model("vit_tiny_patch16_224", depth=1).pretrained_cfg | {
         "input_size": (3, 48, 48)
     }

@@ -15,7 +15,7 @@ from tests.service.web.fake_engine import FakeEngine
 
 
 @on_a_loop
-async def test_the_protocol_has_the_size_of_the_set() -> None:
+async def test_the_protocol_tells_the_set_size() -> None:
     service = app()
     service.engine.info = model_info(coverage=0.95, calibrated_on=50)
     inputs = [

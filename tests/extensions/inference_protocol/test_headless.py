@@ -32,7 +32,8 @@ async def test_description_has_no_classes() -> None:
 
 @on_a_loop
 async def test_the_protocol_defaults_to_embeddings() -> None:
-    service, path = headless(), "/v2/models/fake/infer"
+    service = headless()
+    path = "/v2/models/fake/infer"
     for outputs in ([], ["embedding", "attention"]):
         answer = (await service.request("POST", path, **v2(outputs))).json["outputs"]
         assert [output["name"] for output in answer] == (outputs or ["embedding"])

@@ -89,7 +89,8 @@ async def hold_no_more_than_counted(service: App, count: int) -> None:
 async def test_memory_of_inference_is_counted(
     request_of: Callable[[bytes], dict[str, Any]],
 ) -> None:
-    service, request = app(), request_of(picture())
+    service = app()
+    request = request_of(picture())
     assert (await service.request("POST", **request)).status == 200  # objects that are made once
     service.engine.gate.clear()
     with traced():

@@ -27,7 +27,7 @@ async def test_the_named_model_answers() -> None:
 
 
 @on_a_loop
-async def test_readiness_is_that_of_the_named_model() -> None:
+async def test_readiness_is_of_the_named_model() -> None:
     service, models = several()
     assert (await service.get("/v2/models/few/ready")).status == 200
     assert (await service.get("/v2/models/nope/ready")).status == 404
@@ -55,7 +55,8 @@ def swapping(
     """Return an application, and the checkpoints that its engine is told to load."""
     if folder is not None:
         settings["checkpoint_folder"] = str(folder)
-    service, loaded = app(**({"admin_key": "admin"} | settings)), []
+    service = app(**({"admin_key": "admin"} | settings))
+    loaded = []
 
     async def put(name: str, checkpoint: Checkpoint) -> bool:
         loaded.append(checkpoint)
@@ -90,7 +91,7 @@ async def test_load_without_checkpoint_reloads(body: Any) -> None:
 
 
 @on_a_loop
-async def test_a_checkpoint_below_the_folder_is_loaded(tmp_path: Path) -> None:
+async def test_checkpoint_in_the_folder_is_loaded(tmp_path: Path) -> None:
     service, loaded = swapping(tmp_path)
     (tmp_path / "v2").mkdir()
     (tmp_path / "current").symlink_to("v2")
@@ -116,7 +117,7 @@ async def test_checkpoint_elsewhere_is_refused(path: str, tmp_path: Path) -> Non
 
 
 @on_a_loop
-async def test_without_a_folder_no_checkpoint_may_be_named() -> None:
+async def test_naming_checkpoints_needs_a_folder() -> None:
     service, loaded = swapping()
     answer = await post(service, body=checkpoint("v2"))
     assert (answer.status, loaded) == (403, [])
@@ -181,7 +182,8 @@ async def test_the_default_model_is_not_unloaded() -> None:
 @on_a_loop
 async def test_a_service_that_stops_loads_nothing() -> None:
     service, loaded = swapping()
-    service.lifecycle.stopping = service.lifecycle.draining = True
+    service.lifecycle.stopping = True
+    service.lifecycle.draining = True
     assert ((await post(service)).status, loaded) == (503, [])
 
 
@@ -211,7 +213,7 @@ async def test_a_service_that_stops_loads_nothing() -> None:
         ("/v2/repository/index", {"redy": True}, 400, "unknown field 'redy'; available: ready"),
     ],
 )
-async def test_a_document_with_an_unknown_field_is_refused(
+async def test_unknown_fields_are_refused(
     path: str, body: dict[str, Any], status: int, detail: str, tmp_path: Path
 ) -> None:
     service, loaded = swapping(tmp_path)

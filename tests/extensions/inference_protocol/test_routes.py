@@ -29,7 +29,7 @@ from tests.service.web.apps import App, app
 
 @on_a_loop
 @pytest.mark.parametrize("path", [INFER, "/v2/models/fake/versions/1/infer"])
-async def test_pictures_get_their_own_rows_in_order(path: str) -> None:
+async def test_pictures_get_their_rows_in_order(path: str) -> None:
     response = await infer(app(), encoded(3, 250, 3), path=path, id="mine", parameters={"top_k": 2})
     assert response.status == 200
     assert response.headers["content-type"] == "application/json"
@@ -50,7 +50,7 @@ async def test_pictures_get_their_own_rows_in_order(path: str) -> None:
 
 
 @on_a_loop
-async def test_pixels_of_the_right_size_stay_unchanged() -> None:
+async def test_pixels_of_right_size_stay_unchanged() -> None:
     data = np.stack([pixels(1), pixels(2)])
     tensor = {
         "name": "pixels",
@@ -87,7 +87,7 @@ async def test_empty_header_means_one_picture() -> None:
 
 
 @on_a_loop
-async def test_classification_joins_score_index_label() -> None:
+async def test_classification_joins_three_outputs() -> None:
     wanted = [{"name": "score", "parameters": {"classification": 2}}, {"name": "index"}]
     response = await infer(app(), encoded(8), outputs=wanted, parameters={"top_k": 3})
     found = outputs(response.json)
@@ -296,7 +296,7 @@ EMBEDDING = [{"name": "embedding"}]
         ),
     ],
 )
-async def test_invalid_requests_get_the_protocols_error(
+async def test_invalid_requests_get_protocol_error(
     request_: dict[str, Any], status: int, words: str, service: App
 ) -> None:
     response = await post(service, json.dumps(request_).encode())
@@ -362,7 +362,7 @@ async def test_another_model_is_404(path: str) -> None:
 
 
 @on_a_loop
-async def test_json_of_too_many_values_is_not_parsed() -> None:
+async def test_json_of_many_values_is_not_parsed() -> None:
     """A list takes twenty times the memory of its text, and the event loop reads it."""
     tensor = (
         b'{"inputs":[{"name":"image","datatype":"BYTES","shape":[1],"data":['
@@ -389,7 +389,7 @@ async def test_json_of_too_many_values_is_not_parsed() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("nested", [False, True])
-async def test_strings_among_pixels_are_refused_early(
+async def test_strings_in_pixels_are_refused(
     nested: bool,
 ) -> None:
     data = ["a" * 1_000_000, *["a"] * 200_000]  # as an array 800 GB

@@ -114,7 +114,10 @@ def test_models_own_head_may_read_parts() -> None:
 
 def plain_transfer_gae(model: VisionTransformer, pixels: Tensor, directions: Tensor) -> Tensor:
     """Return generic attention explainability of transfer features from whole matrices: [B, N]."""
-    config, x, weights, outputs = model.config, model.embed(pixels), [], []
+    config = model.config
+    x = model.embed(pixels)
+    weights = []
+    outputs = []
     for block in blocks(model):
         attention = attention_weights(block.attn, block.attention_input(x))
         attention.retain_grad()

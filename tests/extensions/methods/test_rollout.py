@@ -57,7 +57,7 @@ def test_model_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize("class_token", [True, False], ids=["cls", "patches"])
-def test_transfer_features_start_after_their_blocks(class_token: bool) -> None:
+def test_transfer_maps_follow_their_blocks(class_token: bool) -> None:
     model = model_of("plain", pool="transfer", depth=4, class_token=class_token)
     pixels = pictures(model)
     config = model.config

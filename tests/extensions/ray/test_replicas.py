@@ -36,7 +36,7 @@ def replica(load: Any) -> tuple[Replica, LifespanOn]:
 
 
 @on_a_loop
-async def test_replica_is_healthy_while_its_engine_runs() -> None:
+async def test_replica_health_follows_its_engine() -> None:
     made, lifespan = replica(lambda _: (FakePredictor(), model_info()))
     first = asyncio.create_task(made.check_health())
     await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def test_replica_is_healthy_while_its_engine_runs() -> None:
 
 
 @on_a_loop
-async def test_failed_load_makes_a_replica_unhealthy() -> None:
+async def test_a_failed_load_is_unhealthy() -> None:
     def fail(_: Settings) -> Any:
         raise CheckpointError("there is no such folder")
 
@@ -70,7 +70,7 @@ def test_replica_refuses_several_processes(settings: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"replica": 2}, {"replicas": 0}, {"cpus": "many"}], ids=str)
-def test_arguments_that_are_not_allowed_are_refused(arguments: dict[str, object]) -> None:
+def test_unknown_arguments_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match=f"application: {next(iter(arguments))}: "):
         ray_serve.app(arguments)
 
@@ -80,7 +80,7 @@ def test_arguments_may_be_text(caplog: pytest.LogCaptureFixture) -> None:
     assert "VIT_RECENT_URL" in caplog.text
 
 
-def test_the_file_for_a_cluster_names_what_there_is() -> None:
+def test_the_cluster_file_is_valid() -> None:
     document = yaml.safe_load((REPOSITORY / "deploy/ray/serve.yaml").read_text())
     [application] = ServeDeploySchema.model_validate(document).applications
     assert application.import_path == "service.extensions.ray.replicas:app"

@@ -20,7 +20,7 @@ def test_missing_package_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("changes", "name"), [({"model_name": "cats"}, "cats"), ({}, load_settings().checkpoint)]
 )
-def test_replicas_share_pictures_by_model_name(
+def test_replicas_share_pictures_by_model(
     changes: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str] = []
@@ -37,7 +37,7 @@ def test_password_of_redis_is_never_shown() -> None:
 
 
 @pytest.mark.parametrize("url", ["redis://host/0?colour=1", "redis://host?socket_timeout=x"])
-def test_unknown_option_of_redis_ends_the_start(url: str) -> None:
+def test_unknown_redis_option_is_refused(url: str) -> None:
     assert EXTENSION.check is not None
     with pytest.raises(SettingsError, match=r"^VIT_RECENT_URL=\*\*\*: not an address of Redis"):
         EXTENSION.check(load_settings({"recent_url": url}))
@@ -50,7 +50,7 @@ def test_unreadable_address_ends_the_start(url: str) -> None:
         load_settings({"recent_url": url})
 
 
-def test_wrong_number_of_database_ends_the_start() -> None:
+def test_a_wrong_database_ends_the_start() -> None:
     assert EXTENSION.check is not None
     with pytest.raises(SettingsError, match="expected the number of a database"):
         EXTENSION.check(load_settings({"recent_url": "redis://cache/pictures"}))

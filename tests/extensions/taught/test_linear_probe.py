@@ -37,8 +37,9 @@ def test_an_interval_is_of_shares() -> None:
 
 
 @pytest.mark.parametrize("width", [12, 80], ids=["more pictures than features", "fewer"])
-def test_each_head_is_the_minimum_of_its_loss(width: int) -> None:
-    features, truth = noise(60, width), np.arange(60) % 3
+def test_each_head_minimises_its_loss(width: int) -> None:
+    features = noise(60, width)
+    truth = np.arange(60) % 3
     features[:, 0] += 5.0 * truth
     scaled = features - features.mean(axis=0)
     scale = np.sqrt(np.square(scaled).mean())
@@ -60,7 +61,9 @@ def test_each_head_is_the_minimum_of_its_loss(width: int) -> None:
 
 def test_held_out_pictures_are_not_fitted_to() -> None:
     """Thirty features separate forty pictures of noise if the fit has seen them."""
-    features, truth, folds = noise(40, 30), np.arange(40) % 2, np.arange(40) // 2 % 5
+    features = noise(40, 30)
+    truth = np.arange(40) % 2
+    folds = np.arange(40) // 2 % 5
     axes = Axes.of(features)
     weight, bias = axes.head(truth, 2, PENALTIES[-1])
     choice = choice_of(features, truth, folds)
@@ -73,10 +76,12 @@ def test_held_out_pictures_are_not_fitted_to() -> None:
 
 
 @pytest.mark.parametrize("count", [40, 400])
-def test_the_penalty_is_the_one_whose_heads_do_best_on_held_out_pictures(count: int) -> None:
-    features, truth = noise(count, 20), np.arange(count) % 4
+def test_the_best_held_out_penalty_is_chosen(count: int) -> None:
+    features = noise(count, 20)
+    truth = np.arange(count) % 4
     features += 6 * np.eye(20)[truth]
-    folds, axes = np.arange(count) // 4 % 5, Axes.of(features)
+    folds = np.arange(count) // 4 % 5
+    axes = Axes.of(features)
     losses: list[float] = []
     for penalty in PENALTIES:
         logits = np.empty((count, 4))
@@ -106,8 +111,9 @@ def test_each_class_is_spread_over_all_folds() -> None:
         assert counts.max() - counts.min() <= 1
 
 
-def test_the_same_pictures_give_the_same_head_and_other_seeds_other_folds() -> None:
-    features, truth = noise(60), np.arange(60) % 3
+def test_equal_pictures_give_an_equal_head() -> None:
+    features = noise(60)
+    truth = np.arange(60) % 3
     features[:, 0] += 5.0 * truth
     (first, one), (second, two) = (
         fit_head(features.astype(np.float32), truth, "abc") for _ in range(2)

@@ -10,7 +10,7 @@ from tests.model.calibrated import calibrated_logits
 
 
 @pytest.mark.parametrize("truth", [0.4, 1.0, 3.0])
-def test_the_temperature_makes_labels_likeliest(truth: float) -> None:
+def test_temperature_makes_labels_likeliest(truth: float) -> None:
     logits, labels = calibrated_logits()
     logits = truth * logits
     fitted = fit_scores(logits, labels).temperature
@@ -26,7 +26,7 @@ def test_the_temperature_makes_labels_likeliest(truth: float) -> None:
     assert all(loss(fitted) <= loss(fitted * factor) for factor in (0.1, 0.9, 0.99, 1.01, 1.1, 6.0))
 
 
-def test_easy_or_few_pictures_fit_no_temperature() -> None:
+def test_few_pictures_fit_no_temperature() -> None:
     """Without the guard, each case would get another temperature."""
     logits, labels = calibrated_logits(MIN_PICTURES)
     assert fit_scores(3 * logits, labels) != Fit(1.0)
@@ -37,7 +37,7 @@ def test_easy_or_few_pictures_fit_no_temperature() -> None:
 @pytest.mark.parametrize(
     ("made", "name"), [(Form(), 0), (Form(power=1.8), 1), (Form(power=2.0, crowding=1.0), 2)]
 )
-def test_the_form_of_held_out_scores_is_chosen(made: Form, name: int) -> None:
+def test_the_best_held_out_form_is_chosen(made: Form, name: int) -> None:
     generator = np.random.default_rng(0)
     logits = 3 * generator.normal(size=(3000, 8)).astype(np.float32)
     scores, _ = scores_and_energies(logits, 2.0, made)

@@ -23,7 +23,7 @@ def taught(features: Features) -> TaughtHead:
 @pytest.mark.parametrize(
     "features", [Features(), Features("transfer", 4), Features("transfer", 2)], ids=str
 )
-def test_a_file_names_the_features_of_its_head(features: Features) -> None:
+def test_a_file_names_its_heads_features(features: Features) -> None:
     found = TaughtHead.from_bytes(taught(features).to_bytes(), "a file")
     assert found.head.known is not None
     assert found.head.features == features.pool
@@ -37,7 +37,7 @@ def without(content: bytes, *names: str) -> bytes:
     return save(load(content), {name: value for name, value in about.items() if name not in names})
 
 
-def test_an_older_file_reads_what_it_was_fitted_to() -> None:
+def test_older_files_read_the_head_features() -> None:
     older = without(taught(Features()).to_bytes(), "features", "weights")
     found = TaughtHead.from_bytes(older, "a file")
     assert found.head.features == "head"
@@ -69,7 +69,7 @@ def test_parts_of_other_lengths_count_alike() -> None:
     assert known.distances(features)[1] == pytest.approx(0.5, abs=0.01)
 
 
-def test_parts_that_vary_less_are_scaled_alike() -> None:
+def test_parts_are_scaled_to_vary_alike() -> None:
     values = np.random.default_rng(1).standard_normal((50, 8)).astype(np.float32) * np.repeat(
         [1, 20], 4
     )
@@ -78,7 +78,7 @@ def test_parts_that_vary_less_are_scaled_alike() -> None:
     assert (Features("transfer", 2).scales(np.ones((3, 8), np.float32)) == 1).all()
 
 
-def test_the_token_before_the_last_weighs_most() -> None:
+def test_the_penultimate_token_weighs_most() -> None:
     values = np.random.default_rng(1).standard_normal((500, 8)).astype(np.float32)
     scaled = values / Features("transfer", 4).scales(values)
     assert scaled.std(axis=0)[::2] == pytest.approx([0.5, 1, 0.25, 0.5], rel=0.1)

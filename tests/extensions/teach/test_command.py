@@ -40,7 +40,7 @@ def test_a_folder_becomes_the_file_of_a_head(
     )
 
 
-def test_of_splits_only_the_training_one_is_taught(
+def test_only_the_train_split_is_taught(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -67,7 +67,7 @@ def test_of_splits_only_the_training_one_is_taught(
         (["pets", "."], ".: expected one folder of pictures for each label"),
     ],
 )
-def test_what_cannot_be_taught_is_told_in_one_line(
+def test_failed_teaching_is_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -80,7 +80,7 @@ def test_what_cannot_be_taught_is_told_in_one_line(
 
 
 @pytest.mark.parametrize("options", [[], ["--url", "http://127.0.0.1:9"]], ids=["here", "server"])
-def test_a_folder_whose_name_is_no_label_is_named(
+def test_a_folder_name_must_be_a_label(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     photos = write_folder(tmp_path / "photos", 2)

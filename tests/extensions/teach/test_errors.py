@@ -18,6 +18,6 @@ def test_errors_of_heads_keep_their_codes() -> None:
     assert problems[errors.HeadsUnavailable].headers == {"Retry-After": "5"}
 
 
-def test_refusals_of_heads_are_counted_from_zero() -> None:
+def test_refusals_are_counted_from_zero() -> None:
     assert {code for _, code in CONTRACT.values()} <= codes()
     assert app().metric("vit_rejected_total", reason="head_full") == 0

@@ -46,8 +46,9 @@ def add(store: Examples, label: str = "cat", count: int = 1, head: str = "pets")
     return store.add(head, label, rows(count), "alice", BACKBONE)[0]
 
 
-def test_examples_are_numbered_and_kept(store: Examples) -> None:
-    cats, dog = rows(2), rows(1)
+def test_examples_are_numbered_in_order(store: Examples) -> None:
+    cats = rows(2)
+    dog = rows(1)
     assert store.add("pets", "cat", cats, "alice", BACKBONE) == ({"cat": 2}, [1, 2])
     assert store.add("pets", "a dog", dog, "alice", BACKBONE) == ({"cat": 2, "a dog": 1}, [3])
     again = Examples(store.path.parent)
@@ -62,7 +63,7 @@ def test_examples_are_numbered_and_kept(store: Examples) -> None:
     assert np.array_equal(features, np.concatenate([cats, dog]))
 
 
-def test_a_picture_that_comes_again_is_the_same_example(store: Examples) -> None:
+def test_a_repeated_picture_is_one_example(store: Examples) -> None:
     one, two, three = rows(3)
     store.add("pets", "cat", np.stack([one, two]), "alice", BACKBONE)
     before = store.head("pets")
@@ -93,7 +94,7 @@ def test_a_number_is_never_given_again(store: Examples) -> None:
             store.remove(head, number)
 
 
-def test_an_example_goes_under_another_label_where_it_is_once(
+def test_relabelling_merges_equal_examples(
     store: Examples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features = rows(2)
@@ -118,7 +119,7 @@ def test_an_example_goes_under_another_label_where_it_is_once(
     assert store.state(before)[0] == {"dog": 2, "cat": 1}
 
 
-def test_what_is_among_many_takes_little_memory(store: Examples) -> None:
+def test_comparison_takes_little_memory(store: Examples) -> None:
     add(store, "dog", 3000)
     add(store)
     tracemalloc.start()
@@ -130,7 +131,7 @@ def test_what_is_among_many_takes_little_memory(store: Examples) -> None:
         tracemalloc.stop()
 
 
-def test_a_file_that_takes_the_place_of_another_is_seen(store: Examples) -> None:
+def test_a_replaced_file_is_seen(store: Examples) -> None:
     add(store)
     shutil.copy(store.path, store.path.with_name("backup"))
     before = store.version()
@@ -142,7 +143,7 @@ def test_a_file_that_takes_the_place_of_another_is_seen(store: Examples) -> None
     assert store.version() not in (before, restored)
 
 
-def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> None:
+def test_a_fit_of_a_deleted_head_is_not_kept(store: Examples) -> None:
     add(store)
     before = store.head("pets")
     store.remove(before)
@@ -156,7 +157,7 @@ def test_a_deleted_head_is_gone_and_a_fit_of_it_is_not_kept(store: Examples) -> 
     assert len(store.listed(store.head("pets"))) == 1
 
 
-def test_whose_head_it_is_is_asked_where_examples_are_added(store: Examples) -> None:
+def test_only_a_heads_key_adds_examples(store: Examples) -> None:
     add(store)
     head = store.head("pets")
     with pytest.raises(Forbidden, match=r"^pets: another key has begun"):
@@ -170,7 +171,7 @@ def test_whose_head_it_is_is_asked_where_examples_are_added(store: Examples) -> 
     assert store.heads() == {}
 
 
-def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) -> None:
+def test_an_older_fit_replaces_no_newer_one(store: Examples) -> None:
     add(store)
     old = store.head("pets")
     add(store)
@@ -180,7 +181,7 @@ def test_an_older_fit_does_not_take_the_place_of_a_newer_one(store: Examples) ->
     assert store.state(new)[1] == b"new"
 
 
-def test_examples_of_another_backbone_are_refused(store: Examples) -> None:
+def test_another_backbone_is_refused(store: Examples) -> None:
     add(store)
     with pytest.raises(
         HeadWithoutBackbone, match=r"^pets: its examples are of another backbone than that of vit$"
@@ -196,7 +197,7 @@ def test_examples_of_another_backbone_are_refused(store: Examples) -> None:
         ("MAX_BYTES", 60, "60 bytes"),
     ],
 )
-def test_what_is_beyond_a_bound_is_refused_whole(
+def test_requests_over_a_bound_add_nothing(
     store: Examples, monkeypatch: pytest.MonkeyPatch, bound: str, value: int, message: str
 ) -> None:
     monkeypatch.setattr(module, bound, value)
@@ -231,7 +232,7 @@ def begin(store: Examples, creator: str, count: int) -> int:
     return count
 
 
-def test_one_creator_leaves_heads_to_the_others(store: Examples) -> None:
+def test_one_creator_leaves_heads_to_others(store: Examples) -> None:
     assert begin(store, "alice", 64) == 32
     assert begin(store, "bob", 64) == 16
     store.remove(store.head("alice0"))
@@ -242,7 +243,7 @@ def test_one_creator_leaves_heads_to_the_others(store: Examples) -> None:
     assert begin(store, "", 16) == 16, "the operator has the rest"
 
 
-def test_no_key_is_guessed_from_what_heads_show(store: Examples, tmp_path: Path) -> None:
+def test_shown_owners_reveal_no_key(store: Examples, tmp_path: Path) -> None:
     digest = f"key-{hashlib.sha256(b'hunter2').hexdigest()[:16]}"
     with closing(sqlite3.connect(store.path)) as db, db:  # the owner's format of earlier versions
         db.execute("DELETE FROM secrets")
@@ -266,7 +267,7 @@ def test_no_key_is_guessed_from_what_heads_show(store: Examples, tmp_path: Path)
     assert Examples(tmp_path / "new").path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_of_the_version_before_is_used(tmp_path: Path) -> None:
+def test_a_file_of_the_last_version_is_used(tmp_path: Path) -> None:
     store = Examples(tmp_path)
     add(store)
     with sqlite3.connect(store.path) as db:
@@ -278,7 +279,7 @@ def test_a_file_of_the_version_before_is_used(tmp_path: Path) -> None:
     assert begin(again, "alice", 64) == 31, "her head of before counts"
 
 
-def test_thumbnails_count_and_go_with_their_examples(
+def test_thumbnails_go_with_their_examples(
     store: Examples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 2 * 16 + 2000)
@@ -323,7 +324,7 @@ for number in range(10_000):
 """
 
 
-def test_a_kill_at_any_moment_leaves_the_last_whole_state(tmp_path: Path) -> None:
+def test_a_kill_leaves_the_last_whole_state(tmp_path: Path) -> None:
     said = 0
     for kill_after in (3, 8, 15):
         with subprocess.Popen(
@@ -342,9 +343,7 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_state(tmp_path: Path) -> Non
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_a_full_disk_is_told_and_loses_nothing(
-    store: Examples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_nothing(store: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
     add(store, count=2)
     store.keep(store.head("pets"), b"fitted")
     connect = store.database.connect
@@ -362,7 +361,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
     assert add(store, "dog") == {"cat": 2, "dog": 1}
 
 
-def test_a_folder_that_is_gone_or_damaged_is_told(store: Examples) -> None:
+def test_a_lost_or_damaged_folder_is_told(store: Examples) -> None:
     add(store)
     content = store.path.read_bytes()
     store.path.write_bytes(content[:100] + b"damaged" * 1000)
@@ -378,7 +377,7 @@ def test_a_folder_that_is_gone_or_damaged_is_told(store: Examples) -> None:
             call()
 
 
-def test_a_folder_that_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match=r"^VIT_TEACH: .*cannot be used"):
         Examples(tmp_path / "file")

@@ -21,7 +21,7 @@ from tests.extensions.teach.clusters import LABELS, pictures, taught, teach
 from vitserve.head_documents import Knowledge
 
 
-def test_the_head_answers_pictures_that_it_has_not_seen() -> None:
+def test_a_head_answers_unseen_pictures() -> None:
     (head, *_), known = taught()
     features, labels = pictures(50, seed=1)
     assert head.labels == LABELS
@@ -33,7 +33,7 @@ def test_the_head_answers_pictures_that_it_has_not_seen() -> None:
     assert (known.confusion, known.suspects, known.needs_more) == ([], [], [])
 
 
-def test_far_pictures_are_known_from_near_ones() -> None:
+def test_far_pictures_are_told_from_near() -> None:
     (head, *_), _ = taught()
     assert head.known is not None
     assert head.known.far(pictures(100, seed=1)[0]).mean() < 0.1
@@ -51,7 +51,8 @@ def test_copies_make_no_picture_far() -> None:
 
 def test_a_wrong_label_is_the_first_suspect() -> None:
     features, labels = pictures(10)
-    labels[4], labels[23] = "cow", "dog"
+    labels[4] = "cow"
+    labels[23] = "dog"
     known = Knowledge.model_validate_json(
         taught_head(features, labels, range(101, 131), "b", "deit").statistics
     )
@@ -111,7 +112,8 @@ def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     teach(store, 6)
     store.add("few", "cat", pictures(1)[0][:1], "", ("b", "deit"))
     fit_changed(store)
-    pets, few = store.head("pets"), store.head("few")
+    pets = store.head("pets")
+    few = store.head("few")
     assert pets.fitted_revision == pets.revision == 3
     assert few.fitted_revision == few.revision
     assert few.reason.startswith("needs at least two labels with two pictures each")
@@ -126,9 +128,7 @@ def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     assert json.loads(TaughtHead.from_bytes(again, "pets").statistics)["fitted_to"] == 17
 
 
-def test_nothing_is_left_of_examples_that_are_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleted_examples_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Examples(tmp_path)
     features, labels = pictures(3)
     for row, label in zip(features, labels, strict=True):
@@ -147,7 +147,7 @@ def test_nothing_is_left_of_examples_that_are_deleted(
     assert features[0].tobytes() not in store.path.read_bytes()
 
 
-def test_a_folder_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_one_line(tmp_path: Path) -> None:
     teach(Examples(tmp_path))
     with sqlite3.connect(tmp_path / "heads.sqlite3") as db:
         db.execute("ALTER TABLE examples RENAME COLUMN features TO other")
@@ -158,7 +158,8 @@ def test_a_folder_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> Non
 
 
 def test_the_smallest_head_is_fitted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, fitted = Examples(tmp_path), list[int]()
+    store = Examples(tmp_path)
+    fitted = list[int]()
     for head, count in (("large", 9), ("small", 2), ("middle", 5)):
         store.add(head, "cat", pictures(count)[0], "", ("b", "deit"))
 
@@ -172,7 +173,9 @@ def test_the_smallest_head_is_fitted_first(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_fits_of_all_heads_rest_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, state, begun = Examples(tmp_path), Mock(now=0.0, worked=0.0), list[tuple[str, float]]()
+    store = Examples(tmp_path)
+    state = Mock(now=0.0, worked=0.0)
+    begun = list[tuple[str, float]]()
     names = ("pets", "cars", "birds")
 
     def sleep(seconds: float) -> None:

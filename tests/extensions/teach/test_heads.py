@@ -42,7 +42,7 @@ def fitted_to(heads: TaughtHeads) -> int:
 
 
 @on_a_loop
-async def test_every_process_sees_a_head_that_was_fitted_once(tmp_path: Path) -> None:
+async def test_every_process_sees_a_fitted_head(tmp_path: Path) -> None:
     heads = [TaughtHeads(Examples(tmp_path), None, FixedModels({})) for _ in range(2)]
     tasks = [asyncio.create_task(each.watch()) for each in heads]
     looker = TaughtHeads(Examples(tmp_path), None, FixedModels({}))
@@ -64,7 +64,7 @@ async def test_every_process_sees_a_head_that_was_fitted_once(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("pause", [0.0, 3600.0])
-def test_a_killed_fit_is_repeated_after_a_pause(
+def test_a_killed_fit_is_repeated_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: float
 ) -> None:
     monkeypatch.setattr(module, "_PAUSE_SECONDS", pause)
@@ -87,7 +87,7 @@ def test_a_killed_fit_is_repeated_after_a_pause(
 
 
 @on_a_loop
-async def test_nothing_is_fitted_while_another_process_is_at_it(tmp_path: Path) -> None:
+async def test_two_processes_never_fit_at_once(tmp_path: Path) -> None:
     store = Examples(tmp_path)
     teach(store)
     with (tmp_path / "fit.lock").open("w") as lock:
@@ -108,13 +108,12 @@ def states(models: FixedModels) -> dict[str, tuple[str, str]]:
 
 
 @on_a_loop
-async def test_files_of_heads_are_read_as_they_are_now(
+async def test_changed_head_files_are_read_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (path, content), models = (
-        (tmp_path / "pets.safetensors", taught()[0].to_bytes()),
-        FixedModels({}),
-    )
+    path = tmp_path / "pets.safetensors"
+    content = taught()[0].to_bytes()
+    models = FixedModels({})
     heads = TaughtHeads(None, tmp_path, models)
     (tmp_path / "weights.safetensors").write_bytes(save({"weight": np.zeros(1, np.float32)}))
     (tmp_path / "my pets.safetensors").write_bytes(content)
@@ -205,8 +204,9 @@ async def test_a_bad_file_costs_its_own_head_alone(tmp_path: Path, kind: str) ->
 
 
 @on_a_loop
-async def test_a_sparse_file_is_not_read_to_its_end(tmp_path: Path) -> None:
-    models, path = FixedModels({}), tmp_path / "bad.safetensors"
+async def test_an_oversized_file_is_not_read(tmp_path: Path) -> None:
+    models = FixedModels({})
+    path = tmp_path / "bad.safetensors"
     path.write_bytes(taught()[0].to_bytes())
     os.truncate(path, 100 << 30)
     await TaughtHeads(None, tmp_path, models).look()
@@ -246,11 +246,12 @@ async def test_a_damaged_fit_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_a_folder_that_cannot_be_read_is_named_once_each_time(
+async def test_an_unreadable_folder_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = TaughtHeads(None, tmp_path / "models", FixedModels({}))
-    look, turns = heads.look, iter([0, 0, 1, 1, 0, 0])
+    look = heads.look
+    turns = iter([0, 0, 1, 1, 0, 0])
 
     async def next_look() -> None:
         is_there = next(turns, None)
@@ -272,11 +273,12 @@ async def test_a_folder_that_cannot_be_read_is_named_once_each_time(
 
 
 @on_a_loop
-async def test_a_head_whose_name_another_has_is_named_once(
+async def test_a_taken_head_name_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine: Any = FakeEngine()
-    store, models = Examples(tmp_path), FixedModels({"model": LocalModel(lambda _: engine)})
+    store = Examples(tmp_path)
+    models = FixedModels({"model": LocalModel(lambda _: engine)})
     teach(store)
     for name in ("pets", "model", "own"):
         (tmp_path / f"{name}.safetensors").write_bytes(taught()[0].to_bytes())

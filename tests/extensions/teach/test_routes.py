@@ -52,7 +52,8 @@ async def teach(service: App, count: int, label: str = "cat") -> None:
 @contextmanager
 def busy_lane(service: App) -> Iterator[None]:
     """Occupy the two threads of the lane of examples."""
-    lane, gate = inside(service).state.examples_lane, threading.Event()
+    lane = inside(service).state.examples_lane
+    gate = threading.Event()
     deadline = Deadline(service_in(service).clock() + PATIENCE)
     jobs = [
         lane.work(lambda: gate.wait(PATIENCE), "other", 1, deadline) for _ in range(4)
@@ -77,9 +78,7 @@ async def test_every_route_of_heads_takes_a_slot(tmp_path: Path, method: str, pa
 
 @pytest.mark.parametrize(("method", "path"), routes_of_heads())
 @on_a_loop
-async def test_a_caller_that_left_counts_as_cancelled(
-    tmp_path: Path, method: str, path: str
-) -> None:
+async def test_a_disconnect_counts_as_cancelled(tmp_path: Path, method: str, path: str) -> None:
     service = app(teach=str(tmp_path))
     await teach(service, 1)
     lane = inside(service).state.examples_lane
@@ -108,7 +107,7 @@ async def test_a_busy_lane_of_examples_ends_in_504(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_heads_are_listed_while_no_model_is_ready(tmp_path: Path) -> None:
+async def test_heads_are_listed_before_models_load(tmp_path: Path) -> None:
     service = app(teach=str(tmp_path))
     await teach(service, 1)
     service.engine.state = "loading"
@@ -118,7 +117,7 @@ async def test_heads_are_listed_while_no_model_is_ready(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_a_key_takes_no_more_than_its_share_of_heads(
+async def test_a_key_gets_only_its_share_of_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examples_module, "MAX_HEADS", 4)
@@ -159,9 +158,7 @@ async def test_examples_are_listed_in_pages(
 
 @pytest.mark.parametrize(("method", "path"), routes_of_heads())
 @on_a_loop
-async def test_unknown_parameters_of_heads_are_refused(
-    tmp_path: Path, method: str, path: str
-) -> None:
+async def test_unknown_parameters_are_refused(tmp_path: Path, method: str, path: str) -> None:
     service = app(teach=str(tmp_path))
     await teach(service, 1)
     asked = asking(service, method, path)
@@ -174,9 +171,7 @@ async def test_unknown_parameters_of_heads_are_refused(
 @pytest.mark.parametrize("label", ["", "%20%09", "a%07b", "%E2%80%8B", "a" * 257])
 @pytest.mark.parametrize("method", ["POST", "PUT"])
 @on_a_loop
-async def test_labels_that_do_not_print_are_refused(
-    tmp_path: Path, method: str, label: str
-) -> None:
+async def test_unprintable_labels_are_refused(tmp_path: Path, method: str, label: str) -> None:
     service = app(teach=str(tmp_path))
     await teach(service, 1)
     path = "/heads/pets/examples" + ("/1" if method == "PUT" else "")
@@ -187,7 +182,7 @@ async def test_labels_that_do_not_print_are_refused(
 
 @pytest.mark.parametrize("is_kept", [True, False])
 @on_a_loop
-async def test_thumbnails_are_kept_only_where_allowed(tmp_path: Path, is_kept: bool) -> None:
+async def test_thumbnails_are_kept_if_allowed(tmp_path: Path, is_kept: bool) -> None:
     service = app(teach=str(tmp_path), teach_thumbnails=is_kept)
     path = "/heads/pets/examples"
     named = await service.request(

@@ -62,7 +62,7 @@ async def test_large_heads_are_scored_on_a_thread(query: str, count: int) -> Non
     [(head(width=5), "internal_error"), (head(scale=np.nan), "inference_failed")],
     ids=["width", "nan"],
 )
-async def test_a_head_that_fails_costs_itself_alone(broken: Head, code: str) -> None:
+async def test_a_failing_head_spares_the_others(broken: Head, code: str) -> None:
     service = with_heads(broken=broken, sound=head())
     answer = await service.classify(query="model=*")
     assert answer.status == 200

@@ -67,7 +67,7 @@ async def test_secrets_are_not_exported() -> None:
 
 
 @on_a_loop
-async def test_only_failed_requests_are_error_spans() -> None:
+async def test_only_failures_are_error_spans() -> None:
     engine = FakeEngine()
     engine.error = ZeroDivisionError("of ours")
     service = Traced(App(app().settings, engine))
@@ -78,7 +78,7 @@ async def test_only_failed_requests_are_error_spans() -> None:
 
 
 @on_a_loop
-async def test_hanging_collector_does_not_delay_exit() -> None:
+async def test_a_hanging_collector_delays_no_exit() -> None:
     released = threading.Event()
 
     class Hanging(SpanProcessor):
@@ -103,13 +103,11 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
     ],
 )
-def test_the_standards_variables_switch_tracing_on(
-    environment: dict[str, str], exported: bool
-) -> None:
+def test_standard_variables_enable_tracing(environment: dict[str, str], exported: bool) -> None:
     assert exports_spans(environment) is exported
 
 
-def test_an_exporter_that_is_not_there_is_refused() -> None:
+def test_a_missing_exporter_is_refused() -> None:
     with pytest.raises(
         SettingsError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL='grpc': expected http/protobuf"
     ):
@@ -118,7 +116,7 @@ def test_an_exporter_that_is_not_there_is_refused() -> None:
         exports_spans({"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4318"})
 
 
-def test_a_wrong_variable_of_the_sdk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sdk_variable_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4096")
     with pytest.raises(SettingsError, match="OTEL_"):
         Tracing()

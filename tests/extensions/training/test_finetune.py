@@ -21,7 +21,8 @@ from tests.extensions.datasets.picture_folders import COLOURS, write_class, writ
 
 pytestmark = pytest.mark.timeout(120)  # models are trained
 
-MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+MEAN = (0.4, 0.5, 0.6)
+STD = (0.2, 0.3, 0.25)
 
 
 def write_checkpoint(folder: Path, **fields: Any) -> Path:
@@ -78,9 +79,7 @@ def tuning() -> Recipe:
     )
 
 
-def test_a_folder_and_a_checkpoint_become_a_model_of_other_classes_at_another_size(
-    tmp_path: Path, tuning: Recipe
-) -> None:
+def test_fine_tuning_learns_other_classes(tmp_path: Path, tuning: Recipe) -> None:
     start = write_checkpoint(tmp_path / "start")
     data = write_folder(tmp_path / "data", 12)
     out = tmp_path / "out"
@@ -111,9 +110,7 @@ def test_a_folder_and_a_checkpoint_become_a_model_of_other_classes_at_another_si
         ]
 
 
-def test_other_pictures_than_those_the_run_began_with_are_refused(
-    tmp_path: Path, tuning: Recipe
-) -> None:
+def test_a_resumed_run_refuses_changed_data(tmp_path: Path, tuning: Recipe) -> None:
     start = write_checkpoint(tmp_path / "start")
     data = write_folder(tmp_path / "data", 6)
     recipe = tuning.override(checkpoint=str(start), epochs=1)
@@ -138,7 +135,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_every_kind_of_model_can_be_fine_tuned(
+def test_every_kind_can_be_fine_tuned(
     tmp_path: Path, tuning: Recipe, fields: dict[str, Any]
 ) -> None:
     start = write_checkpoint(tmp_path / "start", **fields)
@@ -159,9 +156,7 @@ def test_every_kind_of_model_can_be_fine_tuned(
             assert torch.equal(tensor, before[name].half().float()) == (name in fixed), name
 
 
-def test_a_new_head_starts_at_zero_and_the_rest_at_the_checkpoint(
-    tmp_path: Path, tuning: Recipe
-) -> None:
+def test_a_new_head_starts_at_zero(tmp_path: Path, tuning: Recipe) -> None:
     source = write_checkpoint(tmp_path / "start", **VARIANTS["distilled"])
     start = start_from(tuning.override(checkpoint=str(source)), 3, None)
     before = load_checkpoint(str(source)).tensors
@@ -175,7 +170,7 @@ def test_a_new_head_starts_at_zero_and_the_rest_at_the_checkpoint(
             assert torch.equal(tensor, before[name])
 
 
-def test_what_cannot_be_fine_tuned_is_refused(tmp_path: Path, tuning: Recipe) -> None:
+def test_an_unfit_checkpoint_is_refused(tmp_path: Path, tuning: Recipe) -> None:
     grey = tuning.override(checkpoint=str(write_checkpoint(tmp_path / "grey", in_channels=1)))
     with pytest.raises(TrainingError, match="greyscale"):
         start_from(grey, 3, None)
@@ -187,17 +182,13 @@ def test_what_cannot_be_fine_tuned_is_refused(tmp_path: Path, tuning: Recipe) ->
         start_from(tuning.override(checkpoint="./nowhere"), 3, None)
 
 
-def test_pictures_of_any_size_need_an_input_size_from_scratch(
-    tmp_path: Path, recipe: Recipe
-) -> None:
+def test_training_from_scratch_needs_a_size(tmp_path: Path, recipe: Recipe) -> None:
     data = write_folder(tmp_path / "data", 6)
     with pytest.raises(TrainingError, match="image_size: needed to train from scratch"):
         run(data, tmp_path / "out", recipe.override(batch_size=4, validation=3), device="cpu")
 
 
-def test_a_folder_is_learned_from_scratch_and_its_test_split_measured(
-    tmp_path: Path, recipe: Recipe
-) -> None:
+def test_a_folder_is_learned_from_scratch(tmp_path: Path, recipe: Recipe) -> None:
     root = tmp_path / "data"
     for seed, (name, count) in enumerate({"train": 12, "validation": 4, "test": 5}.items()):
         write_folder(root / name, count, seed=seed)

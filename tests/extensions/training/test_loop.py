@@ -44,13 +44,14 @@ pytestmark = pytest.mark.timeout(120)  # models are trained
 @pytest.mark.parametrize(
     ("optimiser", "precision"), [("adamw", "float32"), ("muon", "float32"), ("muon", "bfloat16")]
 )
-def test_the_loss_falls_and_unseen_images_are_told_apart(
+def test_training_learns_unseen_images(
     recipe: Recipe, data: TrainingData, tmp_path: Path, optimiser: str, precision: str
 ) -> None:
     trainer = trained(
         recipe.override({"precision": precision, "optimiser.name": optimiser}), data, tmp_path
     )
-    first, last = trainer.history[0], trainer.history[-1]
+    first = trainer.history[0]
+    last = trainer.history[-1]
     assert last["train_loss"] < 0.7 * first["train_loss"]
     assert last["validation_accuracy"] > 0.6
     assert all(tensor.dtype == torch.float32 for tensor in trainer.weights.values())
@@ -59,7 +60,7 @@ def test_the_loss_falls_and_unseen_images_are_told_apart(
 @pytest.mark.parametrize(
     ("changes", "precision"), [({}, "bfloat16"), (EVERYTHING, "float32")], ids=["plain", "all"]
 )
-def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(
+def test_a_resumed_run_equals_a_whole_one(
     recipe: Recipe, data: TrainingData, tmp_path: Path, precision: str, changes: Mapping[str, Any]
 ) -> None:
     recipe = recipe.override({**changes, "precision": precision, "epochs": 2})
@@ -99,7 +100,7 @@ def test_each_part_of_a_recipe_has_an_effect(
         assert not same(first, trained(plain.override({name: value}), data, tmp_path / name)), name
 
 
-def test_patches_are_dropped_until_the_told_share_and_rates_start_anew_after_a_restart(
+def test_a_restart_begins_the_schedule_anew(
     recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     changes = {"epochs": 4, "optimiser.restart": 0.5, "optimiser.restart_rate": 0.25}
@@ -115,16 +116,17 @@ def test_patches_are_dropped_until_the_told_share_and_rates_start_anew_after_a_r
     assert dropped == [0.5, 0.0, 0.5, 0.0]  # after each epoch's last step
 
 
-def test_validation_images_are_never_trained_on(
+def test_validation_images_are_not_learned(
     recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     changed = Images(255 - data.validation.pixels, (data.validation.labels + 1) % CLASSES)
     poisoned = replace(data, validation=changed)
-    one, other = trained(recipe, data, tmp_path / "a"), trained(recipe, poisoned, tmp_path / "b")
+    one = trained(recipe, data, tmp_path / "a")
+    other = trained(recipe, poisoned, tmp_path / "b")
     assert same_tensors(one.weights, other.weights)
 
 
-def test_the_best_weights_are_those_of_the_best_validation_epoch(
+def test_the_best_validation_epoch_is_kept(
     recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     kept: dict[int, dict[str, torch.Tensor]] = {}
@@ -153,7 +155,7 @@ class Payload:
         return Path, ("ran",)
 
 
-def test_a_state_that_is_not_of_this_run_is_refused(
+def test_a_state_of_another_run_is_refused(
     recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     interrupted_after(recipe, data, tmp_path, 1)
@@ -168,7 +170,7 @@ def test_a_state_that_is_not_of_this_run_is_refused(
         make_trainer(recipe, data, tmp_path).load()
 
 
-def test_a_diverged_run_stops_and_keeps_its_last_good_state(
+def test_a_diverged_run_keeps_its_good_state(
     recipe: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     trainer = make_trainer(recipe, data, tmp_path)
@@ -224,7 +226,7 @@ def stepped(recipe: Recipe, **settings: object) -> dict[str, torch.Tensor]:
     return {name: weight - before[name] for name, weight in model.state_dict().items()}
 
 
-def test_steps_shrink_by_one_factor_a_layer_from_the_head_down(recipe: Recipe) -> None:
+def test_layer_decay_shrinks_steps_downwards(recipe: Recipe) -> None:
     for name in ("adamw", "muon"):
         plain = stepped(recipe, name=name, weight_decay=0.0)
         decayed = stepped(recipe, name=name, weight_decay=0.0, layer_decay=0.5)
@@ -240,7 +242,7 @@ def test_steps_shrink_by_one_factor_a_layer_from_the_head_down(recipe: Recipe) -
             )
 
 
-def test_weight_decay_spares_vectors_and_muon_turns_matrices_of_blocks_and_stem_alone(
+def test_only_matrices_decay_or_use_muon(
     recipe: Recipe,
 ) -> None:
     plain, decayed = (stepped(recipe, weight_decay=decay) for decay in (0.0, 0.1))
@@ -260,7 +262,7 @@ def test_weight_decay_spares_vectors_and_muon_turns_matrices_of_blocks_and_stem_
     assert lengths.min() > 0.4 * lengths.max()
 
 
-def test_a_second_cycle_is_a_schedule_of_what_is_left() -> None:
+def test_a_second_cycle_fills_the_rest() -> None:
     assert [position(step, 40, 0.7) for step in range(28)] == [
         position(step, 28, 0.0) for step in range(28)
     ]
@@ -284,9 +286,7 @@ def teacher_of(recipe: Recipe, data: TrainingData) -> tuple[TeacherNet, dict[str
     return net, train_teacher(net, recipe, data, FLOAT32)
 
 
-def test_the_teacher_learns_and_then_answers_alike_whatever_the_batch(
-    taught: Recipe, data: TrainingData
-) -> None:
+def test_teacher_answers_ignore_the_batch(taught: Recipe, data: TrainingData) -> None:
     net, record = teacher_of(taught.override({"teacher.epochs": 4}), data)
     assert record["validation_accuracy"] > 0.6
     assert record["seconds"] > 0
@@ -295,9 +295,7 @@ def test_the_teacher_learns_and_then_answers_alike_whatever_the_batch(
     torch.testing.assert_close(answers(net, pixels[:3], FLOAT32), found[:3])
 
 
-def test_a_stem_that_starts_as_the_teachers_first_layers_gives_their_features(
-    taught: Recipe, data: TrainingData
-) -> None:
+def test_a_stem_gives_the_teachers_features(taught: Recipe, data: TrainingData) -> None:
     net, _ = teacher_of(taught, data)
     config = (
         taught.architecture.config((32, 32), CLASSES).conv_stem if taught.architecture else None
@@ -319,7 +317,7 @@ def test_a_stem_that_starts_as_the_teachers_first_layers_gives_their_features(
     torch.testing.assert_close(features[:, :, :5, :5], expected[:, :, :5, :5], atol=1e-4, rtol=1e-4)
 
 
-def test_a_frozen_stem_stays_the_teachers_until_its_share_of_the_schedule_is_over(
+def test_a_frozen_stem_thaws_at_its_share(
     taught: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     taught = taught.override({"teacher.frozen_stem": 0.5})
@@ -335,7 +333,7 @@ def test_a_frozen_stem_stays_the_teachers_until_its_share_of_the_schedule_is_ove
         assert not torch.equal(broken.weights[f"patch_embed.backbone.{name}"], weight)
 
 
-def test_what_a_teacher_cannot_learn_from_is_refused(
+def test_an_impossible_teacher_is_refused(
     taught: Recipe, data: TrainingData, tmp_path: Path
 ) -> None:
     for field, value in {
@@ -360,9 +358,7 @@ def test_what_a_teacher_cannot_learn_from_is_refused(
         taught.override({"architecture.conv_stem": None})
 
 
-def test_the_recipe_of_the_bundled_model_runs_in_small_and_tells_of_its_teacher(
-    cifar: Path, tmp_path: Path
-) -> None:
+def test_the_bundled_recipe_runs_in_small(cifar: Path, tmp_path: Path) -> None:
     small = {"epochs": 1, "batch_size": 20, "validation": 0.2, "threads": 1, "teacher.epochs": 1}
     architecture = {
         "width": 48,

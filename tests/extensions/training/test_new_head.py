@@ -57,7 +57,8 @@ def channels_last(pixels: np.ndarray) -> np.ndarray:
 
 def head_of(width: int) -> Head:
     random = np.random.default_rng(width)
-    weight, bias = random.normal(size=(3, width)) / 3, random.normal(size=3)
+    weight = random.normal(size=(3, width)) / 3
+    bias = random.normal(size=3)
     return Head(LABELS, False, weight=weight.astype(np.float32), bias=bias.astype(np.float32))
 
 
@@ -159,7 +160,7 @@ def test_clips_image_tower_gets_a_head(tmp_path: Path) -> None:
     changed.build()
 
 
-def test_librarys_last_linear_layer_is_replaced() -> None:
+def test_a_librarys_last_layer_is_replaced() -> None:
     timm()
     config = library_config("test_resnet", {}, 5, 3, (64, 64))
     assert linear_head(config) == "fc"

@@ -55,7 +55,7 @@ def finished(
     return shutil.copytree(out, tmp_path / "run"), record
 
 
-def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reported(
+def test_a_trained_folder_scores_as_reported(
     finished: tuple[Path, dict[str, Any]], cifar: Path
 ) -> None:
     out, record = finished
@@ -76,7 +76,7 @@ def test_a_run_leaves_a_folder_that_the_service_loads_and_that_scores_as_reporte
     assert measured.loss == pytest.approx(record["test"]["loss"], rel=1e-4)
 
 
-def test_the_folder_is_calibrated_on_the_validation_images(
+def test_calibration_uses_validation_images(
     finished: tuple[Path, dict[str, Any]], cifar: Path
 ) -> None:
     out, record = finished
@@ -98,7 +98,7 @@ def test_the_folder_is_calibrated_on_the_validation_images(
     assert np.std(energies) > 0.01
 
 
-def test_the_record_and_the_card_tell_what_was_measured(
+def test_the_card_tells_what_was_measured(
     finished: tuple[Path, dict[str, Any]], recipe: Recipe
 ) -> None:
     out, record = finished
@@ -116,9 +116,7 @@ def test_the_record_and_the_card_tell_what_was_measured(
         assert told in card
 
 
-def test_data_that_cannot_be_used_are_told_before_training(
-    cifar: Path, tmp_path: Path, recipe: Recipe
-) -> None:
+def test_unusable_data_are_told_first(cifar: Path, tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(TrainingError, match="batch_size 321: there are only 320 training images"):
         run(cifar, tmp_path / "run", recipe.override(batch_size=321), device="cpu")
     with pytest.raises(
@@ -131,7 +129,7 @@ def test_data_that_cannot_be_used_are_told_before_training(
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_folder_with_something_in_it_is_not_overwritten(
+def test_a_filled_folder_is_not_overwritten(
     finished: tuple[Path, dict[str, Any]], cifar: Path, tmp_path: Path, recipe: Recipe
 ) -> None:
     out, _ = finished
@@ -169,7 +167,7 @@ learning_rate = 1e-3
 """
 
 
-def test_the_bundled_checkpoint_is_of_the_bundled_recipe() -> None:
+def test_bundled_checkpoint_fits_its_recipe() -> None:
     recipe = read_recipe(RECIPES / "cifar10.toml")
     assert recipe.architecture is not None
     config = recipe.architecture.config(IMAGE_SIZE, CLASSES)
@@ -219,9 +217,7 @@ def test_a_recipe_survives_its_record(path: Path, tmp_path: Path) -> None:
         "no TOML",
     ],
 )
-def test_a_bad_recipe_is_refused_with_its_file_and_field(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_bad_recipe_names_its_field(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(TrainingError, match=message) as caught:
@@ -231,7 +227,7 @@ def test_a_bad_recipe_is_refused_with_its_file_and_field(
         read_recipe(tmp_path / "none.toml")
 
 
-def test_an_override_reaches_into_tables_and_keeps_their_other_fields(recipe: Recipe) -> None:
+def test_an_override_keeps_other_fields(recipe: Recipe) -> None:
     changed = recipe.override(
         {"optimiser.learning_rate": 1e-4, "mixing.cutmix": 1.0, "epochs": 2}, seed=8
     )
@@ -250,19 +246,17 @@ def test_an_override_reaches_into_tables_and_keeps_their_other_fields(recipe: Re
         ("optimiser.learning_rate", r"optimiser\.learning_rate"),
     ],
 )
-def test_an_override_of_what_is_no_field_or_no_value_is_refused(
-    recipe: Recipe, name: str, message: str
-) -> None:
+def test_an_invalid_override_is_refused(recipe: Recipe, name: str, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         recipe.override({name: -1})
 
 
-def test_an_architecture_that_does_not_fit_the_images_is_refused(recipe: Recipe) -> None:
+def test_an_unfit_architecture_is_refused(recipe: Recipe) -> None:
     assert recipe.architecture is not None
     with pytest.raises(TrainingError, match="not a multiple of patch_size 8"):
         recipe.architecture.config((30, 32), 10)
 
 
-def test_the_default_is_by_data_and_checkpoint(cifar: Path) -> None:
+def test_the_data_choose_the_default_recipe(cifar: Path) -> None:
     assert default_recipe(cifar, None).stem == "cifar10"
     assert default_recipe(cifar, "bundled").stem == "finetune"

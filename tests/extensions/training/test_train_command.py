@@ -55,7 +55,7 @@ def epochs_done(out: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
-def test_a_folder_of_pictures_becomes_a_served_model(
+def test_a_folder_becomes_a_served_model(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "my model"
@@ -79,7 +79,7 @@ def test_a_folder_of_pictures_becomes_a_served_model(
         server.kill()
 
 
-def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_path: Path) -> None:
+def test_a_kill_loses_at_most_one_epoch(data: Path, start: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = flags(data, start, out, "--epochs", "12", "--threads", "1")
     with VitserveProcess(tmp_path / "log", *arguments, warm=True) as training:
@@ -97,9 +97,7 @@ def test_kill_9_loses_at_most_the_epoch_under_way(data: Path, start: Path, tmp_p
     assert load_checkpoint(str(out)).labels == COLOURS
 
 
-def test_flags_override_the_recipe_and_the_record_holds_the_result(
-    data: Path, start: Path, tmp_path: Path
-) -> None:
+def test_flags_override_the_recipe(data: Path, start: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     recipe = tmp_path / "mine.toml"
     recipe.write_text((RECIPES / "finetune.toml").read_text().replace("epochs = 20", "epochs = 7"))
@@ -119,7 +117,7 @@ def test_flags_override_the_recipe_and_the_record_holds_the_result(
     )
 
 
-def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
+def test_a_recipe_is_named_by_file_or_name(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scratch = ["train", "--data", str(data), "--out", str(tmp_path / "out"), "--device", "cpu"]
@@ -153,7 +151,7 @@ def test_a_recipe_is_named_by_its_file_or_by_its_bundled_name(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_wrong_is_one_line_before_training(
+def test_mistakes_are_told_before_training(
     data: Path,
     start: Path,
     tmp_path: Path,
@@ -181,7 +179,7 @@ def test_what_is_wrong_is_one_line_before_training(
     ],
     ids=["nothing", "epochs", "resume", "set"],
 )
-def test_flags_that_mean_nothing_to_a_probe_are_refused(
+def test_unused_flags_of_a_probe_are_refused(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:
     assert (
@@ -190,7 +188,7 @@ def test_flags_that_mean_nothing_to_a_probe_are_refused(
     assert capsys.readouterr().err.startswith(message)
 
 
-def test_a_probe_is_written_and_says_how_it_is_served(
+def test_a_probe_says_how_it_is_served(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mine"
@@ -224,7 +222,7 @@ def test_a_probe_is_written_and_says_how_it_is_served(
     }
 
 
-def test_calibrate_uses_only_pictures_that_train_held_out(
+def test_calibrate_uses_held_out_pictures(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -256,7 +254,7 @@ def test_calibrate_uses_only_pictures_that_train_held_out(
         ) == (1, True)
 
 
-def test_calibrate_refuses_the_pictures_of_a_probe(
+def test_calibrate_refuses_probe_pictures(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mine"
@@ -288,7 +286,7 @@ def test_calibrate_refuses_the_pictures_of_a_probe(
     assert (code, "mine: 10 pictures; scores as" in told) == (0, True)
 
 
-def test_a_start_that_knows_the_pictures_is_named(
+def test_a_start_trained_on_data_is_named(
     data: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     probe = (

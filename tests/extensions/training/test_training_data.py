@@ -22,7 +22,7 @@ from tests.extensions.training.runs import trained
 pytestmark = pytest.mark.timeout(120)  # models are trained
 
 
-def test_an_epoch_has_every_image_once_but_for_a_smaller_last_batch(data: TrainingData) -> None:
+def test_an_epoch_has_every_image_once(data: TrainingData) -> None:
     plain = Augmentation(crop_padding=0, flip=False)
     batches = list(data.epoch(60, plain, np.random.default_rng(0)))
     seen = np.concatenate([indices for indices, _, _ in batches])
@@ -37,7 +37,7 @@ def test_an_epoch_has_every_image_once_but_for_a_smaller_last_batch(data: Traini
 @pytest.mark.parametrize(
     "changes", [{}, {"augmentation.resized_crop": 0.5}], ids=["cut out", "resized"]
 )
-def test_pictures_larger_than_the_input_are_trained_on(
+def test_large_pictures_can_be_trained_on(
     recipe: Recipe, data: TrainingData, tmp_path: Path, changes: dict[str, float]
 ) -> None:
     enlarged = Images(data.train.pixels.repeat(2, axis=2).repeat(3, axis=3), data.train.labels)
@@ -58,7 +58,7 @@ def noise(count: int = 12, size: tuple[int, int] = (16, 20)) -> NDArray[np.uint8
     return generator().integers(0, 256, (count, 3, *size), dtype=np.uint8)
 
 
-def test_without_changes_pictures_stay_and_the_same_seed_changes_them_alike() -> None:
+def test_the_seed_decides_every_change() -> None:
     pixels = noise()
     np.testing.assert_array_equal(augment(pixels, (16, 20), PLAIN, generator()), pixels)
     settings = Augmentation(resample=0.5, trivial_augment=0.5)
@@ -70,7 +70,7 @@ def test_without_changes_pictures_stay_and_the_same_seed_changes_them_alike() ->
     assert once.shape == pixels.shape
 
 
-def test_crops_lie_everywhere_within_the_padding_which_is_black() -> None:
+def test_crops_lie_within_black_padding() -> None:
     image = Image.fromarray(np.full((8, 8, 3), 255, np.uint8))
     draw = generator()
     parts = np.stack([np.asarray(random_crop(image, (8, 8), 2, draw)) for _ in range(300)])[..., 0]
@@ -80,17 +80,15 @@ def test_crops_lie_everywhere_within_the_padding_which_is_black() -> None:
     assert set(np.unique(parts)) == {0, 255}
 
 
-def test_a_resized_crop_is_a_part_of_allowed_area_and_shape() -> None:
+def test_a_resized_crop_keeps_its_bounds() -> None:
     across, down = np.meshgrid(np.arange(60), np.arange(40))
     image = Image.fromarray(np.stack((across, down, down), axis=-1).astype(np.uint8))
     draw = generator()
     for _ in range(100):
         part = np.asarray(random_resized_crop(image, (30, 30), 0.4, draw)).astype(float)
         assert part.shape == (30, 30, 3)
-        width, height = (
-            (part[..., 0].max() - part[..., 0].min()) + 2,
-            (part[..., 1].max() - part[..., 1].min()) + 2,
-        )
+        width = (part[..., 0].max() - part[..., 0].min()) + 2
+        height = (part[..., 1].max() - part[..., 1].min()) + 2
         assert 0.3 < width * height / 2400 <= 1.1
         assert 0.6 < width / height < 1.6
     long = Image.fromarray(np.zeros((4, 100, 3), np.uint8))
@@ -98,7 +96,7 @@ def test_a_resized_crop_is_a_part_of_allowed_area_and_shape() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
-def test_every_operation_keeps_the_size_and_does_least_at_its_weakest(number: int) -> None:
+def test_operations_grow_with_their_strength(number: int) -> None:
     pixels = np.ascontiguousarray(noise(1)[0].transpose(1, 2, 0)) // 2 + 40
     image = Image.fromarray(pixels)
     weakest, strongest = (
@@ -115,11 +113,12 @@ def test_every_operation_keeps_the_size_and_does_least_at_its_weakest(number: in
         assert middle.max() <= 1 < np.abs(moved.astype(int) - odd).max()
 
 
-def test_mixing_keeps_the_proportion_of_pixels_in_the_targets() -> None:
+def test_mixed_targets_match_mixed_pixels() -> None:
     pixels = torch.zeros(6, 1, 10, 10)
     pixels[:3] = 1.0
     targets = torch.zeros(6, 2)
-    targets[:3, 0] = targets[3:, 1] = 1.0
+    targets[:3, 0] = 1.0
+    targets[3:, 1] = 1.0
     shares: dict[str, list[float]] = {"mixup": [], "cutmix": []}
     for name, found in shares.items():
         draw = generator()

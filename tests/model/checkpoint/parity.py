@@ -66,9 +66,11 @@ def assert_same_embeddings(
     checkpoint: Checkpoint, pixels: Tensor, expected: dict[str, Tensor]
 ) -> None:
     """Compare embeddings per pooling, of a full pass and of a pass that skips tokens."""
-    network, config = checkpoint.build(), checkpoint.vit
+    network = checkpoint.build()
+    config = checkpoint.vit
     with torch.inference_mode():
-        whole, spared = network(pixels, (), 0, True), network(pixels)
+        whole = network(pixels, (), 0, True)
+        spared = network(pixels)
     for name, values in spared.embeddings.items():
         assert relative_error(values, whole.embeddings[name]) < EXACT
     assert relative_error(spared.logits, whole.logits) < EXACT

@@ -91,9 +91,7 @@ def _other_weights(folder: Path) -> None:
         _other_weights,
     ],
 )
-def test_calibration_of_other_weights_is_refused(
-    change: Callable[[Path], None], folder: Path
-) -> None:
+def test_a_foreign_calibration_is_refused(change: Callable[[Path], None], folder: Path) -> None:
     change(folder)
     assert re.search(r"calibration\.json: is not what .* wrote .*: remove", refusal(folder))
 
@@ -107,7 +105,7 @@ def test_labels_may_change_after_calibration(folder: Path) -> None:
     assert (checkpoint.labels, checkpoint.temperature) == (("Katze", "Hund"), 1.5)
 
 
-def test_calibration_is_unused_at_another_size(folder: Path) -> None:
+def test_another_size_drops_the_calibration(folder: Path) -> None:
     assert load_checkpoint(str(folder), image_size=(16, 16)).calibration is not None
     checkpoint = load_checkpoint(str(folder), image_size=(24, 24))
     assert (checkpoint.temperature, checkpoint.calibration) == (1.0, None)
@@ -117,7 +115,7 @@ def test_calibration_is_unused_at_another_size(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "goes_along"), [(torch.float32, True), (torch.float16, False)])
-def test_rounded_weights_lose_the_calibration(
+def test_rounded_weights_drop_calibration(
     folder: Path, tmp_path: Path, dtype: torch.dtype, goes_along: bool
 ) -> None:
     native.write(tmp_path / "copy", load_checkpoint(str(folder)), dtype=dtype)

@@ -121,7 +121,7 @@ def test_pickled_model_names_the_remedy(tmp_path: Path) -> None:
     assert "model.save_pretrained(FOLDER)" in message
 
 
-def test_overwritten_weights_stay_as_they_were_read(
+def test_loaded_weights_survive_their_file(
     tmp_path: Path,
 ) -> None:
     config = CONFIG.model_copy(update={"width": 128})

@@ -237,7 +237,7 @@ def test_folder_is_refused_with_the_remedy(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"image_mean": [0.5]}, {"input_size": [3, 16, 16]}])
-def test_other_preprocessing_shows_an_example(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_foreign_fields_show_an_example(fields: dict[str, Any], tmp_path: Path) -> None:
     folder = timm_folder(tmp_path)
     file = tmp_path / "preprocess.json"
     file.write_text(json.dumps(fields))

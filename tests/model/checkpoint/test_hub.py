@@ -70,7 +70,7 @@ def test_other_models_cost_no_weights(hub: Hub, load: Load, tmp_path: Path) -> N
     assert not any("safetensors" in path for _, path, _ in hub.requests)
 
 
-def test_a_folder_of_that_name_wins_over_the_hub(hub: Hub, load: Load, tmp_path: Path) -> None:
+def test_a_local_folder_wins_over_the_hub(hub: Hub, load: Load, tmp_path: Path) -> None:
     native_folder(tmp_path / "owner" / "name", ("local", "b", "c"))
     assert load("owner/name", hub)["label"] == "local"
     assert hub.requests == []

@@ -84,7 +84,7 @@ def test_names_in_memory_are_read(case: str, tmp_path: Path) -> None:
     assert_same_logits(load_checkpoint(str(tmp_path)), lambda pixels: model(pixels).logits, case)
 
 
-def test_every_plain_transformer_class_is_read() -> None:
+def test_every_plain_transformer_is_read() -> None:
     transformers()
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
@@ -151,7 +151,7 @@ def test_pickled_state_dict_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_sharded_pickles_are_read_by_their_index(tmp_path: Path) -> None:
+def test_sharded_pickles_are_read_by_index(tmp_path: Path) -> None:
     model = make("vit", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -195,7 +195,7 @@ def test_a_size_mends_a_processor_of_another(wanted: tuple[int, int], tmp_path: 
         *(("beit", (48, 48)), ("beit-absolute-cls", (48, 48))),
     ],
 )
-def test_positions_are_resized_as_by_the_class(
+def test_positions_resize_as_in_their_class(
     case: str, size: tuple[int, int], tmp_path: Path
 ) -> None:
     model = make(case, tmp_path)
@@ -206,7 +206,7 @@ def test_positions_are_resized_as_by_the_class(
 
 
 @pytest.mark.parametrize("size", [(24, 40), (48, 48)])
-def test_resized_positions_equal_transformers(size: tuple[int, int], tmp_path: Path) -> None:
+def test_resizing_equals_transformers(size: tuple[int, int], tmp_path: Path) -> None:
     model = make("vit", tmp_path)
     checkpoint = load_checkpoint(str(tmp_path), image_size=size)
     assert checkpoint.preprocess.size == size
@@ -297,7 +297,7 @@ def own_scores(checkpoint: Checkpoint, pixels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_zero_shot_scores_equal_the_pipelines(name: str, tmp_path: Path) -> None:
+def test_zero_shot_equals_the_pipeline(name: str, tmp_path: Path) -> None:
     model = MODELS[name](tmp_path)
     # The pipeline truncates long texts for SigLIP, and fails on long texts for CLIP.
     labels = LABELS if name.startswith("siglip") else LABELS[:3]
@@ -329,7 +329,7 @@ def test_zero_shot_scores_equal_the_pipelines(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("name", "backend"), [("clip", "openvino"), ("siglip", "torch")])
-def test_request_labels_score_as_start_labels(name: str, backend: Any, tmp_path: Path) -> None:
+def test_labels_of_requests_score_the_same(name: str, backend: Any, tmp_path: Path) -> None:
     MODELS[name](tmp_path)
     options: dict[str, Any] = {
         "device": "cpu",
@@ -475,7 +475,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_incomplete_whole_checkpoint_is_refused(case: str, copy: Path) -> None:
+def test_an_incomplete_checkpoint_is_refused(case: str, copy: Path) -> None:
     spoil, message = REFUSALS[case]
     spoil(copy)
     with pytest.raises(CheckpointError, match=message) as refusal:
@@ -495,7 +495,7 @@ def test_labels_are_checked(options: dict[str, str], message: str, whole: Path) 
         load_checkpoint(str(whole), **options)
 
 
-def test_siglip_without_its_pooling_is_refused(tmp_path: Path) -> None:
+def test_siglip_without_pooling_is_refused(tmp_path: Path) -> None:
     whole_models.siglip(tmp_path)
     put(tmp_path / "config.json", "vision_config.vision_use_head", False)
     assert "vision_use_head is not true: without its head the tower gives no features" in refusal(
@@ -516,7 +516,7 @@ def test_tokenizers_code_is_not_run(copy: Path, tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_missing_transformers_names_the_extra(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_library_names_its_extra(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
         CheckpointError, match=re.escape("needs transformers: pip install 'vitserve[text]'")
@@ -533,7 +533,7 @@ def call_the_head(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["classifier.1", "head", "fc"])
-def test_a_folder_with_a_head_of_its_own_is_read(name: str, tmp_path: Path) -> None:
+def test_a_head_of_any_name_is_read(name: str, tmp_path: Path) -> None:
     model = make("vit", tmp_path)
     call_the_head(tmp_path, name)
     assert_same_logits(

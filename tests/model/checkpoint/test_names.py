@@ -24,7 +24,7 @@ def test_transformers_folder_names_the_model(
 
 
 @pytest.mark.parametrize("make", [timm_folder, huggingface_folder])
-def test_a_snapshot_is_named_as_its_repository(make: object, tmp_path: Path) -> None:
+def test_a_snapshot_has_its_repositorys_name(make: object, tmp_path: Path) -> None:
     folder = tmp_path / "models--me--birds" / "snapshots" / "abc"
     folder.parent.mkdir(parents=True)
     assert callable(make)

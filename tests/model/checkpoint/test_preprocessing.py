@@ -235,7 +235,7 @@ def test_named_class_gives_missing_fields(
     "missing", ["size", "crop_size", "resample", "image_mean", "image_std", "all"]
 )
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_missing_number_is_that_of_the_class(name: str, missing: str, tmp_path: Path) -> None:
+def test_the_class_gives_a_missing_number(name: str, missing: str, tmp_path: Path) -> None:
     file = (
         {}
         if missing == "all"
@@ -247,7 +247,7 @@ def test_a_missing_number_is_that_of_the_class(name: str, missing: str, tmp_path
     )
 
 
-def test_a_missing_number_is_listed_as_assumed(tmp_path: Path) -> None:
+def test_a_missing_number_is_called_assumed(tmp_path: Path) -> None:
     put(huggingface_folder(tmp_path) / "preprocessor_config.json", "resample")
     (assumed,) = load_checkpoint(str(tmp_path)).assumed
     assert "resample of ViTImageProcessor" in assumed
@@ -283,7 +283,7 @@ def test_nested_image_processor_is_preferred(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CROPS)
-def test_pixels_are_those_of_timms_transforms(case: str) -> None:
+def test_pixels_equal_timms_transforms(case: str) -> None:
     config, reference = timm_case(case)
     assert max(largest_difference(config, reference, data) for data in generated()) <= 1
 
@@ -311,7 +311,7 @@ def test_every_share_is_rounded_as_by_timm(crop_mode: str) -> None:
         )
 
 
-def test_a_share_is_kept_by_a_converted_folder(tmp_path: Path) -> None:
+def test_a_converted_folder_keeps_its_share(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(timm_folder(tmp_path / "timm")))
     native.write(tmp_path / "native", checkpoint)
     resized = load_checkpoint(str(tmp_path / "native"), image_size=(40, 40))
@@ -322,7 +322,7 @@ def test_a_share_is_kept_by_a_converted_folder(tmp_path: Path) -> None:
     assert resized.preprocess.resize_size == (44, 44)
 
 
-def test_an_operators_share_stands_for_a_size(tmp_path: Path) -> None:
+def test_an_operators_share_gives_a_size(tmp_path: Path) -> None:
     folder = str(timm_folder(tmp_path))
     fields = {
         "size": [16, 16],
@@ -342,7 +342,7 @@ def test_an_operators_share_stands_for_a_size(tmp_path: Path) -> None:
         load_checkpoint(folder, preprocess=json.dumps(fields | told | {"crop_pct": 90}))
 
 
-def test_timms_border_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_timms_border_crop_is_refused(tmp_path: Path) -> None:
     put(timm_folder(tmp_path) / "config.json", "pretrained_cfg.crop_mode", "border")
     assert "set VIT_PREPROCESS" in refusal(tmp_path)
     assert load_checkpoint(str(tmp_path), preprocess=preprocess_file(tmp_path, 16, 16)).labels

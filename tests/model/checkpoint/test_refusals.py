@@ -287,7 +287,7 @@ def test_too_large_layers_are_refused(fields: dict[str, Any], message: str, tmp_
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_config_that_is_not_an_object_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_config_must_be_an_object(kind: str, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path)
     texts = [
         "",
@@ -321,7 +321,7 @@ def test_missing_processor_names_the_remedy(
 
 
 @pytest.mark.parametrize("size", [(20, 16), (1, 1), (65536, 65536), (16384, 16384)])
-def test_an_input_size_that_cannot_be_is_refused(size: tuple[int, int], tmp_path: Path) -> None:
+def test_an_impossible_size_is_refused(size: tuple[int, int], tmp_path: Path) -> None:
     assert "size" in refusal(native_folder(tmp_path), image_size=size)
 
 
@@ -399,7 +399,7 @@ def unix_socket(path: Path) -> None:
         (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
     ],
 )
-def test_irregular_file_of_a_folder_is_refused(
+def test_an_irregular_file_is_refused(
     kind: str,
     name: str,
     put: Callable[[Path], None],
@@ -424,7 +424,7 @@ def test_links_within_a_folder_are_followed(tmp_path: Path) -> None:
     assert load_checkpoint(str(mount / "..data")).build()
 
 
-def test_cached_snapshot_reads_only_its_blobs(tmp_path: Path) -> None:
+def test_a_snapshot_reads_only_its_blobs(tmp_path: Path) -> None:
     cache = tmp_path / "models--owner--name"
     snapshot = native_folder(cache / "snapshots" / ("a" * 40))
     (cache / "blobs").mkdir()

@@ -56,7 +56,7 @@ def test_a_multi_label_config_has_sigmoids(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("problem", ["regression", "ranking", ["regression"]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_regression_is_not_served_as_classes(kind: str, problem: object, tmp_path: Path) -> None:
+def test_a_regression_is_refused(kind: str, problem: object, tmp_path: Path) -> None:
     folder = KINDS[kind](tmp_path)
     put(folder / "config.json", "problem_type", problem)
     message = refusal(folder)
@@ -64,7 +64,7 @@ def test_a_regression_is_not_served_as_classes(kind: str, problem: object, tmp_p
     assert "VIT_ACTIVATION" in message
 
 
-def test_the_wrappers_scores_are_transformers(tmp_path: Path) -> None:
+def test_wrapper_scores_equal_transformers(tmp_path: Path) -> None:
     library = transformers()
     timm()
     config = library.TimmWrapperConfig(
@@ -86,7 +86,7 @@ def test_the_wrappers_scores_are_transformers(tmp_path: Path) -> None:
     assert checkpoint.head.scores(logits.numpy()) == pytest.approx(expected.numpy(), abs=1e-5)
 
 
-def test_an_activation_without_effect_is_refused(tmp_path: Path) -> None:
+def test_activation_must_match_temperature(tmp_path: Path) -> None:
     folder = native_folder(tmp_path / "fitted")
     put(folder / "config.json", "temperature", 2.0)
     assert "fitted with the other activation" in refusal(folder, activation="sigmoid")
@@ -141,7 +141,7 @@ def test_agreeing_labels_are_served(indices: dict[str, Any] | None, tmp_path: Pa
     assert not checkpoint.notes
 
 
-def test_repeated_labels_are_no_contradiction(tmp_path: Path) -> None:
+def test_repeated_labels_are_accepted(tmp_path: Path) -> None:
     folder = huggingface_folder(tmp_path)
     edit(
         folder / "config.json",

@@ -178,7 +178,8 @@ def make(case: str, folder: Path) -> Any:
 def test_outputs_equal_timms(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     checkpoint = load_checkpoint(str(tmp_path))
-    config, pixels = checkpoint.vit, assert_same_logits(checkpoint, model, f"timm {case}")
+    config = checkpoint.vit
+    pixels = assert_same_logits(checkpoint, model, f"timm {case}")
     whole: list[torch.Tensor] = []
     for block in model.blocks:
         block.attn.fused_attn = False
@@ -202,7 +203,8 @@ def test_architectures_have_timms_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, arguments in architectures().items():
-        entry, built = timm().models.model_entrypoint(name), Mock()
+        entry = timm().models.model_entrypoint(name)
+        built = Mock()
         with monkeypatch.context() as patch:
             patch.setattr(sys.modules[entry.__module__], "build_model_with_cfg", built)
             entry()
@@ -248,12 +250,13 @@ def test_architectures_have_timms_parameters() -> None:
             theirs.patch_embed.grid_size,
             theirs.num_prefix_tokens,
         ), name
-        mlp, values = blocks(ours)[0].mlp, torch.linspace(-3, 3, 50)
+        mlp = blocks(ours)[0].mlp
+        values = torch.linspace(-3, 3, 50)
         assert isinstance(mlp, Mlp | SwiGLU)
         torch.testing.assert_close(mlp.activation(values), first.mlp.act(values), atol=1e-6, rtol=0)
 
 
-def test_dynamic_model_takes_the_preprocessed_size(tmp_path: Path) -> None:
+def test_dynamic_model_takes_its_input_size(tmp_path: Path) -> None:
     make("dynamic", tmp_path)
     assert load_checkpoint(str(tmp_path)).config.image_size == (160, 160)
 
@@ -277,7 +280,7 @@ def test_resized_positions_equal_timms(case: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_size_mends_an_input_size_of_another(tmp_path: Path) -> None:
+def test_image_size_mends_another_input_size(tmp_path: Path) -> None:
     model = make("vit", tmp_path)
     put(tmp_path / "config.json", "pretrained_cfg.input_size", [3, 96, 96])
     own = load_checkpoint(str(tmp_path), image_size=(64, 64))
@@ -318,7 +321,8 @@ def test_timms_imagenet_tag_gives_the_labels(tmp_path: Path) -> None:
 
 def test_a_folder_of_timm_without_a_head(tmp_path: Path) -> None:
     folder = timm_folder(tmp_path)
-    headed, pixels = load_checkpoint(str(folder)), torch.randn(2, 3, 16, 16)
+    headed = load_checkpoint(str(folder))
+    pixels = torch.randn(2, 3, 16, 16)
     edit(folder / "config.json", lambda config: config.update(num_classes=0))
     edit_tensors(
         folder,
@@ -331,7 +335,7 @@ def test_a_folder_of_timm_without_a_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["clip", "eva02-clip", "pe-core"])
-def test_projection_of_clip_gives_the_embedding(case: str, tmp_path: Path) -> None:
+def test_clips_projection_gives_embeddings(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     edit(tmp_path / "config.json", lambda config: config.pop("label_names"))
     with pytest.raises(CheckpointError, match="no labels for its"):
@@ -415,7 +419,8 @@ def assert_same(checkpoint: Checkpoint, model: Any, what: str) -> None:
     """Compare logits and embeddings of the network and of timm's module."""
     pixels = pictures(checkpoint)
     with torch.inference_mode():
-        expected, output = model(pixels), checkpoint.network()(pixels)
+        expected = model(pixels)
+        output = checkpoint.network()(pixels)
         features = model.forward_head(model.forward_features(pixels), pre_logits=True)
     assert expected.std() > 1e-3, "the reference says nothing"
     error = relative_error(output.logits, expected)
@@ -540,7 +545,7 @@ def test_library_network_has_one_embedding(small: Path) -> None:
         ({"pretrained_cfg": {"input_size": [4, 64, 96]}}, "in_chans is not the 4 of"),
     ],
 )
-def test_hostile_configs_are_refused_in_one_line(
+def test_hostile_configs_are_one_line(
     changes: dict[str, Any], message: str, tmp_path: Path, small: Path
 ) -> None:
     folder = shutil.copytree(small, tmp_path / "copy")
@@ -570,7 +575,7 @@ def test_missing_timm_names_the_extra(small: Path, monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_network_larger_than_its_file_is_refused(
+def test_an_oversized_network_is_refused(
     architecture: str, arguments: dict[str, Any], size: tuple[int, int], message: str
 ) -> None:
     timm()

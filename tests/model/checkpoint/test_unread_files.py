@@ -46,7 +46,7 @@ def test_a_map_of_names_is_refused(format_: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", ["timm", "huggingface"])
-def test_calibration_of_other_formats_is_refused(format_: str, tmp_path: Path) -> None:
+def test_foreign_calibrations_are_refused(format_: str, tmp_path: Path) -> None:
     folder = FOLDERS[format_](tmp_path)
     (folder / "calibration.json").write_text("{}")
     assert f"run vitserve convert {folder} -o FOLDER and calibrate that" in refusal(folder)
@@ -84,7 +84,7 @@ def test_a_second_file_of_weights_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [native_folder, timm_folder])
-def test_a_processor_of_another_library_is_named(make: object, tmp_path: Path) -> None:
+def test_a_foreign_processor_is_named(make: object, tmp_path: Path) -> None:
     assert callable(make)
     folder = make(tmp_path / "model")
     shutil.copy(huggingface_folder(tmp_path / "other") / "preprocessor_config.json", folder)
@@ -105,7 +105,7 @@ def test_processors_that_disagree_are_said(tmp_path: Path) -> None:
     )
 
 
-def test_wrapper_with_its_own_processor_is_refused(tmp_path: Path) -> None:
+def test_a_wrapper_processor_is_refused(tmp_path: Path) -> None:
     folder = timm_folder(tmp_path / "model")
     put(folder / "config.json", "model_type", "timm_wrapper")
     tensors = load_file(folder / "model.safetensors")

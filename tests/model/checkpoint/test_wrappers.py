@@ -22,7 +22,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("kind", WRAPPED)
 @pytest.mark.parametrize("format_", FOLDERS)
-def test_wrappers_in_the_names_of_a_folder_go(format_: str, kind: str, tmp_path: Path) -> None:
+def test_wrapper_prefixes_are_removed(format_: str, kind: str, tmp_path: Path) -> None:
     FOLDERS[format_](tmp_path)
     expected = load_checkpoint(str(tmp_path)).tensors
     weights = tmp_path / "model.safetensors"
@@ -38,7 +38,7 @@ def test_wrappers_in_the_names_of_a_folder_go(format_: str, kind: str, tmp_path:
     assert any(note.startswith("removed from names of tensors: ") for note in checkpoint.notes)
 
 
-def test_tensors_equal_but_wrappers_are_refused(tmp_path: Path) -> None:
+def test_colliding_names_are_refused(tmp_path: Path) -> None:
     FOLDERS["timm"](tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     twin = {"module.norm.bias": torch.ones_like(tensors["norm.bias"])}

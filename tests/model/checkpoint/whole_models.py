@@ -84,7 +84,8 @@ def siglip(folder: Path, *, attention_mask: bool = False) -> Any:
     names = ["input_ids", "attention_mask"] if attention_mask else ["input_ids"]
     # Fixed pieces, because a trained vocabulary differs between runs.
     text = " ".join(_CORPUS).lower()
-    words, letters = sorted({f"▁{word}" for word in text.split()}), sorted({"▁", *text} - {" "})
+    words = sorted({f"▁{word}" for word in text.split()})
+    letters = sorted({"▁", *text} - {" "})
     specials = [(token, 0.0) for token in ("<pad>", "<eos>", "<bos>", "<unk>")]
     pieces = [*specials, *((word, -3.0) for word in words), *((letter, -6.0) for letter in letters)]
     learned = Tokenizer(models.Unigram(pieces, unk_id=3, byte_fallback=False))

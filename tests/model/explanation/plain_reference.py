@@ -34,7 +34,8 @@ class Reference(NamedTuple):
 def forward(model: VisionTransformer, pixels: Tensor) -> Reference:
     """Run the model on pixels [B, C, H, W]."""
     x = model.embed(pixels)
-    attention, outputs = [], []
+    attention = []
+    outputs = []
     for block in blocks(model):
         if model.config.norm_order == "post":
             mixed, weights = _attend(block.attn, x)
@@ -71,7 +72,8 @@ def first_row(config: ViTConfig, count: int) -> Tensor:
 
 def attention_weights(layer: Attention, x: Tensor) -> Tensor:
     """Return the attention [B, heads, N, N] of tokens [B, N, D] after the block's first norm."""
-    width, heads = layer.qkv.out_features // 3, layer.heads
+    width = layer.qkv.out_features // 3
+    heads = layer.heads
     q, k, _ = (
         part.unflatten(2, (heads, width // heads)).transpose(1, 2)
         for part in layer.qkv(x).split(width, dim=2)
@@ -91,7 +93,8 @@ def turned(layer: Attention, x: Tensor) -> Tensor:
     rotary = layer.rotary
     if rotary is None:
         return x
-    positions, half = rotary.positions, x.shape[3] // 2
+    positions = rotary.positions
+    half = x.shape[3] // 2
     values = torch.complex(x[..., :half], x[..., half:])
     parts = [values[:, :, index] for index in range(rotary.prefix_tokens)]
     for index in range(rotary.grid[0] * rotary.grid[1]):
@@ -139,7 +142,8 @@ def read(model: VisionTransformer, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if config.pool == "attention":
         pool = model.attn_pool
         assert pool is not None
-        heads, width = config.pool_heads or config.heads, config.width
+        heads = config.pool_heads or config.heads
+        width = config.width
         q = pool.q(pool.latent).unflatten(2, (heads, width // heads))[0, 0]
         k, v = (
             part.unflatten(2, (heads, width // heads)) for part in pool.kv(seen).split(width, dim=2)

@@ -56,7 +56,8 @@ def plain_transfer_relevance(
 
 
 def _along(model: VisionTransformer, pixels: Tensor, direction: Tensor) -> Tensor:
-    config, entering = model.config, _entering(model, pixels)
+    config = model.config
+    entering = _entering(model, pixels)
     read = range(max(0, config.depth - 3), config.depth)
     parts = [(block, config.class_token) for block in read]
     if config.class_token:
@@ -106,7 +107,9 @@ def _found(
     until = blocks(model)[: len(entering) - 1]
     through = until[-1:] if is_token else []
     leaf = entering[-1 - len(through)].detach().requires_grad_()
-    x, residual, attended = leaf, leaf.detach().clone().requires_grad_(), torch.zeros(())
+    x = leaf
+    residual = leaf.detach().clone().requires_grad_()
+    attended = torch.zeros(())
     for block in through:
         attended = attention_weights(block.attn, block.norm1(leaf)).detach().requires_grad_()
         x = _frozen_block(block, leaf, residual, attended)
@@ -148,7 +151,8 @@ def _arriving(model: VisionTransformer, entering: list[Tensor], row: Tensor) -> 
 def _contributions(block: Block, x: Tensor, takers: list[int], gradient: Tensor) -> Tensor:
     """Return each token's contribution to the takers, times their gradient: [takers, N]."""
     layer = block.attn
-    width, heads = layer.qkv.out_features // 3, layer.heads
+    width = layer.qkv.out_features // 3
+    heads = layer.heads
     weights = attention_weights(layer, block.norm1(x))[0]
     values = layer.qkv(block.norm1(x))[0, :, 2 * width :].unflatten(1, (heads, width // heads))
     given = torch.einsum("hqk,khd->qkhd", weights[:, takers], values).flatten(2)
@@ -193,10 +197,12 @@ def _frozen_block(block: Block, x: Tensor, residual: Tensor, weights: Tensor) ->
 
 def _frozen_read(model: VisionTransformer, x: Tensor) -> Tensor:
     """Return the logits of tokens [1, N, D]."""
-    config, x = model.config, _frozen_norm(model.norm, x)
+    config = model.config
+    x = _frozen_norm(model.norm, x)
     seen = x if config.pool_prefix else x[:, config.prefix_tokens :]
     if model.attn_pool is not None:
-        pool, width = model.attn_pool, config.width
+        pool = model.attn_pool
+        width = config.width
         split = (pool.heads, width // pool.heads)
         q = pool.q(pool.latent).unflatten(2, split)[0, 0]
         k, v = (part.unflatten(2, split) for part in pool.kv(seen).split(width, dim=2))
@@ -243,12 +249,11 @@ def _sharpened(found: Tensor, model: VisionTransformer, arriving: Tensor) -> Ten
 
 def _smoothed(found: Tensor, model: VisionTransformer) -> Tensor:
     """Smooth patches by a Gaussian whose weights sum to 1 inside of the grid: [patches]."""
-    prefix, (rows, columns) = model.config.prefix_tokens, model.config.grid
+    prefix = model.config.prefix_tokens
+    rows, columns = model.config.grid
     coarse = min(rows, columns) <= 8
-    patches, sigma = (
-        found[prefix:].reshape(rows, columns),
-        0.64 if coarse else min(rows, columns) / 32,
-    )
+    patches = found[prefix:].reshape(rows, columns)
+    sigma = 0.64 if coarse else min(rows, columns) / 32
     places = torch.stack(
         torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
     ).float()

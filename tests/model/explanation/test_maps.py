@@ -32,7 +32,7 @@ def test_map_is_the_combined_row_of_patches(head: AttentionHead) -> None:
     assert values.shape == (4, 2, 3)
 
 
-def test_map_is_finite_without_attention_to_patches() -> None:
+def test_a_map_without_attention_is_finite() -> None:
     attention = np.zeros((1, 1, 7), dtype=np.float32)
     attention[..., 0] = 1
     values, kept_mass = cls_map(attention, head=0, prefix_tokens=1, grid=(2, 3))
@@ -85,7 +85,7 @@ def test_negative_relevance_is_not_shown() -> None:
     assert kept.tolist() == [1.0], "neither patches nor the prefix have less than nothing"
 
 
-def test_map_without_positive_relevance_is_even() -> None:
+def test_a_map_without_evidence_is_even() -> None:
     maps, kept = sharpened_maps(tokens([1.0, *[-1.0] * 6], [0.0, 1.0, *[0.0] * 5]), TINY)
     np.testing.assert_allclose(maps[0], np.full((2, 3), 1 / 6), rtol=1e-6)
     assert maps[1, 0, 0] > 0.999

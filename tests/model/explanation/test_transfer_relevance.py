@@ -50,7 +50,7 @@ def test_a_shallow_network_has_fewer_parts(depth: int) -> None:
 
 
 @pytest.mark.parametrize("class_token", [True, False], ids=["cls", "patches"])
-def test_class_of_the_model_starts_with_its_margin(class_token: bool) -> None:
+def test_relevance_starts_with_the_margin(class_token: bool) -> None:
     model = model_of("plain", pool="transfer", depth=5, class_token=class_token).double()
     pixels = pictures(model).double()
     with torch.no_grad():

@@ -75,7 +75,7 @@ def test_only_ratios_of_the_values_count(factor):
         ([5.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [255, 110, 0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_colour_shows_the_multiple_of_even_share(times_even, level):
+def test_colour_shows_the_relative_share(times_even, level):
     pixels = drawn([times_even], colormap="gray", size=len(times_even), smooth=False)
 
     assert difference(pixels[0, :, 0], np.array(level)) <= 1
@@ -85,14 +85,14 @@ def test_colour_shows_the_multiple_of_even_share(times_even, level):
     "values", [np.zeros((3, 3)), np.full((3, 3), 7.5), np.full((3, 3), np.nan), np.ones((1, 1))]
 )
 @pytest.mark.parametrize("smooth", [True, False])
-def test_even_map_leaves_the_picture_unchanged(values, smooth):
+def test_an_even_map_changes_no_pixel(values, smooth):
     assert np.array_equal(
         np.unique(drawn(values, size=32).reshape(-1, 3), axis=0), colour_table("turbo")[:1]
     )
     assert np.array_equal(drawn(values, PICTURE, size=96, alpha=1.0, smooth=smooth), PICTURE)
 
 
-def test_low_map_values_leave_pixels_unchanged():
+def test_low_values_change_no_pixel():
     values = np.full((4, 6), 0.5)
     values[1, 1] = 20
 
@@ -107,7 +107,10 @@ def test_low_map_values_leave_pixels_unchanged():
 
 def test_invalid_values_count_as_zero():
     holes = RAMP.copy()
-    holes[0, 0], holes[0, 1], holes[0, 2], holes[0, 3] = np.nan, np.inf, -np.inf, -3
+    holes[0, 0] = np.nan
+    holes[0, 1] = np.inf
+    holes[0, 2] = -np.inf
+    holes[0, 3] = -3
     filled = RAMP.copy()
     filled[0] = 0
 
@@ -123,7 +126,7 @@ def test_unsmoothed_patches_have_one_colour():
     assert len(np.unique(pixels[:, 0, :, 0].reshape(-1, 3), axis=0)) > 5
 
 
-def test_smooth_map_keeps_the_middle_of_patches():
+def test_smoothing_keeps_middles_of_patches():
     values = np.random.default_rng(2).random((5, 5)) ** 2
 
     smooth = drawn(values, size=505, colormap="gray")[:, :, 0].astype(int)
@@ -181,10 +184,11 @@ def test_photo_outside_the_region_is_dimmed():
 
 
 @pytest.mark.parametrize("smooth", [True, False])
-def test_region_beyond_the_photo_shows_its_middle(smooth):
+def test_a_region_may_exceed_the_photo(smooth):
     photo = np.zeros((10, 40, 3), np.uint8)
     values = np.zeros((4, 4))
-    values[1, 2] = values[0, 0] = 1
+    values[1, 2] = 1
+    values[0, 0] = 1
 
     pixels = drawn(values, photo, region=Region(0, -15, 40, 40), alpha=1.0, size=40, smooth=smooth)
 
@@ -218,7 +222,7 @@ def test_size_is_the_longer_side(picture, size, shape):
 
 
 @pytest.mark.parametrize("name", ["rainbows", ""])
-def test_unknown_colormap_names_its_parameter(name):
+def test_a_bad_colormap_names_its_parameter(name):
     with pytest.raises(InputError, match="colormap") as error:
         Look(colormap=name)
 
@@ -239,7 +243,7 @@ def places(image: Image.Image, colour: str) -> tuple[np.ndarray, np.ndarray]:
     return rows, columns
 
 
-def test_sheet_shows_pictures_in_reading_order() -> None:
+def test_a_sheet_keeps_the_reading_order() -> None:
     sheet = ContactSheet(5, (60, 40))
     size = sheet.image.size
     for colour in COLOURS:
@@ -271,7 +275,7 @@ def test_picture_of_another_shape_is_fitted(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(60, 40), (384, 384), (1600, 400)])
-def test_sheet_of_many_pictures_has_8192_pixels(
+def test_a_full_sheet_has_8192_pixels(
     shape: tuple[int, int],
 ) -> None:
     assert 0.9 * 8192 < max(ContactSheet(2000, shape).image.size) <= 8192 + 8
@@ -337,11 +341,9 @@ def test_label_becomes_one_drawable_line(label: str) -> None:
     assert font.getlength(fit_text(label, font, 80)) <= 80
 
 
-def test_a_long_label_is_cut_before_its_score() -> None:
-    font, labels = (
-        ImageFont.load_default(12),
-        ["hippopotamus, hippo, river horse, Hippopotamus amphibius"],
-    )
+def test_a_long_label_never_hides_its_score() -> None:
+    font = ImageFont.load_default(12)
+    labels = ["hippopotamus, hippo, river horse, Hippopotamus amphibius"]
     drawn, score = caption_of(of_class(), labels)[0].rsplit(": ", 1)
     shown = fit_text(drawn, font, 180, f": {score}")
     assert shown.startswith("hippopotamus, ")
@@ -364,14 +366,15 @@ def test_a_long_label_is_cut_before_its_score() -> None:
 def test_captioned_drawing_keeps_its_size(
     shape: tuple[int, int], size: int, label: str, overlay: bool
 ) -> None:
-    picture, look = np.zeros((*shape, 3), np.uint8), {"size": size, "overlay": overlay}
+    picture = np.zeros((*shape, 3), np.uint8)
+    look = {"size": size, "overlay": overlay}
     drawn = draw_maps([of_class()], [label], picture=picture, **look)  # type: ignore[arg-type]
     assert max(drawn.size) == size
     if size < 160:  # too narrow for a caption
         assert drawn.size == draw_maps([of_class()], None, picture=picture, **look).size  # type: ignore[arg-type]
 
 
-def test_captioned_drawing_is_within_the_limit() -> None:
+def test_captioned_maps_stay_in_the_limit() -> None:
     tall = np.zeros((2048, 2048, 3), np.uint8)
     drawn = draw_maps([of_class()], ["a"], picture=tall)
     assert drawn.size == (MAX_SIZE - caption_height(MAX_SIZE), MAX_SIZE)

@@ -166,7 +166,7 @@ def test_an_icc_profile_changes_nothing():
 
 
 @pytest.mark.parametrize("name", ["GIF", "WEBP", "TIFF", "PNG", "AVIF"])
-def test_of_several_pictures_the_first_counts(name):
+def test_only_the_first_picture_is_used(name):
     frames = [Image.new("RGB", (40, 30), colour) for colour in ("lime", "red", "blue")]
     data = encode(frames[0], name, save_all=True, append_images=frames[1:])
 
@@ -205,7 +205,7 @@ def test_other_formats_of_pillow_are_refused(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_truncation_is_an_invalid_image(name):
+def test_every_truncation_is_refused(name):
     data = encode(noise(64, 48), name)
     # A file's last bytes may be only an end marker.
     for length in {4, 16, 40, len(data) // 4, len(data) // 2, len(data) * 3 // 4, len(data) - 40}:
@@ -216,7 +216,7 @@ def test_every_truncation_is_an_invalid_image(name):
 
 @pytest.mark.skipif("HEIF" not in SUPPORTED_FORMATS, reason="pillow-heif is not installed")
 @pytest.mark.parametrize("orientation", [1, 3, 6])
-def test_heic_with_the_extra_is_decoded_upright(orientation):
+def test_heic_pictures_come_out_upright(orientation):
     import pillow_heif
 
     pillow_heif.register_heif_opener()
@@ -240,7 +240,8 @@ def test_pictures_come_out_upright(name, orientation):
 
 
 def test_mpo_is_its_first_picture_upright():
-    first, second = scene(), Image.new("RGB", (96, 64), "red")
+    first = scene()
+    second = Image.new("RGB", (96, 64), "red")
     exif = Image.Exif()
     exif[274] = 6
     data = encode(first, "MPO", save_all=True, append_images=[second], exif=exif)
@@ -252,7 +253,7 @@ def test_mpo_is_its_first_picture_upright():
     assert difference(pixels, upright) <= 40
 
 
-def test_exif_after_the_pixels_of_a_png_counts():
+def test_exif_after_png_pixels_is_read():
     exif = Image.Exif()
     exif[274] = 5
     data = encode(scene(), "PNG")
@@ -333,7 +334,8 @@ class TestScaledDecode:
         data = encode(scene(*size).convert(mode), "JPEG", orientation, quality=95)
         wanted = config((32, 32), (36, 36))
 
-        scaled, full = preprocess(data, wanted), preprocess(data, wanted, scaled_decode=False)
+        scaled = preprocess(data, wanted)
+        full = preprocess(data, wanted, scaled_decode=False)
 
         assert difference(scaled, full) <= 6
 
@@ -360,7 +362,7 @@ class TestScaledDecode:
     @example(512, 512, 32, 32, 0, "squash", 1, False)
     @example(511, 512, 32, 32, 0, "squash", 1, False)
     @example(1, 900, 1, 1, 0, "shortest_edge", 6, True)
-    def test_scaled_decode_leaves_twice_the_target(
+    def test_scaling_leaves_twice_the_target(
         self, width, height, rows, columns, more, resize, orientation, progressive
     ):
         wanted = config((rows, columns), (rows + more, columns + more), resize=resize)
@@ -401,7 +403,7 @@ class TestScaledDecode:
     @pytest.mark.parametrize(
         "kind", ["baseline", "progressive", "grey", "cmyk", "restarts", "progressive restarts"]
     )
-    def test_a_file_that_lacks_its_end_is_refused(self, kind):
+    def test_a_truncated_file_is_refused(self, kind):
         data = damageable(kind)
 
         assert verdict(data, scaled_decode=True) == "ok"
@@ -409,7 +411,7 @@ class TestScaledDecode:
             assert verdict(data[:length], scaled_decode=True) == "InvalidImage"
 
     @pytest.mark.parametrize("scaled_decode", [True, False])
-    def test_the_pixel_limit_is_on_the_stored_size(self, scaled_decode):
+    def test_the_pixel_limit_bounds_stored_size(self, scaled_decode):
         data = damageable("baseline")
 
         preprocess(data, config((16, 16)), max_pixels=400 * 300, scaled_decode=scaled_decode)
@@ -419,7 +421,7 @@ class TestScaledDecode:
             )
 
     @pytest.mark.shared
-    def test_scaled_photos_are_close_to_full_decodes(self, shared):
+    def test_scaled_photos_are_like_full_ones(self, shared):
         files = sorted((shared / "data" / "imagenet-samples").glob("*.JPEG"))[::7]
         wanted = config((32, 32))
 
@@ -471,7 +473,7 @@ def test_rotated_avif_files_come_out_upright(torture):
     ],
 )
 @pytest.mark.shared
-def test_jpegs_decode_to_their_reference_pixels(torture, name):
+def test_jpegs_match_their_references(torture, name):
     reference = torture / "jpeg-reftest" / f"{name}.png"
     wanted = config((16, 16), resize="squash")
 

@@ -135,7 +135,7 @@ def peak_megabytes(data: bytes, resize: str) -> float:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("colour_type", [2, 6], ids=["RGB", "RGBA"])
-def test_largest_picture_takes_under_500_megabytes(colour_type):
+def test_the_largest_picture_fits_in_memory(colour_type):
     assert peak_megabytes(black_png(8000, 8000, colour_type=colour_type), "shortest_edge") < 500
 
 
@@ -186,7 +186,7 @@ def test_overlapping_exif_takes_no_memory(place):
     ],
     ids=["comments", "exif", "tables", "texts", "pixels"],
 )
-def test_files_of_many_parts_are_refused_soon(data):
+def test_many_parts_are_refused_soon(data):
     start = time.thread_time()
 
     with pytest.raises(InvalidImage, match="parts"):
@@ -198,7 +198,7 @@ def test_files_of_many_parts_are_refused_soon(data):
 @pytest.mark.parametrize(
     "filler", [b"\xff" * 5_000_000, b"\xff\0" * 2_500_000], ids=["fill bytes", "rubbish"]
 )
-def test_bytes_between_jpeg_segments_are_skipped(filler):
+def test_bytes_between_segments_are_skipped(filler):
     image = noise(64, 48)
     plain = encode(image, "JPEG")
     start = time.thread_time()
@@ -209,7 +209,7 @@ def test_bytes_between_jpeg_segments_are_skipped(filler):
     assert np.array_equal(pixels, seen(plain, image))
 
 
-def test_compressed_png_text_is_never_unpacked():
+def test_png_text_is_never_unpacked():
     image = noise(64, 48)
     text = png_chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x" * 50_000_000, 9))
     profile = png_chunk(b"iCCP", b"a\0\0" + zlib.compress(b"x" * 50_000_000, 9))
@@ -241,7 +241,7 @@ def test_arithmetic_jpeg_is_refused(frame):
         preprocess(data, config())
 
 
-def test_png_with_a_wrong_checksum_is_refused():
+def test_a_wrong_png_checksum_is_refused():
     data = encode(noise(8, 8), "PNG")
     at = data.index(b"IEND") - 5
 
@@ -252,7 +252,8 @@ def test_png_with_a_wrong_checksum_is_refused():
 def test_late_png_pixels_are_ignored():
     image = noise(8, 8)
     data = encode(image, "PNG")
-    at, end = data.index(b"IDAT") - 4, data.index(b"IEND") - 4
+    at = data.index(b"IDAT") - 4
+    end = data.index(b"IEND") - 4
     body = data[at + 8 : end - 4]
     more = png_chunk(b"gAMA", bytes(4)) + png_chunk(b"IDAT", body[20:])
 

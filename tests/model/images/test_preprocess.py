@@ -39,7 +39,8 @@ def straightforward(data: bytes, wanted: PreprocessConfig) -> np.ndarray:
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
     rows, columns = wanted.resize_size
     if wanted.resize == "squash":
-        width, height = columns, rows
+        width = columns
+        height = rows
     elif rows == columns:  # torchvision.transforms.functional._compute_resized_output_size
         short, long = sorted(image.size)
         width, height = (rows, int(rows * long / short))[
@@ -47,10 +48,12 @@ def straightforward(data: bytes, wanted: PreprocessConfig) -> np.ndarray:
         ]
     else:  # timm.data.transforms.ResizeKeepRatio.get_params with longest=0
         ratio = min(image.height / rows, image.width / columns)
-        width, height = round(image.width / ratio), round(image.height / ratio)
+        width = round(image.width / ratio)
+        height = round(image.height / ratio)
     image = image.resize((width, height), FILTERS[wanted.interpolation])
     rows, columns = wanted.size
-    left, top = round((width - columns) / 2.0), round((height - rows) / 2.0)
+    left = round((width - columns) / 2.0)
+    top = round((height - rows) / 2.0)
     return np.asarray(image.crop((left, top, left + columns, top + rows)))
 
 
@@ -84,7 +87,7 @@ models = st.integers(1, 64)
 @example(580, 413, 56, 56, 6, "shortest_edge", "lanczos", 6)
 @example(2, 162, 1, 40, 11, "shortest_edge", "lanczos", 1)
 @example(162, 2, 40, 36, 3, "shortest_edge", "lanczos", 6)
-def test_pixels_equal_the_plain_order_of_work(
+def test_pixels_equal_the_plain_way(
     width, height, rows, columns, more, resize, interpolation, orientation
 ):
     wanted = config(
@@ -97,7 +100,7 @@ def test_pixels_equal_the_plain_order_of_work(
 
 @settings(max_examples=100, deadline=None)
 @given(sides, sides, models, st.integers(0, 20), st.sampled_from(("nearest", "box")))
-def test_sharp_filters_choose_the_same_pixels(width, height, side, more, interpolation):
+def test_sharp_filters_pick_the_same_pixels(width, height, side, more, interpolation):
     wanted = config((side, side), (side + more, side + more), interpolation=interpolation)
     # Beyond this, the resized part has corners that Pillow rounds.
     assume(max(resized_size(width, height, wanted)) <= 4096)
@@ -117,7 +120,8 @@ def test_sliver_is_cropped_to_its_middle(size):
     pixels = preprocess(encode(image, "PNG"), config((16, 16)))
 
     # 16 output pixels show the source pixels around the middle, as many as the picture is thick.
-    middle, reach = max(size) // 2, min(size) + 3
+    middle = max(size) // 2
+    reach = min(size) + 3
     seen = np.asarray(row)[0, middle - reach : middle + reach].astype(int)
     assert pixels.min() >= max(0, seen.min() - 64) and pixels.max() <= min(255, seen.max() + 64)
     along = pixels if size[0] > size[1] else pixels.transpose(1, 0, 2)
@@ -126,7 +130,7 @@ def test_sliver_is_cropped_to_its_middle(size):
 
 
 @pytest.mark.parametrize("size", [(20, 200_000), (200_000, 20)])
-def test_squashed_sliver_stays_the_same_picture(size):
+def test_a_squashed_sliver_equals_pillow(size):
     image = noise(*size)
 
     pixels = preprocess(encode(image, "PNG", compress_level=1), config((224, 224), resize="squash"))
@@ -136,7 +140,7 @@ def test_squashed_sliver_stays_the_same_picture(size):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("mode", ["P", "CMYK", "I;16", "RGBA"])
-def test_strips_convert_like_the_whole_picture(mode, orientation, monkeypatch):
+def test_strips_convert_like_the_whole(mode, orientation, monkeypatch):
     monkeypatch.setattr("model.images.resample.STRIP_PIXELS", 500)
     colours = noise(150, 110)
     image = (
@@ -283,7 +287,7 @@ def test_upload_may_change_after_decoding(name):
         ("shortest_edge", (20, 30), (90, 30), (60, 20)),
     ],
 )
-def test_the_size_that_a_picture_is_resized_to(how, resize_size, source, expected):
+def test_resized_size_follows_the_config(how, resize_size, source, expected):
     chosen = config((16, 16), resize_size, resize=how)
     width, height = source
     assert resized_size(width, height, chosen) == expected
@@ -315,7 +319,7 @@ def test_region_is_the_part_after_the_crop(size, wanted, region):
     assert picture.region == pytest.approx(Region(*region))
 
 
-def test_crop_begins_by_the_configured_rounding():
+def test_a_crop_uses_the_configured_rounding():
     # 35 x 32: the margin of 3 is 1.5 on each side, rounded to the even 2 or down to 1
     data = encode(Image.new("RGB", (35, 32)), "PNG")
     even, down = (
@@ -335,7 +339,7 @@ def test_region_is_in_upright_pixels(orientation):
     assert region == ((20, 0, 20, 20) if orientation < 5 else (0, 20, 20, 20))
 
 
-def test_scaled_decode_has_the_region_of_the_whole():
+def test_scaled_decodes_keep_the_region():
     data = encode(scene(1001, 667), "JPEG")
     scaled, full = (
         model_input(data, config((32, 32)), scaled_decode=scaled).region for scaled in (True, False)
@@ -352,7 +356,10 @@ def test_photo_region_shows_the_model_input(orientation, resize):
     seen = model_input(data, config((30, 30), resize=resize))
 
     photo, region = upright_photo(data, seen.region)
-    left, top, right, bottom = region.x, region.y, region.x + region.width, region.y + region.height
+    left = region.x
+    top = region.y
+    right = region.x + region.width
+    bottom = region.y + region.height
     part = Image.fromarray(photo).resize(
         (30, 30), Image.Resampling.BICUBIC, (left, top, right, bottom)
     )
@@ -430,7 +437,8 @@ def test_part_equals_pillows_whole_picture(width, height, columns, rows, name, m
         top,
         *(data.draw(st.floats(side / 2 + 0.25, side, width=32)) for side in stored.size),
     )
-    (left, wide), (upper, high) = part_of(columns, data), part_of(rows, data)
+    left, wide = part_of(columns, data)
+    upper, high = part_of(rows, data)
 
     whole = np.asarray(upright.resize((columns, rows), filter_, box))
     pixels = resample_part(
@@ -460,7 +468,8 @@ def test_strips_make_pillows_picture(size, rows_first, mode, monkeypatch):
     middle = (500, size[1]) if rows_first else (size[0], 375)
     bicubic = Image.Resampling.BICUBIC
     whole = (convert(picture) if convert else picture).resize(middle, bicubic).resize(size, bicubic)
-    columns, rows = Axis(0, 500, size[0], 0, size[0]), Axis(0, 375, size[1], 0, size[1])
+    columns = Axis(0, 500, size[0], 0, size[0])
+    rows = Axis(0, 375, size[1], 0, size[1])
 
     for strip in (4_000_000, 5_000, 1):
         monkeypatch.setattr(resample, "STRIP_PIXELS", strip)

@@ -82,6 +82,6 @@ def test_a_damaged_directory_is_no_thumbnail() -> None:
 
 
 @pytest.mark.shared
-def test_a_thumbnail_of_a_raw_photo_is_refused(shared: Path) -> None:
+def test_a_raw_thumbnail_is_refused(shared: Path) -> None:
     with pytest.raises(UnsupportedImageFormat, match="export the photo as JPEG"):
         decode((shared / "data/field/thumbnail.dng").read_bytes(), max_pixels=64_000_000)

@@ -98,7 +98,8 @@ def test_native_folder_round_trips(variant: str, tmp_path: Path) -> None:
     assert read.config == config
     pixels = torch.randn(2, config.in_channels, *config.image_size)
     with torch.inference_mode():
-        expected, got = written.build()(pixels, (0, 1)), read.build()(pixels, (0, 1))
+        expected = written.build()(pixels, (0, 1))
+        got = read.build()(pixels, (0, 1))
     assert all(torch.equal(tensor, written.tensors[name]) for name, tensor in read.tensors.items())
     # Not bit for bit, because a kernel may sum in another order if a tensor's layout differs.
     torch.testing.assert_close(got.logits, expected.logits, atol=1e-5, rtol=1e-5)
@@ -106,7 +107,7 @@ def test_native_folder_round_trips(variant: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got.attention.sum(-1), torch.ones(2, 2, 4), atol=1e-5, rtol=0)
 
 
-def test_relative_positions_refuse_another_size() -> None:
+def test_relative_positions_keep_their_size() -> None:
     config = ViTConfig.model_validate(SMALL.model_dump() | VARIANTS["relative"])
     with pytest.raises(CheckpointError, match="relative position biases are not resized"):
         random_checkpoint(config).resized((64, 64))
@@ -118,19 +119,20 @@ def test_wrong_number_of_channels_is_refused(channels: int) -> None:
         random_checkpoint(SMALL.model_copy(update={"in_channels": channels}))
 
 
-def test_plain_attention_is_the_fused_kernels() -> None:
+def test_plain_attention_equals_the_kernel() -> None:
     q, k, v = torch.randn(3, 2, 4, 17, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(plain_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("queries_at_a_time", [1, 4, 100])
-def test_mean_row_is_the_mean_of_softmax_rows(
+def test_mean_row_equals_softmax_mean(
     queries_at_a_time: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any division of the queries has the same result, also into unequal parts."""
     monkeypatch.setattr(attention, "SCORES_BYTES", queries_at_a_time * 8 * 4 * 2 * 7)
-    q, k = torch.randn(3, 2, 6, 8), torch.randn(3, 2, 7, 8)
+    q = torch.randn(3, 2, 6, 8)
+    k = torch.randn(3, 2, 7, 8)
     bias = torch.randn(1, 2, 6, 7) if biased else None
     found = mean_row(q, k, bias)
     scores = q @ k.transpose(-2, -1) + (0 if bias is None else bias)

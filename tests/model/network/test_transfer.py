@@ -13,7 +13,9 @@ from tests.model.explanation.random_models import FAMILIES, model_of, pictures
 
 
 def plain_features(model: VisionTransformer, pixels: Tensor) -> Tensor:
-    x, outputs, config = model.embed(pixels), [], model.config
+    x = model.embed(pixels)
+    outputs = []
+    config = model.config
     for block in model.blocks:
         x = block(x)[0]
         outputs.append(model.norm(x))

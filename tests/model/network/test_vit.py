@@ -90,7 +90,7 @@ def test_cls_row_is_that_of_the_full_matrix(
 
 
 @pytest.mark.parametrize("changes", [{"class_token": False}, {"norm_after_pool": True}, {}])
-def test_mean_pooled_row_is_the_mean_of_queries(
+def test_a_mean_pooled_row_is_a_query_mean(
     changes: dict[str, object],
 ) -> None:
     model = make_model(make_config(pool="mean", **changes))
@@ -114,7 +114,7 @@ def test_layers_come_in_the_order_asked_for() -> None:
     assert model(pixels).attention is None
 
 
-def test_resized_positions_keep_their_picture() -> None:
+def test_resized_positions_keep_their_order() -> None:
     rows, columns = torch.meshgrid(torch.linspace(0, 1, 8), torch.linspace(0, 1, 8), indexing="ij")
     grid = torch.stack([rows, columns], dim=-1).reshape(1, 64, 2)
     prefix = torch.tensor([[[5.0, -5.0]]])
@@ -130,7 +130,7 @@ def test_resized_positions_keep_their_picture() -> None:
     assert (picture[:, 1:, 1] - picture[:, :-1, 1]).min() > 0  # and from left to right
 
 
-def test_positions_of_the_same_grid_are_unchanged() -> None:
+def test_an_equal_grid_keeps_its_positions() -> None:
     pos_embed = torch.randn(1, 17, 8)
     same = resize_position_embedding(pos_embed, prefix_tokens=1, old_grid=(4, 4), new_grid=(4, 4))
     assert same is pos_embed

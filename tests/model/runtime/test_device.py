@@ -25,9 +25,7 @@ TOO_OLD = (
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-def test_why_cuda_cannot_be_used_is_told_in_its_own_words(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_gpu_says_why(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def init() -> None:
         raise error(f"{TOO_OLD}\nmore lines")
 
@@ -52,14 +50,14 @@ def test_why_cuda_cannot_be_used_is_told_in_its_own_words(
         ((7, 5), "float32", torch.float32),
     ],
 )
-def test_a_gpu_computes_in_what_is_native_to_it(
+def test_a_gpu_computes_in_its_native_type(
     capability: tuple[int, int], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert choose_dtype(name, GPU) is dtype
 
 
-def test_bfloat16_is_refused_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(
         DeviceError, match=r"^dtype 'bfloat16': cuda:0 \(compute capability 7.5\) does not have it"
@@ -71,7 +69,7 @@ def test_bfloat16_is_refused_where_it_is_emulated(monkeypatch: pytest.MonkeyPatc
     ("visible", "expected"),
     [("MIG-abc", "MIG-abc"), ("MIG-abc,MIG-def", "5d5b"), ("0", "5d5b"), (None, "5d5b")],
 )
-def test_a_gpu_is_identified_by_itself_or_by_its_only_visible_instance(
+def test_a_gpu_has_its_own_identifier(
     visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -82,7 +80,7 @@ def test_a_gpu_is_identified_by_itself_or_by_its_only_visible_instance(
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(1.0, "float16"), (1e6, "float32")])
-def test_a_model_that_overflows_in_the_float16_of_auto_runs_in_float32(
+def test_an_overflowing_model_uses_float32(
     scale: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -99,7 +97,7 @@ def test_a_model_that_overflows_in_the_float16_of_auto_runs_in_float32(
     assert predict(predictor, make_images(2), top_k=1).finite.all()
 
 
-def test_float16_that_was_asked_for_is_kept_and_refused() -> None:
+def test_requested_float16_is_never_widened() -> None:
     tensors = dict(make_checkpoint().tensors)
     tensors["head.weight"] = tensors["head.weight"] * 1e6
     checkpoint = make_checkpoint(tensors=tensors)
@@ -108,14 +106,14 @@ def test_float16_that_was_asked_for_is_kept_and_refused() -> None:
         predictor.warm_up()
 
 
-def test_a_torch_that_another_thread_is_importing_does_no_harm(
+def test_a_half_imported_torch_does_no_harm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     assert Meter().size(1000, "float32") == 4000
 
 
-def test_memory_of_the_process_is_not_the_models() -> None:
+def test_other_memory_is_not_the_models() -> None:
     meter = Meter()
     other = bytearray(b"x") * (64 << 20)
     assert (meter.size(1000, "float32"), meter.size(1000, "bfloat16")) == (4000, 2000)
@@ -148,7 +146,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("50000 100000", 1, 1),
     ],
 )
-def test_affinity_quota_and_physical_cores_bound_the_threads(
+def test_threads_follow_usable_cores(
     quota: str | None, usable: int, computing: int, system: Path
 ) -> None:
     if quota is not None:
@@ -183,7 +181,7 @@ def test_affinity_quota_and_physical_cores_bound_the_threads(
         ),
     ],
 )
-def test_the_smallest_quota_of_the_path_counts(
+def test_the_smallest_quota_counts(
     own: str, quotas: dict[str, str], usable: int, system: Path
 ) -> None:
     for name, quota in quotas.items():
@@ -197,9 +195,7 @@ def test_the_smallest_quota_of_the_path_counts(
     assert usable_cores(system, groups) == usable
 
 
-def test_openmps_variable_decides_as_it_does_for_torch(
-    system: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_openmp_decides_the_thread_count(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert (usable_cores(system), compute_threads(system)) == (3, 3)
     monkeypatch.setenv("OMP_NUM_THREADS", "many")

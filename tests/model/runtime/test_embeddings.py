@@ -95,11 +95,11 @@ def close(found: np.ndarray | None, expected: np.ndarray, backend: str) -> bool:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(
-    kind: str, backend: str
-) -> None:
-    checkpoint, images = checkpoint_of(kind), make_images(6)
-    predictor, expected = predictor_of(backend, checkpoint), reference(checkpoint, make_images(6))
+def test_each_image_gets_its_own_embedding(kind: str, backend: str) -> None:
+    checkpoint = checkpoint_of(kind)
+    images = make_images(6)
+    predictor = predictor_of(backend, checkpoint)
+    expected = reference(checkpoint, make_images(6))
     few: list[Pooling | None] = ["head", None]
     for asked in ([*expected, None], few):  # with the patches of the last block, and without
         requests = [
@@ -130,8 +130,9 @@ def test_each_image_of_a_mixed_batch_gets_the_embedding_that_it_asked_for(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["cls", "distilled"])
-def test_a_model_without_a_head_gives_the_same_embeddings_and_rows(kind: str, backend: str) -> None:
-    headed, images = checkpoint_of(kind), make_images(3)
+def test_a_headless_model_embeds_the_same(kind: str, backend: str) -> None:
+    headed = checkpoint_of(kind)
+    images = make_images(3)
     config = headed.config.model_copy(update={"num_classes": 0})
     tensors = {
         name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head")
@@ -153,7 +154,7 @@ def test_a_model_without_a_head_gives_the_same_embeddings_and_rows(kind: str, ba
         make_checkpoint(config=config, tensors=headed.tensors, labels=()).build()
 
 
-def test_an_embedding_of_zeros_stays_one_when_it_is_normalised() -> None:
+def test_an_embedding_of_zeros_stays_zero() -> None:
     plain = make_checkpoint()
     zeros = {name: torch.zeros_like(tensor) for name, tensor in plain.tensors.items()}
     predictor = Predictor(
@@ -166,7 +167,7 @@ def test_an_embedding_of_zeros_stays_one_when_it_is_normalised() -> None:
     assert outputs.embedding.tolist() == [0.0] * 32
 
 
-def test_an_embedding_keeps_nothing_of_its_batch() -> None:
+def test_an_embedding_holds_no_batch_memory() -> None:
     predictor = Predictor(make_checkpoint(), device="cpu", dtype="float32", compile_mode="off")
     outputs = predictor.predict(
         make_images(3), RequestedOutputs(1, embedding=EmbeddingRequest("mean"))

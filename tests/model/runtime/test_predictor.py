@@ -42,7 +42,7 @@ def expected_scores(checkpoint: Checkpoint, images: np.ndarray) -> torch.Tensor:
     return output.logits / checkpoint.temperature
 
 
-def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
+def test_scores_are_the_sorted_softmax() -> None:
     checkpoint = make_checkpoint(temperature=1.7)
     images = make_images(4)
     expected = expected_scores(checkpoint, images).softmax(dim=-1)
@@ -60,7 +60,7 @@ def test_scores_are_the_sorted_softmax_of_the_normalised_pixels() -> None:
     assert found.maps == [None] * 4
 
 
-def test_a_multi_label_checkpoint_gives_independent_sigmoids() -> None:
+def test_multi_label_scores_are_sigmoids() -> None:
     checkpoint = make_checkpoint(multi_label=True)
     images = make_images(2)
     found = predict(
@@ -72,7 +72,7 @@ def test_a_multi_label_checkpoint_gives_independent_sigmoids() -> None:
     np.testing.assert_allclose(found.scores, expected.values.numpy(), atol=1e-6)
 
 
-def test_each_image_of_a_mixed_batch_gets_the_map_it_asked_for() -> None:
+def test_each_image_gets_its_own_map() -> None:
     predictor = Predictor(
         make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8
     )
@@ -111,7 +111,7 @@ BACKENDS = (
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) -> None:
+def test_logits_come_beside_their_scores(backend: str) -> None:
     predictor = Predictor(
         make_checkpoint(temperature=1.7),
         device="cpu",
@@ -130,7 +130,7 @@ def test_logits_are_given_beside_the_scores_that_are_made_of_them(backend: str) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: str) -> None:
+def test_images_get_label_sets_on_request(backend: str) -> None:
     images = make_images(8)
     plain = Predictor(
         make_checkpoint(), device="cpu", compile_mode="off", dtype="float32", max_batch=8
@@ -162,7 +162,7 @@ def test_sets_of_labels_are_made_of_logits_for_those_images_that_ask(backend: st
 
 @needs_methods
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) -> None:
+def test_explanations_stand_beside_rows(backend: str) -> None:
     checkpoint = make_checkpoint()
     predictor = Predictor(
         checkpoint, device="cpu", compile_mode=MODES[backend], dtype="float32", max_batch=8
@@ -192,7 +192,8 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
         )
         got = found.maps[place]
         assert got.request == request
-        score, evidence = None, None
+        score = None
+        evidence = None
         if request.class_index is not None:
             logits = predictor.logits(images[[place]])
             score, evidence = (
@@ -209,7 +210,7 @@ def test_explanations_of_any_method_stand_beside_attention_rows(backend: str) ->
     np.testing.assert_allclose(found.maps[1].values, row.values, atol=1e-5)
 
 
-def test_an_image_without_a_finite_score_is_told_apart_from_its_neighbours(
+def test_a_bad_score_spares_its_neighbours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     predictor = Predictor(
@@ -231,8 +232,9 @@ def test_images_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         predict(predictor, np.zeros(shape, np.uint8), top_k=1)
 
 
-def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
-    checkpoint, images = make_checkpoint(), make_images(8)
+def test_bfloat16_answers_like_float32() -> None:
+    checkpoint = make_checkpoint()
+    images = make_images(8)
     exact = predict(
         Predictor(checkpoint, device="cpu", compile_mode="off", dtype="float32", max_batch=8),
         images,
@@ -250,9 +252,7 @@ def test_bfloat16_answers_as_float32_does_within_its_precision() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["torch", "openvino"])
-def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(
-    backend: str, dtype: str
-) -> None:
+def test_warm_up_refuses_non_finite_scores(backend: str, dtype: str) -> None:
     if backend == "openvino" and unsupported_reason(dtype):
         pytest.skip("OpenVINO does not compute so here")
     checkpoint = make_checkpoint()
@@ -269,7 +269,7 @@ def test_warm_up_refuses_a_model_that_is_finite_on_nothing_but_black(
     assert "\n" not in str(raised.value)
 
 
-def test_devices_and_dtypes_that_are_not_there_are_named() -> None:
+def test_a_missing_device_or_dtype_is_named() -> None:
     with pytest.raises(DeviceError, match="'tpu'"):
         choose_device("tpu")
     with pytest.raises(DeviceError, match="'int4'"):
@@ -288,15 +288,13 @@ def test_devices_and_dtypes_that_are_not_there_are_named() -> None:
         ("model name : bf16 avx512_vnni", False),
     ],
 )
-def test_native_bfloat16_is_read_from_the_cpu_flags(
-    line: str, native: bool, tmp_path: Path
-) -> None:
+def test_cpu_flags_tell_native_bfloat16(line: str, native: bool, tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n")
     assert cpu_has_bfloat16(cpuinfo) is native
     assert not cpu_has_bfloat16(tmp_path / "absent")
 
 
-def test_auto_is_bfloat16_only_where_it_is_native() -> None:
+def test_auto_uses_only_native_bfloat16() -> None:
     expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     assert choose_dtype("auto", torch.device("cpu")) is expected

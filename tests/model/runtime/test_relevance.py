@@ -85,7 +85,8 @@ def require_explanation(
 ) -> None:
     """Compare the image's map with an explanation of its best class alone."""
     pixels = Normalise(predictor.checkpoint.preprocess)(torch.from_numpy(images))
-    best, checkpoint = int(found.indices[place, 0]), predictor.checkpoint
+    best = int(found.indices[place, 0])
+    checkpoint = predictor.checkpoint
     assert isinstance(checkpoint, Checkpoint)
     expected, kept = explain(checkpoint.build(), pixels[[place]], torch.tensor([best]), RELEVANCE)
     got = found.maps[place]
@@ -117,7 +118,8 @@ def require_mixed(predictor: Predictor, rows_of: Predictor) -> None:
         require_explanation(predictor, images, place, found)
     assert found.maps[1] is None
     for place in (2, 4):
-        got, wanted = found.maps[place], rows.maps[place]
+        got = found.maps[place]
+        wanted = rows.maps[place]
         assert got.request == wanted.request
         np.testing.assert_allclose(got.values, wanted.values, atol=1e-5)
 
@@ -134,7 +136,8 @@ def test_a_captured_graph_gives_it() -> None:
     ops = StandInOps()
     predictor = made("registers", "openvino", ops=ops, max_batch=8, streams=1)
     predictor.warm_up()
-    images, replays = images_for(predictor, 3), ops.replays
+    images = images_for(predictor, 3)
+    replays = ops.replays
     found = predict(predictor, images, top_k=1, maps=[None, RELEVANCE, RELEVANCE])
     assert ops.replays == replays + 1
     require_explanation(predictor, images, 1, found)
@@ -146,7 +149,7 @@ def test_a_captured_graph_gives_it() -> None:
     )
 
 
-def test_of_a_named_class_it_is_an_explanation() -> None:
+def test_a_named_class_needs_a_further_pass() -> None:
     assert MapRequest("relevance", 0).needs_pass
     assert not RELEVANCE.needs_pass
 
@@ -194,7 +197,8 @@ class TestOpenVino:
     def test_a_graph_gives_transfer_features(
         self, family: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        predictor, plain = made(family, "openvino"), made(family)
+        predictor = made(family, "openvino")
+        plain = made(family)
         images = images_for(predictor, 3)
         row = MapRequest.row(1) if BatchRequest.of_graph("plain", plain.config).layers else None
         asked = [RequestedOutputs(2, row, embedding=TRANSFER), RequestedOutputs(2)]
@@ -209,12 +213,11 @@ class TestOpenVino:
             if theirs.embedding is not None:
                 np.testing.assert_allclose(ours.embedding, theirs.embedding, rtol=1e-3, atol=1e-3)
 
-    def test_torch_computes_it_until_the_graph_is_there(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_torch_computes_before_the_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
-        go, calls = threading.Event(), []
+        go = threading.Event()
+        calls = []
 
         def slow(*_: object, **__: object) -> OpenVinoNetwork:
             calls.append(1)
@@ -236,7 +239,7 @@ class TestOpenVino:
         )
         assert len(calls) == 1, "it is made once"
 
-    def test_a_graph_that_gives_another_relevance_is_not_used(
+    def test_a_wrong_graph_is_not_used(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
@@ -260,7 +263,7 @@ class TestOpenVino:
             predictor, images, 1, predict(predictor, images, top_k=1, maps=[None, RELEVANCE])
         )
 
-    def test_unfinished_graph_of_a_command_is_silent(
+    def test_unfinished_graph_is_not_logged(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         predictor = made("plain", "openvino")
@@ -277,9 +280,7 @@ class TestOpenVino:
 
         assert caplog.text == ""
 
-    def test_its_graphs_share_the_checkpoints_weights(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_its_graphs_share_the_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         traced: list[torch.nn.Parameter] = []
@@ -357,7 +358,8 @@ def asked_alone(checkpoint: Checkpoint, images: np.ndarray, requested: Requested
 
 def require_same(found: Outputs, alone: Outputs) -> None:
     for name in ("scores", "logits", "embedding"):
-        ours, theirs = getattr(found, name), getattr(alone, name)
+        ours = getattr(found, name)
+        theirs = getattr(alone, name)
         assert (ours is None) == (theirs is None)
         if ours is not None:
             np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -381,7 +383,7 @@ def bounded(requested: RequestedOutputs, checkpoint: Checkpoint) -> RequestedOut
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_mixes_heads_and_each_answers_as_its_model_alone(mode: str) -> None:
+def test_mixed_heads_answer_as_alone(mode: str) -> None:
     models = models_on(checkpoint_of("plain"))
     predictor = sharing(models, mode)
     images = images_for(predictor, 8)
@@ -397,7 +399,7 @@ def test_a_batch_mixes_heads_and_each_answers_as_its_model_alone(mode: str) -> N
 
 @pytest.mark.parametrize("family", ["plain", "cls_mean", "normalized"])
 @pytest.mark.parametrize("wanted", MAPS, ids=str)
-def test_maps_of_any_head_are_those_of_its_model_alone(family: str, wanted: MapRequest) -> None:
+def test_any_head_has_the_maps_of_its_model(family: str, wanted: MapRequest) -> None:
     models = models_on(checkpoint_of(family))
     predictor = sharing(models)
     images = images_for(predictor, 4)
@@ -412,7 +414,7 @@ def test_maps_of_any_head_are_those_of_its_model_alone(family: str, wanted: MapR
         )
 
 
-def test_one_picture_is_asked_of_several_heads_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_heads_share_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     models = models_on(checkpoint_of("plain"))
     predictor = sharing(models)
     images = images_for(predictor, 2)
@@ -436,9 +438,7 @@ def test_one_picture_is_asked_of_several_heads_in_one_pass(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("label", [None, 1])
-def test_relevance_of_another_heads_class_comes_out_of_the_one_pass(
-    mode: str, label: int | None
-) -> None:
+def test_another_heads_class_shares_the_pass(mode: str, label: int | None) -> None:
     models = models_on(checkpoint_of("plain"))
     predictor = sharing(models, mode)
     seven = predictor.heads["seven"]
@@ -482,7 +482,8 @@ def test_a_map_begins_where_its_head_reads(family: str, mode: str) -> None:
     )
     checkpoint = predictor.checkpoint
     assert isinstance(checkpoint, Checkpoint)
-    network, pixels = checkpoint.build(), Normalise(checkpoint.preprocess)(torch.from_numpy(images))
+    network = checkpoint.build()
+    pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(images))
     with torch.no_grad():
         output = network(pixels, keep=kept_for_transfer(network.config), transfer=True)
     features = output.embeddings["transfer"].numpy()
@@ -496,7 +497,7 @@ def test_a_map_begins_where_its_head_reads(family: str, mode: str) -> None:
     np.testing.assert_allclose(found[2].map.values, of_gae[2].numpy(), atol=1e-4)
 
 
-def test_no_other_head_answers_for_one_that_is_gone() -> None:
+def test_no_head_answers_for_a_missing_one() -> None:
     models = models_on(checkpoint_of("plain"))
     predictor = sharing(models)
     del predictor.heads["seven"]
@@ -508,7 +509,7 @@ def keys(*checkpoints: Checkpoint) -> Sequence[str]:
     return [backbone_and_head(checkpoint)[0] for checkpoint in checkpoints]
 
 
-def test_a_backbone_is_another_where_a_tensor_the_size_or_the_pixels_statistics_are() -> None:
+def test_a_change_makes_another_backbone() -> None:
     one = checkpoint_of("plain")
     moved = dict(one.tensors)
     moved["norm.weight"] = moved["norm.weight"] + 1e-3
@@ -525,7 +526,7 @@ def test_a_backbone_is_another_where_a_tensor_the_size_or_the_pixels_statistics_
     assert len({first, *different}) == 4
 
 
-def test_a_head_that_is_no_linear_layer_on_the_features_is_a_part_of_its_backbone() -> None:
+def test_backbones_keep_non_linear_heads() -> None:
     distilled = checkpoint_of("distilled")
     key, head = backbone_and_head(distilled)
     tensors = dict(distilled.tensors)

@@ -63,7 +63,7 @@ def test_links_to_folders_are_followed_once(
     assert names == ["a.jpg", "b.PNG", "deep/c.webp", "linked/d.png"]
 
 
-def test_broken_link_to_a_picture_has_an_error(
+def test_a_broken_link_is_an_error(
     checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (pictures / "lost.jpg").symlink_to("nowhere.jpg")
@@ -87,7 +87,7 @@ def test_pictures_without_a_suffix_are_noted(
     )
 
 
-def test_classes_below_their_thresholds_are_left_out(
+def test_thresholds_leave_classes_out(
     checkpoint: Path,
     pictures: Path,
     capsys: pytest.CaptureFixture[str],
@@ -355,7 +355,7 @@ def test_a_wrong_call_says_what_was_meant(
     assert message in shown
 
 
-def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_or_version_may_be_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in ((["help", "embed"], "usage: vitserve embed"), (["version"], "vitserve ")):
         with pytest.raises(SystemExit) as stopped:
             main(words)

@@ -34,10 +34,11 @@ def names(file: Path) -> list[tuple[str, str]]:
         return [(row["row"], Path(row["file"]).name) for row in csv.DictReader(opened)]
 
 
-def test_headless_checkpoint_is_not_classified(
+def test_headless_models_classify_nothing(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    headless, picture = write_checkpoint(tmp_path / "headless", ()), pictures / "b.png"
+    headless = write_checkpoint(tmp_path / "headless", ())
+    picture = pictures / "b.png"
     options = "--checkpoint", headless, "--dtype", "float32"
     code, _, err = run(capsys, "classify", picture, *options)
     assert (code, err.count("\n")) == (1, 1)
@@ -52,10 +53,8 @@ def test_headless_checkpoint_is_not_classified(
 def test_table_names_the_file_of_each_row(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, options = (
-        tmp_path / "features.npy",
-        ("--pool", "mean", "--normalize", "--dtype", "float32"),
-    )
+    output = tmp_path / "features.npy"
+    options = ("--pool", "mean", "--normalize", "--dtype", "float32")
     code, out, err = run(
         capsys, "embed", pictures, "-o", output, "--checkpoint", checkpoint, *options
     )
@@ -66,7 +65,8 @@ def test_table_names_the_file_of_each_row(
     found = np.load(output)
     assert (found.shape, found.dtype) == ((3, 16), np.float32)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
-    loaded, settings = load_checkpoint(str(checkpoint)), load_settings({})
+    loaded = load_checkpoint(str(checkpoint))
+    settings = load_settings({})
     predictor = Predictor(loaded, device="cpu", dtype="float32", compile_mode="off")
     for row, file in zip(found, ("a.jpg", "b.png", "deep/c.webp"), strict=True):
         seen = read_input(pictures / file, loaded.preprocess, settings)
@@ -96,10 +96,11 @@ def size_of(file: Path) -> tuple[int, int]:
         return picture.size
 
 
-def test_a_folder_of_maps_and_a_sheet_of_all(
+def test_a_sheet_comes_beside_the_maps(
     cats: Path, three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
+    maps = tmp_path / "maps"
+    sheet = tmp_path / "sheet.png"
     code, out, _ = run(
         capsys, "attention", three, "-o", maps, "--sheet", sheet, "--checkpoint", cats
     )
@@ -153,7 +154,7 @@ def test_classes_stand_beside_the_picture(
         (["--class", "1", "--method", "cls"], "class does not apply to method 'cls'"),
     ],
 )
-def test_what_the_model_does_not_offer_is_one_line(
+def test_an_impossible_map_is_one_line(
     flags: list[str],
     message: str,
     cats: Path,
@@ -172,7 +173,8 @@ def test_bad_file_spares_the_other_maps(
     cats: Path, three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (three / "bad.png").write_bytes(b"no picture")
-    maps, sheet = tmp_path / "maps", tmp_path / "sheet.png"
+    maps = tmp_path / "maps"
+    sheet = tmp_path / "sheet.png"
     asked = [
         "attention",
         three,

@@ -85,7 +85,7 @@ def test_json_escapes_what_a_terminal_lacks(
     assert shown["utf-8"]["file"] == str(picture)
 
 
-def test_names_that_are_not_text_keep_their_bytes(
+def test_undecodable_names_keep_their_bytes(
     checkpoint: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     odd = os.fsdecode(os.fsencode(photos / "two") + b"\xff.png")

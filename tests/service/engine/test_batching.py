@@ -157,7 +157,7 @@ class CountedDeadline(float):
 
 
 @pytest.mark.parametrize("max_delay", [0.0, 5.0], ids=["launched", "held back"])
-def test_a_poll_looks_at_one_batch_of_entries(max_delay: float) -> None:
+def test_a_poll_looks_at_one_batch(max_delay: float) -> None:
     waiting, clock = queue(capacity=10_000, max_delay=max_delay)
     for number in range(1000):
         waiting.put(str(number), deadline=CountedDeadline(clock.now + 10))

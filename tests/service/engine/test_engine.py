@@ -30,14 +30,15 @@ from tests.service.fakes import running as running_engine
 
 
 @on_a_loop
-async def test_images_of_one_batch_keep_their_own_top_k_and_map(running: Running) -> None:
+async def test_images_keep_their_own_outputs(running: Running) -> None:
     async with running() as rig:
         first = await rig.keep_busy()
         one = rig.ask_soon(1, top_k=1)
         seven = rig.ask_soon(2, top_k=7, map=MapRequest.row(2, "max"))
         await rig.until_queued(2)
         rig.predictor.gate.set()
-        a, b = await one, await seven
+        a = await one
+        b = await seven
         await first
     assert rig.predictor.launched[1] == [1, 2]
     assert (a.outputs.indices.tolist(), a.outputs.map) == (expected_indices(1, 1), None)
@@ -50,7 +51,7 @@ async def test_images_of_one_batch_keep_their_own_top_k_and_map(running: Running
 
 
 @on_a_loop
-async def test_a_delay_holds_an_incomplete_batch_until_it_is_full(running: Running) -> None:
+async def test_a_delay_waits_for_a_full_batch(running: Running) -> None:
     async with running(FakePredictor(max_batch=3), max_delay=3600) as rig:
         tasks = [rig.ask_soon(red, timeout=7200) for red in (1, 2)]
         await rig.until_queued(2)
@@ -62,7 +63,7 @@ async def test_a_delay_holds_an_incomplete_batch_until_it_is_full(running: Runni
 
 
 @on_a_loop
-async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_once(
+async def test_a_busy_device_delays_no_deadline(
     running: Running,
 ) -> None:
     async with running() as rig:
@@ -78,7 +79,7 @@ async def test_a_deadline_that_passes_while_the_device_is_busy_is_answered_at_on
 
 
 @on_a_loop
-async def test_an_image_launched_in_time_is_answered_even_if_late(running: Running) -> None:
+async def test_a_launched_image_is_answered_late(running: Running) -> None:
     async with running() as rig:
         rig.predictor.gate.clear()
         launched_in_time = rig.ask_soon(1, timeout=0.05)
@@ -91,7 +92,7 @@ async def test_an_image_launched_in_time_is_answered_even_if_late(running: Runni
 
 @on_a_loop
 @pytest.mark.parametrize("fault", [BAD, NAN], ids=["it fails on it", "its scores are no numbers"])
-async def test_one_bad_image_in_a_batch_fails_alone(fault: int, running: Running) -> None:
+async def test_one_bad_image_fails_alone(fault: int, running: Running) -> None:
     async with running() as rig:
         first = await rig.keep_busy(0)
         tasks = [rig.ask_soon(red) for red in (1, fault, 3)]
@@ -114,7 +115,7 @@ GAE = MapRequest("gae", 3)
 @pytest.mark.parametrize(
     ("seconds", "sizes"), [(0.0, [1, 8, 3]), (0.04, [1, 2, 8, 1])], ids=["quick", "slow at first"]
 )
-async def test_they_share_no_batch_with_classification_and_are_few_at_once(
+async def test_explanations_run_in_own_batches(
     seconds: float, sizes: list[int], running: Running
 ) -> None:
     readings = [0.0]
@@ -141,7 +142,7 @@ async def test_they_share_no_batch_with_classification_and_are_few_at_once(
 
 @on_a_loop
 @pytest.mark.parametrize(("longest", "at_first"), [(10 * PATIENCE, [[0]]), (0.0, [[0], [100]])])
-async def test_they_wait_while_another_image_waits_and_no_longer_and_not_for_long(
+async def test_explanations_wait_for_images(
     longest: float, at_first: list[list[int]], running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "MAX_EXPLANATION_WAIT", longest)
@@ -158,9 +159,10 @@ async def test_they_wait_while_another_image_waits_and_no_longer_and_not_for_lon
 
 
 @on_a_loop
-async def test_what_has_something_to_load_first_holds_up_no_batch(running: Running) -> None:
+async def test_a_slow_output_delays_no_batch(running: Running) -> None:
     """If the service started without torch, an answer of torch is an example."""
-    predictor, asked = FakePredictor(slow_embeddings=True), {"embedding": EmbeddingRequest("head")}
+    predictor = FakePredictor(slow_embeddings=True)
+    asked = {"embedding": EmbeddingRequest("head")}
     async with running(predictor) as rig:
         tasks = [await rig.keep_busy(0), rig.ask_soon(100, **asked)]
         await predictor.wait_until_busy()  # while the first computes
@@ -187,7 +189,7 @@ def embed_soon(rig: Rig, *texts: str) -> asyncio.Task[Floats]:
 
 
 @on_a_loop
-async def test_each_text_is_computed_once_and_every_caller_gets_its_own_rows(
+async def test_each_text_is_computed_once(
     running: Running,
 ) -> None:
     async with running() as rig:
@@ -203,7 +205,7 @@ async def test_each_text_is_computed_once_and_every_caller_gets_its_own_rows(
 
 
 @on_a_loop
-async def test_requests_take_turns_so_that_many_texts_do_not_hold_up_a_few() -> None:
+async def test_many_texts_do_not_delay_a_few() -> None:
     async with running_engine() as rig:
         rig.predictor.gate.clear()
         many = embed_soon(rig, *(f"many {number}" for number in range(100)))
@@ -219,7 +221,7 @@ async def test_requests_take_turns_so_that_many_texts_do_not_hold_up_a_few() -> 
 
 
 @on_a_loop
-async def test_a_text_that_is_not_computed_in_time_is_refused_and_then_dropped(
+async def test_late_texts_are_never_computed(
     running: Running,
 ) -> None:
     async with running() as rig:
@@ -239,9 +241,7 @@ async def test_a_text_that_is_not_computed_in_time_is_refused_and_then_dropped(
 
 
 @on_a_loop
-async def test_callers_of_the_same_new_texts_wait_for_one_computation_until_the_last_has_left() -> (
-    None
-):
+async def test_equal_texts_share_one_computation() -> None:
     texts = [f"many {number}" for number in range(500)]
     async with running_engine() as rig:
         rig.predictor.gate.clear()
@@ -260,7 +260,7 @@ async def test_callers_of_the_same_new_texts_wait_for_one_computation_until_the_
 
 
 @on_a_loop
-async def test_texts_that_the_tower_fails_on_fail_alone(running: Running) -> None:
+async def test_a_failing_text_fails_alone(running: Running) -> None:
     async with running() as rig:
         bad, good = await asyncio.gather(
             embed(rig, "bad"), embed(rig, "good"), return_exceptions=True
@@ -273,7 +273,8 @@ async def test_texts_that_the_tower_fails_on_fail_alone(running: Running) -> Non
 async def test_an_engine_that_closes_refuses_texts(running: Running) -> None:
     async with running() as rig:
         rig.predictor.gate.clear()
-        computed, waiting = embed_soon(rig, "computed"), embed_soon(rig, "waiting")
+        computed = embed_soon(rig, "computed")
+        waiting = embed_soon(rig, "waiting")
         await rig.predictor.wait_until_busy()
         closing = asyncio.create_task(rig.close())
         await asyncio.sleep(0.05)
@@ -287,7 +288,7 @@ async def test_an_engine_that_closes_refuses_texts(running: Running) -> None:
 
 
 @on_a_loop
-async def test_the_memory_of_features_is_bounded_oldest_out_first() -> None:
+async def test_the_oldest_features_are_evicted() -> None:
     computed: list[str] = []
 
     def tower(texts: Sequence[str]) -> Floats:

@@ -54,9 +54,7 @@ def _each_load_is_the_first_of_its_process(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
-def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(
-    given: dict[str, str], name: str
-) -> None:
+def test_every_fact_comes_from_the_model(given: dict[str, str], name: str) -> None:
     predictor, info = load_predictor(
         load_settings({"device": "cpu", "compile": "off", "max_batch": "3", **given})
     )
@@ -97,7 +95,7 @@ def test_every_fact_is_that_of_the_checkpoint_or_of_the_predictor(
     }
 
 
-def test_the_head_has_the_thresholds_of_its_labels() -> None:
+def test_a_head_has_its_labels_thresholds() -> None:
     settings = {"device": "cpu", "compile": "off", "max_batch": "1", "thresholds": {"cat": 0.4}}
     predictor, info = load_predictor(load_settings(settings))
     [outputs] = predictor.predict(
@@ -123,7 +121,7 @@ def test_the_head_has_the_thresholds_of_its_labels() -> None:
         ("cuda:MIG-6", "cuda:0", "cuda:MIG-6", "MIG-6"),
     ],
 )
-def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
+def test_a_gpu_is_first_in_its_process(
     device: str, used: str, name: str | None, visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading.show_alone.cache_clear()
@@ -146,7 +144,7 @@ def test_a_gpu_is_the_first_that_its_process_sees_and_keeps_its_name(
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_a_gpu_that_cannot_be_used_is_complained_about_loudly(
+def test_an_unusable_gpu_is_logged_loudly(
     here: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loading, "gpus_are_here", lambda: here)
@@ -160,9 +158,10 @@ def test_a_gpu_that_cannot_be_used_is_complained_about_loudly(
     assert errors == ["THE GPU IS NOT USED: The NVIDIA driver on your system is too old"] * here
 
 
-def test_a_disk_that_does_not_answer_for_one_checkpoint_holds_up_no_other(tmp_path: Path) -> None:
+def test_a_hanging_disk_delays_no_other(tmp_path: Path) -> None:
     """Before Python 3.12 `functools.cached_property` has one lock for all instances."""
-    never, began = threading.Event(), threading.Event()
+    never = threading.Event()
+    began = threading.Event()
 
     class Hanging(Files):
         def path(self, name: str) -> Path | None:
@@ -192,9 +191,7 @@ def keep_graph(predictor: Predictor) -> None:
 
 
 @needs_methods
-def test_a_folder_that_is_served_is_calibrated_for_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_calibration_keeps_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     given = {
@@ -246,9 +243,7 @@ def test_nothing_is_kept_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> N
     load_predictor(load_settings({"device": "cpu", "cache_dir": "off"}))
 
 
-def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_others_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_its_settings_rebuild_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openvino")
     folder = write_checkpoint(tmp_path / "m", ("cat", "dog"))
     given = {"checkpoint": str(folder), "dtype": "float32", "cache_dir": str(tmp_path / "cache")}
@@ -271,7 +266,7 @@ def test_a_kept_graph_is_made_again_for_settings_that_change_it_and_run_as_the_o
 
 
 @pytest.mark.timeout(180)  # torch is imported twice
-def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(
+def test_a_later_load_needs_no_torch(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("openvino")
@@ -319,7 +314,7 @@ def test_another_checkpoint_is_loaded_without_torch_in_the_process_that_serves(
     assert "model.safetensors" in error
 
 
-def test_a_child_that_loads_ends_with_its_parent(tmp_path: Path) -> None:
+def test_a_loading_child_ends_with_parent(tmp_path: Path) -> None:
     line = json.dumps(
         [
             {"checkpoint": str(write_checkpoint(tmp_path / "m", ("cat", "dog"))), "device": "cpu"},
@@ -362,7 +357,7 @@ GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-1c6b5d1c-0f3a-7d6e-9a1b-aaaaaaaaaaaa)
     ],
     ids=["whole", "divided", "one is visible", "three are visible"],
 )
-def test_all_are_the_gpus_that_may_be_used_and_the_parts_of_those_that_are_divided(
+def test_all_means_every_usable_gpu(
     environment: dict[str, str], listing: str, expected: tuple[str, ...]
 ) -> None:
     assert all_gpus(environment, lambda: listing) == expected
@@ -380,7 +375,7 @@ def test_no_gpu_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(found.value)
 
 
-def test_the_driver_is_asked_and_not_waited_for_without_end(
+def test_the_driver_is_asked_with_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -415,7 +410,7 @@ def test_an_engine_sees_its_own_device_alone(
     assert visible_devices(device, environment) == expected
 
 
-def test_a_device_beyond_those_that_are_visible_is_refused() -> None:
+def test_an_invisible_device_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"^device 'cuda:2': CUDA_VISIBLE_DEVICES=4,5 names 2$"):
         visible_devices("cuda:2", {"CUDA_VISIBLE_DEVICES": "4,5"})
 
@@ -462,7 +457,7 @@ def test_gpus_are_found_by_their_files(
     ],
     ids=str,
 )
-def test_web_workers_and_the_queue_follow_from_the_machine_unless_they_are_set(
+def test_the_machine_decides_the_workers(
     given: dict[str, Any],
     cores: int,
     here: bool,
@@ -477,7 +472,7 @@ def test_web_workers_and_the_queue_follow_from_the_machine_unless_they_are_set(
     assert (fitted.workers, fitted.queue_size) == expected
 
 
-def test_compiled_kernels_are_kept_in_the_cache(tmp_path: Path) -> None:
+def test_kernels_are_kept_in_the_cache(tmp_path: Path) -> None:
     environment = {"TRITON_CACHE_DIR": "/elsewhere"}
     keep_kernels(load_settings({"cache_dir": str(tmp_path)}), environment)
     assert environment == {
@@ -488,7 +483,7 @@ def test_compiled_kernels_are_kept_in_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["off", "a file"])
-def test_kernels_stay_where_nothing_can_be_kept(
+def test_an_unusable_cache_keeps_no_kernels(
     folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "a file").touch()
@@ -512,7 +507,7 @@ def test_kernels_stay_where_nothing_can_be_kept(
     ],
     ids=str,
 )
-def test_decode_threads_follow_a_devices_cores(
+def test_decode_threads_follow_the_cores(
     given: dict[str, Any], cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
@@ -536,7 +531,7 @@ def test_all_devices_become_an_engine_each(monkeypatch: pytest.MonkeyPatch) -> N
         ("cuda:1", True, True),
     ],
 )
-def test_an_engine_on_a_gpu_has_a_process_of_its_own(
+def test_a_gpu_engine_has_its_own_process(
     device: str, here: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "gpus_are_here", lambda: here)

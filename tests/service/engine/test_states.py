@@ -28,7 +28,7 @@ from tests.service.fakes import (
 
 
 @on_a_loop
-async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(
+async def test_a_dead_device_ends_the_engine(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running() as rig:
@@ -55,7 +55,7 @@ async def test_a_dead_device_ends_the_engine_and_everybody_hears_of_it(
         (KeyError("weights.bin"), "KeyError: 'weights.bin'"),
     ],
 )
-async def test_a_failed_load_is_a_state_with_its_reason(
+async def test_a_failed_load_has_its_reason(
     error: Exception, reason: str, running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load() -> tuple[FakePredictor, ModelInfo]:
@@ -74,7 +74,7 @@ async def test_a_failed_load_is_a_state_with_its_reason(
 
 
 @on_a_loop
-async def test_a_failed_load_keeps_nothing_of_the_model_though_the_collector_does_not_run(
+async def test_a_failed_load_frees_the_model(
     running: Running,
 ) -> None:
     models: list[weakref.ref[FakePredictor]] = []
@@ -111,7 +111,7 @@ async def test_a_failed_load_keeps_nothing_of_the_model_though_the_collector_doe
     ],
 )
 @on_a_loop
-async def test_a_failed_load_names_the_device_where_there_may_be_several(
+async def test_a_failed_load_names_its_device(
     device: str, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load() -> tuple[FakePredictor, ModelInfo]:
@@ -129,7 +129,7 @@ async def test_a_failed_load_names_the_device_where_there_may_be_several(
 
 
 @on_a_loop
-async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Running) -> None:
+async def test_a_compiling_engine_says_so(running: Running) -> None:
     class Compiling(FakePredictor):
         def warm_up(self, *, compile_later: bool = False) -> None:
             self.compiled = "compiling"
@@ -147,7 +147,7 @@ async def test_an_engine_that_compiles_says_what_readiness_waits_for(running: Ru
 
 
 @on_a_loop
-async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running: Running) -> None:
+async def test_closing_finishes_the_running_batch(running: Running) -> None:
     async with running() as rig:
         launched = await rig.keep_busy(0)
         waits = rig.ask_soon(1)
@@ -166,7 +166,7 @@ async def test_closing_finishes_the_running_batch_and_refuses_what_waits(running
 
 
 @on_a_loop
-async def test_a_batch_that_never_ends_fails_the_engine_and_leaves_nobody_waiting(
+async def test_an_endless_batch_fails_the_engine(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(batch_seconds=0.02) as rig:
@@ -199,7 +199,7 @@ async def test_a_batch_that_takes_long_is_told_of(running: Running) -> None:
 
 
 @on_a_loop
-async def test_what_a_new_process_is_to_do_otherwise_is_known_when_the_engine_has_ended() -> None:
+async def test_an_ended_engine_tells_its_remedy() -> None:
     ops = StandInOps()
     ops.fail_capture = RuntimeError("a kernel cannot be captured")
     predictor = Predictor(

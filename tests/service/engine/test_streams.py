@@ -30,7 +30,7 @@ from tests.service.fakes import (
 
 
 @on_a_loop
-async def test_each_stream_takes_the_next_batch_while_others_compute() -> None:
+async def test_each_free_stream_takes_a_batch() -> None:
     async with running(FakePredictor(streams=2, max_batch=3)) as rig:
         tasks = [await rig.keep_busy(0)]
         tasks.append(rig.ask_soon(1))
@@ -54,7 +54,7 @@ async def test_each_stream_takes_the_next_batch_while_others_compute() -> None:
 
 @on_a_loop
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting() -> None:
+async def test_a_defect_in_a_stream_ends_them_all() -> None:
     async with running(FakePredictor(streams=2, error=ZeroDivisionError)) as rig:
         tasks = [await rig.keep_busy(BAD)]
         tasks.append(rig.ask_soon(BAD))
@@ -68,7 +68,7 @@ async def test_a_defect_in_any_stream_ends_them_all_and_leaves_nobody_waiting() 
 
 
 @on_a_loop
-async def test_a_compiler_that_fails_late_ends_the_engine() -> None:
+async def test_a_late_failure_ends_the_engine() -> None:
     late = NewProcessNeeded("cuda:0: the capture failed", "compile", "no-graphs")
     async with running(FakePredictor(late_failure=late), ready=False) as rig:
         await rig.until_state("failed")
@@ -76,7 +76,7 @@ async def test_a_compiler_that_fails_late_ends_the_engine() -> None:
             await rig.ask(1)
 
 
-def test_the_oldest_batch_under_way_is_timed_by_looks_until_it_ends() -> None:
+def test_the_oldest_running_batch_is_timed() -> None:
     streams = Streams(queue_size=9, max_delay=0, deliver=lambda *_: None, clock=lambda: 50.0)
     predictor = FakePredictor(streams=2)
     predictor.gate.clear()
@@ -106,7 +106,7 @@ def ticking() -> Callable[[], float]:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, MemoryError])
-def test_a_batch_that_fails_and_each_image_that_fails_alone_are_logged(
+def test_every_failed_image_is_logged(
     error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     predictor = FakePredictor(error=error)
@@ -124,14 +124,14 @@ def test_a_batch_that_fails_and_each_image_that_fails_alone_are_logged(
     ]
 
 
-def test_files_that_changed_under_the_service_are_told_to_who_needs_them() -> None:
+def test_changed_files_are_told_to_callers() -> None:
     outcomes, _ = launch(FakePredictor(error=CheckpointChanged), entries(1, BAD), "idle", ticking())
     assert [str(outcome) for outcome in outcomes[1:]] == [
         "this output needs the checkpoint's files, which changed since they were loaded"
     ]
 
 
-def test_a_lost_device_ends_the_engine_at_once() -> None:
+def test_a_lost_device_stops_at_once() -> None:
     predictor = FakePredictor(device="cuda:3", device_is_dead=True)
     with pytest.raises(
         EngineUnavailable, match="the device failed: cuda:3: the model does not run"
@@ -150,7 +150,7 @@ class Fragile(FakePredictor):
         return super().predict(images, requests)
 
 
-def test_an_image_that_loses_the_device_is_the_last() -> None:
+def test_no_image_follows_a_lost_device() -> None:
     predictor = Fragile()
     with pytest.raises(EngineUnavailable, match="the device failed"):
         launch(predictor, entries(1, BAD, 3), "idle", ticking())

@@ -59,7 +59,7 @@ def test_cuts_of_the_stream_do_not_matter(stream: list[bytes], places: list[int]
 
 @on_a_loop
 @pytest.mark.parametrize("place", range(OFFER.index(b"Upgrade: "), OFFER.index(b"Upgrade: ") + 9))
-async def test_body_of_an_upgrade_offer_is_not_a_request(place: int) -> None:
+async def test_an_upgrade_body_is_no_request(place: int) -> None:
     stream = OFFER.partition(b"\r\n\r\n")[0].replace(b"75", b"%d" % len(GET)) + b"\r\n\r\n" + GET
     requests, statuses, closed = await converse([stream[:place], stream[place:]])
     assert (requests, statuses, closed) in (
@@ -91,7 +91,7 @@ async def test_pipelined_requests_keep_their_order() -> None:
 
 
 @on_a_loop
-async def test_garbage_does_not_cancel_an_earlier_request() -> None:
+async def test_garbage_spares_earlier_requests() -> None:
     async with listening() as server, server.connect() as connection:
         server.app.engine.gate.clear()
         await connection.send(post(png(5)) + b"\x00garbage\r\n\r\n")
@@ -125,7 +125,7 @@ async def test_broken_chunk_fails_its_request(body: bytes) -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("body", [4 * b"1\r\nx\r\n", 40 * b"ff\r\n" + b"x" * 255 + b"\r\n"])
-async def test_refusal_of_an_endless_body_ends_parsing(body: bytes) -> None:
+async def test_a_refusal_ends_the_parsing(body: bytes) -> None:
     async with listening(api_keys="key") as server, server.connect() as connection:
         await connection.send(post(body, "Transfer-Encoding: chunked", length=False))
         assert (await connection.answer()).code == "unauthorized"
@@ -138,7 +138,7 @@ async def test_refusal_of_an_endless_body_ends_parsing(body: bytes) -> None:
 
 
 @on_a_loop
-async def test_tiny_chunks_after_a_refusal_are_discarded() -> None:
+async def test_refused_tiny_chunks_are_discarded() -> None:
     async with listening(api_keys="key") as server, server.connect() as connection:
         await connection.send(
             post(9000 * b"1\r\nx\r\n", "Transfer-Encoding: chunked", length=False)
@@ -191,7 +191,7 @@ async def test_stalled_body_gets_408() -> None:
     ("size", "framing", "kept"),
     [(5000, "", True), (DISCARDED_BYTES + 1, "", False), (5000, "Expect: 100-continue", False)],
 )
-async def test_small_refused_body_keeps_the_connection(size: int, framing: str, kept: bool) -> None:
+async def test_small_refusals_keep_the_connection(size: int, framing: str, kept: bool) -> None:
     async with (
         listening(queue_size=1, max_upload_bytes=1 << 30) as server,
         server.connect() as connection,
@@ -241,7 +241,7 @@ async def test_client_that_never_reads_is_dropped() -> None:
 
 
 @on_a_loop
-async def test_no_request_begins_behind_unread_answer() -> None:
+async def test_no_request_passes_an_unread_answer() -> None:
     async with listening() as server, server.connect() as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await connection.send(LONG_ANSWER * 9)
@@ -268,7 +268,7 @@ async def test_answer_without_room_for_it_is_cut() -> None:
 
 
 @on_a_loop
-async def test_unread_last_bytes_do_not_hold_a_connection() -> None:
+async def test_unread_bytes_hold_no_connection() -> None:
     async with listening() as server, server.connect() as connection:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         connection.writer.get_extra_info("socket").setsockopt(
@@ -302,7 +302,7 @@ async def test_sending_client_gets_its_last_answer() -> None:
 
 
 @on_a_loop
-async def test_reset_during_a_refusal_is_not_an_error(
+async def test_a_reset_in_a_refusal_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wire = Wire()
@@ -372,7 +372,7 @@ async def test_disconnect_cancels_the_request() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("framing", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
-async def test_slow_application_gets_the_whole_body(
+async def test_a_slow_application_gets_all_bytes(
     framing: str,
 ) -> None:
     body = bytes(20_000_000)

@@ -55,7 +55,7 @@ async def test_unix_socket_is_removed_at_the_end(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_queued_connection_is_answered_after_a_stop() -> None:
+async def test_a_stop_answers_queued_connections() -> None:
     service = app(port=0, drain_delay=0)
     async with started(service) as server:
         let_in = Connection(*await asyncio.open_connection("127.0.0.1", server.port))
@@ -103,7 +103,7 @@ async def test_drain_timeout_ends_the_server(ended: list[int], code: int) -> Non
         ([INT, HUP, TERM, INT], [130]),
     ],
 )
-async def test_hang_up_never_counts_as_second_signal(
+async def test_a_hang_up_is_no_second_signal(
     ended: list[int], received: list[signal.Signals], codes: list[int]
 ) -> None:
     service = app(port=0, drain_delay=600)
@@ -144,7 +144,7 @@ def test_nohup_keeps_hang_up_ignored() -> None:
         signal.signal(HUP, before)
 
 
-def test_a_terminal_that_was_closed_reloads_nothing() -> None:
+def test_a_closed_terminal_reloads_nothing() -> None:
     reloads: list[bool] = []
     ours, its = os.openpty()
     terminal = Terminal([its])
@@ -177,7 +177,7 @@ async def test_unread_answer_waits_in_the_process() -> None:
         (20, 20, 1, 20),
     ],
 )
-def test_as_many_connections_as_files_may_be_open(
+def test_open_files_limit_the_connections(
     soft: int, hard: int, limit: int, raised_to: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised: list[tuple[int, int]] = []

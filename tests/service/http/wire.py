@@ -46,7 +46,8 @@ class Socket(asyncio.Transport):
     def close(self) -> None:
         self.closed = True
 
-    abort = write_eof = close
+    abort = close
+    write_eof = abort
 
     def is_closing(self) -> bool:
         return self.closed
@@ -123,7 +124,8 @@ class Wire:
         self._rest += data
         while self._rest and not (self.socket.paused or self.socket.closed):
             buffer = self._guard.get_buffer(-1)
-            taken, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+            taken = self._rest[: len(buffer)]
+            self._rest = self._rest[len(buffer) :]
             buffer[: len(taken)] = taken
             self._guard.buffer_updated(len(taken))
             for _ in range(30):

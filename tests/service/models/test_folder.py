@@ -35,7 +35,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {name: dict(entry.settings) for name, entry in read_folder(folder)[0].items()}
 
 
-def test_folders_weights_and_settings_are_models_and_nothing_else_is(tmp_path: Path) -> None:
+def test_only_valid_entries_are_models(tmp_path: Path) -> None:
     write(tmp_path, cats=None, dogs__pth="", README__md="x", labels__txt="a\nb", __hidden=None)
     write(
         tmp_path,
@@ -59,7 +59,7 @@ def test_folders_weights_and_settings_are_models_and_nothing_else_is(tmp_path: P
     assert read_folder(tmp_path)[1] == {}
 
 
-def test_settings_may_begin_with_a_mark_and_the_suffix_be_in_capitals(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "a.TOML").write_text('checkpoint = "a/b"', "utf-8-sig")
     assert settings_of(tmp_path) == {"a": {"checkpoint": "a/b"}}
     (tmp_path / "a.TOML").write_bytes(b'checkpoint = "\xff"')
@@ -123,7 +123,7 @@ def test_weights_are_what_checkpoints_may_be() -> None:
         ({f"{'x' * 200}__pth": ""}, "a model's name has 1 to 128 of the characters"),
     ],
 )
-def test_a_broken_entry_is_named_in_one_line_and_the_others_are_read(
+def test_a_broken_entry_spares_the_others(
     files: dict[str, str | None], problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, good=None, **files)
@@ -141,7 +141,7 @@ def test_a_broken_entry_is_named_in_one_line_and_the_others_are_read(
         configured_models(load_settings({"models": str(tmp_path), "strict": "true"}))
 
 
-def test_a_default_that_is_not_there_and_a_folder_without_models_end_the_start(
+def test_a_missing_default_ends_the_start(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, b=None, c=None)
@@ -156,7 +156,7 @@ def test_a_default_that_is_not_there_and_a_folder_without_models_end_the_start(
         configured_models(load_settings({"models": str(tmp_path / "empty")}))
 
 
-def test_an_entry_is_another_one_when_a_file_of_it_changes(tmp_path: Path) -> None:
+def test_a_changed_file_changes_its_entry(tmp_path: Path) -> None:
     write(tmp_path, a=None, b__pth="", labels__txt="x", b__toml='labels = "labels.txt"')
     (tmp_path / "a" / "config.json").write_text("{}")
     before, _ = read_folder(tmp_path)
@@ -207,7 +207,7 @@ def test_an_operator_allows_another_folder(models: Path) -> None:
     assert Path(entry.settings["labels"]).samefile(models.parent / "secret.env")
 
 
-def test_settings_are_not_read_through_a_link(models: Path) -> None:
+def test_linked_settings_are_refused(models: Path) -> None:
     (models.parent / "other.toml").write_text('hunter2 = "x"')
     (models / "a.toml").symlink_to(models.parent / "other.toml")
     assert read_folder(models)[1] == {
@@ -230,7 +230,7 @@ def test_a_link_that_is_set_later_is_refused(models: Path) -> None:
 
 @pytest.mark.timeout(20)  # a pipe without a writer is not read
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder", "huge"])
-def test_only_regular_small_files_are_settings(kind: str, models: Path) -> None:
+def test_settings_are_small_regular_files(kind: str, models: Path) -> None:
     path = models / "x.toml"
     if kind == "pipe":
         os.mkfifo(path)
@@ -251,7 +251,7 @@ def test_only_regular_small_files_are_settings(kind: str, models: Path) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_pipes_of_weights_and_of_labels_are_refused(models: Path) -> None:
+def test_pipes_of_a_model_are_refused(models: Path) -> None:
     os.mkfifo(models / "a.pth")
     os.mkfifo(models / "labels.txt")
     (models / "b.toml").write_text('checkpoint = "bundled"\nlabels = "labels.txt"')
@@ -263,7 +263,7 @@ def test_pipes_of_weights_and_of_labels_are_refused(models: Path) -> None:
             checkpoint_from(settings.model_copy(update=dict(entry.settings)))
 
 
-def test_a_folder_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_folder_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "READ_SECONDS", 0.01)
     answers = Event()
     with pytest.raises(TimeoutError, match=r"the folder was not read within 0\.01 s"):
@@ -282,7 +282,7 @@ JUNK = (
 )
 
 
-def test_junk_in_the_folder_is_skipped_silently(models: Path) -> None:
+def test_junk_is_skipped_silently(models: Path) -> None:
     for name in JUNK:
         (models / name).mkdir()
         (models / name / "._config.json").touch()
@@ -292,7 +292,7 @@ def test_junk_in_the_folder_is_skipped_silently(models: Path) -> None:
     assert notes_on_folder(settings, configured_models(settings)) == []
 
 
-def test_what_is_not_read_is_named_in_one_line(models: Path) -> None:
+def test_unread_files_are_one_line(models: Path) -> None:
     write(models, good=None, notes__txt="x", names__txt="a", spare__toml='weights = "ema"')
     write(models, used__toml='[[tensor]]\nfrom = "a"\nto = "b"')
     write(models, b__toml='checkpoint = "a/b"\nlabels = "names.txt"\nkeys = "used.toml"')
@@ -319,7 +319,7 @@ def test_a_file_is_not_a_folder_of_models(models: Path) -> None:
         configured_models(load_settings({"models": str(models / "model.safetensors")}))
 
 
-def test_one_checkpoint_beside_models_is_refused(models: Path) -> None:
+def test_a_checkpoint_excludes_a_folder(models: Path) -> None:
     write(models, good=None)
     with pytest.raises(
         SettingsError, match=r"VIT_CHECKPOINT='cats': VIT_MODELS=.* set one of them"
@@ -327,7 +327,7 @@ def test_one_checkpoint_beside_models_is_refused(models: Path) -> None:
         configured_models(load_settings({"models": str(models), "checkpoint": "cats"}))
 
 
-def test_the_bundled_checkpoint_is_named_by_its_path(models: Path) -> None:
+def test_the_bundled_path_is_allowed(models: Path) -> None:
     (models / "a.toml").write_text(f'checkpoint = "{BUNDLED}"')
     assert settings_of(models) == {"a": {"checkpoint": str(BUNDLED)}}
     (models / "a.toml").write_text(f'checkpoint = "{BUNDLED}/../../../pyproject.toml"')

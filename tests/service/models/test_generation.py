@@ -108,9 +108,10 @@ def ask(
 
 
 @on_a_loop
-async def test_a_request_is_answered_by_its_own_version() -> None:
+async def test_each_request_keeps_its_version() -> None:
     async with running() as (swap, models):
-        old, before = swap.current, models.predictors["configured"]
+        old = swap.current
+        before = models.predictors["configured"]
         with old.request():
             before.gate.clear()
             launched = ask(old, 1)
@@ -134,9 +135,7 @@ async def test_a_request_is_answered_by_its_own_version() -> None:
 
 
 @on_a_loop
-async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_is_waited_for() -> (
-    None
-):
+async def test_the_old_model_is_freed_at_once() -> None:
     async with running() as (swap, models):
         old = weakref.ref(models.predictors.pop("configured"))
         gc.disable()
@@ -150,7 +149,7 @@ async def test_the_old_model_is_gone_with_its_engine_and_no_garbage_collection_i
 
 
 @on_a_loop
-async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(
+async def test_a_bad_checkpoint_keeps_the_old_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running() as (swap, models):
@@ -175,7 +174,7 @@ async def test_a_checkpoint_that_cannot_be_read_leaves_the_old_model_serving(
 
 
 @on_a_loop
-async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_one_is_served(
+async def test_a_late_checkpoint_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("service.models.local_models.LOAD_SECONDS", 0.05)
@@ -198,7 +197,7 @@ async def test_a_checkpoint_that_does_not_load_in_time_is_refused_and_the_next_o
 
 
 @on_a_loop
-async def test_of_two_loads_at_once_the_second_is_refused() -> None:
+async def test_a_concurrent_load_is_refused() -> None:
     async with running() as (_, models):
         models.gate.clear()
         first = asyncio.create_task(load(models, "first"))
@@ -210,7 +209,7 @@ async def test_of_two_loads_at_once_the_second_is_refused() -> None:
 
 
 @on_a_loop
-async def test_the_next_load_waits_until_the_old_model_is_given_back() -> None:
+async def test_a_load_waits_for_the_old_model() -> None:
     async with running() as (swap, models):
         with swap.current.request():
             await load(models, "second")
@@ -223,7 +222,7 @@ async def test_the_next_load_waits_until_the_old_model_is_given_back() -> None:
 
 
 @on_a_loop
-async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(
+async def test_a_reload_reads_the_configured_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
@@ -245,7 +244,7 @@ async def test_a_reload_takes_the_configured_checkpoint_as_it_is_now(
 
 
 @on_a_loop
-async def test_a_service_that_ends_while_it_loads_closes_both_engines(
+async def test_an_end_closes_both_engines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running() as (swap, models):

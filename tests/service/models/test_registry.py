@@ -107,7 +107,7 @@ async def ask(models: LocalModels, name: str, red: int = 3) -> int:
 
 
 @on_a_loop
-async def test_models_of_one_backbone_share_its_engine_and_the_last_one_closes_it(
+async def test_equal_backbones_share_an_engine(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a.1", "a.2", "b.1") as (models, disk):
@@ -128,8 +128,9 @@ async def test_models_of_one_backbone_share_its_engine_and_the_last_one_closes_i
 
 
 @on_a_loop
-async def test_a_model_that_is_closed_as_its_backbone_is_handed_over_does_not_keep_it() -> None:
-    disk, told = Disk(), list[str]()
+async def test_a_closed_model_frees_its_backbone() -> None:
+    disk = Disk()
+    told = list[str]()
     pool = Backbones(load_settings(), disk.load, lambda _: None)
     one, two = (pool.engine({"checkpoint": name}) for name in ("a.1", "a.2"))
     one.start(lambda: None)
@@ -144,8 +145,9 @@ async def test_a_model_that_is_closed_as_its_backbone_is_handed_over_does_not_ke
 
 
 @on_a_loop
-async def test_who_waits_for_a_model_hears_that_it_was_closed_as_it_loaded() -> None:
-    disk, told = Disk(), list[str]()
+async def test_a_close_is_told_to_those_waiting() -> None:
+    disk = Disk()
+    told = list[str]()
     disk.gate.clear()
     engine = Backbones(load_settings(), disk.load, lambda _: None).engine({"checkpoint": "a"})
     engine.start(lambda: told.append(engine.status.state))
@@ -157,7 +159,7 @@ async def test_who_waits_for_a_model_hears_that_it_was_closed_as_it_loaded() -> 
 
 
 @on_a_loop
-async def test_a_broken_model_is_named_once_and_the_others_serve(
+async def test_a_broken_model_spares_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path, "a", "!b", "c") as (models, _):
@@ -200,7 +202,7 @@ async def test_a_broken_model_ends_a_strict_start(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_never_the_defaults(
+async def test_the_longest_unused_backbone_goes(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a.1", "b.1", "b.2", "c", "d", models_bytes="300") as (models, _):
@@ -237,7 +239,7 @@ async def test_a_backbone_is_unloaded_for_another_least_recently_used_first_but_
 
 
 @on_a_loop
-async def test_a_start_describes_all_models_that_the_memory_does_not_bear(tmp_path: Path) -> None:
+async def test_a_start_describes_every_model(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "!c", "d", models_bytes="100") as (models, _):
         assert states(models) == {"a": "ready", "b": "unloaded", "c": "failed", "d": "unloaded"}
         assert all(model.info for name, model in models.served.items() if name != "c")
@@ -245,7 +247,7 @@ async def test_a_start_describes_all_models_that_the_memory_does_not_bear(tmp_pa
 
 
 @on_a_loop
-async def test_beside_a_default_model_that_has_all_the_memory_none_is_loaded(
+async def test_a_full_default_model_loads_no_other(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b", models_bytes="50") as (models, disk):
@@ -253,7 +255,7 @@ async def test_beside_a_default_model_that_has_all_the_memory_none_is_loaded(
 
 
 @on_a_loop
-async def test_what_was_loaded_last_is_not_unloaded_first(tmp_path: Path) -> None:
+async def test_a_new_load_is_not_evicted_first(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c", "d", models_bytes="300") as (models, _):
         await ask(models, "b")
         await ask(models, "c")
@@ -263,7 +265,7 @@ async def test_what_was_loaded_last_is_not_unloaded_first(tmp_path: Path) -> Non
 
 
 @on_a_loop
-async def test_what_is_loaded_for_who_waits_answers_them_before_it_is_unloaded(
+async def test_waiting_requests_precede_eviction(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
@@ -275,7 +277,7 @@ async def test_what_is_loaded_for_who_waits_answers_them_before_it_is_unloaded(
 
 
 @on_a_loop
-async def test_a_model_that_cannot_fit_costs_the_others_nothing(tmp_path: Path) -> None:
+async def test_an_oversized_model_evicts_nothing(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="300") as (models, disk):
         disk.live["big"] = FakePredictor(size=250)
         for _ in range(2):  # with unknown and with known size
@@ -287,7 +289,7 @@ async def test_a_model_that_cannot_fit_costs_the_others_nothing(tmp_path: Path) 
 
 
 @on_a_loop
-async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(
+async def test_a_busy_model_is_not_unloaded(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
@@ -307,7 +309,7 @@ async def test_none_with_work_is_unloaded_and_who_finds_no_memory_is_told_so(
 
 
 @on_a_loop
-async def test_a_model_whose_request_still_arrives_is_not_unloaded_for_others(
+async def test_an_arriving_request_keeps_its_model(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
@@ -318,7 +320,7 @@ async def test_a_model_whose_request_still_arrives_is_not_unloaded_for_others(
 
 
 @on_a_loop
-async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts_until_then(
+async def test_a_slow_eviction_blocks_no_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.models.residency.LEAVE_SECONDS", 0.0)
@@ -346,7 +348,7 @@ async def test_who_ends_slowly_keeps_no_other_load_waiting_and_the_memory_counts
 
 
 @on_a_loop
-async def test_an_unloaded_model_answers_who_was_admitted_and_is_loaded_again_for_the_next(
+async def test_an_unloaded_model_loads_again(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
@@ -381,14 +383,14 @@ async def test_a_version_unloaded_at_once_answers(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_two_unloads_at_once_close_one_version(tmp_path: Path) -> None:
+async def test_two_unloads_close_one_version(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         await asyncio.gather(models.unload("b"), models.unload("b"))
         assert disk.retired == 1
 
 
 @on_a_loop
-async def test_the_default_is_neither_unloaded_nor_deleted(tmp_path: Path) -> None:
+async def test_the_default_model_always_stays(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", model_name="b") as (models, _):
         for change in (models.unload, models.delete):
             with pytest.raises(DefaultModel):
@@ -398,7 +400,7 @@ async def test_the_default_is_neither_unloaded_nor_deleted(tmp_path: Path) -> No
 
 
 @on_a_loop
-async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None:
+async def test_a_put_changes_what_is_served(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         disk.broken = {"bad"}
         assert await models.put("new", {"checkpoint": "x.1"})
@@ -420,7 +422,7 @@ async def test_a_put_adds_replaces_or_leaves_what_serves(tmp_path: Path) -> None
 
 
 @on_a_loop
-async def test_a_put_waits_for_the_last_requests_of_the_version_before_while_others_load(
+async def test_a_put_waits_for_the_old_version(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
@@ -437,7 +439,7 @@ async def test_a_put_waits_for_the_last_requests_of_the_version_before_while_oth
 
 @on_a_loop
 @pytest.mark.parametrize("name", ["new", "b"])
-async def test_what_was_unloaded_is_loaded_again_as_it_was(name: str, tmp_path: Path) -> None:
+async def test_a_reload_keeps_the_put_checkpoint(name: str, tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         await models.put(name, {"checkpoint": "x"})
         await models.unload(name)
@@ -446,7 +448,7 @@ async def test_what_was_unloaded_is_loaded_again_as_it_was(name: str, tmp_path: 
 
 
 @on_a_loop
-async def test_a_caller_who_leaves_does_not_end_the_load(tmp_path: Path) -> None:
+async def test_a_disconnect_ends_no_load(tmp_path: Path) -> None:
     async with running(tmp_path, "a") as (models, disk):
         disk.gate.clear()
         caller = asyncio.create_task(models.put("new", {"checkpoint": "x"}))
@@ -458,7 +460,7 @@ async def test_a_caller_who_leaves_does_not_end_the_load(tmp_path: Path) -> None
 
 
 @on_a_loop
-async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Path) -> None:
+async def test_a_reread_folder_is_the_truth_again(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c", "d") as (models, disk):
         await models.put("b", {"checkpoint": "x"})
         await models.put("new", {"checkpoint": "y"})
@@ -479,7 +481,7 @@ async def test_the_folder_is_the_truth_again_when_it_is_read_again(tmp_path: Pat
 
 
 @on_a_loop
-async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gone(
+async def test_a_deletion_beats_the_next_version(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, _):
@@ -496,7 +498,7 @@ async def test_a_model_that_is_deleted_before_its_next_version_takes_over_is_gon
 
 
 @on_a_loop
-async def test_a_model_that_is_deleted_answers_who_was_admitted_to_its_version_before(
+async def test_deletion_answers_admitted_requests(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
@@ -510,7 +512,7 @@ async def test_a_model_that_is_deleted_answers_who_was_admitted_to_its_version_b
 
 
 @on_a_loop
-async def test_a_model_stays_as_it_is_while_its_entry_is_broken(tmp_path: Path) -> None:
+async def test_a_broken_entry_changes_no_model(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b", "c") as (models, _):
         await models.put("c", {"checkpoint": "x"})
         before = [models.served[name].current for name in ("b", "c")]
@@ -529,7 +531,7 @@ async def test_a_model_stays_as_it_is_while_its_entry_is_broken(tmp_path: Path) 
 
 
 @on_a_loop
-async def test_requests_for_a_model_that_waits_its_turn_wait_for_one_load_together(
+async def test_waiting_requests_share_one_load(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
@@ -546,9 +548,7 @@ async def test_requests_for_a_model_that_waits_its_turn_wait_for_one_load_togeth
 @on_a_loop
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("change", ["delete", "put"])
-async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_it_though_it_is_to_go(
-    waits: bool, change: str, tmp_path: Path
-) -> None:
+async def test_an_admitted_request_gets_its_model(waits: bool, change: str, tmp_path: Path) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         await models.unload("b")
         disk.gate.clear()
@@ -576,7 +576,7 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_it_though_i
 
 
 @on_a_loop
-async def test_who_asks_while_an_unloaded_model_is_replaced_waits_for_the_next_version(
+async def test_a_request_waits_for_a_replacement(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
@@ -595,7 +595,7 @@ async def test_who_asks_while_an_unloaded_model_is_replaced_waits_for_the_next_v
 
 
 @on_a_loop
-async def test_the_default_is_not_called_as_another_model(tmp_path: Path) -> None:
+async def test_the_default_keeps_a_unique_name(tmp_path: Path) -> None:
     async with running(tmp_path, checkpoint="a") as (models, disk):
         await models.put("p", {"checkpoint": "x"})
         with pytest.raises(NameTaken):
@@ -607,7 +607,7 @@ async def test_the_default_is_not_called_as_another_model(tmp_path: Path) -> Non
 
 
 @on_a_loop
-async def test_callers_of_models_that_do_not_fit_together_cost_the_default_nothing(
+async def test_crowded_models_spare_the_default(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):

@@ -48,7 +48,7 @@ async def test_an_unloaded_version_is_loaded_again() -> None:
 
 
 @on_a_loop
-async def test_a_leaving_version_ignores_its_engine() -> None:
+async def test_a_leaving_version_ignores_engines() -> None:
     version = generation(ready=True)
     version.move("leaving")
     version.engine.ready = False

@@ -80,7 +80,7 @@ def test_lines_beyond_the_queue_are_dropped(log: Log) -> None:
     assert told == dropped
 
 
-def test_a_line_keeps_the_fields_of_its_record(log: Log) -> None:
+def test_a_line_keeps_its_records_fields(log: Log) -> None:
     log.writer.setFormatter(JsonFormatter())
     log.log("first", fields={"status": 200})
     [line] = log.read_lines(1)
@@ -93,7 +93,7 @@ def test_a_child_can_log_in_the_same_format(log_format: str) -> None:
     assert logs.format_in_use() == log_format
 
 
-def test_the_end_waits_for_lines_for_a_moment(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_briefly_for_lines(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     log.log("last words")
     log.writer.flush()
     assert log.read_lines(1) == ["last words"]
@@ -105,7 +105,7 @@ def test_the_end_waits_for_lines_for_a_moment(log: Log, monkeypatch: pytest.Monk
     assert time.monotonic() - started < 10
 
 
-def test_a_forked_process_writes_its_own_lines(log: Log) -> None:
+def test_a_fork_writes_its_own_lines(log: Log) -> None:
     log.log("of the parent")
     log.writer.flush()
     child = os.fork()

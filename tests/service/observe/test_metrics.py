@@ -115,11 +115,11 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
-def test_pictures_of_a_model_are_counted_from_0_on() -> None:
+def test_picture_counts_begin_at_zero() -> None:
     assert value(touched("cpu"), "vit_images_total", model=model_info().name) == 0
 
 
-def test_engine_gauges_are_read_at_the_scrape() -> None:
+def test_a_scrape_reads_engine_gauges() -> None:
     now = status("loading", device="auto")
     metrics = Metrics()
     metrics.watch(Sources(lambda: [now]))
@@ -145,7 +145,7 @@ def test_the_latency_of_a_model_ends_with_it() -> None:
     assert "dogs" not in generate_latest(metrics).decode()
 
 
-def test_a_refusal_is_of_one_model_until_it_loads() -> None:
+def test_each_model_has_its_own_reloads() -> None:
     reloads = {"cats": False, "dogs": True}
     metrics = Metrics()
     metrics.watch(Sources(reloads=lambda: reloads))
@@ -155,7 +155,7 @@ def test_a_refusal_is_of_one_model_until_it_loads() -> None:
     assert value(metrics, "vit_last_reload_successful", model="cats") is None
 
 
-def test_a_model_has_one_state_until_it_is_gone() -> None:
+def test_a_model_has_exactly_one_state() -> None:
     states = {"cats": "ready", "dogs": "failed"}
     metrics = Metrics()
     metrics.watch(Sources(states=lambda: states))
@@ -231,7 +231,7 @@ def test_added_metrics_are_summed(count_as: Callable[[str], Metrics]) -> None:
     assert scraped(metrics, "audit_seconds_count") == 2
 
 
-def test_added_metric_of_one_process_is_shown() -> None:
+def test_an_added_metric_is_shown() -> None:
     metrics = Metrics()
     metrics.counter("audit_lines_total", "Written lines").inc()
 
@@ -328,7 +328,7 @@ def test_gpu_readings_are_in_base_units(gpus: GpuReader) -> None:
 
 
 @pytest.mark.parametrize("uuid", ["123", "MIG-123", "GPU-abc"])
-def test_an_instance_of_mig_is_read_as_a_gpu_is(uuid: str, gpus: GpuReader) -> None:
+def test_a_mig_instance_is_read_as_a_gpu(uuid: str, gpus: GpuReader) -> None:
     gpus.watch("cuda:MIG-123", uuid)
     assert scrape_of(gpus, 5)["vit_gpu_memory_used_bytes MIG-123"] == 3
 

@@ -17,12 +17,13 @@ from tests.service.web.thread_names import BIG, LOOP, ThreadNames
 
 
 @on_a_loop
-async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_connection(
+async def test_a_draining_service_refuses_work(
     service: App,
 ) -> None:
     image_id = await kept(service)
     assert (await service.get("/readyz")).status == 200
-    service.lifecycle.stopping = service.lifecycle.draining = True
+    service.lifecycle.stopping = True
+    service.lifecycle.draining = True
     for response in (
         await service.classify(),
         await service.request("POST", "/classify/batch", **form(png(1))),
@@ -38,7 +39,7 @@ async def test_while_draining_new_work_is_refused_and_every_answer_closes_its_co
 
 
 @on_a_loop
-async def test_a_batch_that_takes_long_ends_readiness() -> None:
+async def test_a_long_batch_ends_readiness() -> None:
     service = app()
     service.engine.reason = "a batch has computed for 11 s: the device may hang"
     response = await service.get("/readyz")
@@ -47,13 +48,14 @@ async def test_a_batch_that_takes_long_ends_readiness() -> None:
 
 
 @on_a_loop
-async def test_without_an_engine_callers_who_come_back_at_once_wait_and_probes_do_not(
+async def test_only_repeated_callers_are_delayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     delays = iter([0.0, 3600.0])
     monkeypatch.setattr(RefusalPace, "delay", lambda *_: next(delays))
     service = app()
-    service.engine.state, service.engine.reason = "loading", "the model is loading"
+    service.engine.state = "loading"
+    service.engine.reason = "the model is loading"
     assert (await service.classify()).code == "engine_unavailable"
     again = asyncio.create_task(service.classify())
     assert (await service.get("/readyz")).status == 503
@@ -64,7 +66,7 @@ async def test_without_an_engine_callers_who_come_back_at_once_wait_and_probes_d
 
 
 @on_a_loop
-async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metrics(
+async def test_one_duration_is_told_everywhere(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = Clock()
@@ -87,7 +89,7 @@ async def test_a_request_takes_as_long_in_its_answer_its_log_line_and_the_metric
 
 
 @on_a_loop
-async def test_requests_are_counted_by_endpoint_and_status(service: App) -> None:
+async def test_requests_are_counted_by_endpoint(service: App) -> None:
     assert all(
         service.metric("vit_rejected_total", reason=code) == 0 for code in codes()
     )  # before the first refusal
@@ -113,7 +115,7 @@ async def test_requests_are_counted_by_endpoint_and_status(service: App) -> None
 
 
 @on_a_loop
-async def test_a_defect_of_ours_is_a_problem_document_that_says_nothing(
+async def test_an_internal_error_reveals_nothing(
     service: App, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.engine.error = KeyError("secret")
@@ -137,7 +139,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @on_a_loop
 @pytest.mark.parametrize(("large", "thread"), [(1, BIG), (10_000, LOOP)])
-async def test_json_of_many_values_does_not_hold_the_event_loop(
+async def test_large_json_does_not_block_the_loop(
     large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
     monkeypatch.setattr(body, "LARGE", large)

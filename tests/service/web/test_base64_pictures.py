@@ -91,7 +91,7 @@ def test_json_without_base64_is_malformed(text: str) -> None:
 
 
 @given(st.binary(max_size=300), CUTS)
-def test_cuts_do_not_change_the_outcome_of_json(junk: bytes, cuts: list[int]) -> None:
+def test_cuts_change_no_json_outcome(junk: bytes, cuts: list[int]) -> None:
     for body in (junk, b'{"image": "' + junk, b'{"image": "AAAA' + junk + b'"}'):
         whole = outcome([body], "application/json")
         assert outcome(cut(body, cuts), "application/json") == whole

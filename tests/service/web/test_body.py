@@ -66,7 +66,7 @@ def test_empty_body_lacks_the_picture(content_type: str | None, headers: dict[st
         read(b"", content_type, **headers)
 
 
-def test_other_multipart_names_the_right_call() -> None:
+def test_other_multipart_names_the_remedy() -> None:
     with pytest.raises(UnsupportedMediaType, match="multipart/mixed") as raised:
         read(b"x", "multipart/mixed")
     assert "curl -F file=@photo.jpg URL" in str(raised.value)
@@ -127,7 +127,7 @@ def test_declared_excess_is_refused_unread() -> None:
         assert channel.received == 0
 
 
-def test_declared_length_refuses_form_at_once() -> None:
+def test_a_declared_length_refuses_a_form() -> None:
     channel = Channel([b"x" * 50] * 100)
     with pytest.raises(UnsupportedMediaType):
         read(channel, "multipart/mixed", content_length="5000")

@@ -310,7 +310,7 @@ def _has(name: str) -> bool:
         (0, bytes(5000), b""),
     ],
 )
-async def test_invalid_answer_of_decoder_is_refused(
+async def test_a_bad_decoder_answer_is_refused(
     status: int, text: bytes, pixels: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = CONFINED + ANSWER.pack(status, len(text), len(pixels)) + text + pixels
@@ -361,7 +361,7 @@ def test_unbounded_formats_use_a_process() -> None:
 
 
 @on_a_loop
-async def test_a_costly_picture_is_422_and_counted(service: App) -> None:
+async def test_a_costly_picture_is_422(service: App) -> None:
     answer = await service.classify(COSTLY)
     assert (answer.status, answer.code) == (422, "image_too_costly")
     assert "more than 2 s" in answer.json["detail"]

@@ -50,7 +50,9 @@ def files_passed(settings: Settings) -> list[str]:
 
     Background work appears only in some of the records.
     """
-    recorder, lifecycle, metrics = Recorder(), Lifecycle(), Metrics()
+    recorder = Recorder()
+    lifecycle = Lifecycle()
+    metrics = Metrics()
     requests: list[set[str]] = []
     sys.setprofile(recorder)
     threading.setprofile(recorder)
@@ -75,7 +77,8 @@ def files_passed(settings: Settings) -> list[str]:
                 for _ in range(3):
                     classify(connection)
                 for _ in range(5):
-                    recorder.files, recorder.on = set(), True
+                    recorder.files = set()
+                    recorder.on = True
                     classify(connection)
                     recorder.on = False
                     requests.append(recorder.files)

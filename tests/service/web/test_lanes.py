@@ -37,7 +37,9 @@ class Numbered(QueuedJob):
 class Arrival(QueuedJob):
     def __init__(self, caller: str, seconds: float, moment: float, patience: float) -> None:
         super().__init__(1, moment + patience)
-        self.caller, self.seconds, self.moment = caller, seconds, moment
+        self.caller = caller
+        self.seconds = seconds
+        self.moment = moment
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -147,7 +149,8 @@ class Simulation:
     def run(self, arrivals: list[tuple[float, str, float]], *, patience: float = 10.0) -> None:
         """Serve arrivals (moment, caller, seconds of work) that must begin within `patience`."""
         queue: FairQueue[Arrival] = FairQueue(lambda: self.servers, self.clock, self.per_caller)
-        numbers, start = count(), self.clock.now
+        numbers = count()
+        start = self.clock.now
         jobs = [
             Arrival(caller, seconds, start + moment, patience)
             for moment, caller, seconds in arrivals
@@ -183,7 +186,7 @@ def test_costly_work_delays_its_own_caller() -> None:
 @pytest.mark.parametrize(
     ("servers", "each"), [(1, math.inf), (4, 1)], ids=["one", "one of four for each caller"]
 )
-def test_jobs_that_would_begin_late_are_refused(servers: int, each: float) -> None:
+def test_late_jobs_are_refused_early(servers: int, each: float) -> None:
     simulation = Simulation(servers, each)
     simulation.run([(0.02 * number, "only", 0.1) for number in range(1000)], patience=2.0)
     assert simulation.refused["only"] > 700
@@ -212,7 +215,7 @@ def test_busy_callers_get_equal_shares(costs: list[float]) -> None:
     assert max(had.values()) - min(had.values()) <= 3 * max(costs)
 
 
-def test_a_job_that_begins_at_once_is_accepted() -> None:
+def test_an_immediate_job_is_accepted() -> None:
     clock = Clock()
     queue: FairQueue[QueuedJob] = FairQueue(lambda: 8, clock, per_caller=2)
     first, one, *many = (
@@ -263,7 +266,8 @@ class Blocker:
     """Work that runs until the test releases it."""
 
     def __init__(self) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
 
     def __call__(self) -> str:
         self.begun.set()
@@ -294,11 +298,13 @@ async def test_threads_return_the_outcome_of_work(lane: Lane) -> None:
 
 
 @on_a_loop
-async def test_a_waiting_job_leaves_with_its_caller(lane: Lane) -> None:
+async def test_a_waiting_job_ends_with_its_caller(lane: Lane) -> None:
     class Picture:
         pass
 
-    blocker, picture, ran = Blocker(), Picture(), list[object]()
+    blocker = Blocker()
+    picture = Picture()
+    ran = list[object]()
     running = asyncio.create_task(run(lane, blocker))
     await blocker.wait_until_begun()
     held = weakref.ref(picture)
@@ -320,7 +326,8 @@ async def test_a_waiting_job_leaves_with_its_caller(lane: Lane) -> None:
 
 @on_a_loop
 async def test_a_waiting_job_ends_at_its_deadline(lane: Lane) -> None:
-    blocker, ran = Blocker(), list[int]()
+    blocker = Blocker()
+    ran = list[int]()
     running = asyncio.create_task(run(lane, blocker))
     await blocker.wait_until_begun()
     with pytest.raises(DeadlineExceeded, match="before a test was free"):
@@ -355,8 +362,9 @@ async def test_a_thread_finishes_abandoned_work(lane: Lane) -> None:
 
 
 @on_a_loop
-async def test_work_keeps_its_server_until_it_leaves() -> None:
-    lane, began = Lane("a test", lambda: 1, threads=2), list[int]()
+async def test_work_keeps_its_thread_until_it_ends() -> None:
+    lane = Lane("a test", lambda: 1, threads=2)
+    began = list[int]()
     with lane.work(lambda: began.append(1), "caller", 1, soon()) as first:
         await first
         second = lane.work(lambda: began.append(2), "caller", 1, soon())
@@ -385,7 +393,8 @@ def test_a_lane_outlives_a_closed_event_loop(
 
 @on_a_loop
 async def test_a_turn_is_dropped_with_its_caller() -> None:
-    lane, order = Lane("a test", lambda: 1), list[str]()
+    lane = Lane("a test", lambda: 1)
+    order = list[str]()
 
     async def work(name: str, caller: str) -> None:
         with lane.turn(caller, 1, soon()) as turn:
@@ -411,7 +420,8 @@ async def test_a_turn_is_dropped_with_its_caller() -> None:
 
 @on_a_loop
 async def test_a_turn_near_threads_costs_its_size() -> None:
-    clock, order = Clock(), list[str]()
+    clock = Clock()
+    order = list[str]()
     lane = Lane("a test", lambda: 1, threads=1, clock=clock)
 
     def work(caller: str) -> None:

@@ -29,9 +29,7 @@ def library_app() -> App:
         ("GET", "/attention", "id=unknown"),
     ],
 )
-async def test_a_map_is_refused_with_the_kind_of_network(
-    method: str, path: str, query: str
-) -> None:
+async def test_library_networks_refuse_maps(method: str, path: str, query: str) -> None:
     response = await library_app().request(
         method, path, query=query, body=png(7) if method == "POST" else b""
     )

@@ -106,7 +106,7 @@ def test_bytes_are_the_sum_of_all_sizes(steps: list[tuple[str, int, int]]) -> No
             assert (each.pixels == expected.pixels).all()
 
 
-def test_pictures_that_are_pushed_out_tell_their_age() -> None:
+def test_evicted_pictures_tell_their_age() -> None:
     clock = Clock()
     ages: list[float] = []
     size = kept()[0]

@@ -61,7 +61,7 @@ async def test_invalid_request_id_is_replaced(given: str) -> None:
         "Bearer on",
     ],
 )
-async def test_missing_key_is_401_except_public_paths(path: str, authorization: str | None) -> None:
+async def test_a_missing_key_is_401(path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
     service = app(api_keys="one,two")
     response = await service.get(path, **headers)
@@ -185,9 +185,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 @on_a_loop
-async def test_probes_are_logged_for_debugging_only(
-    service: App, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_only_debug_logs_show_probes(service: App, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for path in ("/healthz", "/readyz", "/metrics"):
         await service.get(path)
@@ -198,7 +196,7 @@ async def test_probes_are_logged_for_debugging_only(
 
 
 @on_a_loop
-async def test_a_path_cannot_start_a_log_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_path_cannot_begin_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     await app().get("/x\n12:00:00 INFO all is well\r\n")
     [line] = lines(caplog)
@@ -319,7 +317,7 @@ async def test_wrong_key_has_its_own_message(headers: dict[str, str], told: str)
     assert (refused.status, refused.code, refused.json["detail"]) == (401, "unauthorized", told)
 
 
-def test_every_key_is_compared_whatever_was_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_key_is_always_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bytes] = []
 
     def compare(offered: bytes, secret: bytes) -> bool:

@@ -196,7 +196,7 @@ def test_large_file_spares_its_neighbours() -> None:
         assert isinstance(second, UploadTooLarge)
 
 
-def test_large_file_is_refused_at_the_excess_byte() -> None:
+def test_the_excess_byte_refuses_a_file() -> None:
     limits = UploadLimits(file_bytes=10, body_bytes=100_000, files=1)
     body = form(part(b"x" * 1000))
     first_byte = body.index(b"x" * 1000)

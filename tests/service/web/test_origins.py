@@ -31,7 +31,7 @@ FOREIGN = [
 
 @on_a_loop
 @pytest.mark.parametrize(("hosts", "status"), [(NAMED, 200), (FOREIGN, 421)])
-async def test_on_loopback_local_names_alone_are_served(hosts: list[str], status: int) -> None:
+async def test_loopback_serves_only_local_names(hosts: list[str], status: int) -> None:
     for host in hosts:
         answer = await app().get("/healthz", host=host)
         assert (host, answer.status) == (host, status)
@@ -79,9 +79,7 @@ PAGES = [
 
 @on_a_loop
 @pytest.mark.parametrize(("headers", "status"), PAGES)
-async def test_a_page_of_another_origin_changes_nothing(
-    headers: dict[str, str], status: int
-) -> None:
+async def test_a_foreign_page_changes_nothing(headers: dict[str, str], status: int) -> None:
     sent = {"host": "localhost:8000", "content-type": "text/plain", **headers}
     answer = await app(**ALLOWED).request("POST", "/classify", headers=sent, body=png(1))
     assert answer.status == status
@@ -102,7 +100,7 @@ async def test_every_changing_route_refuses_a_page() -> None:
 
 
 @on_a_loop
-async def test_a_proxy_that_leaves_out_the_port_is_served() -> None:
+async def test_a_proxy_may_leave_out_the_port() -> None:
     for origin, status in (("https://localhost:8443", 200), ("https://evil.example", 403)):
         headers = {"host": "localhost", "origin": origin, "content-type": "image/png"}
         answer = await app().request("POST", "/classify", headers=headers, body=png(1))

@@ -24,7 +24,7 @@ async def linked(service: App, before: str, **headers: str) -> list[str]:
 
 @on_a_loop
 @pytest.mark.parametrize("before", ["/vit/a", ""])
-async def test_links_have_the_prefix_whether_it_is_cut(before: str) -> None:
+async def test_links_always_have_the_prefix(before: str) -> None:
     service = app(root_path="vit/a/", device="cpu")
     assert await linked(service, before) == ["/vit/a"] * 3
     assert (await service.get(f"{before}/")).status == 200
@@ -32,7 +32,7 @@ async def test_links_have_the_prefix_whether_it_is_cut(before: str) -> None:
 
 
 @on_a_loop
-async def test_without_a_prefix_links_begin_at_the_root() -> None:
+async def test_links_begin_at_the_root_by_default() -> None:
     assert await linked(app(), "") == ["", ""]
     assert (await app().get("/vit/classify")).status == 404
 
@@ -48,7 +48,7 @@ async def test_the_bare_prefix_leads_to_the_page() -> None:
 
 
 @on_a_loop
-async def test_a_prefix_hides_no_route_and_no_admin_route() -> None:
+async def test_a_prefix_hides_no_route() -> None:
     service = app(root_path="/models", admin_key="ADMIN")
     assert (await service.get("/models")).json[0]["default"]
     service = app(root_path="/vit", api_keys="web:KEY", admin_key="ADMIN")

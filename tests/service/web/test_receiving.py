@@ -43,7 +43,7 @@ class Reader:
         self.is_cut = True
 
 
-def test_slowest_reader_makes_room_for_answer() -> None:
+def test_the_slowest_reader_makes_room() -> None:
     bodies = Bodies(capacity=100)
     slow = Reader(40)
     steady = Reader(50)
@@ -153,7 +153,7 @@ async def test_slow_bodies_do_not_hold_slots() -> None:
 
 
 @on_a_loop
-async def test_the_first_complete_body_gets_the_slot() -> None:
+async def test_the_first_whole_body_gets_the_slot() -> None:
     service = app(queue_size=1)
     service.engine.gate.clear()
     slow, fast = (
@@ -175,7 +175,7 @@ async def test_the_first_complete_body_gets_the_slot() -> None:
 
 
 @on_a_loop
-async def test_a_batch_is_refused_at_its_surplus_file() -> None:
+async def test_a_surplus_file_refuses_a_batch() -> None:
     service = app(queue_size=2)
     whole = form(png(1), png(2), png(3))
     communicator = service.communicator(
@@ -211,7 +211,7 @@ async def test_bodies_beyond_the_memory_are_503() -> None:
 
 
 @on_a_loop
-async def test_new_bodies_reserve_half_of_the_slots() -> None:
+async def test_new_bodies_reserve_half_the_slots() -> None:
     clock = Clock()
     service = service_in(app(clock=clock, queue_size=4))
     with ExitStack() as stack:

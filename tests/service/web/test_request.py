@@ -27,7 +27,7 @@ from tests.service.web.memory import NO_PICTURE, little_stays
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/classify", "/classify/batch", "/attention"])
-async def test_a_slow_body_shortens_the_engines_time(path: str) -> None:
+async def test_a_slow_body_shortens_engine_time(path: str) -> None:
     clock = Clock()
     service = app(clock, request_timeout=10)
     communicator = service.communicator(
@@ -151,7 +151,7 @@ async def test_a_launched_picture_may_be_late() -> None:
 
 
 @on_a_loop
-async def test_each_finished_picture_frees_its_slot() -> None:
+async def test_a_finished_picture_frees_its_slot() -> None:
     service = app(queue_size=3)
     service.engine.gate.clear()
     batch = service.communicator(
@@ -172,7 +172,8 @@ async def test_each_finished_picture_frees_its_slot() -> None:
 async def test_a_batch_lends_slots_as_it_lines_up() -> None:
     service = app(queue_size=2)
     limiter = service_in(service).limiter
-    permit, other = Permit(limiter), service.communicator("POST", "/classify", body=png(1))
+    permit = Permit(limiter)
+    other = service.communicator("POST", "/classify", body=png(1))
     with permit:
         permit.extend(2)
         answered = other.start()
@@ -183,7 +184,7 @@ async def test_a_batch_lends_slots_as_it_lines_up() -> None:
 
 
 @on_a_loop
-async def test_waiting_in_a_side_lane_lends_the_slot() -> None:
+async def test_waiting_in_a_lane_lends_the_slot() -> None:
     service = app(queue_size=2)
     inside = service_in(service)
     lane = inside.lanes.explanations
@@ -301,7 +302,8 @@ def classify_batch() -> dict[str, Any]:
 async def test_http_frees_a_refused_picture(
     make: Callable[[], dict[str, Any]], status: int
 ) -> None:
-    service, request = app(), make()
+    service = app()
+    request = make()
     assert (await service.request("POST", **request)).status == status  # objects that are made once
     async with little_stays():
         assert (await service.request("POST", **request)).status == status

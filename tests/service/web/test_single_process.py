@@ -27,7 +27,7 @@ def hint(
     return caplog
 
 
-def test_the_hint_can_be_pasted_and_shows_no_key(hint: pytest.LogCaptureFixture) -> None:
+def test_the_hint_shows_a_safe_command(hint: pytest.LogCaptureFixture) -> None:
     log_address(
         load_settings({"api_keys": "web:secret", "host": "::1"}),
         9000,
@@ -81,7 +81,7 @@ def test_log_names_an_address_for_browsers(
         ),
     ],
 )
-def test_the_hint_names_every_host_and_socket(
+def test_the_hint_names_every_address(
     host: str, lines: list[str], hint: pytest.LogCaptureFixture
 ) -> None:
     log_address(load_settings({"host": host}), 8000)
@@ -92,7 +92,8 @@ def test_endless_batch_ends_the_service(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backbones, "LocalEngine", partial(LocalEngine, batch_seconds=0.2))
-    predictor, port = FakePredictor(), free_port()
+    predictor = FakePredictor()
+    port = free_port()
     predictor.gate.clear()
     settings = load_settings({"port": port, "drain_delay": 600, "drain_timeout": 600})
 

@@ -28,7 +28,8 @@ def other_model() -> FakeEngine:
 def swap(service: App, engine: FakeEngine) -> Generation[Any]:
     """Swap the model; return the previous generation."""
     model = service_in(service).models.default
-    before, model.current = model.current, Generation(engine, 2)
+    before = model.current
+    model.current = Generation(engine, 2)
     return before
 
 
@@ -41,9 +42,7 @@ def named(answer: dict[str, Any]) -> tuple[str, str]:
     "path",
     ["/classify", pytest.param("/v2/models/fake/infer", marks=needs("inference_protocol"))],
 )
-async def test_a_picture_that_was_prepared_for_the_old_model_is_answered_by_it_after_the_swap(
-    service: App, path: str
-) -> None:
+async def test_a_prepared_picture_keeps_its_model(service: App, path: str) -> None:
     service.engine.gate.clear()
     headers = {"inference-header-content-length": "0"} if path.startswith("/v2") else {}
     asked = service.communicator("POST", path, headers=headers, body=png(7))
@@ -58,7 +57,7 @@ async def test_a_picture_that_was_prepared_for_the_old_model_is_answered_by_it_a
 
 
 @on_a_loop
-async def test_a_request_whose_body_comes_after_the_swap_belongs_to_the_model_at_its_head(
+async def test_a_late_body_keeps_its_first_model(
     service: App,
 ) -> None:
     slow = service.communicator("POST", "/classify", body=None)
@@ -71,7 +70,7 @@ async def test_a_request_whose_body_comes_after_the_swap_belongs_to_the_model_at
 
 
 @on_a_loop
-async def test_requests_that_end_otherwise_let_go_of_their_model_too(service: App) -> None:
+async def test_every_ended_request_frees_its_model(service: App) -> None:
     generation = service_in(service).models.default.current
     assert (await service.classify(b"no picture")).status == 415
     service.engine.gate.clear()
@@ -83,7 +82,7 @@ async def test_requests_that_end_otherwise_let_go_of_their_model_too(service: Ap
 
 
 @on_a_loop
-async def test_kept_pictures_of_another_input_size_are_unknown_and_others_are_not(
+async def test_kept_pictures_match_the_input_size(
     service: App,
 ) -> None:
     image_id = await kept(service)
@@ -107,7 +106,7 @@ async def test_a_full_service_holds_a_found_model() -> None:
 
 
 @on_a_loop
-async def test_one_of_several_models_is_held_at_once() -> None:
+async def test_each_of_several_models_is_held() -> None:
     service, models = several()
     models.engines["few"].state = "loading"
     models.engines["few"].gate.clear()

@@ -255,7 +255,7 @@ async def test_missing_message_times_out(method: str) -> None:
 
 
 @on_a_loop
-async def test_silent_calls_leave_turns_to_other_callers(
+async def test_silent_calls_block_no_other_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(f"{CALL}.OWN_GRACE_SECONDS", 3 * PATIENCE)
@@ -331,7 +331,7 @@ async def test_calls_need_a_key_except_health() -> None:
 
 
 @on_a_loop
-async def test_delayed_refusals_block_no_other_call(
+async def test_delayed_refusals_block_no_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calls, "REFUSALS_PER_SECOND", 1)
@@ -359,7 +359,7 @@ async def test_disconnect_removes_a_queued_picture() -> None:
 
 
 @on_a_loop
-async def test_accepted_calls_are_answered_at_the_end() -> None:
+async def test_accepted_calls_survive_a_stop() -> None:
     async with calling() as caller:
         service = caller.service
         service.engine.gate.clear()
@@ -375,7 +375,7 @@ async def test_accepted_calls_are_answered_at_the_end() -> None:
         assert arrays(await held)["index"].tolist() == [expected_indices(4, 5)]
 
 
-def test_every_error_of_a_call_has_a_status_code() -> None:
+def test_every_error_has_a_grpc_status_code() -> None:
     only_http = {405, 417, 501, 505}
     assert {status for status, _ in TABLE.values()} - only_http <= {
         int(status) for status in STATUS_CODES
@@ -401,7 +401,7 @@ FLOOD_SECONDS = 20.0
 
 
 @on_a_loop
-async def test_pings_without_a_key_are_not_kept_in_memory() -> None:
+async def test_keyless_pings_take_no_memory() -> None:
     ping = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + b"12345678"
     async with calling(api_keys="secret") as caller:
         before = resident_mebibytes()

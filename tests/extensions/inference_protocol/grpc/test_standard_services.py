@@ -121,7 +121,7 @@ async def test_reflection_describes_every_method(path: str) -> None:
 
 
 @on_a_loop
-async def test_reflection_needs_a_key_where_keys_are_set() -> None:
+async def test_reflection_needs_a_key() -> None:
     async with calling(api_keys="one") as caller:
         call = caller.channel.stream_stream(reflection.PATHS[0])()
         assert await call.code() == Code.UNAUTHENTICATED

@@ -143,7 +143,8 @@ class StandInOps:
 
     @contextmanager
     def on(self, stream: StandInStream) -> Iterator[None]:
-        before, self._current.stream = getattr(self._current, "stream", None), stream
+        before = getattr(self._current, "stream", None)
+        self._current.stream = stream
         try:
             with _Watch(self) if self.strict else nullcontext():
                 yield
@@ -217,7 +218,8 @@ class _Watch(TorchDispatchMode):
         self._ops = ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ops, packet = self._ops, func.overloadpacket
+        ops = self._ops
+        packet = func.overloadpacket
         ops.need_life()
         if ops.capturing and ops.fail_capture is not None:
             raise ops.fail_capture

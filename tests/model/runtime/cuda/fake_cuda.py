@@ -73,7 +73,8 @@ class _OnDevice(TorchFunctionMode):
 class _Capture(TorchDispatchMode):
     def __init__(self, allowed: set[torch.dtype], kernels: list[str]) -> None:
         super().__init__()
-        self._allowed, self._kernels = allowed, kernels
+        self._allowed = allowed
+        self._kernels = kernels
 
     def __torch_dispatch__(
         self,

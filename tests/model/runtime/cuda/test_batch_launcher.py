@@ -71,8 +71,9 @@ def launcher(
     return BatchLauncher(ops, compute, shape=SHAPE, max_batch=max_batch, slots=slots)
 
 
-def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
-    ops, compute = watchless(), Sums()
+def test_an_earlier_batch_leaves_no_trace() -> None:
+    ops = watchless()
+    compute = Sums()
     subject = launcher(ops, compute)
     subject.run(images(9, 9, 9, 9), BatchRequest(), size=4)
     found = subject.run(images(1, 2), BatchRequest(), size=4)
@@ -80,15 +81,16 @@ def test_each_image_is_answered_whatever_an_earlier_batch_left_behind() -> None:
     assert compute.sizes == [4, 4]
 
 
-def test_the_computation_waits_for_its_upload_and_the_caller_for_the_computation() -> None:
+def test_a_computation_waits_for_its_upload() -> None:
     ops = watchless()
     subject = launcher(ops, Sums(), slots=1)  # stream 0 computes, stream 1 copies
     subject.run(images(1), BatchRequest(), size=1)
     assert ops.log == [("record", 1), ("wait for 1", 0), ("record", 0), ("synchronize", 0)]
 
 
-def test_a_captured_size_and_request_is_replayed() -> None:
-    ops, compute = watchless(), Sums()
+def test_a_captured_request_is_replayed() -> None:
+    ops = watchless()
+    compute = Sums()
     subject = launcher(ops, compute)
     subject.capture(compute, (1, 2, 4), (BatchRequest(3), BatchRequest(3, layers=(7,))))
     assert compute.sizes[0] == 4, "the largest is captured first"
@@ -101,7 +103,7 @@ def test_a_captured_size_and_request_is_replayed() -> None:
     assert (plain["logits"].tolist(), set(mapped)) == ([[3, 2], [6, 2]], {"scores"})
 
 
-def test_what_was_not_captured_is_computed_all_the_same() -> None:
+def test_uncaptured_requests_are_computed() -> None:
     ops = watchless()
     compute = Sums()
     subject = launcher(ops, compute)
@@ -118,7 +120,7 @@ def test_what_was_not_captured_is_computed_all_the_same() -> None:
     assert ops.replays == before
 
 
-def test_after_a_fault_the_device_is_waited_for_and_the_slot_is_used_again() -> None:
+def test_a_slot_is_used_again_after_a_fault() -> None:
     ops = watchless()
     subject = launcher(ops, Sums(), slots=1)
     settled = ops.settled
@@ -130,10 +132,11 @@ def test_after_a_fault_the_device_is_waited_for_and_the_slot_is_used_again() -> 
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time(
+def test_many_callers_get_their_own_answers(
     captured: bool,
 ) -> None:
-    ops, compute = watchless(), Sums()
+    ops = watchless()
+    compute = Sums()
     subject = launcher(ops, compute, slots=2)
     if captured:
         subject.capture(compute, (1, 2, 4), (BatchRequest(),))
@@ -153,7 +156,7 @@ def test_more_callers_than_slots_get_their_own_answers_one_computation_at_a_time
     assert compute.at_once == 0
 
 
-def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
+def test_a_graph_holds_no_older_workspace() -> None:
     """cuBLAS frees its old workspaces, so a graph that holds one would write to foreign memory."""
     ops = StandInOps()
     weight = torch.ones(6, 3)
@@ -166,7 +169,7 @@ def test_a_graph_never_holds_a_workspace_from_before_its_capture() -> None:
     assert ops.captures == 2
 
 
-def test_what_waits_for_the_device_cannot_be_captured_and_is_named() -> None:
+def test_a_capture_that_waits_is_refused() -> None:
     ops = StandInOps()
 
     def compute(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
@@ -177,7 +180,7 @@ def test_what_waits_for_the_device_cannot_be_captured_and_is_named() -> None:
         subject.capture(compute, (1, 2), (BatchRequest(),))
 
 
-def test_a_device_that_died_fails_every_batch_that_follows() -> None:
+def test_a_dead_device_fails_every_batch() -> None:
     ops = watchless()
     subject = launcher(ops, Sums(), slots=1)
     ops.dead = "an illegal memory access was encountered"
@@ -186,7 +189,7 @@ def test_a_device_that_died_fails_every_batch_that_follows() -> None:
             subject.run(images(1), BatchRequest(), size=1)
 
 
-def test_graphs_are_captured_on_a_stream_of_their_own_once_the_batch_before_is_done() -> None:
+def test_each_capture_has_its_own_stream() -> None:
     ops = StandInOps()
 
     def compute(pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
@@ -201,8 +204,9 @@ def test_graphs_are_captured_on_a_stream_of_their_own_once_the_batch_before_is_d
     assert ops.settled == settled + 5, "before and after each capture, and before the next batch"
 
 
-def test_a_batch_may_be_computed_beside_its_graph() -> None:
-    ops, compute = watchless(), Sums()
+def test_a_batch_can_run_beside_its_graph() -> None:
+    ops = watchless()
+    compute = Sums()
     subject = launcher(ops, compute)
     subject.capture(compute, (1, 2, 4), (BatchRequest(3),))
     before = ops.replays
@@ -274,7 +278,7 @@ def loaded() -> tuple[PooledOps, BatchLauncher]:
 
 
 @pytest.mark.usefixtures("torch_without_a_gpu", "pool_of_streams")
-def test_no_capture_is_on_a_stream_of_a_loaded_model() -> None:
+def test_no_capture_shares_a_models_stream() -> None:
     live = [loaded()]
     for _ in range(40):
         of_others = [ops for ops, _ in live]
@@ -287,7 +291,7 @@ def test_no_capture_is_on_a_stream_of_a_loaded_model() -> None:
 
 
 @pytest.mark.usefixtures("torch_without_a_gpu", "pool_of_streams")
-def test_the_33rd_model_with_graphs_is_refused_them() -> None:
+def test_only_32_models_get_graphs() -> None:
     live = [loaded() for _ in range(32)]
     with pytest.raises(DeviceError, match="32 loaded models have CUDA graphs"):
         loaded()

@@ -26,7 +26,8 @@ from tests.model.runtime.cuda.launched import plain, same
 from tests.model.runtime.predictions import predict
 from tests.model.runtime.small_models import make_checkpoint, make_images
 
-LAST, RELEVANCE = MapRequest.row(1), MapRequest("relevance")
+LAST = MapRequest.row(1)
+RELEVANCE = MapRequest("relevance")
 
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,8 +74,9 @@ def not_strict() -> StandInOps:
     return StandInOps(strict=False)
 
 
-def test_a_service_is_ready_with_graphs_of_the_compiled_model_and_captures_once() -> None:
-    ops, threads = not_strict(), threading.active_count()
+def test_the_compiled_model_is_captured_once() -> None:
+    ops = not_strict()
+    threads = threading.active_count()
     predictor = warm(ops)
     assert predictor.compiled == "compiled"
     assert predictor.batch_sizes == (2, 4)
@@ -91,7 +93,7 @@ def test_a_service_is_ready_with_graphs_of_the_compiled_model_and_captures_once(
 
 @pytest.mark.usefixtures("tracer")
 @pytest.mark.parametrize("graphs", [True, False])
-def test_nothing_is_compiled_after_the_compiler_has_run(
+def test_no_request_compiles_anything(
     graphs: bool,
 ) -> None:
     """Neither in a capture nor for a request: the compiler has seen all kinds of tensors."""
@@ -114,7 +116,7 @@ KINDS = {"mlp": "swiglu", "qk_norm": True, "layer_scale": True}
 
 
 @pytest.mark.usefixtures("tracer")
-def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, dynamo compiles a function eight times, and then silently runs it uncompiled."""
     for name, value in KINDS.items():
         before = traced()
@@ -136,7 +138,7 @@ def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("name", "factor"), [("logits", 1.2), ("attention", 1.2), ("relevance", -1.0)]
 )
-def test_a_kernel_that_computes_something_else_at_one_size_is_not_served(
+def test_a_wrong_kernel_is_not_served(
     name: str,
     factor: float,
     graphs: bool,
@@ -211,10 +213,9 @@ def serving(ops: StandInOps) -> Predictor:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2])
-def test_a_model_answers_while_it_is_compiled(
-    factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler, ops = SlowCompiler(monkeypatch, factor), not_strict()
+def test_a_model_answers_while_compiling(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = SlowCompiler(monkeypatch, factor)
+    ops = not_strict()
     predictor = serving(ops)
     expected = {count: predict(plain(), make_images(count), top_k=5) for count in (2, 4)}
     answered = 0
@@ -250,7 +251,7 @@ def failing(
     monkeypatch.setattr(cuda, "compiled_network", compiled)
 
 
-def test_a_compiler_that_fails_leaves_graphs_of_the_uncompiled_model(
+def test_a_failed_compiler_leaves_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failing(monkeypatch, RuntimeError("ptxas was not found\nmore lines"))
@@ -262,7 +263,7 @@ def test_a_compiler_that_fails_leaves_graphs_of_the_uncompiled_model(
     assert ops.replays == replays + 1
 
 
-def test_a_compiler_that_loses_the_device_asks_for_a_new_process_without_it(
+def test_a_lost_device_needs_a_new_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = StandInOps()

@@ -25,7 +25,7 @@ from tests.model.runtime.small_models import make_checkpoint, make_images
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_launched_batches_get_the_answers_of_the_plain_model() -> None:
+def test_launched_batches_answer_the_same() -> None:
     ops = StandInOps()
     predictor = launched(ops)
     expected = plain()
@@ -48,11 +48,12 @@ def test_launched_batches_get_the_answers_of_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize("compile_mode", ["auto", "off"])
-def test_logits_are_those_of_the_batch_with_and_without_a_graph(compile_mode: CompileMode) -> None:
+def test_logits_are_the_same_with_a_graph(compile_mode: CompileMode) -> None:
     ops = StandInOps()
     predictor = plain(compile_mode=compile_mode, max_batch=4, streams=2, ops=ops)
     predictor.warm_up()
-    expected, replays = plain().logits(make_images(4)), ops.replays
+    expected = plain().logits(make_images(4))
+    replays = ops.replays
     for count in (1, 3, 4):
         found = predict(predictor, make_images(4)[:count], top_k=2, logits=True).logits
         assert found.dtype == np.float32
@@ -62,7 +63,7 @@ def test_logits_are_those_of_the_batch_with_and_without_a_graph(compile_mode: Co
     assert (predictor.compiled == "off") == (compile_mode == "off")
 
 
-def test_a_batch_with_maps_of_other_layers_leaves_the_graphs_for_these_alone() -> None:
+def test_only_other_layers_leave_the_graphs() -> None:
     ops = StandInOps()
     predictor = launched(ops)
     predictor.warm_up()
@@ -78,7 +79,7 @@ def test_a_batch_with_maps_of_other_layers_leaves_the_graphs_for_these_alone() -
 @pytest.mark.parametrize(
     "error", [RuntimeError, ValueError, AssertionError], ids=lambda error: error.__name__
 )
-def test_a_capture_that_breaks_off_asks_for_a_new_process_and_tells_what_failed_first(
+def test_a_broken_capture_asks_for_no_graphs(
     error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     ops = StandInOps()
@@ -95,7 +96,7 @@ def test_a_capture_that_breaks_off_asks_for_a_new_process_and_tells_what_failed_
     )
 
 
-def test_without_graphs_the_model_answers_too() -> None:
+def test_a_model_answers_without_graphs() -> None:
     ops = StandInOps()
     predictor = plain(max_batch=4, streams=2, ops=ops, graphs=False)
     predictor.warm_up()
@@ -104,7 +105,7 @@ def test_without_graphs_the_model_answers_too() -> None:
     same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
 
 
-def test_graphs_that_give_other_scores_are_told_and_the_model_answers_without() -> None:
+def test_wrong_graphs_are_not_used() -> None:
     ops = StandInOps()
     ops.spoil_capture = True
     predictor = launched(ops)
@@ -117,7 +118,7 @@ def test_graphs_that_give_other_scores_are_told_and_the_model_answers_without() 
     same(predict(predictor, make_images(3), top_k=5), predict(plain(), make_images(3), top_k=5))
 
 
-def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(
+def test_a_dead_device_never_becomes_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = StandInOps()
@@ -142,9 +143,7 @@ def test_a_device_that_died_while_an_error_was_swallowed_does_not_become_ready(
         (0, "not enough memory for batches of 1$", None),
     ],
 )
-def test_a_largest_batch_that_does_not_fit_asks_for_half_of_it(
-    rows: int, message: str, largest: int | None
-) -> None:
+def test_an_oversized_batch_asks_for_half(rows: int, message: str, largest: int | None) -> None:
     ops = StandInOps()
     predictor = plain(max_batch=8 if rows else 1, ops=ops)
     ops.largest_allocation = rows * 7 * 64 * 4  # the MLP's hidden layer
@@ -161,7 +160,7 @@ def test_launch_sizes_may_be_chosen() -> None:
     assert predictor.launch_size(2) == 3
 
 
-def test_graphs_that_do_not_fit_ask_for_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_graphs_shrink_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = StandInOps()
     predictor = launched(ops)
     ops.fail_capture = torch.OutOfMemoryError("CUDA out of memory.\nmore lines")
@@ -171,7 +170,7 @@ def test_graphs_that_do_not_fit_ask_for_a_smaller_batch(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("size", [(16, 24), (19, 25)])
-def test_patches_as_one_matrix_product_are_the_convolution(size: tuple[int, int]) -> None:
+def test_patch_product_equals_convolution(size: tuple[int, int]) -> None:
     embed = make_checkpoint().build().patch_embed
     assert isinstance(embed, PatchEmbed)
     pixels = torch.randn(2, 3, *size)
@@ -256,7 +255,7 @@ def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["beit"])
-def test_a_model_of_real_size_in_bfloat16_is_close_to_float32(kind: str) -> None:
+def test_bfloat16_on_the_cpu_stays_close(kind: str) -> None:
     """The requests to the GPU below, on the CPU."""
     predictor = Predictor(
         of_real_size(**REAL_KINDS[kind]),
@@ -280,7 +279,7 @@ class TestOnCuda:
     @pytest.mark.parametrize(
         ("kind", "dtype"), [*zip(REAL_KINDS, repeat("bfloat16")), ("cls", "float16")]
     )
-    def test_models_of_real_size_are_close_to_float32(self, kind: str, dtype: str) -> None:
+    def test_real_models_stay_close_to_float32(self, kind: str, dtype: str) -> None:
         predictor = Predictor(
             of_real_size(**REAL_KINDS[kind]), device="cuda", dtype=dtype, max_batch=4
         )
@@ -288,7 +287,7 @@ class TestOnCuda:
         assert predictor.compiled == "compiled"
         close_to_the_cpu(predictor, tolerance=0.05)
 
-    def test_graphs_answer_as_float32_on_the_cpu_does(self) -> None:
+    def test_graphs_answer_as_the_cpu_does(self) -> None:
         predictor = Predictor(make_checkpoint(), device="cuda", dtype="float32", max_batch=4)
         predictor.warm_up()
         assert predictor.compiled == "compiled"
@@ -298,7 +297,7 @@ class TestOnCuda:
             found = predict(predictor, make_images(count), top_k=5, maps=maps)
             same(found, predict(plain(), make_images(count), top_k=5, maps=maps), atol=5e-3)
 
-    def test_other_layers_and_other_sizes_answer_without_a_graph(self) -> None:
+    def test_answers_need_no_graph(self) -> None:
         predictor = Predictor(
             make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off"
         )
@@ -307,7 +306,7 @@ class TestOnCuda:
         found = predict(predictor, make_images(3), top_k=5, maps=maps)
         same(found, predict(plain(), make_images(3), top_k=5, maps=maps), atol=5e-3)
 
-    def test_two_threads_never_get_one_anothers_answers(self) -> None:
+    def test_threads_get_only_their_own_answers(self) -> None:
         predictor = Predictor(
             make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off"
         )

@@ -57,7 +57,8 @@ def started(kind: str, dtype: torch.dtype) -> Cuda:
     return backend
 
 
-PLAIN, RELEVANCE = BatchRequest(3), BatchRequest(3, relevance=True)
+PLAIN = BatchRequest(3)
+RELEVANCE = BatchRequest(3, relevance=True)
 
 
 def rows(*layers: int) -> BatchRequest:
@@ -66,7 +67,8 @@ def rows(*layers: int) -> BatchRequest:
 
 def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
     """Compute a batch for each request as in a capture; return the last one's kernels by name."""
-    config, to_capture = backend.config, backend._scored
+    config = backend.config
+    to_capture = backend._scored
     assert isinstance(config, ViTConfig)
     pixels = torch.zeros(2, *config.image_size, config.in_channels, dtype=torch.uint8, device=META)
     for request in requests:
@@ -87,8 +89,9 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_of_every_kind_stays_on_the_device_and_never_waits(kind: str) -> None:
-    last, every = rows(KINDS[kind].depth - 1), rows(*range(KINDS[kind].depth))
+def test_every_graph_stays_on_the_device(kind: str) -> None:
+    last = rows(KINDS[kind].depth - 1)
+    every = rows(*range(KINDS[kind].depth))
     # The plain model computes rows of every layer; the twin computes the other requests.
     launch(started(kind, torch.bfloat16), PLAIN, last, RELEVANCE, every)
 
@@ -128,7 +131,7 @@ def test_a_planted_fault_is_found(
         launch(backend, PLAIN)
 
 
-def test_no_family_and_no_switch_is_left_out() -> None:
+def test_no_family_or_switch_is_left_out() -> None:
     assert set(HUGGING_FACE) == {family.class_name for family in FAMILIES}
     assert {config.pool for config in KINDS.values()} == set(get_args(Pool))
     activations = {config.activation for config in KINDS.values()}

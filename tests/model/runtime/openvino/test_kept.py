@@ -74,9 +74,7 @@ def wait_for_relevance() -> None:
             thread.join()
 
 
-def test_a_later_start_answers_the_same_and_describes_itself_so(
-    checkpoint: Path, folder: Path
-) -> None:
+def test_a_later_start_answers_the_same(checkpoint: Path, folder: Path) -> None:
     first = first_start(checkpoint, folder)
     first.predict(make_images(3), REQUESTS)
     wait_for_relevance()
@@ -108,8 +106,9 @@ def test_a_later_start_answers_the_same_and_describes_itself_so(
             np.testing.assert_allclose(ours.map.values, theirs.map.values, atol=1e-5)
 
 
-def test_a_later_start_is_warm_when_its_text_tower_is_loaded(tmp_path: Path, folder: Path) -> None:
-    checkpoint, reads = tmp_path / "clip", list[Checkpoint]()
+def test_a_warm_start_has_its_text_tower(tmp_path: Path, folder: Path) -> None:
+    checkpoint = tmp_path / "clip"
+    reads = list[Checkpoint]()
     whole_models.clip(checkpoint)
     first = first_start(checkpoint, folder)
 
@@ -150,7 +149,7 @@ def foreign_key(place: Path) -> None:
     ],
     ids=["damaged", "of other versions", "open to all", "empty manifest", "without a reference"],
 )
-def test_an_entry_that_is_not_what_was_written_is_not_used(
+def test_a_changed_entry_is_not_used(
     change: Callable[[Path], object],
     checkpoint: Path,
     folder: Path,
@@ -162,7 +161,7 @@ def test_an_entry_that_is_not_what_was_written_is_not_used(
     assert "a graph that is not used and is made again" in caplog.text
 
 
-def test_it_is_made_again_for_other_files_or_settings(checkpoint: Path, folder: Path) -> None:
+def test_other_settings_make_a_new_graph(checkpoint: Path, folder: Path) -> None:
     first_start(checkpoint, folder, dtype="float32")
     assert later_start(checkpoint, folder, dtype="float32") is not None
     assert later_start(checkpoint, folder, dtype="bfloat16") is None
@@ -170,9 +169,7 @@ def test_it_is_made_again_for_other_files_or_settings(checkpoint: Path, folder: 
     assert later_start(checkpoint, folder, dtype="float32") is None
 
 
-def test_what_torch_is_to_compute_is_refused_once_the_files_changed(
-    checkpoint: Path, folder: Path
-) -> None:
+def test_changed_files_refuse_torchs_outputs(checkpoint: Path, folder: Path) -> None:
     first_start(checkpoint, folder)
     later = later_start(checkpoint, folder)
     assert later is not None
@@ -184,9 +181,7 @@ def test_what_torch_is_to_compute_is_refused_once_the_files_changed(
     assert later.predict(make_images(1), RequestedOutputs(1))[0].finite, "its graph goes on"
 
 
-def test_entries_are_bounded_and_the_one_unused_for_longest_goes(
-    checkpoint: Path, folder: Path
-) -> None:
+def test_the_longest_unused_entry_goes(checkpoint: Path, folder: Path) -> None:
     first_start(checkpoint, folder, number=1)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     first_start(checkpoint, folder, number=2)
@@ -199,7 +194,7 @@ def test_entries_are_bounded_and_the_one_unused_for_longest_goes(
     assert kept == [1, 3]
 
 
-def test_a_folder_that_cannot_be_written_costs_a_line_and_no_answer(
+def test_an_unwritable_folder_is_one_line(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -210,9 +205,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line_and_no_answer(
     )
 
 
-def test_what_a_killed_process_was_writing_goes_when_the_next_one_writes(
-    checkpoint: Path, folder: Path
-) -> None:
+def test_a_killed_writers_files_are_removed(checkpoint: Path, folder: Path) -> None:
     abandoned = folder / ".abandoned"
     abandoned.mkdir(mode=0o700, parents=True)
     (abandoned / "graph.bin").write_bytes(bytes(1000))
@@ -221,7 +214,7 @@ def test_what_a_killed_process_was_writing_goes_when_the_next_one_writes(
     assert later_start(checkpoint, folder) is not None
 
 
-def test_a_graph_that_is_not_torchs_is_not_kept(
+def test_a_wrong_graph_is_not_kept(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> list[list[np.ndarray]]:

@@ -73,7 +73,7 @@ def both() -> tuple[Predictor, Predictor]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7])
-def test_scores_and_maps_are_torchs(
+def test_openvino_answers_like_torch(
     both: tuple[Predictor, Predictor], images: np.ndarray, count: int
 ) -> None:
     wanted = [MapRequest.row(layer=shallow().vit.depth - 1, head="mean")] * count
@@ -84,7 +84,7 @@ def test_scores_and_maps_are_torchs(
         np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
 
 
-def test_threads_that_come_to_openvino_first_at_the_same_time_do_not_wait_for_each_other() -> None:
+def test_first_threads_do_not_deadlock() -> None:
     code = """
 import os, sys, threading, time
 import numpy as np
@@ -119,7 +119,7 @@ def network(predictor: Predictor) -> OpenVinoNetwork:
     return found
 
 
-def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
+def test_the_memory_option_is_known() -> None:
     from openvino import Model, opset13
 
     given = opset13.parameter([1], np.float32)
@@ -127,7 +127,7 @@ def test_the_installed_version_knows_the_option_that_saves_memory() -> None:
 
 
 @pytest.mark.usefixtures("one_graph")
-def test_a_version_that_knows_an_option_no_more_compiles_without_it(
+def test_an_unknown_option_is_left_out(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("model.runtime.openvino.network.LEAN_OPTIONS", {"NO_SUCH_OPTION": "YES"})
@@ -135,7 +135,7 @@ def test_a_version_that_knows_an_option_no_more_compiles_without_it(
     np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
 
 
-def test_another_layer_is_torchs_own_and_no_concern_of_the_other_pictures(
+def test_another_layer_comes_from_torch(
     both: tuple[Predictor, Predictor], images: np.ndarray
 ) -> None:
     wanted = [MapRequest.row(layer=0, head=1), None]
@@ -185,7 +185,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.usefixtures("one_graph")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.ndarray) -> None:
+def test_other_models_answer_like_torch(kind: dict[str, Any], images: np.ndarray) -> None:
     bundled = load_checkpoint("bundled")
     config = ViTConfig.model_validate({**bundled.config.model_dump(), "depth": 2, **kind})
     torch.manual_seed(0)
@@ -219,7 +219,7 @@ def test_other_kinds_of_models_are_torchs_too(kind: dict[str, Any], images: np.n
 @pytest.mark.skipif(
     unsupported_reason("bfloat16") is not None, reason="this CPU has no bfloat16 that OpenVINO uses"
 )
-def test_bfloat16_is_float32s_but_for_its_rounding(
+def test_bfloat16_differs_by_rounding_only(
     both: tuple[Predictor, Predictor], images: np.ndarray
 ) -> None:
     made = Predictor(shallow(), device="cpu", dtype="bfloat16")
@@ -258,7 +258,7 @@ def test_deprecation_of_tracing_is_silent() -> None:
     assert done.stderr == ""
 
 
-def test_signals_are_heard_on_the_first_thread_after_a_model_was_freed_on_another() -> None:
+def test_signals_arrive_after_a_freed_model() -> None:
     code = """
 import gc, os, signal, threading
 import numpy as np
@@ -281,7 +281,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 @pytest.mark.parametrize(
     "fixed_bytes", [openvino_network.FIXED_BYTES, 1], ids=["a graph a size", "one for any size"]
 )
-def test_every_number_of_images_alone_and_beside_others_has_torchs_logits(
+def test_any_batch_size_has_torchs_logits(
     both: tuple[Predictor, Predictor],
     fixed_bytes: int,
     streams: int,
@@ -298,7 +298,7 @@ def test_every_number_of_images_alone_and_beside_others_has_torchs_logits(
 
 @pytest.mark.parametrize("fault", ["other logits", "fails"])
 @pytest.mark.usefixtures("one_graph")
-def test_a_graph_that_does_not_compute_what_torch_does_leaves_torch_serving(
+def test_a_wrong_graph_leaves_torch_serving(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     infer = CompiledGraph.infer_on_all
@@ -325,7 +325,7 @@ def fail(reason: str) -> list[list[np.ndarray]]:
     raise RuntimeError(reason)
 
 
-def test_a_size_whose_graph_is_wrong_is_computed_by_torch(
+def test_a_wrong_size_is_computed_by_torch(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=1)
@@ -333,11 +333,14 @@ def test_a_size_whose_graph_is_wrong_is_computed_by_torch(
     np.testing.assert_allclose(made.logits(images[:4]), both[0].logits(images[:4]), atol=1e-4)
 
 
-def test_a_network_that_is_unloaded_while_it_compiles_is_given_up() -> None:
-    begun, freed, compiled = threading.Event(), threading.Event(), list[int]()
+def test_an_unloaded_network_stops_compiling() -> None:
+    begun = threading.Event()
+    freed = threading.Event()
+    compiled = list[int]()
 
     class Network:
-        version, request = "", BatchRequest()
+        version = ""
+        request = BatchRequest()
 
         def complete(self, *sizes: int) -> None:
             compiled.extend(sizes)
@@ -354,11 +357,12 @@ def test_a_network_that_is_unloaded_while_it_compiles_is_given_up() -> None:
     assert compiled == [1]
 
 
-def test_first_answers_wait_for_one_graph_only() -> None:
+def test_first_answers_wait_for_one_graph() -> None:
     freed = threading.Event()
 
     class Network:
-        version, request = "", BatchRequest.of_graph("transfer", shallow().config)
+        version = ""
+        request = BatchRequest.of_graph("transfer", shallow().config)
 
         def complete(self, *_: int) -> None:
             assert freed.wait(60)

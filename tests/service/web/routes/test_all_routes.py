@@ -144,7 +144,7 @@ async def test_every_body_needs_a_free_slot(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_a_disconnect_ends_every_arriving_body(tmp_path: Path) -> None:
+async def test_a_disconnect_ends_every_upload(tmp_path: Path) -> None:
     service = running(tmp_path)
     for count, (method, route) in enumerate(with_bodies(service), 1):
         request = sent(service, method, route, None)
@@ -179,7 +179,7 @@ async def test_a_disconnect_ends_every_inference(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_every_route_refuses_unknown_parameters(tmp_path: Path) -> None:
+async def test_unknown_parameters_are_refused(tmp_path: Path) -> None:
     service = running(tmp_path)
     for route in routes_of(service):
         for method in sorted(route.methods - {"HEAD"}):

@@ -18,7 +18,7 @@ from tests.service.web.apps import App, app, form, kept, service_in
 
 
 @on_a_loop
-async def test_a_kept_picture_has_maps_in_all_formats(service: App) -> None:
+async def test_a_kept_picture_has_every_format(service: App) -> None:
     image_id = await kept(service)
     drawn = await service.get("/attention", f"id={image_id}")
     assert drawn.headers["content-type"] == "image/png"
@@ -60,7 +60,7 @@ async def test_a_kept_picture_has_maps_in_all_formats(service: App) -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("format_", ["png", "json", "npy"])
-async def test_a_map_is_kept_by_private_caches_only(service: App, format_: str) -> None:
+async def test_only_private_caches_keep_a_map(service: App, format_: str) -> None:
     image_id = await kept(service)
     for response in (
         await service.get("/attention", f"id={image_id}&format={format_}"),
@@ -213,7 +213,7 @@ def two_halves(orientation: int) -> bytes:
 
 
 @on_a_loop
-async def test_the_region_is_that_of_the_upright_photo(
+async def test_the_region_is_in_upright_pixels(
     service: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crops(monkeypatch, service)

@@ -77,7 +77,8 @@ async def test_an_answer_may_have_an_attention_map(service: App) -> None:
 @on_a_loop
 async def test_an_answer_may_have_a_relevance_map(service: App) -> None:
     document = (await service.classify(png(1), query="attention=relevance")).json
-    attention, best = document["attention"], document["predictions"][0]
+    attention = document["attention"]
+    best = document["predictions"][0]
     facts = {"score", "evidence", "abstained"}
     assert (
         set(attention)
@@ -247,7 +248,7 @@ def fields(answer: dict[str, Any]) -> dict[str, Any]:
 
 @on_a_loop
 @pytest.mark.parametrize(("red", "expected"), [(3, THREE), (0, ABSTAINED)])
-async def test_a_label_set_does_not_depend_on_top_k(red: int, expected: dict[str, Any]) -> None:
+async def test_label_sets_ignore_top_k(red: int, expected: dict[str, Any]) -> None:
     service = with_coverage()
     answer = (await service.classify(png(red), "top_k=1")).json
     assert fields(answer) == expected
@@ -256,7 +257,7 @@ async def test_a_label_set_does_not_depend_on_top_k(red: int, expected: dict[str
 
 
 @on_a_loop
-async def test_classes_below_thresholds_are_left_out() -> None:
+async def test_classes_below_thresholds_are_absent() -> None:
     service = app()
     service.engine.info = model_info(has_thresholds=True)
     service.engine.least = np.zeros(10, np.float32)
@@ -286,7 +287,7 @@ def test_a_large_label_set_is_only_a_number() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("unloaded", [False, True])
-async def test_slow_loading_leaves_half_of_the_time(unloaded: bool) -> None:
+async def test_loading_takes_at_most_half_the_time(unloaded: bool) -> None:
     served, models = several(request_timeout=60)
     served.asgi._clock = lambda: time.monotonic() - 31  # seconds since the request began
     models.engines["few"].state = "loading"

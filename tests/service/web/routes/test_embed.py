@@ -35,7 +35,7 @@ def array(response: HttpCommunicator) -> np.ndarray:
 
 
 @on_a_loop
-async def test_an_embedding_is_json_or_a_numpy_file(service: App) -> None:
+async def test_an_embedding_is_json_by_default(service: App) -> None:
     for response in (await embed(service), await service.request("POST", "/embed", **form(png(9)))):
         assert response.headers["content-type"] == "application/json"
         document = response.json
@@ -55,7 +55,8 @@ async def test_an_embedding_is_json_or_a_numpy_file(service: App) -> None:
     ],
 )
 async def test_every_format_has_what_was_asked_for(query: str, requested: EmbeddingRequest) -> None:
-    service, expected = app(), expected_embedding(9, requested)
+    service = app()
+    expected = expected_embedding(9, requested)
     document = (await embed(service, query)).json
     assert document["pool"] == requested.pool
     np.testing.assert_array_equal(document["embedding"], expected)

@@ -63,7 +63,7 @@ async def test_head_is_answered_on_every_get_route() -> None:
         ("/swagger", "GET /docs"),
     ],
 )
-async def test_an_unknown_path_names_the_route_meant(path: str, route: str | None) -> None:
+async def test_an_unknown_path_names_a_route(path: str, route: str | None) -> None:
     response = await app().get(path)
     assert (response.status, response.code) == (404, "not_found")
     remedy = f"did you mean {route}?" if route else "GET /docs lists all"
@@ -85,9 +85,7 @@ async def test_an_unknown_path_names_the_route_meant(path: str, route: str | Non
         ("&&top_k=2&", 2, False),
     ],
 )
-async def test_a_query_is_read_however_it_is_written(
-    query: str, labels: int, attention: bool
-) -> None:
+async def test_every_spelling_of_a_query_is_read(query: str, labels: int, attention: bool) -> None:
     document = (await app().classify(query=query)).json
     assert len(document["predictions"]) == labels
     assert ("attention" in document) == attention
@@ -192,14 +190,14 @@ async def test_the_number_of_parameters_is_bounded(parameters: int, status: int)
         ("/" + "x" * 4_000, "", "no such path"),
     ],
 )
-async def test_a_refusal_repeats_little_of_the_input(path: str, query: str, says: str) -> None:
+async def test_a_refusal_quotes_little_input(path: str, query: str, says: str) -> None:
     detail = (await app().classify(path=path, query=query)).json["detail"]
     assert len(detail) <= 500
     assert says in detail
 
 
 @on_a_loop
-async def test_a_model_is_described_by_these_fields(service: App) -> None:
+async def test_a_model_has_the_documented_fields(service: App) -> None:
     assert (await service.get("/model")).json == {
         "name": "fake",
         "source": "nowhere",
@@ -261,7 +259,8 @@ async def test_labels_are_told_in_index_order() -> None:
     ("state", "reason"), [("loading", "the model is loading"), ("failed", "the device failed")]
 )
 async def test_work_without_an_engine_is_503(service: App, state: str, reason: str) -> None:
-    service.engine.state, service.engine.reason = state, reason
+    service.engine.state = state
+    service.engine.reason = reason
     assert (await service.get("/healthz")).status == 200
     assert (await service.get("/metrics")).status == 200
     assert (await service.get("/")).status == 200

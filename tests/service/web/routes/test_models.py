@@ -32,7 +32,7 @@ async def classify(service: App, query: str, red: int = 1) -> HttpCommunicator:
         ("GET", "/labels", "model=few"),
     ],
 )
-async def test_the_named_model_answers_on_every_route(method: str, path: str, query: str) -> None:
+async def test_a_named_model_answers_every_route(method: str, path: str, query: str) -> None:
     service, _ = several()
     headers = {"content-type": "image/png"}
     answer = await service.request(method, path, query=query, headers=headers, body=png(1))
@@ -41,7 +41,7 @@ async def test_the_named_model_answers_on_every_route(method: str, path: str, qu
 
 
 @on_a_loop
-async def test_the_named_model_describes_itself_and_draws_maps() -> None:
+async def test_a_named_model_draws_its_own_maps() -> None:
     service, _ = several()
     assert (await service.get("/model", "model=few")).json["classes"] == 3
     drawn = await service.request(
@@ -69,7 +69,7 @@ async def test_maps_are_prepared_once() -> None:
 
 
 @on_a_loop
-async def test_an_unknown_name_is_404_with_the_names() -> None:
+async def test_an_unknown_name_tells_the_others() -> None:
     service, _ = several()
     for path in ("/classify", "/embed", "/attention", "/classify/batch"):
         answer = await service.request("POST", path, query="model=nope", **form(png(1)))
@@ -122,7 +122,7 @@ async def test_several_models_answer_one_picture() -> None:
 
 
 @on_a_loop
-async def test_each_pass_takes_a_place_and_gives_it_back() -> None:
+async def test_each_forward_pass_takes_one_slot() -> None:
     service, models = several(queue_size=2)
     limiter = service_in(service).limiter
     models.engines["cats"].gate.clear()
@@ -135,7 +135,7 @@ async def test_each_pass_takes_a_place_and_gives_it_back() -> None:
 
 
 @on_a_loop
-async def test_kept_picture_is_for_one_preprocessing() -> None:
+async def test_kept_pictures_fit_one_preprocessing() -> None:
     service, _ = several()
     image_id = (await classify(service, "model=cats")).json["id"]
     assert (await service.get("/attention", f"id={image_id}&format=json")).status == 200
@@ -229,18 +229,20 @@ async def test_what_is_refused_loads_no_model(
 
 @on_a_loop
 @pytest.mark.parametrize("own", ["ready", "ready, and deleted", "closed", "ready as another"])
-async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version_alone(
+async def test_an_admitted_request_keeps_its_model(
     own: str,
 ) -> None:
     service, models = several()
-    engine, model = models.engines["few"], models.served["few"]
+    engine = models.engines["few"]
+    model = models.served["few"]
     models.give_back("few")
     engine.gate.clear()
     asked = service.communicator("POST", "/classify", query="model=few", body=png(1))
     task = asked.start()
     await until(lambda: service_in(service).limiter.in_use == 1)
     engine.state = "closed" if own == "closed" else "ready"
-    other = models.engines["few"] = FakeEngine(model_info(name="few", content="other"))
+    other = FakeEngine(model_info(name="few", content="other"))
+    models.engines["few"] = other
     engine.info = other.info if own == "ready as another" else engine.info
     model.current = Generation(cast(Any, other), 2)
     if own == "ready, and deleted":
@@ -256,7 +258,7 @@ async def test_who_was_admitted_for_an_unloaded_model_is_answered_by_its_version
 
 
 @on_a_loop
-async def test_wait_for_a_load_ends_at_the_deadline() -> None:
+async def test_a_load_is_awaited_to_the_deadline() -> None:
     service, models = several(request_timeout=0.05)
     models.engines["few"].state = "loading"
     models.engines["few"].gate.clear()
@@ -272,7 +274,8 @@ async def test_wait_for_a_load_ends_at_the_deadline() -> None:
 @on_a_loop
 async def test_list_of_models_has_all_fields() -> None:
     service, models = several()
-    models.engines["few"].state, models.engines["few"].reason = "failed", "no such file"
+    models.engines["few"].state = "failed"
+    models.engines["few"].reason = "no such file"
     [bare, cats, few] = (await service.get("/models")).json
     assert [each["name"] for each in (bare, cats, few)] == ["bare", "cats", "few"]
     assert cats == {
@@ -349,7 +352,7 @@ async def test_checkpoint_folder_may_be_relative(
 
 
 @on_a_loop
-async def test_model_deleted_during_its_load_is_404() -> None:
+async def test_a_model_deleted_in_a_load_is_404() -> None:
     service, models = several(checkpoint_folder="/")
     models.gone = "few"
     answer = await service.request("PUT", "/models/few", headers=ADMIN, body=b'{"checkpoint": "x"}')
@@ -403,8 +406,10 @@ async def test_failed_model_spares_the_others(query: str) -> None:
         "unfitted": AddedHead("unfitted", None, "cats", ""),
         "orphan": AddedHead("orphan", None, None, "no model has its backbone"),
     }
-    models.engines["few"].state, models.engines["few"].reason = "unloaded", "full"
-    models.engines["bare"].state, models.engines["bare"].reason = "failed", "no such file"
+    models.engines["few"].state = "unloaded"
+    models.engines["few"].reason = "full"
+    models.engines["bare"].state = "failed"
+    models.engines["bare"].reason = "no such file"
     answer = await classify(service, f"model={query}")
     assert answer.status == 200
     found = answer.json["models"]
@@ -420,9 +425,10 @@ async def test_failed_model_spares_the_others(query: str) -> None:
 
 
 @on_a_loop
-async def test_a_batch_for_a_model_that_is_not_loaded_holds_one_place_while_it_waits() -> None:
+async def test_a_waiting_batch_holds_one_slot() -> None:
     service, models = several(queue_size=8, request_timeout=60)
-    engine, limiter = models.engines["few"], service_in(service).limiter
+    engine = models.engines["few"]
+    limiter = service_in(service).limiter
     await classify(service, "model=few")  # it has the picture then
     models.give_back("few")
     engine.gate.clear()
@@ -437,7 +443,7 @@ async def test_a_batch_for_a_model_that_is_not_loaded_holds_one_place_while_it_w
 
 
 @on_a_loop
-async def test_unknown_setting_of_a_model_is_refused(tmp_path: Path) -> None:
+async def test_an_unknown_setting_is_refused(tmp_path: Path) -> None:
     service, models = several(checkpoint_folder=str(tmp_path))
     body = json.dumps({"checkpoint": "v2", "lables": "a"}).encode()
     answer = await service.request("PUT", "/models/few", headers=ADMIN, body=body)

@@ -81,7 +81,7 @@ async def test_unchanged_module_is_304(service: App) -> None:
 
 
 @on_a_loop
-async def test_the_page_is_open_where_keys_are_needed() -> None:
+async def test_every_file_of_the_page_is_public() -> None:
     service = app(api_keys="one")
     for path in sorted(pages.PUBLIC):
         assert (await service.get(path)).status == 200
@@ -111,7 +111,7 @@ async def test_every_route_is_documented(service: App) -> None:
 
 
 @on_a_loop
-async def test_all_parameters_of_maps_are_documented() -> None:
+async def test_parameters_of_maps_are_documented() -> None:
     paths = (await app().get("/openapi.json")).json["paths"]["/attention"]
     drawing = {"overlay", "view", "alpha", "colormap", "size", "smooth", "caption"}
     names = {"model", "method", "class", "layer", "labels", "head", "format"} | drawing
@@ -200,7 +200,7 @@ async def test_page_needs_no_key() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"])
-async def test_large_files_are_compressed_for_who_takes_it(path: str) -> None:
+async def test_large_files_are_compressed(path: str) -> None:
     """An uncompressed bundle counts against the limit of slow readers, which disconnects them."""
     service = app()
     file = await service.get(path, **{"accept-encoding": "br, gzip;q=0.5"})

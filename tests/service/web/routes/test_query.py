@@ -36,7 +36,8 @@ def without_times(document: dict[str, Any]) -> dict[str, Any]:
 async def test_a_field_counts_as_in_the_query(path: str, fields: dict[str, str]) -> None:
     service, _ = several()
     query = "&".join(f"{name}={value}" for name, value in fields.items())
-    by_query, by_form = await post(service, path, query), await post(service, path, **fields)
+    by_query = await post(service, path, query)
+    by_form = await post(service, path, **fields)
     assert by_query.status == by_form.status == 200
     assert without_times(by_form.json) == without_times(by_query.json)
     assert without_times((await post(service, path, query, **fields)).json) == without_times(
@@ -59,7 +60,7 @@ async def test_a_field_may_name_several_models(names: str) -> None:
 
 
 @on_a_loop
-async def test_a_field_may_mend_what_the_query_lacks() -> None:
+async def test_a_field_may_complete_the_query() -> None:
     service, models = several()
     models.default_name = "bare"
     assert (await post(service, "/classify")).code == "invalid_parameter"

@@ -91,7 +91,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ],
 )
 @pytest.mark.parametrize("count", [1, 2, 14])
-def test_label_maps_equal_those_of_fixed_labels(count: int, remote: bool, folder: Path) -> None:
+def test_requested_labels_have_equal_maps(count: int, remote: bool, folder: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 2}
     settings = load_settings({"checkpoint": str(folder), "compile": "off", **options})
     options["compile_mode"] = "off"
@@ -109,10 +109,8 @@ def test_label_maps_equal_those_of_fixed_labels(count: int, remote: bool, folder
     @on_a_loop
     async def compare() -> None:
         async with running(load=lambda: cast(Any, load_predictor(settings)), remote=remote) as rig:
-            served, files = (
-                App(settings, cast(Any, rig.engine)),
-                [encode(Image.fromarray(picture), "PNG") for picture in pictures],
-            )
+            served = App(settings, cast(Any, rig.engine))
+            files = [encode(Image.fromarray(picture), "PNG") for picture in pictures]
             query = urlencode({"labels": labels, "attention": "relevance", "top_k": 1})
             answer = await served.request("POST", "/classify/batch", query=query, **form(*files))
             for outputs, found in zip(expected, answer.json["results"], strict=True):
@@ -208,8 +206,9 @@ async def test_refused_texts_save_the_forward_pass() -> None:
 
 
 @on_a_loop
-async def test_known_texts_do_not_wait_for_new_ones() -> None:
-    served, gate = service(), asyncio.Event()
+async def test_known_texts_wait_for_no_new_ones() -> None:
+    served = service()
+    gate = asyncio.Event()
 
     async def embed(texts: Sequence[str], **_: object) -> NDArray[np.float32]:
         if "new" in texts[0]:
@@ -238,7 +237,8 @@ async def test_known_texts_do_not_wait_for_new_ones() -> None:
 @on_a_loop
 async def test_a_disconnect_drops_waiting_texts() -> None:
     served = service(request_timeout=1000)
-    begun, ended = asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
+    ended = asyncio.Event()
 
     async def never(*_: object, **__: object) -> None:
         begun.set()
