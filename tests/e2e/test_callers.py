@@ -84,7 +84,7 @@ def test_classify_asks_a_server(
         (tmp_path / f"{index}.png").write_bytes(pictures.files[index])
     (tmp_path / "2.png").write_bytes(b"no picture")
     asked = ["classify", str(tmp_path), "--url", server.url, "--api-key"]
-    assert main([*asked, "right", "--json", "--top-k", "99"]) == 1
+    assert main([*asked, "right", "--json", "--top-k", str(len(LABELS))]) == 1
     captured = capsys.readouterr()
     *good, bad = [json.loads(line) for line in captured.out.splitlines()]
     for index, answer in enumerate(good):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -48,6 +49,8 @@ MOST = 20
 WHICH = st.integers(0, MOST - 1)
 
 GAE = MapRequest("gae", 3)
+
+pytestmark = pytest.mark.timeout(180)  # its threads take turns, slowly on a busy machine
 
 
 class Runner:

@@ -60,7 +60,10 @@ def kept_on_disk() -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        raise HeadsUnavailable(f"taught heads cannot be read or written: {error}") from None
+        raise HeadsUnavailable(
+            f"taught heads cannot be read or written: {error}; the folder of VIT_TEACH needs free "
+            "space, and permission to write"
+        ) from None
 
 
 class HeadsDatabase:

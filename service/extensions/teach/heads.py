@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -27,7 +27,7 @@ from model.outputs import embedding_width
 from service.background import Tasks
 from service.children import start_python_async
 from service.engine.messages import ModelInfo
-from service.errors import InvalidParameter
+from service.errors import EngineUnavailable, InvalidParameter
 from service.extensions.teach.database import kept_on_disk
 from service.extensions.teach.errors import (
     HeadsUnavailable,
@@ -45,6 +45,9 @@ logger = logging.getLogger("vitserve")
 _LOOK_SECONDS: Final = 0.25
 # Pause after a failed fit, unless examples change.
 _PAUSE_SECONDS: Final = 30.0
+_FIT_FAILED: Final = (
+    f"its fit failed, and is tried again every {_PAUSE_SECONDS:g} s; the log says why"
+)
 _LOCK: Final = "fit.lock"
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -150,7 +153,8 @@ class TaughtHeads:
         self._tasks = Tasks()
         self._next_look: asyncio.Task[None] | None = None
         self.child: Process | None = None
-        self._failed: tuple[object, float] = (None, 0.0)
+        # Heads that the last failed fit left, without the numbers of their fits, and its end.
+        self._failed: tuple[Sequence[tuple[object, ...]], float] = ([], 0.0)
 
     def base(self, head: HeadRow) -> str:
         """Return the key of a model with the head's backbone.
@@ -224,6 +228,9 @@ class TaughtHeads:
         if fitted is None:
             added.key = key
             added.refusal = HeadWithoutExamples
+            if not taught.problem and row[:6] in self._failed[0]:
+                added.reason = _FIT_FAILED
+                added.refusal = EngineUnavailable
             return added
         added.reason = _problem_of_width(fitted, self._models.served[key].info)
         if not added.reason:
@@ -286,6 +293,7 @@ class TaughtHeads:
                         "the fit of taught heads failed: trying again in %g s", _PAUSE_SECONDS
                     )
                     self._failed = (stale, time.monotonic())
+                    self.renew()
                 self.child = None
 
     @kept_on_disk()

@@ -246,6 +246,24 @@ async def test_a_damaged_fit_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @on_a_loop
+async def test_a_failed_fit_is_told_to_callers(tmp_path: Path) -> None:
+    engine: Any = FakeEngine()
+    models = FixedModels({"model": LocalModel(lambda _: engine)})
+    store = Examples(tmp_path)
+    backbone = (features_of(engine.info, Features()), "model")
+    for label in ("cat", "dog"):
+        store.add("pets", label, np.ones((4, 8), np.float32), "", backbone)
+    heads = TaughtHeads(store, None, models)
+    await heads.look()
+    assert "its fit failed" not in states(models)["pets"][1]
+    await end(heads)  # as it ends if the disk is full
+    await heads.look()
+    state, told = states(models)["pets"]
+    assert state == "failed"
+    assert told.startswith("its fit failed")
+
+
+@on_a_loop
 async def test_an_unreadable_folder_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
