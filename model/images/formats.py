@@ -67,7 +67,12 @@ _OTHER_KINDS: Final = tuple(
         (rb"\xff\x0a|.{4}JXL ", f"a JPEG XL picture: {_CONVERT}"),
         (rb".{4}jP  |\xff\x4f\xff\x51", f"a JPEG 2000 picture: {_CONVERT}"),
         (rb"8BPS", f"a Photoshop document: {_CONVERT}"),
-        (rb"\0\0[\x01\x02]\0|icns", f"an icon or a TGA picture: {_CONVERT}"),
+        (rb"\0\0[\x01\x02]\0[^\0]\0|icns", f"an icon: {_CONVERT}"),
+        (
+            rb".(\0[\x02\x03\x0a\x0b]\0{5}|\x01[\x01\x09]\0\0..[\x0f\x10\x18\x20])"
+            rb".{8}[\x08\x0f\x10\x18\x20]",
+            f"a TGA picture: {_CONVERT}",
+        ),
         (rb"P[1-7Ff]\s", f"a Netpbm picture: {_CONVERT}"),
         (rb".{128}DICM", f"a DICOM picture: {_CONVERT}"),
         (rb"v/1\x01|#\?RADIANCE", f"an HDR picture: {_CONVERT}"),

@@ -49,7 +49,7 @@ _SCOPE = {
 # What clients of other protocols send first, and what a message says to them.
 _OTHER_PROTOCOLS: Final = (
     (b"\x16\x03", "this port does not speak TLS: call http://, or let a proxy end TLS"),
-    (b"PRI * HTTP/2.0", "this is HTTP/2, and this server speaks HTTP/1.1"),
+    (b"PRI * HTTP/2.0", "this is HTTP/2: speak HTTP/1.1 to this port, or call another port"),
     (b"PROXY ", "this is the PROXY protocol: turn it off in the load balancer"),
     (b"\r\n\r\n\0\r\nQUIT", "this is the PROXY protocol: turn it off in the load balancer"),
 )

@@ -133,7 +133,8 @@ class Exchange:
                 or len(self._line) > _MAX_LINE_BYTES
             ):
                 raise MalformedRequest(
-                    f"more than 32 chunks per KiB of the body, or {_MAX_LINE_BYTES} bytes in a line"
+                    "more than 32 chunks per KiB of the body, or "
+                    f"{_MAX_LINE_BYTES} bytes in a line: send larger chunks, or a Content-Length"
                 )
             if at == len(data) or not self.more_body:
                 return data[at:]

@@ -30,6 +30,7 @@ from service.web.body import RequestBody
 from service.web.lanes import Lane
 from service.web.middleware import request_context
 from service.web.service import Service, service_of
+from service.web.upload import RIGHT_CALLS
 
 T = TypeVar("T")
 
@@ -157,6 +158,7 @@ class AdmittedRequest:
         permit: the slots of the request.
         loading: held while the model of the request is loaded.
         embedding: held while texts of the request are computed.
+        right_call: how to send a picture to the route, for messages.
 
     Raises:
         QueueFull, Draining, EngineUnavailable: the service does not have room.
@@ -166,6 +168,7 @@ class AdmittedRequest:
     """
 
     model: Lease
+    right_call = RIGHT_CALLS
 
     def __init__(
         self, service: Service, model: Lease | None, sender: Sender, *, needs_slot: bool = True

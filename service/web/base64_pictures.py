@@ -16,7 +16,6 @@ from model.errors import UnsupportedImageFormat
 from model.images.formats import is_picture
 from service.errors import MalformedRequest, UnsupportedMediaType
 from service.web.upload import RIGHT_CALL, file_too_large, remove_mark
-from vitserve.documents import FIELD
 
 BYTES_A_VALUE: Final = 32
 """Bytes of JSON that take as long to read as one value; 16 if they are escapes."""
@@ -34,6 +33,10 @@ _BASE64: Final = re.compile(r"[A-Za-z0-9+/_-]{16,}={0,2}")
 _PICTURE_NAME: Final = re.compile(
     r"[^\n]{1,255}\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|heif)", re.IGNORECASE
 )
+_NOT_BASE64: Final = "not base64; the service does not fetch URLs: send the picture's bytes"
+SPACES: Final = (
+    "base64 with spaces: its '+' was decoded as in a form; percent-encode it, or send base64url"
+)
 _URL: Final = re.compile(r"(https?|s3|gs|file)://", re.IGNORECASE)
 
 
@@ -43,28 +46,28 @@ _MISTAKES: Final = (
     (
         # HTML, XML and SVG, also when they have letters beyond ASCII.
         re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-zA-Z]"),
-        f"the body is HTML or XML, not a picture: send the picture's bytes: {RIGHT_CALL}",
+        "this is HTML or XML, not a picture: send the picture's bytes",
     ),
     (
         re.compile(rb"%PDF-|%!PS"),
-        "the body is a PDF or PostScript document, not a picture: send a page as PNG or JPEG",
+        "this is a PDF or PostScript document, not a picture: send a page as PNG or JPEG",
     ),
     (
         re.compile(rb"\s*--[^\r\n]{1,256}\r?\ncontent-", re.IGNORECASE),
-        "the body is a form: send Content-Type: multipart/form-data with its boundary, or let the "
-        f"HTTP library do so: {RIGHT_CALL}",
+        "this is a whole form: if the route takes forms, let the HTTP library declare it as "
+        "multipart/form-data with its boundary; else send the picture's bytes",
     ),
     (
         re.compile(rb"\xc3\xbf\xc3\x98|\xc2\x89PNG|(\xef\xbf\xbd){2}|\xef\xbf\xbdPNG"),
         "the picture was read as text, which changes its bytes: open the file in binary mode, "
-        f"in JavaScript as a Blob or ArrayBuffer: {RIGHT_CALL}",
+        "in JavaScript as a Blob or ArrayBuffer",
     ),
 )
-"""Beginnings of bodies that are no pictures although bytes beyond ASCII may follow."""
+"""Beginnings of files that are no pictures although bytes beyond ASCII may follow."""
 
 
 def mistake_in(data: bytes | bytearray) -> str:
-    """Return the message about a body that is evidently no picture; empty for other bodies."""
+    """Return the message about a file that is evidently no picture; empty for other files."""
     return next((message for pattern, message in _MISTAKES if pattern.match(data)), "")
 
 
@@ -96,9 +99,8 @@ def picture_of_json(document: bytearray, max_bytes: int) -> bytearray:
     try:
         return from_base64(text)
     except ValueError:
-        raise MalformedRequest(
-            "image: not base64; the service does not fetch URLs: send the picture's bytes"
-        ) from None
+        wrong = SPACES if has_lost_plus(text) else _NOT_BASE64
+        raise MalformedRequest(f"image: {wrong}") from None
 
 
 def _image_of(document: bytearray) -> Iterator[str]:
@@ -125,50 +127,44 @@ def _image_of(document: bytearray) -> Iterator[str]:
             time.sleep(_PAUSE_SECONDS)
 
 
-def picture_of_text(data: bytearray, max_bytes: int) -> bytearray:
+def picture_of_text(data: bytearray, max_bytes: int, right_call: str) -> bytearray:
     """Return the picture that a text holds as base64 or as a data URI.
 
     The base64 may have the alphabet for URLs and line breaks, and the URI may be percent-encoded.
 
+    Args:
+        right_call: how to send a picture to the route, for messages.
+
     Raises:
         UnsupportedImageFormat: the text is something else; the message names the likely mistake.
         UploadTooLarge: the picture has more than `max_bytes` bytes.
+        MalformedRequest: each `+` of the base64 became a space.
     """
     remove_mark(data)
     text = data.decode("ascii", "replace").strip()
     encoded = unquote(text) if "%" in text[:_LOOKED_AT] else text
-    prefix = _DATA_URI.match(encoded)
-    if prefix is not None:
-        encoded = encoded[prefix.end() :]
-    encoded = re.sub(r"\s+", "", encoded)
+    has_prefix = _DATA_URI.match(encoded) is not None
+    encoded = bare_base64(encoded)
     if _BASE64.fullmatch(encoded):
         _check_size(encoded, max_bytes)
         with contextlib.suppress(ValueError):
-            picture = from_base64(bare_base64(encoded))
-            if prefix is not None or is_picture(picture):
+            picture = from_base64(encoded)
+            if has_prefix or is_picture(picture):
                 return picture
-    raise UnsupportedImageFormat(mistake_in(data) or _remedy(text))
+    elif has_lost_plus(encoded):
+        raise MalformedRequest(SPACES)
+    raise UnsupportedImageFormat(f"{mistake_in(data) or _mistake_in_text(text)}: {right_call}")
 
 
-def _remedy(text: str) -> str:
-    """Return a message that says what to send instead of a text."""
+def _mistake_in_text(text: str) -> str:
+    """Return the message about a text that is no picture."""
     if _URL.match(text):
-        return (
-            "the body is a URL, and the service does not fetch URLs: "
-            f"send the picture's bytes: {RIGHT_CALL}"
-        )
+        return "this is a URL, and the service does not fetch URLs: send the picture's bytes"
     if _PICTURE_NAME.fullmatch(text[:100]):
         name = text[:50]
-        return f"{name!r} is a file's name, not its content: curl needs an @: -F {FIELD}=@{name}"
-    if text.startswith(("{", "[")):
-        return (
-            'the body is JSON: send Content-Type: application/json with {"image": "BASE64"}, '
-            f"or {RIGHT_CALL}"
-        )
-    return (
-        f"the body is text, not a picture: send its bytes: {RIGHT_CALL}, "
-        'or JSON {"image": "BASE64"}'
-    )
+        return f"{name!r} is a file's name, not its content (curl needs an @): send its bytes"
+    kind = "JSON" if text.startswith(("{", "[")) else "text"
+    return f"this is {kind}, not a picture: send its bytes"
 
 
 def _check_size(encoded: str, max_bytes: int) -> None:
@@ -177,18 +173,31 @@ def _check_size(encoded: str, max_bytes: int) -> None:
 
 
 def bare_base64(text: str) -> str:
-    """Return base64 without the start of a data URI, in the standard alphabet with padding."""
+    """Return standard, padded base64 without line breaks and without a data URI's start."""
     prefix = _DATA_URI.match(text)
     if prefix is not None:
         if "%" in text[-_LOOKED_AT:]:
             text = unquote(text)
         text = text[prefix.end() :]
+    text = text.strip()
+    for blank in "\r\n\t":
+        text = text.replace(blank, "")
     if "-" in text or "_" in text:
         text = text.replace("-", "+").replace("_", "/")
     if len(text) % 4 == 0:
         return text
     bare = text.rstrip("=")
     return bare + "=" * (-len(bare) % 4)
+
+
+def has_lost_plus(text: str) -> bool:
+    """Return whether a form turned each `+` of a picture's bare base64 into a space."""
+    if " " not in text:
+        return False
+    try:
+        return is_picture(from_base64(text[:_LOOKED_AT].replace(" ", "+")))
+    except ValueError:
+        return False
 
 
 def from_base64(text: str) -> bytearray:

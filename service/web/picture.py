@@ -119,14 +119,15 @@ async def decode_file(admitted: AdmittedRequest, data: bytearray) -> tuple[Decod
     Raises:
         MissingImage: the file is empty.
         QueueFull: the picture cannot be decoded in time.
-        What `Decoders.model_input` raises.
+        What `picture_of_text` and `Decoders.model_input` raise.
     """
     service = admitted.service
     config = admitted.model.info.preprocess
     if not data:
         raise MissingImage("the picture is empty")
     if not is_picture(data) and is_text(data):
-        read = partial(picture_of_text, data, service.settings.max_upload_bytes)
+        limit = service.settings.max_upload_bytes
+        read = partial(picture_of_text, data, limit, admitted.right_call)
         data = await admitted.write(read, size=len(data) // BYTES_A_VALUE)
     caller = admitted.sender.caller
     if is_bounded(data):

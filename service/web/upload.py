@@ -13,6 +13,9 @@ from vitserve.documents import FIELD
 RIGHT_CALL: Final = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg URL"
 """How to send a picture, for messages about other bodies."""
 
+RIGHT_CALLS: Final = f'{RIGHT_CALL}, or JSON {{"image": "BASE64"}} as application/json'
+"""The same for routes that read JSON too."""
+
 _MAX_HEADER_PARAMETERS: Final = 64  # the parser's time is quadratic in their number
 
 UploadedFile = bytearray | UploadTooLarge

@@ -51,6 +51,9 @@ _OUTPUT_PARAMETERS: Final = ("classification", "binary_data")
 _MAX_ID_CHARACTERS: Final = 1024
 # Bytes of base64 that take as long to read as one number.
 BYTES_A_VALUE: Final = 256
+RIGHT_CALL: Final = "in JSON as base64, else raw"
+"""How to send a picture in a tensor, for messages about other contents."""
+
 # Methods of the output `attention`.
 _MAPS: Final = ("cls", "relevance")
 
@@ -98,7 +101,9 @@ class Inference:
                 f"at most {_MAX_ID_CHARACTERS} are allowed"
             )
         if len(pictures) == 0:
-            raise InvalidParameter("the request has no picture")
+            raise InvalidParameter(
+                "the request has no picture: send one or more in the input 'image' or 'pixels'"
+            )
         has_labels = info.config.num_classes or request.parameters.get("labels") is not None
         by_default = _BY_DEFAULT if has_labels else ("embedding",)
         if has_labels and OUTPUTS["abstained"].exists(info):
@@ -208,7 +213,7 @@ def _names(outputs: Sequence[RequestedOutput], info: ModelInfo) -> set[str]:
     available = outputs_of(info)
     names = {output.name for output in outputs}
     if len(names) < len(outputs):
-        raise InvalidParameter("an output is selected twice")
+        raise InvalidParameter("an output is selected twice: select it once")
     for output in outputs:
         if output.name not in available:
             require_classes(info.config)
@@ -287,6 +292,7 @@ async def infer(
             several pictures.
     """
     info = admitted.model.info
+    admitted.right_call = RIGHT_CALL
     await admitted.take_slots(len(inference.pictures))
     results = await of_each(partial(_compute, admitted, inference), list(inference.pictures))
     for result in results:

@@ -6,6 +6,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 import math
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from model.images.formats import is_picture
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
-from service.web.base64_pictures import bare_base64, from_base64
+from service.web.base64_pictures import SPACES, bare_base64, from_base64, has_lost_plus
 from service.web.json_bodies import explained
 from service.web.upload import remove_mark
 
@@ -59,23 +59,26 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
                 size = _LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else len(rest)
                 if len(rest) < _LENGTH.size + size:
                     raise MalformedRequest(
-                        f"input {self.name!r}: element {len(files)} is longer "
-                        "than the rest of the data"
+                        f"input {self.name!r}: element {len(files)} is longer than the rest of the "
+                        "data; each begins with its length in bytes, uint32 in little-endian order"
                     )
                 files.append(bytearray(rest[_LENGTH.size : _LENGTH.size + size]))
                 rest = rest[_LENGTH.size + size :]
         else:
             for position, content in enumerate(self.data):
                 self.data[position] = None
+                text = bare_base64(content) if isinstance(content, str) else ""
                 try:
                     files.append(
-                        from_base64(bare_base64(content))
+                        from_base64(text)
                         if isinstance(content, str)
                         else bytearray(memoryview(content))
                     )
                 except (TypeError, ValueError):
-                    wrong = f"input {self.name!r}: element {position} is not a string in base64"
-                    raise MalformedRequest(wrong) from None
+                    wrong = SPACES if has_lost_plus(text) else "not a string in base64"
+                    raise MalformedRequest(
+                        f"input {self.name!r}: element {position} is {wrong}"
+                    ) from None
         self._check(len(files), count)
         return files
 
@@ -104,7 +107,8 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
             or math.prod(sides) > _MAX_ELEMENTS
         ):
             raise InvalidParameter(
-                f"input {self.name!r:.80}: {sides!s:.80} is not a shape of a tensor"
+                f"input {self.name!r:.80}: {sides!s:.80} is not a shape of a tensor: "
+                "its first side is the number of pictures"
             )
         if not isinstance(self.data, list | memoryview):
             raise MalformedRequest(f"input {self.name!r:.80}: the data are not a list")
@@ -137,12 +141,18 @@ class InferenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decode = msgspec.json.Decoder(InferenceRequest, float_hook=float).decode
 
 
+_OBJECT: Final = re.compile(rb"\s*\{")
+
+
 def _header_remedy(body: bytearray) -> str:
-    """Return the header that a body with binary parts lacks; empty for other bodies."""
-    if is_picture(body):
-        return ": one picture alone needs the header Inference-Header-Content-Length: 0"
+    """Return what to send instead of a body that is not JSON alone; empty for JSON."""
     if b'"binary_data_size"' in body:
         return ": binary tensors need the header Inference-Header-Content-Length, the JSON's bytes"
+    if _OBJECT.match(body) is None:
+        return (
+            ": send JSON, not a form; or one picture alone, "
+            "with the header Inference-Header-Content-Length: 0"
+        )
     return ""
 
 

@@ -184,10 +184,20 @@ EMBEDDING = [{"name": "embedding"}]
         ({"inputs": [{**IMAGE, "name": "x"}]}, 422, "'x'"),
         ({"inputs": [{**IMAGE, "datatype": "FP32"}]}, 422, "BYTES"),
         ({"inputs": [{**IMAGE, "shape": [2]}]}, 400, "1 elements"),
-        ({"inputs": [{**IMAGE, "shape": [-1]}]}, 422, "not a shape of a tensor"),
+        ({"inputs": [{**IMAGE, "shape": [-1]}]}, 422, "first side is the number of pictures"),
         ({"inputs": [{**IMAGE, "shape": []}]}, 422, "shape [N]"),
-        ({"inputs": [{**IMAGE, "shape": [0], "data": []}]}, 422, "no picture"),
+        ({"inputs": [{**IMAGE, "shape": [0], "data": []}]}, 422, "no picture: send one or more"),
         ({"inputs": [{**IMAGE, "data": ["*"]}]}, 400, "element 0 is not a string in base64"),
+        (
+            {"inputs": [{**IMAGE, "data": ["/9j/ vvu" + " vvu" * 20]}]},
+            400,
+            "element 0 is base64 with spaces: its '+' was decoded",
+        ),
+        (
+            {"inputs": [{**IMAGE, "data": [base64.b64encode(b"hello there").decode()]}]},
+            415,
+            "this is text, not a picture: send its bytes: in JSON as base64, else raw",
+        ),
         ({"inputs": [{**IMAGE, "data": [7]}]}, 400, "element 0"),
         ({"inputs": [{**PIXELS, "datatype": "FP32", "data": [0.0]}]}, 422, ", not FP32 of ["),
         ({"inputs": [{**IMAGE, "data": None}]}, 422, "no data"),
@@ -231,7 +241,11 @@ EMBEDDING = [{"name": "embedding"}]
             422,
             "cls",
         ),
-        ({"inputs": [IMAGE], "outputs": [{"name": "label"}, {"name": "label"}]}, 422, "twice"),
+        (
+            {"inputs": [IMAGE], "outputs": [{"name": "label"}, {"name": "label"}]},
+            422,
+            "select it once",
+        ),
         (
             {"inputs": [IMAGE], "outputs": EMBEDDING, "parameters": {"pool": "max"}},
             422,
@@ -332,13 +346,14 @@ async def test_a_body_that_is_no_request_is_400(body: bytes, headers: dict[str, 
 @pytest.mark.parametrize(
     ("body", "remedy"),
     [
-        (png(1), "one picture alone needs the header Inference-Header-Content-Length: 0"),
+        (png(1), "one picture alone, with the header Inference-Header-Content-Length: 0"),
+        (b"--x\r\nContent-Disposition: form-data", "send JSON, not a form; or one picture alone"),
         (
             b'{"inputs":[{"parameters":{"binary_data_size":3}}]}abc',
             "binary tensors need the header Inference-Header-Content-Length",
         ),
     ],
-    ids=["one picture", "tensors"],
+    ids=["one picture", "form", "tensors"],
 )
 async def test_binary_without_its_header_names_it(body: bytes, remedy: str) -> None:
     response = await post(app(), body)

@@ -150,6 +150,17 @@ async def test_refused_tiny_chunks_are_discarded() -> None:
 
 
 @on_a_loop
+async def test_many_tiny_chunks_name_a_remedy() -> None:
+    async with listening() as server:
+        body = 300 * b"1\r\nx\r\n" + b"0\r\n\r\n"
+        answer = await server.ask(post(body, "Transfer-Encoding: chunked", length=False))
+        assert (answer.status, "send larger chunks" in json.loads(answer.body)["detail"]) == (
+            400,
+            True,
+        )
+
+
+@on_a_loop
 @pytest.mark.parametrize(("size", "status"), [(64 << 10, 200), ((64 << 10) + 1, 400)])
 async def test_a_head_may_have_64_kib(size: int, status: int) -> None:
     async with listening() as server:
@@ -484,7 +495,7 @@ async def test_http_1_0_is_told_that_it_may_go_on() -> None:
     ("sent", "remedy"),
     [
         (b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03", "call http://"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "this is HTTP/2"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "this is HTTP/2: speak HTTP/1.1 to this port"),
         (b"PROXY TCP4 1.2.3.4 5.6.7.8 1 2\r\n" + GET, "turn it off in the load balancer"),
         (b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c", "turn it off in the load balancer"),
         (b"GET /classify?model=a b HTTP/1.1\r\nHost: x\r\n\r\n", "this is not HTTP/1.1: "),

@@ -19,7 +19,7 @@ from service.errors import (
 )
 from service.web import base64_pictures
 from service.web.base64_pictures import is_text, picture_of_text
-from service.web.upload import UploadLimits
+from service.web.upload import RIGHT_CALLS, UploadLimits
 from tests.service.fakes import png
 from tests.service.web.uploads import (
     CUTS,
@@ -122,24 +122,24 @@ def test_text_may_hold_a_picture(
     picture = png(7)
     text = bytearray(wrap(write(picture)))
     assert is_text(text)
-    assert picture_of_text(text, 10_000) == picture
+    assert picture_of_text(text, 10_000, RIGHT_CALLS) == picture
     with pytest.raises(UploadTooLarge):
-        picture_of_text(text, len(picture) - 5)
+        picture_of_text(text, len(picture) - 5, RIGHT_CALLS)
 
 
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
-        ("dog.jpg", "curl needs an @: -F file=@dog.jpg"),
+        ("dog.jpg", "curl needs an @"),
         ("https://example.org/dog.jpg", "the service does not fetch URLs"),
         ("<!DOCTYPE html><html></html>", "HTML or XML"),
         ("\ufeff\n<!-- größe --><html></html>", "HTML or XML"),
         ("<head><title>Größe</title></head>", "HTML or XML"),
-        ('{"image": "AAAA"}', "Content-Type: application/json"),
+        ('{"image": "AAAA"}', "this is JSON, not a picture"),
         ("aGVsbG8gd29ybGQsIHRoaXMgaXMgbm8gcGljdHVyZQ==", "text, not a picture"),
         ("hello", "text, not a picture"),
         ("%PDF-1.7\n%\u00b5\n1 0 obj", "send a page as PNG or JPEG"),
-        ("--x\r\nContent-Type: image/jpeg\r\n\r\n\u00b5", "send Content-Type: multipart/form-data"),
+        ("--x\r\nContent-Type: image/jpeg\r\n\r\n\u00b5", "declare it as multipart/form-data"),
         (b"\xff\xd8\xff\xe0\0\x10JFIF".decode("latin-1"), "binary mode"),
         (b"\xff\xd8\xff\xe0\0\x10JFIF".decode("utf-8", "replace"), "binary mode"),
         (b"\x89PNG\r\n\x1a\n".decode("utf-8", "replace"), "binary mode"),
@@ -148,8 +148,28 @@ def test_text_may_hold_a_picture(
 def test_other_text_names_the_remedy(text: str, remedy: str) -> None:
     assert is_text(bytearray(text.encode()))
     with pytest.raises(UnsupportedImageFormat) as raised:
-        picture_of_text(bytearray(text.encode()), 10_000)
+        picture_of_text(bytearray(text.encode()), 10_000, "send it as we say")
     assert remedy in str(raised.value)
+    assert str(raised.value).endswith(": send it as we say")
+
+
+PLUSES = b"\xff\xd8\xff" + b"\xfb\xe0\0" * 40
+"""The beginning of a JPEG whose base64 is full of `+`."""
+
+
+@pytest.mark.parametrize("start", ["", " \r\n", "data:image/jpeg;base64,"])
+def test_spaces_in_place_of_plus_are_named(start: str) -> None:
+    text = start + base64.b64encode(PLUSES).decode().replace("+", " ")
+    with pytest.raises(MalformedRequest, match="its '\\+' was decoded as in a form; percent-enco"):
+        picture_of_text(bytearray(text.encode()), 10_000, RIGHT_CALLS)
+    with pytest.raises(MalformedRequest, match="image: base64 with spaces: its '\\+' was decoded"):
+        read(json.dumps({"image": text}).encode(), "application/json")
+
+
+@pytest.mark.parametrize("blanks", [" %s ", "\n%s\r\n", "\t%s"])
+def test_json_may_have_blanks_around_base64(blanks: str) -> None:
+    text = blanks % base64.b64encode(PLUSES).decode()
+    assert read(json.dumps({"image": text}).encode(), "application/json") == [PLUSES]
 
 
 def test_byte_order_mark_of_json_is_skipped() -> None:

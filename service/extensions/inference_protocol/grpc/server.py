@@ -3,10 +3,12 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any, Final
 
 import grpc
 
 from service.addresses import in_url, tcp_hosts
+from service.extensions.inference_protocol import GRPC_SERVICE
 from service.extensions.inference_protocol.grpc.calls import Calls, Count
 from service.extensions.inference_protocol.grpc.methods import METHODS, STREAMS
 from service.http.connections import MAX_CONNECTIONS
@@ -14,6 +16,21 @@ from service.server import connection_limit
 from service.settings import Settings
 from service.web.api_keys import KeyGuard
 from service.web.service import Service
+
+_ELSEWHERE: Final = {
+    "ModelStreamInfer": "streams are not supported: call ModelInfer for each request",
+    "RepositoryIndex": "over gRPC, models are not listed: POST /v2/repository/index over HTTP",
+    "RepositoryModelLoad": "over gRPC, models are not loaded: "
+    "POST /v2/repository/models/NAME/load over HTTP",
+    "RepositoryModelUnload": "over gRPC, models are not unloaded: "
+    "POST /v2/repository/models/NAME/unload over HTTP",
+}
+"""Methods of other servers, and what to call instead."""
+
+
+async def _refuse(remedy: str, _: object, context: Any) -> None:
+    """Refuse a call before its message arrives."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, remedy)
 
 
 def _handlers(calls: Calls) -> Iterator[grpc.GenericRpcHandler]:
@@ -28,6 +45,10 @@ def _handlers(calls: Calls) -> Iterator[grpc.GenericRpcHandler]:
     handlers |= {
         path: grpc.stream_stream_rpc_method_handler(partial(calls.converse, path))
         for path in STREAMS
+    }
+    handlers |= {
+        f"/{GRPC_SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(partial(_refuse, remedy))
+        for name, remedy in _ELSEWHERE.items()
     }
     by_service: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
     for path, handler in handlers.items():

@@ -184,7 +184,7 @@ def changed(change: Callable[[Any], object]) -> messages.ModelInferRequest:
         (
             raw("image", "BYTES", [1], b"\xff\xff\xff\xff"),
             Code.INVALID_ARGUMENT,
-            "longer than the rest",
+            "each begins with its length in bytes, uint32",
         ),
         (raw("pixels", "UINT8", [1, SIZE, SIZE, 3], b"123"), Code.INVALID_ARGUMENT, "3 elements"),
         (raw("pixels", "FP32", [1, SIZE, SIZE, 3], b"123"), Code.INVALID_ARGUMENT, "UINT8"),
@@ -206,6 +206,18 @@ async def test_invalid_requests_get_a_status_code(
             assert (error.code(), words in error.details()) == (code, True), error
         assert caller.service.metric("vit_admitted_images") == 0
         await until(lambda: caller.service.metric("vit_inflight_requests") == 0)
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("method", "remedy"),
+    [("ModelStreamInfer", "call ModelInfer"), ("RepositoryIndex", "POST /v2/repository/index")],
+)
+async def test_methods_of_others_name_a_remedy(method: str, remedy: str) -> None:
+    async with calling() as caller:
+        with pytest.raises(grpc.aio.AioRpcError, match=remedy) as raised:
+            await caller.call(method)
+        assert raised.value.code() is Code.UNIMPLEMENTED
 
 
 @on_a_loop

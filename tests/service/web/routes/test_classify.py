@@ -319,9 +319,9 @@ async def test_loading_takes_at_most_half_the_time(unloaded: bool) -> None:
             "text/html",
             "<!doctype html><title>größe</title>".encode(),
             415,
-            "the body is HTML or XML",
+            "this is HTML or XML",
         ),
-        ("image/jpeg", b"<html><body>404 Not Found</body></html>", 415, "the body is HTML or XML"),
+        ("image/jpeg", b"<html><body>404 Not Found</body></html>", 415, "this is HTML or XML"),
     ],
 )
 async def test_a_file_is_told_by_its_content(

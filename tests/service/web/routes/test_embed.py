@@ -85,7 +85,7 @@ async def test_an_array_has_a_row_for_each_picture(service: App) -> None:
     )
     refused = await embed_batch(service, png(1), b"no picture", png(3), query="format=npy")
     assert (refused.status, refused.code) == (415, "unsupported_media_type")
-    assert refused.json["detail"].startswith("picture 1: the body is text")
+    assert refused.json["detail"].startswith("picture 1: this is text")
     large = await embed_batch(
         app(max_upload_bytes=len(png(1))), png(1), png(1) + b"0", query="format=npy"
     )
