@@ -18,7 +18,7 @@ help:
 	@echo "             smaller, on Linux without a GPU:"
 	@echo "             make run TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "make test    install what is missing and run the whole test suite"
-	@echo "make test-fast  the part of it without server processes and training"
+	@echo "make test-fast  the part of it without processes and training, within a minute"
 	@echo "make core    the core's tests in a copy without extensions"
 	@echo "make test-ray  install Ray (300 MB) and run the tests of the service on Ray Serve"
 	@echo "make fuzz    damaged pictures and requests, EXAMPLES=5000 of each kind"
@@ -82,9 +82,15 @@ test: $(VENV)/.test
 	$(TEST)
 
 # No server process and no training: under a minute on two cores.
+# Files that start processes, compile graphs or decode many pictures.
+SLOW := $(addprefix tests/, service/engine/test_loading.py service/web/test_decoders.py \
+	service/web/test_single_process.py service/web/routes/test_zero_shot.py service/test_children.py \
+	vitserve/test_shrinking.py)
+
 test-fast: $(VENV)/.test
 	$(TEST) -m 'not ray and not slow' tests/simulation tests/vitserve tests/service/engine tests/service/models \
-		tests/service/web tests/service/observe tests/service/test_*.py tests/model/test_*.py tests/model/network
+		tests/service/web tests/service/observe tests/service/test_*.py tests/model/test_*.py tests/model/network \
+		$(addprefix --ignore=, $(SLOW))
 
 # The core alone: a copy without the folders `extensions/`, whose metadata names no entry points. In the copy, Python does
 # not find the editable installation of this folder.
