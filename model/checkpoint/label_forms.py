@@ -61,10 +61,16 @@ _LABEL_NAMES: Final = (
 LINE_SUFFIXES: Final = ("", ".txt", ".text", ".names", ".labels", ".classes", ".list", ".lst")
 _TABLE_SUFFIXES: Final = (".csv", ".tsv")
 _DOCUMENT_SUFFIXES: Final = (".json", ".yaml", ".yml")
-# An index before a label, as Teachable Machine writes it: `0 cat`, `0: cat`, `0. cat`.
-_NUMBERED: Final = re.compile(r"(\d{1,9})(?:\s*[:,;\t]\s*|\.?\s+)(\S.*)")
-# An index after a label: `cat,0`. After a space alone it may be a part of the label.
-_NUMBERED_AFTER: Final = re.compile(r"(.*\S)\s*[:,;\t]\s*(\d{1,9})")
+# Text between an index and its label. Possessive quantifiers keep the time of a match short.
+_SEPARATOR: Final = r"(?<=\S)(?:\s*+(?:[-=]>|[:,;=|])\s*+|\s++(?:[-\u2013\u2014]\s++)?)"
+_INDEX: Final = r"\(?(?P<index>\d{1,9})"
+# An index before a label, as Teachable Machine writes it, or after it: `0 cat`, `0. cat`, `cat,0`.
+_NUMBERED: Final = (
+    re.compile(rf"{_INDEX}(?:\.\s+|\)?{_SEPARATOR}|\)\s*)(?P<label>\S.*)"),
+    re.compile(rf"(?P<label>\S.*?){_SEPARATOR}{_INDEX}\)?"),
+)
+# Separators that are seldom in a label.
+_CLEAR: Final = re.compile(r"\(?\d+\s*[:,;=|)].*|.*\t.*")
 # Texts around each label of a file: a WordNet id, quotes, a comma.
 _DECORATIONS: Final = tuple(
     map(re.compile, (r"n\d{8}\s+(\S.*)", r'"([^"]+)",?', r"'([^']+)',?", r"(.*\S)\s*,"))
@@ -164,24 +170,39 @@ def _bare(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _labels_in_numbered_lines(lines: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the labels of lines that all have an index; empty for other lines."""
-    before = [match for line in lines if (match := _NUMBERED.fullmatch(line))]
-    after = [match for line in lines if (match := _NUMBERED_AFTER.fullmatch(line))]
-    if len(before) == len(lines):
-        pairs = [(match[1], match[2]) for match in before]
-        is_clear = all(re.match(r"\d+\s*[:,;\t]", line) for line in lines)
-    else:
-        pairs = [(match[2], match[1]) for match in after]
-        is_clear = False
-    count = len(lines)
-    if len(pairs) < count or count < 2:
-        return ()
-    numbers = sorted(int(number) for number, _ in pairs)
-    is_counted = numbers in (list(range(count)), list(range(1, count + 1)))
-    if not is_counted and not is_clear:
-        return ()  # because `2 stroke` and `4 stroke` are labels
-    rows = ((f"line {line}", *pair) for line, pair in enumerate(pairs, 1))
-    return _in_order(rows, where)
+    """Return the labels of lines that all have an index; empty for other lines.
+
+    Raises:
+        CheckpointError: the numbers look like indices, but one is missing or given twice.
+    """
+    sides = [pairs for pattern in _NUMBERED if (pairs := _numbered(lines, pattern))]
+    counted = range(len(lines))
+    for pairs in sides:
+        labels = dict(pairs)
+        if labels.keys() == set(counted):
+            return _bare([labels[index] for index in counted])
+    is_clear = all(map(_CLEAR.fullmatch, lines))
+    for pairs in sides:
+        if not is_clear and min(pairs)[0] > 1:
+            continue  # because `2 stroke` and `4 cylinders` are labels
+        try:
+            return _in_order(((f"line {n}", *pair) for n, pair in enumerate(pairs, 1)), where)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; if the numbers belong to the labels, write each label in quotes"
+            ) from None
+    return ()
+
+
+def _numbered(lines: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[int, str]]:
+    """Return index and label of each line; empty if a line lacks one, or all labels are equal.
+
+    The numbers of `type 1` and `type 2` are parts of labels.
+    """
+    matches = [match for line in lines if (match := pattern.fullmatch(line))]
+    if len(matches) < len(lines) or len({match["label"] for match in matches}) < 2:
+        return []
+    return [(int(match["index"]), match["label"]) for match in matches]
 
 
 def _labels_in_table(lines: Sequence[str], where: str) -> tuple[str, ...]:

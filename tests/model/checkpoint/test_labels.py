@@ -42,6 +42,19 @@ FORMS = {
     "plain.yaml": "- cat\n- dog\n- red fox\n",
     "after.txt": "cat,0\nred fox,2\ndog,1\n",
     "after-tab.txt": "cat\t0\nred fox\t2\ndog\t1\n",
+    "after-space.txt": "red fox 2\ncat 0\ndog 1\n",
+    "after-equals.txt": "red fox=2\ncat=0\ndog=1\n",
+    "after-dash.txt": "red fox - 2\ncat - 0\ndog - 1\n",
+    "after-colon.txt": "red fox : 2\ncat : 0\ndog : 1\n",
+    "after-brackets.txt": "red fox (2)\ncat (0)\ndog (1)\n",
+    "bracket.txt": "2) red fox\n0) cat\n1) dog\n",
+    "brackets.txt": "(2) red fox\n(0) cat\n(1) dog\n",
+    "pipe.txt": "2|red fox\n0|cat\n1|dog\n",
+    "dash.txt": "2 - red fox\n0 - cat\n1 - dog\n",
+    "equals.txt": "2 = red fox\n0 = cat\n1 = dog\n",
+    "arrow.txt": "2 -> red fox\n0 -> cat\n1 => dog\n",
+    "numbered-quotes.txt": "2: 'red fox',\n0: 'cat',\n1: 'dog',\n",
+    "numbered-synsets.txt": "2 n01484850 red fox\n0 n01440764 cat\n1 n01443537 dog\n",
     "dots.txt": "0. cat\n1. dog\n2. red fox\n",
     "quoted.txt": '"cat"\n"dog"\n"red fox"\n',
     "commas.txt": "cat,\ndog,\nred fox,\n",
@@ -88,6 +101,49 @@ def test_labels_without_file_are_refused() -> None:
             CheckpointError, match="neither a file, nor names like cat,dog, nor one of imagenet-1k"
         ):
             read_labels(name, 2)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ("2 stroke", "4 cylinders"),
+        ("car 0", "car 1"),
+        ("Boeing 737", "Airbus 320"),
+        ("ratio 16:9", "ratio 4:3"),
+        ("2-piece", "4-door"),
+        ("1.5 ton", "0.5 ton"),
+    ],
+)
+def test_numbers_of_names_stay_in_labels(labels: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text("\n".join(labels))
+    assert read_labels(str(tmp_path / "labels.txt"), 2) == labels
+
+
+def test_index_is_the_number_that_counts_lines(tmp_path: Path) -> None:
+    (tmp_path / "phones.txt").write_text("2 stroke 1\n4 cylinders 0\n")
+    assert read_labels(str(tmp_path / "phones.txt"), 2) == ("4 cylinders", "2 stroke")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0 cat\n1 dog\n10 bird", "no label for index 2: its 3 labels have the indices 0 to 10"),
+        ("0 cat\n1 dog\n1 bird", "line 3: index 1 is 'dog' and 'bird'"),
+        ("cat 0\ndog 1\nbird 10", "no label for index 2"),
+        ("cat\t0\ndog\t1\nbird\t10", "no label for index 2"),
+        ("cat\t5\ndog\t6\nbird\t7", "no label for index 0"),
+        ("cat 1\ndog 2\nbird 3", "no label for index 0.*; count from 0"),
+        ("1 euro\n2 euro\n5 cent", "no label for index 0"),
+    ],
+)
+def test_gaps_of_indices_in_lines_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "labels.txt"
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=f"{message}.*write each label in quotes"):
+        read_labels(str(file), 3)
+    lines = text.splitlines()
+    file.write_text("\n".join(f'"{line}"' for line in lines))
+    assert read_labels(str(file), 3) == tuple(lines)
 
 
 def test_words_of_a_form_stay_labels(tmp_path: Path) -> None:
