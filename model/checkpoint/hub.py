@@ -5,10 +5,13 @@ auth login`) and progress bars apply as everywhere. A file is fetched when a rea
 config first, so that a repository without a ViT costs no download of weights.
 """
 
+import os
 import re
 from pathlib import Path
 from types import ModuleType
 from typing import Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from model.checkpoint.files import Files
 from model.checkpoint.local_files import resolved_part
@@ -72,8 +75,8 @@ class Repository(Files):
             return "offline mode (HF_HUB_OFFLINE) is on"
         try:  # because the client itself retries for long
             self._hub.utils.get_session().head(constants.ENDPOINT, timeout=PROBE_TIMEOUT)
-        except self._failures as error:
-            return f"the hub cannot be reached: {first_line(error)}"
+        except (ImportError, *self._failures) as error:
+            return f"the hub cannot be reached{_through_proxy(constants.ENDPOINT, error)}"
         return ""
 
     def _use_cache(self) -> None:
@@ -172,6 +175,29 @@ class Repository(Files):
 
 def _no_folder(source: str) -> str:
     return f"no folder {source} here (write ./ before a folder's name); "
+
+
+def _through_proxy(endpoint: str, error: Exception) -> str:
+    """Return why the hub cannot be reached, with the proxy that the environment sets for it."""
+    url = urlsplit(endpoint)
+    proxies = getproxies()
+    scheme = url.scheme if url.scheme in proxies else "all"
+    host = url.hostname or ""
+    if scheme not in proxies or proxy_bypass(host):
+        return f": {first_line(error)}"
+    # The variable in lower case wins. Proxies of the operating system do not have a variable.
+    names = (f"{scheme}_proxy", f"{scheme}_proxy".upper())
+    setting = next(filter(os.environ.get, names), "of the system's settings")
+    start, _, address = proxies[scheme].rpartition("://")
+    address = address.rpartition("@")[2]  # without its password
+    shown = f"{start or 'http'}://{address}".rstrip("/")
+    reason = first_line(error)
+    if isinstance(error, ImportError):
+        reason = "it needs the package socksio: pip install 'httpx[socks]'"
+    return (
+        f" through the proxy {shown} ({setting}): {reason}; to connect without it, add {host} to "
+        "NO_PROXY"
+    )
 
 
 def _huggingface_hub(source: str) -> ModuleType:

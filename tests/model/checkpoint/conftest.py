@@ -30,7 +30,12 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     )
 
     def load(
-        source: str, hub: Hub | None, *, offline: bool = False, token: str = ""
+        source: str,
+        hub: Hub | None,
+        *,
+        offline: bool = False,
+        token: str = "",
+        no_proxy: str = "*",
     ) -> dict[str, Any]:
         endpoint = hub.endpoint if hub else "http://127.0.0.1:9"
         settings = {
@@ -43,7 +48,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
         for name, value in settings.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setenv("NO_PROXY", no_proxy)
         monkeypatch.setenv("HF_TOKEN", token)
         try:
             checkpoint = load_checkpoint(source)

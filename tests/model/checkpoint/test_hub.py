@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,32 @@ def test_silent_hub_is_not_waited_for(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         answer = load("owner/name", Hub(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"))
     assert answer["notes"][0].startswith("owner/name (from the cache: the hub cannot be reached: ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "url", "reason"),
+    [
+        (
+            "all_proxy",
+            "socks5://me:secret@127.0.0.1:9",
+            "socks5://127.0.0.1:9 (all_proxy): it needs the package socksio: pip install 'httpx[",
+        ),
+        ("HTTP_PROXY", "127.0.0.1:9", "http://127.0.0.1:9 (HTTP_PROXY): "),
+    ],
+)
+def test_proxy_before_the_hub_is_named(
+    setting: str, url: str, reason: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "socks" in url:
+        monkeypatch.setitem(sys.modules, "socksio", None)
+    utils = pytest.importorskip("huggingface_hub.utils")
+    utils.close_session()
+    monkeypatch.setenv(setting, url)
+    message = load("owner/name", Hub(endpoint="http://hub.invalid"), no_proxy="")["error"]
+    utils.close_session()
+    assert f"the hub cannot be reached through the proxy {reason}" in message
+    assert message.endswith("; to connect without it, add hub.invalid to NO_PROXY")
+    assert "secret" not in message
 
 
 def test_what_cannot_be_had_is_said(hub: Hub, load: Load) -> None:
