@@ -6,7 +6,7 @@ Its model consists of a backbone, which other checkpoints may share, and a head 
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Final
 
 import torch
@@ -38,11 +38,13 @@ class Checkpoint(Description):
             `meta_tensors`. These names tell the head's tensors from the backbone's.
         antialias: whether position embeddings are low-passed before they shrink; the source
             library decides.
+        stored: the file's names of tensors by the model's names, if they differ.
     """
 
     tensors: Mapping[str, Tensor]
     _: KW_ONLY
     antialias: bool = True
+    stored: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse parts that contradict each other.
@@ -161,8 +163,8 @@ class Checkpoint(Description):
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(
-                    f"{self.source}: {name} holds values that are not finite: give a checkpoint "
-                    "from before the training diverged"
+                    f"{self.source}: {self.stored.get(name, name)} holds values that are not "
+                    "finite: give a checkpoint from before the training diverged"
                 )
         if isinstance(self.config, ViTConfig):
             tensors |= placeholder_heads(self.config)

@@ -1,5 +1,6 @@
 """The refusal of files that no reader recognises, with advice on the likely intent."""
 
+import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -49,7 +50,7 @@ def unrecognised(
 
 def _inner_models(files: Files) -> str:
     """Return the advice to name a subfolder that holds a model, else a file of weights."""
-    names = files.models_within()
+    names = sorted(files.models_within(), key=_steps, reverse=True)
     if not names:
         return _lone_weights(files)
     separator = ":" if isinstance(files, Repository) else "/"
@@ -58,6 +59,12 @@ def _inner_models(files: Files) -> str:
         f"there is a model in {', '.join(names[:5])}{more}: "
         f"give {files.source}{separator}{names[0]}; else "
     )
+
+
+def _steps(name: str) -> int:
+    """Return the steps of training of a Trainer's folder `checkpoint-N`; 0 for another folder."""
+    match = re.search(r"checkpoint-(\d+)$", name)
+    return int(match[1]) if match else 0
 
 
 def _lone_weights(files: Files) -> str:

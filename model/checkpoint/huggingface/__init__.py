@@ -74,8 +74,10 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         head = tensors.get("head.weight")
         classes = head.shape[0] if head is not None and head.ndim else 0
         if not classes:
+            name = stored.get("head.weight", "classifier.weight")
             raise CheckpointError(
-                f"{files.title}: missing key 'head.weight', its classifier, or it has no classes"
+                f"{files.title}: missing key {name!r}, the head, or it has no classes: save the "
+                'model with its head, under PEFT with modules_to_save=["classifier"]'
             )
     # A class without a head gives only the CLS token.
     pool = "cls" if is_backbone and vit.pool == "cls_mean" else vit.pool
@@ -96,6 +98,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         embed_texts=texts and texts.tower,
         revision=files.revision,
         antialias=family.antialias,
+        stored=stored,
         notes=labels.notes + _code_notes(config),
         assumed=(carried.assumed if carried else ()) + labels.assumed,
     )

@@ -24,6 +24,7 @@ from tests.model.checkpoint.folders import (
     FOLDERS,
     PREPROCESS,
     edit,
+    edit_tensors,
     huggingface_folder,
     native_folder,
     put,
@@ -42,7 +43,7 @@ def test_wrong_tensors_are_named(kind: str, tmp_path: Path) -> None:
         "unexpected key 'surprise'": good | {"surprise": torch.zeros(2)},
         f"{bias} has shape [4], expected [3]: correct the number of classes": good
         | {bias: torch.zeros(4)},
-        "head.bias holds values that are not finite": good
+        f": {bias} holds values that are not finite": good
         | {bias: torch.tensor([0, float("nan"), 0])},
         f"{bias} is torch.int64, expected floating point, and dense": good
         | {bias: torch.zeros(3, dtype=torch.int64)},
@@ -360,6 +361,25 @@ def test_subfolders_with_models_are_named(tmp_path: Path) -> None:
     assert f"there is a model in checkpoint-500: give {tmp_path}/checkpoint-500; else" in refusal(
         tmp_path
     )
+
+
+def test_the_last_folder_of_a_trainer_is_given(tmp_path: Path) -> None:
+    for name in ("checkpoint-100", "checkpoint-1000", "checkpoint-200"):
+        huggingface_folder(tmp_path / name)
+    assert (
+        f"in checkpoint-1000, checkpoint-200, checkpoint-100: give {tmp_path}/checkpoint-1000;"
+    ) in refusal(tmp_path)
+
+
+def test_a_classifier_that_is_absent_is_named(tmp_path: Path) -> None:
+    def remove_head(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["classifier.weight"]
+        del tensors["classifier.bias"]
+
+    edit_tensors(huggingface_folder(tmp_path), remove_head)
+    message = refusal(tmp_path)
+    assert "missing key 'classifier.weight', the head" in message
+    assert 'save the model with its head, under PEFT with modules_to_save=["classifier"]' in message
 
 
 PARTS = [
