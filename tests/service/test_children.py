@@ -74,13 +74,11 @@ def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_child_ignores_its_folders_files(hostile_folder: Path) -> None:
-    with start_python("model.extensions.taught.linear_probe", stdout=subprocess.DEVNULL) as child:
+    with start_python("model.calibration", stdout=subprocess.DEVNULL) as child:
         assert child.wait(60) == 0
 
     async def begin() -> int:
-        process = await start_python_async(
-            "model.extensions.taught.linear_probe", stdout=subprocess.DEVNULL
-        )
+        process = await start_python_async("model.calibration", stdout=subprocess.DEVNULL)
         return await process.wait()
 
     assert asyncio.run(begin()) == 0
@@ -104,5 +102,5 @@ def test_a_child_runs_in_the_root_folder() -> None:
 def test_a_child_finds_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr("sys.path", [str(REPOSITORY), *__import__("sys").path])
-    code = start_python("model.extensions.taught.linear_probe", stdout=subprocess.DEVNULL)
+    code = start_python("model.calibration", stdout=subprocess.DEVNULL)
     assert code.wait(60) == 0
