@@ -214,6 +214,11 @@ class _Worker:
                 grant.is_recalled = True
                 self.send(frames.Recalled(id_, grant.model))
 
+    @property
+    def leads_a_swap(self) -> bool:
+        """Return whether a version that the worker had loaded waits for its decision."""
+        return self._swap is not None
+
     def uses(self, generation: Generation[ModelEngine]) -> bool:
         """Return whether the worker gives new requests to a version."""
         grants = self._grants.values()
@@ -306,17 +311,19 @@ class _Worker:
                 models.reload()
 
     async def _take_over(self, model: str) -> None:
-        if self._swap is None:
+        swap = self._swap
+        self._swap = None  # it is decided once, even if the worker disconnects meanwhile
+        if swap is None:
             raise CheckpointRefused("the engine restarted during the swap")
-        await self._swap.decide(None)
-        self._swap = None
+        await swap.decide(None)
         await self._server.used_by_all(model)
 
     async def _discard(self, reason: str) -> None:
-        if self._swap is not None:
-            with suppress(CheckpointRefused):
-                await self._swap.decide(CheckpointRefused(reason))
+        swap = self._swap
         self._swap = None
+        if swap is not None:
+            with suppress(CheckpointRefused):
+                await swap.decide(CheckpointRefused(reason))
 
 
 class _Swap:
@@ -343,12 +350,15 @@ class _Swap:
             self._replacing.result()
 
     async def decide(self, refusal: CheckpointRefused | None) -> None:
-        """Make the version take over, or refuse it; raises as `LocalModels.put`."""
+        """Make the version take over, or refuse it; raises as `LocalModels.put`.
+
+        Cancelling this coroutine changes nothing, because other engines get the same decision.
+        """
         if refusal is None:
             self._decision.set_result(None)
         else:
             self._decision.set_exception(refusal)
-        await self._replacing
+        await asyncio.shield(self._replacing)
 
     async def _agree(self) -> None:
         self._is_loaded.set()

@@ -438,6 +438,23 @@ async def test_swap_of_a_dead_worker_is_discarded(loaded: bool) -> None:
 
 
 @on_a_loop
+async def test_a_dead_worker_ends_no_take_over() -> None:
+    async with running() as service:
+        leads, stays = [await service.worker() for _ in range(2)]
+        [device] = service.devices
+        before = device.model.current
+        others = set(device.server.workers)
+        await leads.engines[0].ask(frames.Change("load", "", "next"))
+        leader = next(worker for worker in others if worker.leads_a_swap)
+        leader.handle(frames.Call(0, frames.Change("take_over", "")))
+        await asyncio.sleep(0)  # the version takes over, and its load is not over
+        await leader.close()
+        await until(lambda: before.state == "gone")
+        assert name_of(stays) == "next"
+        await load(stays, "other")
+
+
+@on_a_loop
 async def test_engine_death_in_a_load_ends_a_swap() -> None:
     async with running(engines=2) as service:
         model = await service.worker()
