@@ -282,11 +282,13 @@ async def _beside(
             await context.__aenter__()
     finally:
         timer.cancel()
-    yield
     try:
-        await context.__aexit__(None, None, None)
-    except Exception:
-        logger.exception("the extension %r: the end of `beside` failed", extension.name)
+        yield
+    finally:  # also if another extension has failed to start
+        try:
+            await context.__aexit__(None, None, None)
+        except Exception:
+            logger.exception("the extension %r: the end of `beside` failed", extension.name)
 
 
 def _end_blocked(extension: Extension) -> NoReturn:

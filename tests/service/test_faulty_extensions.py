@@ -224,6 +224,25 @@ async def test_failing_start_beside_is_named(install):
 
 
 @on_a_loop
+async def test_failing_start_ends_other_contexts(install):
+    ended = []
+
+    @asynccontextmanager
+    async def note_its_end(_: Any) -> AsyncIterator[None]:
+        yield
+        ended.append("a")
+
+    install(Extension(name="a", beside=note_its_end), Extension(name="b", beside=fail_at_the_start))
+    running = inside(app())
+
+    with pytest.raises(ExtensionError, match="'b': `beside` failed"):
+        async with running.lifespan(running):
+            pass
+
+    assert ended == ["a"]
+
+
+@on_a_loop
 async def test_failing_end_beside_is_logged(install, caplog):
     install(Extension(name="a", beside=fail_at_the_end))
     running = app()
