@@ -269,7 +269,7 @@ class Settings(ModelSettings, BaseSettings):
 
     @property
     def served_hosts(self) -> tuple[str, ...]:
-        """The names accepted in `Host`; see `service.web.public_address`."""
+        """The names accepted in `Host`; see `service.web.origins`."""
         if self.allowed_hosts:
             return self.allowed_hosts
         return ("localhost", "*.localhost") if self.is_local else ("*",)

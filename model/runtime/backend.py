@@ -1,10 +1,9 @@
-"""The interface between the predictor and the backends, which run the network.
+"""The interface between the predictor and the backends, which run the network, and batch sizes.
 
 No torch is needed.
 """
 
 import enum
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
@@ -210,32 +209,6 @@ class Parts:
     streams: int
     backend: Backend
     reason: str
-
-
-class ThreadPolicy:
-    """Gives a batch all threads if it is alone, and one thread if others are being computed.
-
-    A batch on a single thread needs no barriers between operators, at which threads wait longest
-    for each other when the machine is busy. A lone batch finishes sooner with all `count` threads.
-    This is a context manager around the computation, and entering it returns whether the batch is
-    alone. Explanations count as a batch, though they always use one thread. So do batches of other
-    models in this process, which share the cores.
-    """
-
-    _lock = threading.Lock()
-    _running = 0
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __enter__(self) -> bool:
-        with ThreadPolicy._lock:
-            ThreadPolicy._running += 1
-            return ThreadPolicy._running == 1
-
-    def __exit__(self, *_: object) -> None:
-        with ThreadPolicy._lock:
-            ThreadPolicy._running -= 1
 
 
 # Sizes of batches

@@ -13,9 +13,9 @@ from model.cores import compute_threads
 from model.errors import DeviceError
 from model.network.library import largest_layer
 from model.network.vit import count_parameters
-from model.runtime.backend import Backend, CompileMode, Parts, ThreadPolicy, captured_sizes
+from model.runtime.backend import Backend, CompileMode, Parts, captured_sizes
 from model.runtime.batch_request import GraphKind
-from model.runtime.cpu import default_batch, default_streams
+from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps

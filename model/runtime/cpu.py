@@ -1,8 +1,9 @@
-"""Settings that backends on a CPU share: batch sizes, heap memory, native dtypes."""
+"""Settings that backends on a CPU share: threads, batch sizes, heap memory, native dtypes."""
 
 import ctypes
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,32 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 # request behind one waits for all of it.
 _MAX_BATCH: Final = 8
 _STREAMS: Final = 2
+
+
+class ThreadPolicy:
+    """Gives a batch all threads if it is alone, and one thread if others are being computed.
+
+    A batch on a single thread needs no barriers between operators, at which threads wait longest
+    for each other when the machine is busy. A lone batch finishes sooner with all `count` threads.
+    This is a context manager around the computation, and entering it returns whether the batch is
+    alone. Explanations count as a batch, though they always use one thread. So do batches of other
+    models in this process, which share the cores.
+    """
+
+    _lock = threading.Lock()
+    _running = 0
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self) -> bool:
+        with ThreadPolicy._lock:
+            ThreadPolicy._running += 1
+            return ThreadPolicy._running == 1
+
+    def __exit__(self, *_: object) -> None:
+        with ThreadPolicy._lock:
+            ThreadPolicy._running -= 1
 
 
 def default_batch(largest_layer: int) -> int:

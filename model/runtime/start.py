@@ -14,9 +14,9 @@ from model.cores import compute_threads
 from model.description import Description
 from model.errors import CheckpointChanged, DeviceError, VitError
 from model.features import Floats
-from model.runtime.backend import Parts, ThreadPolicy
+from model.runtime.backend import Parts
 from model.runtime.batch_request import GraphKind
-from model.runtime.cpu import default_batch, default_streams
+from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
 from model.runtime.memory import Meter
 from model.runtime.openvino.backend import REASON, OpenVino
 from model.runtime.openvino.kept import Keep, KeptEntry, Manifest

@@ -33,12 +33,11 @@ from model.runtime.backend import (
     CompileMode,
     HostOutputs,
     Images,
-    ThreadPolicy,
     compute_in_pieces,
     stacked,
 )
 from model.runtime.batch_request import BatchRequest
-from model.runtime.cpu import keep_freed_memory
+from model.runtime.cpu import ThreadPolicy, keep_freed_memory
 from model.runtime.torch_pass import (
     Network,
     Normalise,

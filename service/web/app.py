@@ -31,8 +31,9 @@ from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore
 from service.web.lanes import Lanes
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
+from service.web.origins import OriginMiddleware, split_origins
 from service.web.path_rules import PathRules
-from service.web.public_address import OriginMiddleware, Prefixes, split_origins
+from service.web.prefix import Prefixes
 from service.web.routes import attention, classify, classify_batch, embed, operations, pages
 from service.web.routes import models as models_routes
 from service.web.routes.endpoint import Application

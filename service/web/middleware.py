@@ -39,7 +39,7 @@ from service.web.admission import RefusalPace
 from service.web.path_rules import PathRules
 
 if TYPE_CHECKING:
-    from service.web.public_address import Prefixes
+    from service.web.prefix import Prefixes
 
 logger = logging.getLogger(__name__)
 

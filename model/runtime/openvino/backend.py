@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from model.errors import DeviceError, VitError
 from model.outputs import MapRequest, Pooling
-from model.runtime.backend import SIZES, Aim, Backend, HostOutputs, Images, ThreadPolicy, stacked
+from model.runtime.backend import SIZES, Aim, Backend, HostOutputs, Images, stacked
 from model.runtime.batch_request import BatchRequest, GraphKind
-from model.runtime.cpu import give_back_memory, keep_freed_memory
+from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.network import OpenVinoNetwork
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,69 @@
+"""The path prefix under which a proxy shows the service, whether or not the proxy removes it."""
+
+from collections.abc import Iterable
+from typing import Final
+
+from starlette.types import Scope
+
+from service.server import TRUSTED_PROXY
+from service.setting_values import parse_root_path
+
+_PREFIX_HEADER: Final = b"x-forwarded-prefix"
+
+
+class Prefixes:
+    """Removes the prefix from the path of each request, so that a route has only one path.
+
+    The prefix comes from `X-Forwarded-Prefix` if a trusted proxy sends it, else it is `root_path`.
+    A path may lack the prefix, because the proxy removes it or the caller bypasses the proxy.
+
+    Args:
+        root_path: the configured prefix; may be empty.
+        routes: paths of all routes; a prefix with the first segment of one is never removed.
+    """
+
+    def __init__(self, root_path: str, routes: Iterable[str]) -> None:
+        self._root_path = root_path
+        self._first_segments = frozenset(_first_segment(path) for path in routes)
+
+    def take_off(self, scope: Scope) -> str | None:
+        """Remove the prefix from a request's path, and return the prefix for links.
+
+        Only the prefix as path leaves an empty path. Return None if a trusted proxy sends an
+        invalid prefix.
+        """
+        server_prefix = scope.get("root_path", "")
+        scope["root_path"] = ""  # otherwise Starlette would expect it in the path
+        prefix: str | None = self._root_path or server_prefix
+        if scope.get(TRUSTED_PROXY):
+            values = [
+                value.decode("latin-1")
+                for name, value in scope["headers"]
+                if name == _PREFIX_HEADER
+            ]
+            if values:
+                prefix = _joined(values)
+        for candidate in (prefix, self._root_path, server_prefix):
+            if candidate and self._has(scope["path"], candidate):
+                scope["path"] = scope["path"].removeprefix(candidate)
+                break
+        return prefix
+
+    def _has(self, path: str, prefix: str) -> bool:
+        if _first_segment(prefix) in self._first_segments:
+            return False
+        return f"{path}/".startswith(f"{prefix}/")
+
+
+def _first_segment(path: str) -> str:
+    return path.split("/")[1]
+
+
+def _joined(values: Iterable[str]) -> str | None:
+    """Return the prefix of a chain of proxies, the outermost first, None if it is invalid."""
+    try:
+        return "".join(
+            parse_root_path(part.strip()) for value in values for part in value.split(",")
+        )
+    except ValueError:
+        return None
