@@ -7,6 +7,7 @@ import pytest
 
 from model.features import Known
 from model.heads import Head
+from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
 from service.models.added_heads import AddedHead
 from tests.extensions.inference_protocol.grpc.caller import Output, arrays, calling, image
 from tests.service.fakes import model_info, on_a_loop, png
@@ -48,6 +49,15 @@ async def test_the_protocol_tells_the_set_size() -> None:
     request.outputs.append(Output(name="set_size"))
     async with calling(FakeEngine(model_info(coverage=0.95))) as caller:
         np.testing.assert_array_equal(arrays(await caller.infer(request))["set_size"], [[3], [0]])
+
+
+@on_a_loop
+async def test_the_configuration_has_abstentions() -> None:
+    async with calling(FakeEngine(model_info(coverage=0.95))) as caller:
+        answer = messages.ModelConfigResponse.FromString(await caller.call("ModelConfig"))
+
+    [abstained] = [output for output in answer.config.output if output.name == "abstained"]
+    assert messages.DataType.Name(abstained.data_type) == "TYPE_BOOL"
 
 
 @on_a_loop

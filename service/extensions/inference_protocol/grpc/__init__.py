@@ -5,6 +5,7 @@
                          calls.py     id, key, metrics, log line, errors as status codes
                          methods.py   the methods, with `call.py` for one call
                          messages.py  bounded messages, to and from `tensors`
+                         descriptors.py, health.py, reflection.py  the standard services
 
 The modules above this package check and compute requests, like over HTTP. Nothing imports this
 package unless `VIT_GRPC_PORT` is set, because it needs the extra `grpc`.

@@ -6,7 +6,7 @@ from typing import Final
 
 from service.errors import NotFound, Unavailable, UnknownModel
 from service.extensions.inference_protocol import GRPC_HEALTH_SERVICE, GRPC_SERVICE
-from service.extensions.inference_protocol.grpc.standard import message_class
+from service.extensions.inference_protocol.grpc.descriptors import message_class
 from service.web.service import Service
 
 WATCH_SECONDS: Final = 0.5

@@ -7,7 +7,7 @@ object. https://protobuf.dev/programming-guides/encoding/
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from service.errors import MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
@@ -43,7 +43,7 @@ _MAX_COST: Final = 1_000_000
 
 _FIELD_COST: Final = 1000
 
-M = TypeVar("M", ModelRequest, ModelInferRequest)
+M = TypeVar("M", bound=Message)
 
 
 def parse(kind: type[M], data: bytes | bytearray) -> M:

@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from google.protobuf import json_format
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from service.engine.messages import ModelInfo
-from service.errors import MalformedRequest, NotFound, Unavailable
+from service.errors import NotFound, Unavailable
 from service.extensions.inference_protocol import GRPC_HEALTH_SERVICE, GRPC_SERVICE
 from service.extensions.inference_protocol.descriptions import (
     model_configuration,
@@ -23,6 +23,7 @@ from service.extensions.inference_protocol.grpc.messages import (
     check_cost,
     decode_request,
     encode_answer,
+    parse,
 )
 from service.extensions.inference_protocol.inference import (
     BYTES_A_VALUE,
@@ -153,12 +154,9 @@ def _parsed(kind: type[Message], data: bytes) -> dict[str, Any]:
         UploadTooLarge: the message has too many fields.
     """
     check_cost(memoryview(data), {})
-    message = kind()
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise MalformedRequest(f"not the message of this method: {error}") from None
-    document: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    document: dict[str, Any] = json_format.MessageToDict(
+        parse(kind, data), preserving_proto_field_name=True
+    )
     return document
 
 

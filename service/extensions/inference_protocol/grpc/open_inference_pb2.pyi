@@ -10,11 +10,13 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TYPE_INVALID: _ClassVar[DataType]
+    TYPE_BOOL: _ClassVar[DataType]
     TYPE_UINT8: _ClassVar[DataType]
     TYPE_INT64: _ClassVar[DataType]
     TYPE_FP32: _ClassVar[DataType]
     TYPE_STRING: _ClassVar[DataType]
 TYPE_INVALID: DataType
+TYPE_BOOL: DataType
 TYPE_UINT8: DataType
 TYPE_INT64: DataType
 TYPE_FP32: DataType
