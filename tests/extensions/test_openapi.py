@@ -21,6 +21,17 @@ async def test_routes_of_extensions_are_documented(service: App) -> None:
 
 
 @on_a_loop
+async def test_parameters_of_paths_have_types(service: App) -> None:
+    paths = (await service.get("/openapi.json")).json["paths"]
+    parameters = paths["/heads/{name}/examples/{number}"]["put"]["parameters"]
+    assert [(each["name"], each["in"], each["schema"]["type"]) for each in parameters] == [
+        ("label", "query", "string"),
+        ("name", "path", "string"),
+        ("number", "path", "integer"),
+    ]
+
+
+@on_a_loop
 async def test_operation_ids_are_readable(service: App) -> None:
     paths = (await service.get("/openapi.json")).json["paths"]
     names = {operation["operationId"] for path in paths.values() for operation in path.values()}

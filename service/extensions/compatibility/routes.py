@@ -18,7 +18,7 @@ from service.web.admitted import admit
 from service.web.picture import infer_file
 from service.web.routes.classify import ClassifyQuery, classify
 from service.web.routes.endpoint import FormQuery, Router
-from service.web.routes.openapi import NAME, ONE_PICTURE, problems
+from service.web.routes.openapi import ONE_PICTURE, problems
 from service.web.routes.query import Absent
 from service.web.service import Service, model_of, service_of
 from vitserve.documents import FIELD, Classification, significant
@@ -35,7 +35,6 @@ _VERSIONS: Final = ("", "1", "1.0")
 """The versions of each model in a path of TorchServe; empty without a version."""
 
 _PATH: Final = "/predictions/{name:path}"
-_PREDICTION: Final = ONE_PICTURE | {"parameters": [NAME]}
 _REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
 
 
@@ -66,7 +65,7 @@ async def ping(request: Request) -> Health:
     "/invocations",
     answer=Classification,
     omit_none=True,
-    extra=ONE_PICTURE,
+    body=ONE_PICTURE,
     responses=_REFUSALS,
 )
 async def invocations(request: Request, query: ClassifyQuery) -> Response:
@@ -74,7 +73,7 @@ async def invocations(request: Request, query: ClassifyQuery) -> Response:
     return await classify(request, query)
 
 
-@router.post(_PATH, answer=dict[str, float], extra=_PREDICTION, responses=_REFUSALS)
+@router.post(_PATH, answer=dict[str, float], body=ONE_PICTURE, responses=_REFUSALS)
 async def predictions(request: Request, query: PredictionQuery) -> Response:
     """Return the scores of the best classes by label, as TorchServe does.
 
@@ -96,7 +95,7 @@ async def predictions(request: Request, query: PredictionQuery) -> Response:
     return JSONResponse(_by_label(outputs, form.requested.labels or model.info.labels))
 
 
-@router.put(_PATH, answer=dict[str, float], extra=_PREDICTION, responses=_REFUSALS)
+@router.put(_PATH, answer=dict[str, float], body=ONE_PICTURE, responses=_REFUSALS)
 async def predictions_by_put(request: Request, query: PredictionQuery) -> Response:
     """Answer as POST does: TorchServe's examples send the picture by `curl -T`, which is a PUT."""
     return await predictions(request, query)

@@ -7,7 +7,7 @@ deletes.
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Annotated, Any, Final, TypeVar, cast
+from typing import Annotated, Final, TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
@@ -34,7 +34,7 @@ from service.web.api_keys import holds_admin_key
 from service.web.middleware import request_context
 from service.web.routes.answers import to_json
 from service.web.routes.endpoint import FormQuery, Router
-from service.web.routes.openapi import BINARY, NAME, SEVERAL_PICTURES, problems
+from service.web.routes.openapi import BINARY, SEVERAL_PICTURES, problems
 from service.web.service import model_of, service_of
 from vitserve.head_documents import (
     AddedExamples,
@@ -50,11 +50,6 @@ T = TypeVar("T")
 
 router = Router("teaching")
 
-_NUMBER: Final = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
-_PICTURES: Final = {
-    "requestBody": SEVERAL_PICTURES["requestBody"] | {"required": False},
-    "parameters": [NAME],
-}
 _FILE: Final = {
     "content": {"application/octet-stream": {"schema": BINARY}},
     "description": "One safetensors file",
@@ -85,19 +80,20 @@ class PageQuery(BaseModel, frozen=True):
 async def list_heads(request: Request) -> HeadList:
     """List the heads that are taught here; GET /models lists all heads that answer."""
     examples = _taught(request).examples
+    if examples is None:
+        return HeadList(enabled=False, heads=[])
     async with _admitted(request) as admitted:
-        heads = (
-            [] if examples is None else sorted(await _on_thread(request, admitted, examples.heads))
-        )
-    is_kept = examples is not None and _keeps_thumbnails(request)
-    return HeadList(enabled=examples is not None, heads=heads, thumbnails=is_kept or None)
+        heads = await _on_thread(request, admitted, examples.heads)
+    return HeadList(
+        enabled=True, heads=sorted(heads), thumbnails=_keeps_thumbnails(request) or None
+    )
 
 
 @router.post(
     "/heads/{name}/examples",
     status=201,
     answer=AddedExamples,
-    extra=_PICTURES,
+    body=SEVERAL_PICTURES | {"required": False},
     responses=problems(400, 403, 404, 408, 409, 413, 415, 422, 500, 503, 504),
 )
 async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
@@ -147,160 +143,145 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
     "/heads/{name}/examples",
     answer=ExampleList,
     omit_none=True,
-    extra={"parameters": [NAME]},
     responses=problems(404, 422, 503, 504),
 )
 async def list_examples(request: Request, query: PageQuery) -> Response:
     """List the examples of a head, without their features, in pages of 1,000."""
-    examples = _examples(request)
 
-    def write() -> bytes:
-        head = examples.head(request.path_params["name"])
+    def write(examples: Examples, head: HeadRow) -> bytes:
         return to_json(ExampleList(head=head.name, examples=examples.listed(head, query.after)))
 
-    async with _admitted(request) as admitted:
-        return Response(await _on_thread(request, admitted, write), media_type="application/json")
+    return Response(await _of_head(request, write), media_type="application/json")
 
 
 @router.get(
     "/heads/{name}/examples/{number:int}",
     answer=ExampleDocument,
     omit_none=True,
-    extra={"parameters": [NAME, _NUMBER]},
     responses=problems(404, 422, 503, 504),
 )
 async def describe_example(request: Request) -> ExampleDocument:
     """Describe an example of a head, with its thumbnail if VIT_TEACH_THUMBNAILS keeps one."""
-    examples = _examples(request)
-    name = request.path_params["name"]
     number = request.path_params["number"]
-
-    def read() -> ExampleDocument:
-        return examples.example(examples.head(name), number)
-
-    async with _admitted(request) as admitted:
-        return await _on_thread(request, admitted, read)
+    return await _of_head(request, lambda examples, head: examples.example(head, number))
 
 
 @router.put(
     "/heads/{name}/examples/{number:int}",
     answer=ExampleCounts,
-    extra={"parameters": [NAME, _NUMBER]},
     responses=problems(403, 404, 409, 422, 503, 504),
 )
 async def relabel_example(request: Request, query: LabelQuery) -> ExampleCounts:
     """Put an example of a head under another label, and fit the head again."""
-    examples = _examples(request)
     label = checked_label(query.label)
-    async with _admitted(request) as admitted:
-        head = await _on_thread(
-            request, admitted, partial(examples.head, request.path_params["name"])
-        )
+
+    def change(examples: Examples, head: HeadRow) -> ExampleCounts:
         _require_own(request, head)
-        change = partial(examples.relabel, head, request.path_params["number"], label)
-        counts = await _on_thread(request, admitted, change)
+        counts = examples.relabel(head, request.path_params["number"], label)
+        return ExampleCounts(head=head.name, examples=counts)
+
+    counts = await _of_head(request, change)
     _taught(request).changed()
-    return ExampleCounts(head=head.name, examples=counts)
+    return counts
 
 
 @router.delete(
     "/heads/{name}/examples/{number:int}",
     answer=ExampleCounts,
-    extra={"parameters": [NAME, _NUMBER]},
     responses=problems(403, 404, 422, 503, 504),
 )
 async def delete_example(request: Request) -> ExampleCounts:
     """Remove an example of a head, and fit the head again."""
     _require_admin(request)
-    examples = _examples(request)
-    name = request.path_params["name"]
 
-    def remove() -> dict[str, int]:
-        return examples.remove(examples.head(name), request.path_params["number"])
+    def remove(examples: Examples, head: HeadRow) -> ExampleCounts:
+        counts = examples.remove(head, request.path_params["number"])
+        return ExampleCounts(head=head.name, examples=counts)
 
-    async with _admitted(request) as admitted:
-        counts = await _on_thread(request, admitted, remove)
+    counts = await _of_head(request, remove)
     _taught(request).changed()
-    return ExampleCounts(head=name, examples=counts)
+    return counts
 
 
 @router.get(
     "/heads/{name}",
     answer=HeadDescription,
     omit_none=True,
-    extra={"parameters": [NAME]},
     responses=problems(404, 422, 503, 504),
 )
 async def describe_head(request: Request) -> HeadDescription:
     """Describe a head: its examples, its accuracy, its confusions, and doubtful labels."""
     examples = _examples(request)
-    name = request.path_params["name"]
     async with _admitted(request) as admitted:
         await _taught(request).look()  # the description is then of the head that answers here
-        head, facts = await _on_thread(request, admitted, partial(_described, examples, name))
+        head, description = await _on_thread(
+            request, admitted, partial(_described, examples, request.path_params["name"])
+        )
     try:
         _taught(request).base(head)
     except HeadWithoutBackbone as error:
-        facts |= {"reason": str(error)}
-    return HeadDescription.model_validate(facts)
+        description.reason = str(error)
+    return description
 
 
-def _described(examples: Examples, name: str) -> tuple[HeadRow, dict[str, Any]]:
-    """Return a head, and the fields of its description; raises `NotFound`."""
+def _described(examples: Examples, name: str) -> tuple[HeadRow, HeadDescription]:
+    """Return a head with its description; raises `NotFound`."""
     head = examples.head(name)
     counts, content = examples.state(head)
-    facts: dict[str, Any] = {
-        "head": head.name,
-        "examples": counts,
-        "backbone": head.backbone,
-        "model": head.model,
-    }
-    facts |= {"reason": head.reason or None, "up_to_date": head.fitted_revision == head.revision}
+    reason = head.reason
+    knowledge = Knowledge()
     if content is not None:
         try:
             taught = TaughtHead.from_bytes(content, head.name)
-            facts |= dict(Knowledge.model_validate_json(taught.statistics))
+            knowledge = Knowledge.model_validate_json(taught.statistics)
         except (CheckpointError, ValidationError):
-            facts |= {"reason": "its fit is damaged: add or remove an example to fit it again"}
-    return head, facts
+            reason = "its fit is damaged: add or remove an example to fit it again"
+    return head, HeadDescription(
+        head=head.name,
+        examples=counts,
+        backbone=head.backbone,
+        model=head.model,
+        reason=reason or None,
+        up_to_date=head.fitted_revision == head.revision,
+        **dict(knowledge),
+    )
 
 
 @router.delete(
     "/heads/{name}",
     status=204,
-    extra={"parameters": [NAME]},
     responses=problems(403, 404, 422, 503, 504),
 )
 async def delete_head(request: Request) -> Response:
     """Remove a head with all its examples; admitted requests are still answered."""
     _require_admin(request)
-    examples = _examples(request)
-    name = request.path_params["name"]
-    async with _admitted(request) as admitted:
-        await _on_thread(request, admitted, lambda: examples.remove(examples.head(name)))
+    await _of_head(request, lambda examples, head: examples.remove(head))
     _taught(request).changed()
     return Response(status_code=204)
 
 
 @router.get(
     "/heads/{name}/export",
-    extra={"parameters": [NAME]},
     responses={200: _FILE, **problems(404, 422, 503, 504)},
 )
 async def export_head(request: Request) -> Response:
     """Return a head as one file, for a folder of models that has its backbone."""
-    examples = _examples(request)
     name = request.path_params["name"]
-    async with _admitted(request) as admitted:
-        _, content = await _on_thread(
-            request, admitted, lambda: examples.state(examples.head(name))
-        )
+    _, content = await _of_head(request, lambda examples, head: examples.state(head))
     if content is None:
         raise NotFound(f"{name}: not fitted yet: GET /heads/{name} says why")
     file_name = f'attachment; filename="{name}.safetensors"'
     return Response(
         content, headers={"Content-Disposition": file_name}, media_type="application/octet-stream"
     )
+
+
+async def _of_head(request: Request, work: Callable[[Examples, HeadRow], T]) -> T:
+    """Admit a request, and run work on the head that its path names; raises `NotFound`."""
+    examples = _examples(request)
+    name = request.path_params["name"]
+    async with _admitted(request) as admitted:
+        return await _on_thread(request, admitted, lambda: work(examples, examples.head(name)))
 
 
 @asynccontextmanager

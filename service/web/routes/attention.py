@@ -211,7 +211,7 @@ async def attention_of_kept_picture(request: Request, query: StoredPictureQuery)
 
 @router.post(
     "/attention",
-    extra=ONE_PICTURE,
+    body=ONE_PICTURE,
     responses=_ANSWERS | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def attention(request: Request, query: AttentionQuery) -> Response:

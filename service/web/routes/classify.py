@@ -108,7 +108,7 @@ class ClassifyQuery(ModelQuery, frozen=True):
     "/classify",
     answer=Classification | Classifications,
     omit_none=True,
-    extra=ONE_PICTURE,
+    body=ONE_PICTURE,
     responses=problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def classify(request: Request, query: ClassifyQuery) -> Response:

@@ -21,7 +21,7 @@ router = Router("classify")
     "/classify/batch",
     answer=BatchClassification,
     omit_none=True,
-    extra=SEVERAL_PICTURES,
+    body=SEVERAL_PICTURES,
     responses=problems(400, 404, 408, 413, 415, 422, 503),
 )
 async def classify_batch(request: Request, query: ClassifyQuery) -> Response:

@@ -77,7 +77,7 @@ def _answers(model: Any) -> dict[int, dict[str, Any]]:
 
 @router.post(
     "/embed",
-    extra={"requestBody": ONE_PICTURE["requestBody"] | {"required": False}},
+    body=ONE_PICTURE | {"required": False},
     responses=_answers(Embedding | TextEmbeddings)
     | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
@@ -104,7 +104,7 @@ async def embed(request: Request, query: EmbedOneQuery) -> Response:
 
 @router.post(
     "/embed/batch",
-    extra=SEVERAL_PICTURES,
+    body=SEVERAL_PICTURES,
     responses=_answers(BatchEmbedding) | problems(400, 404, 408, 413, 415, 422, 500, 503, 504),
 )
 async def embed_batch(request: Request, query: EmbedQuery) -> Response:

@@ -2,7 +2,7 @@
 
     router = Router("classify")
 
-    @router.post("/classify", answer=Classification, extra=ONE_PICTURE)
+    @router.post("/classify", answer=Classification, body=ONE_PICTURE)
     async def classify(request: Request, query: ClassifyQuery) -> Response: ...
 
     application = Application(lifespan)
@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel
+from starlette.convertors import FloatConvertor, IntegerConvertor
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -51,6 +52,9 @@ Function = Callable[..., Coroutine[Any, Any, Response | BaseModel]]
 It returns a response, or a document that is answered as JSON. The annotation of `query` is a frozen
 pydantic model.
 """
+
+_PATH_TYPES = {IntegerConvertor: "integer", FloatConvertor: "number"}
+"""JSON types of parameters of paths by their convertors; others are strings."""
 
 F = TypeVar("F", bound=Function)
 Q = TypeVar("Q", bound=BaseModel)
@@ -89,7 +93,13 @@ class Endpoint:
         self._omit_none = omit_none
         self._is_loose = is_loose
         query_model = get_type_hints(function).get("query")
-        self.operation = Operation(method, self.path_format, function, query_model, **description)
+        path_types = {
+            name: _PATH_TYPES.get(type(convertor), "string")
+            for name, convertor in self._convertors.items()
+        }
+        self.operation = Operation(
+            method, self.path_format, function, query_model, path_types, **description
+        )
 
     @property
     def has_path_parameters(self) -> bool:

@@ -22,7 +22,7 @@ from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.json_bodies import decoded
 from service.web.routes.answers import to_json
 from service.web.routes.endpoint import Router
-from service.web.routes.openapi import NAME, problems
+from service.web.routes.openapi import problems
 from service.web.service import Service, service_of
 from vitserve.documents import ListedModel
 
@@ -33,11 +33,8 @@ ADMIN: Final = "(?:PUT|DELETE) /models/.+"
 
 _MAX_BODY: Final = 64 << 10
 _SETTINGS: Final = {
-    "parameters": [NAME],
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"type": "object"}}},
-    },
+    "required": True,
+    "content": {"application/json": {"schema": {"type": "object"}}},
 }
 
 
@@ -51,7 +48,7 @@ async def models(request: Request) -> Response:
 @router.put(
     "/models/{name:path}",
     answer=ListedModel,
-    extra=_SETTINGS,
+    body=_SETTINGS,
     responses=problems(400, 401, 403, 408, 409, 413, 422, 503)
     | {201: {"model": ListedModel, "description": "A new name"}},
 )
@@ -75,7 +72,6 @@ async def put_model(request: Request) -> Response:
 @router.delete(
     "/models/{name:path}",
     status=204,
-    extra={"parameters": [NAME]},
     responses=problems(401, 403, 404, 409),
 )
 async def delete_model(request: Request) -> Response:

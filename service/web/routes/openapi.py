@@ -15,9 +15,6 @@ Json = dict[str, Any]
 _SCHEMAS: Final = "#/components/schemas/"
 _SECURITY_SCHEME: Final = "api_key"
 
-NAME: Final = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-"""The parameter `name` of a path."""
-
 BINARY: Final = {"type": "string", "format": "binary"}
 
 _JSON_PICTURE: Final = {
@@ -30,7 +27,7 @@ _JSON_PICTURE: Final = {
 def _body(file: Json, **others: Any) -> Json:
     """Describe a body: a form with the field `file`, or one of some other media types."""
     form = {"schema": {"type": "object", "required": [FIELD], "properties": {FIELD: file}}}
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": form, **others}}}
+    return {"required": True, "content": {"multipart/form-data": form, **others}}
 
 
 ONE_PICTURE: Final = _body(
@@ -62,22 +59,24 @@ class Operation:
         function: function that answers. Its name is the operation's id, which generated clients use
             as the method's name, and its docstring is the description.
         query_model: model of the query, if it has parameters.
+        path_types: JSON type of each parameter of the path.
         tag: group of the operation.
         answer: type of the JSON answer; None if `responses` describes all answers.
         status: status of `answer`.
         responses: other answers by status; the key `model` is the type of the JSON.
-        extra: further fields of the operation, such as the body and the path's parameters.
+        body: description of the request's body, if it has one.
     """
 
     method: str
     path: str
     function: Callable[..., Any]
     query_model: type[BaseModel] | None = None
+    path_types: Mapping[str, str] = field(default_factory=dict)
     tag: str = ""
     answer: Any = None
     status: int = 200
     responses: Mapping[int, Json] = field(default_factory=dict)
-    extra: Json = field(default_factory=dict)
+    body: Json | None = None
 
 
 def openapi_document(
@@ -166,11 +165,15 @@ def _described(operation: Operation, schemas: Mapping[tuple[str, int], Json]) ->
             str(status): response(status, responses[status]) for status in sorted(responses)
         },
     }
-    parameters = [*_query_parameters(operation.query_model), *operation.extra.get("parameters", ())]
+    parameters = _query_parameters(operation.query_model)
+    parameters += [
+        {"name": name, "in": "path", "required": True, "schema": {"type": kind}}
+        for name, kind in operation.path_types.items()
+    ]
     if parameters:
         description["parameters"] = parameters
-    if "requestBody" in operation.extra:
-        description["requestBody"] = _with_form_fields(operation.extra["requestBody"], parameters)
+    if operation.body is not None:
+        description["requestBody"] = _with_form_fields(operation.body, parameters)
     return description
 
 

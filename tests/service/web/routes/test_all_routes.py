@@ -225,7 +225,7 @@ async def test_every_form_refuses_unknown_fields(tmp_path: Path) -> None:
     service = running(tmp_path)
     tried = 0
     for method, route in computing(service):
-        if "multipart/form-data" not in str(route.operation.extra):
+        if "multipart/form-data" not in str(route.operation.body):
             continue
         for name in parameters(route):
             options = form(png(7), fields={f"{name}s": "1"})
