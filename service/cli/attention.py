@@ -17,7 +17,7 @@ from model.images.sheet import ContactSheet, draw_maps
 from model.methods import methods
 from model.outputs import AttentionMap
 from service.cli.answers import LocalAnswers, SeenMaps
-from service.cli.image_files import find_images, handle_answers, writing
+from service.cli.image_files import find_images, handle_answers, require_output_file, writing
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.settings import Settings
 
@@ -88,11 +88,11 @@ def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path,
     if folder is None and arguments.sheet is None:
         raise InputError("output", "say where to write: -o OUT, --sheet FILE.png or both")
     if arguments.sheet is not None:
-        _require_png(arguments.sheet)
+        require_output_file(arguments.sheet, ".png")
     if folder is None:
         return {}
     if files == arguments.paths and len(files) == 1 and folder.suffix and not folder.is_dir():
-        _require_png(folder)
+        require_output_file(folder, ".png")
         return {files[0]: folder}
     with writing(folder):
         folder.mkdir(exist_ok=True)
@@ -134,17 +134,6 @@ def _described(attention_map: AttentionMap, labels: Sequence[str]) -> str:
     label = labels[request.class_index]
     score = f"{attention_map.score:.1%}"
     return f"{label} ({score}), {request.method}, evidence {attention_map.evidence:.2f}"
-
-
-def _require_png(file: Path) -> None:
-    if file.is_dir():
-        raise InputError("output", f"{file}: is a folder: name a file in it")
-    if not file.parent.is_dir():
-        raise InputError(
-            "output", f"{file}: the folder {file.parent} does not exist: make it first"
-        )
-    if file.suffix.lower() != ".png":
-        raise InputError("output", f"{file}: expected a name that ends in .png, the format of maps")
 
 
 def _save(drawing: Image.Image, target: Path) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from model.errors import InputError
 from model.outputs import POOLINGS
 from service.cli.answers import Embedding, add_server_flags, answers_from
-from service.cli.image_files import find_images, handle_answers, writing
+from service.cli.image_files import find_images, handle_answers, require_output_file, writing
 from service.cli.setting_flags import add_setting_flags
 
 
@@ -42,15 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the embeddings of all files, and return 1 if any file fails."""
     output: Path = arguments.output
-    if output.suffix != ".npy":
-        raise InputError(
-            "output",
-            f"{output}: expected a name that ends in .npy, such as {output.with_suffix('.npy')}",
-        )
-    if not output.parent.is_dir():
-        raise InputError(
-            "output", f"{output}: the folder {output.parent} does not exist: make it first"
-        )
+    require_output_file(output, ".npy")
     files = find_images(arguments.paths)
     rows: list[tuple[Path, Embedding]] = []
     with answers_from(arguments) as source:
@@ -60,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if rows:
         table = output.with_suffix(".csv")
-        with writing(output):
-            np.save(output, np.stack([row for _, row in rows]), allow_pickle=False)
+        with writing(output), output.open("wb") as stream:
+            np.save(stream, np.stack([row for _, row in rows]), allow_pickle=False)
         with (
             writing(table),
             table.open("w", newline="", encoding="utf-8", errors="surrogateescape") as names,

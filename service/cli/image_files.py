@@ -158,6 +158,21 @@ def handle_answers(
     return int(failed > 0)
 
 
+def require_output_file(file: Path, suffix: str) -> None:
+    """Raise `InputError` unless a file of this name and suffix can be written."""
+    if file.is_dir():
+        raise InputError("output", f"{file}: is a folder: name a file in it")
+    if not file.parent.is_dir():
+        raise InputError(
+            "output", f"{file}: the folder {file.parent} does not exist: make it first"
+        )
+    if file.suffix.lower() != suffix:
+        raise InputError(
+            "output",
+            f"{file}: expected a name that ends in {suffix}, such as {file.with_suffix(suffix)}",
+        )
+
+
 def require_empty(folder: Path) -> None:
     """Raise `InputError` if the path exists and is not an empty folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
