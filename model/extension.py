@@ -10,18 +10,24 @@ Importing the module of that object must be cheap. An extension therefore gives 
 names, `module:name`, which `resolve` imports when they are needed.
 """
 
-from collections.abc import Iterable
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from model.errors import ExtensionError, first_line
+from model.errors import ExtensionError, VitError, first_line
 
 GROUP: Final = "vitserve.extensions"
 
 CORE: Final = "vitserve"
 """Owner of the core's names; see `claim`."""
+
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,14 @@ def extensions() -> tuple[Extension, ...]:
         extension = _load(entry_point, owner)
         if not isinstance(extension, Extension):
             raise ExtensionError(f"{owner}: {entry_point.value} is not an Extension")
+        if not _NAME.fullmatch(str(extension.name)):
+            raise ExtensionError(
+                f"{owner}: its name is {extension.name!r}: use letters, digits, - and _"
+            )
+        if isinstance(extension.readers, str):
+            raise ExtensionError(
+                f"{owner}: `readers` is a text: write a tuple, ({extension.readers!r},)"
+            )
         if extension.name in extensions_by_name:
             raise ExtensionError(
                 f"{owner}: another installed extension has the name {extension.name!r}: "
@@ -112,6 +126,28 @@ def resolve(dotted_name: str, extension: Extension) -> Any:
     """
     entry_point = EntryPoint(extension.name, dotted_name, GROUP)
     return _load(entry_point, f"the extension {extension.name!r}")
+
+
+@contextmanager
+def naming(
+    extension: Extension, field_name: str, expected: tuple[type[Exception], ...] = (VitError,)
+) -> Iterator[None]:
+    """Name the extension and the failed line in an unexpected error of one of its functions.
+
+    Raises:
+        ExtensionError: the function raised an error of another type than `expected`.
+    """
+    try:
+        yield
+    except expected:
+        raise
+    except Exception as error:
+        innermost = traceback.extract_tb(error.__traceback__)[-1]
+        raise ExtensionError(
+            f"the extension {extension.name!r}: `{field_name}` failed: {type(error).__name__}: "
+            f"{first_line(error)} ({innermost.filename}:{innermost.lineno}): "
+            "mend the extension, or uninstall it"
+        ) from error
 
 
 def _entry_points() -> Iterable[EntryPoint]:

@@ -9,16 +9,15 @@ extension through the fields below and imports none. docs/extensions.md has a co
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from model import extension as model_extension
-from model.errors import ExtensionError, VitError, first_line
+from model.errors import VitError
 from model.extension import claim
 from model.extension import extensions as installed
 from service.errors import ServiceError
@@ -134,34 +133,27 @@ def check(settings: Settings) -> None:
                 extension.check(settings)
 
 
-def image_stores() -> dict[str, Callable[[Settings, Metrics, Callable[[], float]], ImageStore]]:
-    """Return the image stores of all extensions by scheme; raises `ExtensionError`."""
-    stores: dict[str, Callable[[Settings, Metrics, Callable[[], float]], ImageStore]] = {}
+def extensions_by_scheme() -> dict[str, Extension]:
+    """Return the extension with the image store for each scheme of VIT_RECENT_URL.
+
+    Raises:
+        ExtensionError: two extensions have stores for one scheme.
+    """
+    by_scheme: dict[str, Extension] = {}
     owners: dict[str, str] = {}
     for extension in extensions():
         claim(extension.stores, "the scheme of VIT_RECENT_URL", extension, owners)
-        stores |= extension.stores
-    return stores
+        by_scheme |= dict.fromkeys(extension.stores, extension)
+    return by_scheme
 
 
-@contextmanager
-def naming(extension: Extension, field_name: str) -> Iterator[None]:
+def naming(extension: Extension, field_name: str) -> AbstractContextManager[None]:
     """Name the extension and the failed line in an unexpected error of one of its functions.
 
     Raises:
         ExtensionError: the function raised an error other than vitserve's own.
     """
-    try:
-        yield
-    except (VitError, ServiceError):
-        raise
-    except Exception as error:
-        innermost = traceback.extract_tb(error.__traceback__)[-1]
-        raise ExtensionError(
-            f"the extension {extension.name!r}: `{field_name}` failed: {type(error).__name__}: "
-            f"{first_line(error)} ({innermost.filename}:{innermost.lineno}): "
-            "mend the extension, or uninstall it"
-        ) from error
+    return model_extension.naming(extension, field_name, (VitError, ServiceError))
 
 
 def extensions() -> tuple[Extension, ...]:

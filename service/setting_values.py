@@ -25,7 +25,7 @@ from pydantic_settings import NoDecode
 
 from model.layer_config import Size
 from service.addresses import parse_listen_hosts
-from service.extension import image_stores
+from service.extension import extensions_by_scheme
 from service.unique_names import DuplicateName, unique_names
 
 MEMORY = "memory://"
@@ -276,10 +276,10 @@ def _recent_url(value: SecretStr) -> SecretStr:
     url = value.get_secret_value()
     if url == MEMORY:
         return value
-    schemes = sorted(image_stores())
+    schemes = sorted(extensions_by_scheme())
     scheme, separator, rest = url.partition("://")
     if scheme not in schemes or not separator or not rest:
-        others = "".join(f" or {each}://..." for each in schemes)
+        others = "".join(f" or {known}://..." for known in schemes)
         raise ValueError(f"expected {MEMORY}{others}")
     try:
         _ = urlsplit(url).port

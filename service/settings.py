@@ -24,7 +24,7 @@ from model.errors import ExtensionError, first_problem
 from model.extension import CORE, claim, resolve
 from service.addresses import is_loopback
 from service.errors import SettingsError
-from service.extension import extensions
+from service.extension import Extension, extensions
 from service.model_settings import ModelSettings
 from service.setting_values import (
     MEMORY,
@@ -302,11 +302,33 @@ def settings_class() -> type[Settings]:
                 f"the extension {extension.name!r}: {extension.settings} is not a pydantic model"
             )
         claim(map(_variable, fields.model_fields), "the setting", extension, owners)
+        _require_optional(fields, extension)
         added.append(fields)
-    if not added:
-        return Settings
     bases: Any = (*added, Settings)
-    return cast(type[Settings], create_model("AllSettings", __base__=bases))
+    combined = cast(type[Settings], create_model("AllSettings", __base__=bases))
+    for extension in extensions():
+        for name in extension.notes:
+            if name not in combined.model_fields:
+                raise ExtensionError(
+                    f"the extension {extension.name!r}: `notes` names the unknown setting {name!r}"
+                )
+    return combined
+
+
+def _require_optional(fields: type[BaseModel], extension: Extension) -> None:
+    """Raise `ExtensionError` if these fields would end each start, or change other settings."""
+    required = [name for name, field in fields.model_fields.items() if field.is_required()]
+    if required:
+        raise ExtensionError(
+            f"the extension {extension.name!r}: the setting {_variable(required[0])} has no "
+            "default: give it one, such as None"
+        )
+    options = fields.model_config.keys() - Settings.model_config.keys()
+    if options:
+        raise ExtensionError(
+            f"the extension {extension.name!r}: {min(options)!r} in the `model_config` of "
+            f"{extension.settings} would apply to all settings: remove it"
+        )
 
 
 ExtensionSettings = TypeVar("ExtensionSettings", bound=BaseModel)
@@ -321,14 +343,15 @@ def settings_of(settings: Settings, fields: type[ExtensionSettings]) -> Extensio
 def described(name: str) -> tuple[str, str]:
     """Return the meaning of a setting, and its default in words or `none`."""
     field = settings_class().model_fields[name]
-    meaning, _, default = str(field.description).partition(". Default: ")
+    meaning, _, default = (field.description or name.replace("_", " ")).partition(". Default: ")
     notes = [extension.notes[name] for extension in extensions() if name in extension.notes]
     meaning = "; ".join([meaning, *notes])
-    if isinstance(field.default, ByteSize):
-        default = f"{field.default // 2**20}MiB"
-    elif field.default is not None and field.default != () and not default:
-        default = str(field.default)
-        if isinstance(field.default, bool):
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, ByteSize):
+        default = f"{value // 2**20}MiB"
+    elif value is not None and value != () and not default:
+        default = str(value)
+        if isinstance(value, bool):
             default = default.lower()
     return meaning, default or "none"
 

@@ -23,7 +23,7 @@ from model.checkpoint.stated_head import activated, require_use_of_labels
 from model.checkpoint.unread_files import refuse_unread, unread_files
 from model.checkpoint.unrecognised import unrecognised
 from model.errors import CheckpointError
-from model.extension import extensions, resolve
+from model.extension import extensions, naming, resolve
 
 __all__ = [
     "BUNDLED",
@@ -83,7 +83,10 @@ def _read(files: Files, options: CheckpointOptions) -> Checkpoint | Files:
     for extension in with_readers:
         for name in extension.readers:
             reader: Reader = resolve(name, extension)
-            result = reader(files, options)
+            with naming(extension, "readers"):
+                result = reader(files, options)
+                if result is files or not isinstance(result, Checkpoint | Files | None):
+                    raise TypeError(f"{name} returned {type(result).__name__}, see `Reader`")
             if result is not None:
                 return result
     formats = [module.FORMAT for module in _FORMATS]

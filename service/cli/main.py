@@ -13,6 +13,7 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Final, NoReturn, TextIO
 from model.errors import VitError
 from model.extension import CORE, claim
 from service.errors import ServiceError
-from service.extension import Command, extensions
+from service.extension import Command, extensions, naming
 from vitserve import __version__
 
 _CORE_COMMANDS: Final = {
@@ -58,7 +59,11 @@ def commands() -> dict[str, Command]:
     by_name = dict(_CORE_COMMANDS)
     owners = dict.fromkeys(by_name, CORE)
     for extension in extensions():
-        claim(extension.commands, "the subcommand", extension, owners)
+        with naming(extension, "commands"):
+            claim(extension.commands, "the subcommand", extension, owners)
+            for command in extension.commands.values():
+                if not isinstance(command, Command):
+                    raise TypeError(f"{command!r} is not a `service.extension.Command`")
         by_name |= extension.commands
     return by_name
 
@@ -129,7 +134,8 @@ def _run(arguments: list[str]) -> int:
 
     # Pillow would log each bad file; the answer to its sender already has the error.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
-    code: int = _command(arguments[0]).run(parsed)
+    with _naming_outsider(arguments[0]):
+        code: int = _command(arguments[0]).run(parsed)
     return code
 
 
@@ -225,12 +231,23 @@ def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentPars
     of_chosen: argparse.ArgumentParser = parser
     for name, command in commands().items():
         # A new option with the same beginning would change the meaning of an abbreviation.
-        subparser = subparsers.add_parser(name, help=command.summary, allow_abbrev=False)
+        summary = command.summary.replace("%", "%%")
+        subparser = subparsers.add_parser(name, help=summary, allow_abbrev=False)
         if name == chosen:
             of_chosen = subparser
-            _command(name).add_arguments(subparser)
+            with _naming_outsider(name):
+                _command(name).add_arguments(subparser)
     return parser, of_chosen
 
 
 def _command(name: str) -> ModuleType:
     return importlib.import_module(commands()[name].module)
+
+
+def _naming_outsider(name: str) -> AbstractContextManager[None]:
+    """Name the extension in unexpected errors of a subcommand that another package adds."""
+    if not commands()[name].module.startswith("service."):
+        for extension in extensions():
+            if name in extension.commands:
+                return naming(extension, "commands")
+    return nullcontext()

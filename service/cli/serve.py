@@ -5,7 +5,8 @@ import errno
 import gc
 import logging
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 from service.addresses import UNIX, SocketFiles, listen
@@ -13,7 +14,7 @@ from service.cli.setting_flags import add_checkpoint, add_setting_flags, setting
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.errors import SettingsError
-from service.extension import check, extensions, naming
+from service.extension import Extension, check, extensions, naming
 from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.models.configured import configured_models, notes_on_folder
 from service.observe import logs
@@ -60,9 +61,31 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     with ExitStack() as contexts:
         for extension in extensions():
             if extension.prepared is not None:
-                with naming(extension, "prepared"):
-                    settings = contexts.enter_context(extension.prepared(settings))
-        exit_now(_serve(settings))
+                settings = contexts.enter_context(_prepared(extension, settings))
+        code = _serve(settings)
+    exit_now(code)
+
+
+@contextmanager
+def _prepared(extension: Extension, settings: Settings) -> Iterator[Settings]:
+    """Enter the context of an extension's `prepared`; log an error at its end.
+
+    Raises:
+        ExtensionError: the start of the context failed.
+    """
+    assert extension.prepared is not None, "the caller has checked"
+    with naming(extension, "prepared"):
+        context = extension.prepared(settings)
+        prepared = context.__enter__()
+        if not isinstance(prepared, Settings):
+            raise TypeError(f"{prepared!r} is not the settings of the service")
+    try:
+        yield prepared
+    finally:
+        try:
+            context.__exit__(None, None, None)
+        except Exception:
+            logger.exception("the extension %r: the end of `prepared` failed", extension.name)
 
 
 def _serve(settings: Settings) -> int:
@@ -70,14 +93,23 @@ def _serve(settings: Settings) -> int:
 
     With a GPU, the engine has its own process, so that web code does not slow it down.
     """
-    in_processes = [extension.serve for extension in extensions() if extension.serve is not None]
+    in_processes = [extension for extension in extensions() if extension.serve is not None]
     if settings.one_process and not (uses_gpu(settings) and in_processes):
         from service.web.single_process import run_single_process  # noqa: PLC0415  slow to import
 
         return run_single_process(settings, load_predictor)
     if not in_processes:
         raise SettingsError("VIT_WORKERS, VIT_DEVICE: several processes need an extension")
-    return in_processes[0](settings, load_predictor)
+    extension, *others = in_processes
+    for other in others:
+        logger.warning(
+            "the extension %r: `serve` is not used: %r, the first by name, runs the processes",
+            other.name,
+            extension.name,
+        )
+    assert extension.serve is not None, "selected above"
+    with naming(extension, "serve"):
+        return extension.serve(settings, load_predictor)
 
 
 def _check_address(settings: Settings) -> None:

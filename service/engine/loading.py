@@ -39,7 +39,7 @@ from service.engine.cache import GRAPH_SETTINGS, graph_entry, keep_kernels
 from service.engine.checkpoint_files import checkpoint_from
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
-from service.extension import extensions
+from service.extension import extensions, naming
 from service.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -249,11 +249,12 @@ def show_alone(device: str) -> None:
 
 
 def _needs_transfer_features(settings: Settings) -> bool:
-    return any(
-        extension.reads_transfer_features is not None
-        and extension.reads_transfer_features(settings)
-        for extension in extensions()
-    )
+    for extension in extensions():
+        if extension.reads_transfer_features is not None:
+            with naming(extension, "reads_transfer_features"):
+                if extension.reads_transfer_features(settings):
+                    return True
+    return False
 
 
 # A model in its predictor

@@ -4,7 +4,6 @@ The caller supplies the engines: this module imports neither models nor torch.
 """
 
 import logging
-import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,9 +14,8 @@ from typing import Final, NoReturn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from model.extension import CORE, claim
 from service.engine.messages import EngineStatus, ModelInfo
-from service.extension import Extension, Routes, extensions, image_stores, naming
+from service.extension import Extension, Routes, extensions, extensions_by_scheme, naming
 from service.lifecycle import Lifecycle, exit_now
 from service.models.registry import Models
 from service.observe.metrics import Metrics
@@ -25,6 +23,7 @@ from service.observe.state import Sources
 from service.setting_values import MEMORY
 from service.settings import Settings
 from service.web import problems
+from service.web.added_routes import with_added_routes
 from service.web.admission import RECEIVING_BYTES, ByteBudget, Limiter, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
@@ -73,7 +72,12 @@ def image_store_of(settings: Settings, metrics: Metrics, clock: Callable[[], flo
             on_evicted=metrics.recent_evicted_age.observe,
         )
     scheme = url.partition("://")[0]
-    return image_stores()[scheme](settings, metrics, clock)
+    extension = extensions_by_scheme()[scheme]
+    with naming(extension, "stores"):
+        store = extension.stores[scheme](settings, metrics, clock)
+        if not isinstance(store, ImageStore):
+            raise TypeError(f"{store!r} is not a `service.web.image_stores.ImageStore`")
+        return store
 
 
 def create_app(
@@ -114,7 +118,7 @@ def create_app(
     app.state.service = service
     app.state.guard = KeyGuard(settings.api_keys, settings.key_max_requests, metrics)
     app.state.on_models_changed = [partial(_publish_models, service)]
-    parts = _all_routes(app)
+    parts = with_added_routes(_core_routes(settings), app)
     app.set_routes([route for part in parts for route in part.routes])
     app.state.rules = PathRules(parts)
     app.state.keys_required = bool(settings.api_keys)
@@ -124,37 +128,6 @@ def create_app(
     app.state.outermost = outermost
     app.state.count = outermost.count
     return outermost
-
-
-def _all_routes(app: Application) -> list[Routes]:
-    """Return the routes of the core and of each extension.
-
-    Raises:
-        ExtensionError: the routes of an extension cannot be made, or another part has one of them.
-    """
-    core = _core_routes(app.state.service.settings)
-    parts = [core]
-    owners = dict.fromkeys(_requests_of(core), CORE)
-    for extension in extensions():
-        if extension.routes is None:
-            continue
-        with naming(extension, "routes"):
-            added = extension.routes(app)
-            if not isinstance(added, Routes):
-                raise TypeError(f"{added!r} is not a `service.extension.Routes`")
-            names = _requests_of(added)
-        claim(names, "the route", extension, owners)
-        parts.append(added)
-    return parts
-
-
-def _requests_of(part: Routes) -> list[str]:
-    """Return "METHOD path" of each endpoint, without the names of path parameters."""
-    return [
-        f"{method} {re.sub('{.*?}', '{}', endpoint.path_format)}"
-        for endpoint in part.routes
-        for method in sorted(endpoint.methods)
-    ]
 
 
 def _core_routes(settings: Settings) -> Routes:
@@ -304,7 +277,10 @@ def _end_blocked(extension: Extension) -> NoReturn:
 
 def _models_changed(app: Application) -> None:
     for listener in app.state.on_models_changed:
-        listener()
+        try:
+            listener()
+        except Exception:  # an extension's function must not end the change of a model
+            logger.exception("a function of `on_models_changed` failed")
 
 
 def log_model(status: EngineStatus, info: ModelInfo) -> None:

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from model.config import PreprocessConfig
 from model.images.preprocess import ModelInput
@@ -66,6 +66,7 @@ class StoreUsage(NamedTuple):
     evicted: int = 0
 
 
+@runtime_checkable
 class ImageStore(Protocol):
     """Stores pictures, each with its region of the original, under unguessable ids."""
 

@@ -13,6 +13,8 @@ SECOND = Extension(name="second")
 FIRST = Extension(name="first", readers=("tests.model.test_extension:SECOND",))
 SAME = Extension(name="second")
 OTHER = "not an extension"
+SPACED = Extension(name="my extension")
+TEXT = Extension(name="text", readers="module:reader")  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +47,10 @@ def test_no_package_adds_an_extension(monkeypatch):
         (["MISSING"], "the extension 'missing' of .*:MISSING cannot be loaded: .*MISSING"),
         (["OTHER"], "the extension 'other' of .*:OTHER is not an Extension"),
         (["SECOND", "SAME"], "the extension 'same' of .* has the name 'second'"),
+        (["SPACED"], "the extension 'spaced' of .*: its name is 'my extension': use letters"),
+        (["TEXT"], r"the extension 'text' of .*: `readers` is a text: write a tuple, \('module"),
     ],
-    ids=["missing", "another object", "same name"],
+    ids=["missing", "another object", "same name", "a name with a space", "no tuple"],
 )
 def test_unusable_entry_point_is_refused(monkeypatch, names, message):
     install(monkeypatch, *names)

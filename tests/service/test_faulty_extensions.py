@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,14 +20,14 @@ from model import extension
 from model.errors import ExtensionError
 from model.extension import GROUP
 from model.extension import extensions as installed
-from service.cli.main import commands
-from service.extension import Command, Extension, Routes, check, image_stores
+from service.cli.main import commands, main
+from service.extension import Command, Extension, Routes, check, extensions_by_scheme
 from service.observe.metrics import Metrics
 from service.settings import load_settings, settings_class
 from service.web.routes.endpoint import Router
 from tests.conftest import REPOSITORY
 from tests.service.fakes import on_a_loop
-from tests.service.web.apps import App, app, inside
+from tests.service.web.apps import App, app, inside, service_in
 
 
 class Port(BaseModel):
@@ -41,10 +42,20 @@ class Color(BaseModel):
     color: str = ""
 
 
-def routes(path: str) -> Callable[[Any], Routes]:
+class Required(BaseModel):
+    shape: str
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    shape: str = ""
+
+
+def routes(path: str, method: str = "get") -> Callable[[Any], Routes]:
     router = Router("x")
 
-    @router.get(path)
+    @getattr(router, method)(path)  # type: ignore[untyped-decorator]
     async def answer(request: Request) -> Response:
         return Response(path)
 
@@ -58,6 +69,11 @@ def add_requests_metric(running: Any) -> Routes:
 
 def fail(*_: Any) -> Any:
     raise KeyError("boom")
+
+
+def listen(running: Any) -> Routes:
+    running.state.on_models_changed.append(fail)
+    return Routes([])
 
 
 @asynccontextmanager
@@ -116,10 +132,24 @@ def setting(name: str, settings: str) -> Extension:
             "'b': the setting VIT_COLOR also belongs to the extension 'a'",
         ),
         ([setting("a", "fail")], "'a': .*:fail is not a pydantic model"),
+        ([setting("a", "Required")], "'a': the setting VIT_SHAPE has no default"),
+        ([setting("a", "Strict")], "'a': 'strict' in the `model_config` of .*:Strict would apply"),
+        (
+            [Extension(name="a", notes={"prot": "x"})],
+            "'a': `notes` names the unknown setting 'prot'",
+        ),
     ],
-    ids=["a core setting", "a core property", "two extensions", "no model"],
+    ids=[
+        "a core setting",
+        "a core property",
+        "two extensions",
+        "no model",
+        "no default",
+        "options of the core",
+        "an unknown note",
+    ],
 )
-def test_taken_setting_is_refused(install, added, message):
+def test_wrong_settings_are_refused(install, added, message):
     install(*added)
 
     with pytest.raises(ExtensionError, match=message):
@@ -146,11 +176,46 @@ def test_taken_subcommand_is_refused(install, names, message):
         commands()
 
 
+def add_arguments(parser: Any) -> None:
+    parser.add_argument("--count", default=1)
+
+
+def run(arguments: Any) -> int:
+    return int(arguments.count) // 0
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("module", "TypeError: 'module' is not a `service.extension.Command`"),
+        (Command("nowhere", "100%"), "ModuleNotFoundError: No module named 'nowhere'"),
+        (Command("this", ""), "AttributeError: .* 'add_arguments'"),
+        (Command(__name__, ""), "ZeroDivisionError"),
+    ],
+    ids=["wrong type", "no module", "no functions", "failing"],
+)
+def test_faulty_subcommand_is_named(install, capsys, command, message):
+    install(Extension(name="a", commands={"x": command}))
+
+    assert main(["x"]) == 1
+    assert re.match(
+        f"vitserve: the extension 'a': `commands` failed: {message}", capsys.readouterr().err
+    )
+
+
+def test_summary_of_a_subcommand_is_any_text(install, capsys):
+    install(Extension(name="a", commands={"x": Command("nowhere", "100% of it")}))
+
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "100% of it" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
         (["/healthz"], "'a': the route GET /healthz also belongs to vitserve"),
-        (["/x/{a}", "/x/{b}"], "'b': the route GET /x/{} also belongs to the extension 'a'"),
+        (["/x/{a}", "/x/{b}"], "'b': the route GET /x/{b} also belongs to the extension 'a'"),
     ],
     ids=["a core route", "two extensions"],
 )
@@ -166,11 +231,57 @@ def test_taken_route_is_refused(install, paths, message):
         app()
 
 
+def test_route_inside_a_core_route_is_refused(install):
+    install(Extension(name="a", routes=routes("/models/special", "put")))
+
+    message = r"'a': the route PUT /models/special also belongs to vitserve \(/models/{name}\)"
+    with pytest.raises(ExtensionError, match=message):
+        app()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"public": frozenset({"/classify"})},
+        {"probes": frozenset({"/classify"})},
+        {"admin": ".*"},
+        {"accepts_admin": "/x"},
+        {"problem_answers": {"": fail}},
+    ],
+    ids=["public", "probes", "admin", "a text", "errors"],
+)
+def test_rule_for_core_paths_is_refused(install, rule):
+    install(Extension(name="a", routes=lambda _: Routes([], **rule)))
+
+    with pytest.raises(ExtensionError, match="'a': its rules for paths apply to /"):
+        app()
+
+
+@pytest.mark.parametrize("store", [fail, lambda *_: None], ids=["fails", "wrong type"])
+def test_failing_store_is_named(install, store):
+    install(Extension(name="a", stores={"s3": store}))
+
+    with pytest.raises(ExtensionError, match="'a': `stores` failed: "):
+        app(recent_url="s3://bucket")
+
+
+@on_a_loop
+async def test_failing_listener_is_logged(install, caplog):
+    install(Extension(name="a", routes=listen))
+    running = app()
+
+    with caplog.at_level(logging.ERROR):
+        async with inside(running).lifespan(inside(running)):
+            service_in(running).models.on_change()
+
+    assert "a function of `on_models_changed` failed" in caplog.text
+
+
 def test_taken_store_scheme_is_refused(install):
     install(*(Extension(name=name, stores={"s3": fail}) for name in "ab"))
 
     with pytest.raises(ExtensionError, match="'b': the scheme of VIT_RECENT_URL s3 also belongs"):
-        image_stores()
+        extensions_by_scheme()
 
 
 @pytest.mark.parametrize("processes", ["one", "several"])
@@ -276,10 +387,46 @@ asyncio.run(start(apps.inside(apps.app())))
 
 
 def test_blocked_event_loop_ends_the_start():
-    done = run("-c", BLOCKED)
+    done = start("-c", BLOCKED)
 
     assert done.returncode == 1
     assert done.stderr.startswith("the extension 'a': `beside` has not started within")
+
+
+PREPARED = """
+from contextlib import contextmanager
+from service.extension import Extension
+
+@contextmanager
+def prepared(settings):
+    yield {settings}
+    print("ended", flush=True)
+    raise KeyError("boom")
+
+EXTENSION = Extension(name="a", prepared=prepared, serve=lambda *_: 3)
+"""
+
+
+def serve_with(folder: Path, settings: str) -> subprocess.CompletedProcess[str]:
+    """Serve with an extension whose `prepared` yields these settings."""
+    (folder / "faulty.py").write_text(PREPARED.format(settings=settings))
+    with metadata(folder, f"[{GROUP}]\nfaulty = faulty:EXTENSION\n") as path:
+        return start("-m", "service", "serve", "--workers", "2", "--port", "0", PYTHONPATH=path)
+
+
+def test_end_of_prepared_is_reached(tmp_path):
+    done = serve_with(tmp_path, "settings")
+
+    assert done.returncode == 3
+    assert "\nended\n" in done.stderr
+    assert "the extension 'a': the end of `prepared` failed" in done.stderr
+
+
+def test_prepared_must_return_settings(tmp_path):
+    done = serve_with(tmp_path, "None")
+
+    assert done.returncode == 1
+    assert "vitserve: the extension 'a': `prepared` failed: TypeError: None is not" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -293,7 +440,7 @@ def test_blocked_event_loop_ends_the_start():
 def test_command_line_refuses_in_one_line(tmp_path, entry, message):
     (tmp_path / "faulty.py").write_text("raise RuntimeError('boom')")
     with metadata(tmp_path, f"[{GROUP}]\nfaulty = {entry}\n") as path:
-        done = run("-m", "service", "--help", PYTHONPATH=path)
+        done = start("-m", "service", "--help", PYTHONPATH=path)
 
     assert done.returncode == 1
     assert done.stderr.startswith(f"vitserve: the extension 'faulty' of faulty: {message}")
@@ -302,7 +449,7 @@ def test_command_line_refuses_in_one_line(tmp_path, entry, message):
 
 def test_broken_metadata_is_one_line(tmp_path):
     with metadata(tmp_path, f"[{GROUP}]\nno equals sign\n") as path:
-        done = run("-m", "service", "--help", PYTHONPATH=path)
+        done = start("-m", "service", "--help", PYTHONPATH=path)
 
     assert done.returncode == 1
     assert done.stderr.startswith("vitserve: an installed package has an unreadable entry_points")
@@ -319,7 +466,7 @@ def metadata(folder: Path, entry_points: str) -> Iterator[str]:
     yield os.pathsep.join([str(folder), str(REPOSITORY)])
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         env=os.environ | environment,

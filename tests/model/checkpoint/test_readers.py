@@ -9,6 +9,7 @@ from model import checkpoint as readers
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.options import CheckpointOptions
+from model.errors import ExtensionError
 from model.extension import Extension
 from tests.model.checkpoint.folders import (
     CONFIG,
@@ -37,6 +38,16 @@ def read_inner(files: Files, options: CheckpointOptions) -> Files | None:
 
 def fail(files: Files, options: CheckpointOptions) -> None:
     raise AssertionError("a core format was given to an extension")
+
+
+def read_again(files: Files, options: CheckpointOptions) -> Files:
+    """Return the same files, which would be read for ever."""
+    return files
+
+
+def read_tensors(files: Files, options: CheckpointOptions) -> object:
+    """Return the tensors instead of a checkpoint."""
+    return tiny()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -68,6 +79,23 @@ def test_core_formats_come_first(monkeypatch, kind, tmp_path):
     install(monkeypatch, "fail")
 
     assert load_checkpoint(str(FOLDERS[kind](tmp_path))).labels == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("reader", "message"),
+    [
+        ("fail", "AssertionError: a core format"),
+        ("read_again", "TypeError: .*read_again returned SingleFile"),
+        ("read_tensors", "TypeError: .*read_tensors returned OrderedDict"),
+    ],
+)
+def test_faulty_reader_is_named(monkeypatch, reader, message, tmp_path):
+    install(monkeypatch, reader)
+    file = tmp_path / "model.txt"
+    file.touch()
+
+    with pytest.raises(ExtensionError, match=f"the extension 'mine': `readers` failed: {message}"):
+        load_checkpoint(str(file))
 
 
 READABLE = r"(folders of vitserve, timm, huggingface; extensions: none)"
