@@ -48,7 +48,7 @@ M = TypeVar("M", bound=Message)
 
 def parse(kind: type[M], data: bytes | bytearray) -> M:
     """Return a message; raises `MalformedRequest`."""
-    message = kind()
+    message: M = kind()
     try:
         message.ParseFromString(bytes(data))
     except DecodeError as error:
