@@ -6,8 +6,8 @@ from typing import Any
 
 from service.engine.backbones import Checkpoint, ModelEngine
 from service.models.folder import FolderEntry
-from service.models.generation import Version
 from service.models.local_model import LocalModel
+from service.models.override import Override
 from service.settings import Settings
 
 
@@ -18,12 +18,12 @@ class ModelFactory:
         settings: see `LocalModels`.
         make: returns an engine, not started yet, for a model's own settings.
         configured: entries of the folder of models; None for a single checkpoint.
-        versions: versions by name that are served, or deleted, instead of the configured ones.
+        overrides: see `LocalModels`.
         on_retired: called when an old version of a model is closed and forgotten.
 
     Attributes:
         configured: entries of the folder as they are now.
-        versions: as the argument.
+        overrides: as the argument.
         default: key of the default model.
     """
 
@@ -32,11 +32,11 @@ class ModelFactory:
         settings: Settings,
         make: Callable[[Mapping[str, Any]], ModelEngine],
         configured: Mapping[str, FolderEntry] | None,
-        versions: Mapping[str, Version] | None,
+        overrides: Mapping[str, Override] | None,
         on_retired: Callable[[], None],
     ) -> None:
         self.configured = dict(configured or {"": FolderEntry({}, {})})
-        self.versions = dict(versions or {})
+        self.overrides = dict(overrides or {})
         self.default = next(iter(self.configured))
         if settings.models is not None and settings.model_name:
             self.default = settings.model_name
@@ -46,17 +46,17 @@ class ModelFactory:
 
     def models(self) -> dict[str, LocalModel]:
         """Return all models by key, the default first."""
-        names = {*self.configured, *self.versions}
+        names = {*self.configured, *self.overrides}
         ordered = sorted(names, key=lambda name: (name != self.default, name))
-        return {name: self.model(name) for name in ordered if not self.version(name).gone}
+        return {name: self.model(name) for name in ordered if not self.override(name).is_deleted}
 
-    def version(self, name: str) -> Version:
-        """Return the version of a model that is to be served; of an unknown one, number 0."""
-        return self.versions.get(name, Version(1 if name in self.configured else 0))
+    def override(self, name: str) -> Override:
+        """Return the checkpoint that a name is to serve; for an unknown name, number 0."""
+        return self.overrides.get(name, Override(1 if name in self.configured else 0))
 
-    def model(self, name: str, version: Version | None = None) -> LocalModel:
-        """Return a new model, by default with the version that is to be served."""
-        number, checkpoint, _ = version or self.version(name)
+    def model(self, name: str, override: Override | None = None) -> LocalModel:
+        """Return a new model, by default with the checkpoint that it is to serve."""
+        number, checkpoint, _ = override or self.override(name)
         model = LocalModel(
             partial(self._engine, name), checkpoint, number, on_retired=self._on_retired
         )

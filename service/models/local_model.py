@@ -14,7 +14,8 @@ from functools import partial
 
 from service.engine.backbones import Checkpoint, ModelEngine
 from service.engine.messages import EngineStatus
-from service.models.generation import Generation, ServedModel
+from service.models.served_model import ServedModel
+from service.models.version import Version
 
 logger = logging.getLogger("vitserve")
 
@@ -24,19 +25,19 @@ class LocalModel(ServedModel):
 
     Args:
         make: returns an engine, not started yet, for a checkpoint (None: the configured one).
-        checkpoint: checkpoint of the first generation.
-        number: number of the first generation.
-        on_retired: called when an old generation is closed and forgotten.
+        checkpoint: checkpoint of the first version.
+        number: number of the first version.
+        on_retired: called when an old version is closed and forgotten.
 
     Attributes:
         is_default: whether the process cannot serve without this model.
         broke: whether it failed after it had served.
         loaded: monotonic seconds of its last load, 0 before the first.
-        on_change: called on the event loop when another generation is current, or the current one's
+        on_change: called on the event loop when another version is current, or the current one's
             state changes.
     """
 
-    current: Generation[ModelEngine]
+    current: Version[ModelEngine]
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class LocalModel(ServedModel):
         super().__init__()
         self._make = make
         self._on_retired = on_retired
-        self._open: set[Generation[ModelEngine]] = set()
-        self.current = self.generation(checkpoint, number)
+        self._open: set[Version[ModelEngine]] = set()
+        self.current = self.new_version(checkpoint, number)
         self.is_default = True
         self.broke = False
         self.loaded = 0.0
@@ -63,18 +64,18 @@ class LocalModel(ServedModel):
         """Return monotonic seconds of its last image, None before the first."""
         return self.current.engine.last_used or self._last_used
 
-    def generation(self, checkpoint: Checkpoint, number: int) -> Generation[ModelEngine]:
+    def new_version(self, checkpoint: Checkpoint, number: int) -> Version[ModelEngine]:
         """Return a new version, which `load` loads."""
-        generation = Generation(self._make(checkpoint), number, checkpoint)
-        self._open.add(generation)
-        return generation
+        version = Version(self._make(checkpoint), number, checkpoint)
+        self._open.add(version)
+        return version
 
-    async def load(self, generation: Generation[ModelEngine]) -> str:
+    async def load(self, version: Version[ModelEngine]) -> str:
         """Load a version; return an empty text, or the reason if it failed."""
         ended = asyncio.Event()
-        generation.engine.start(partial(self._changed, generation, ended))
+        version.engine.start(partial(self._changed, version, ended))
         await ended.wait()
-        return generation.engine.status.reason
+        return version.engine.status.reason
 
     async def bring(self) -> str:
         """Load the current version, which is unloaded or failed; return as `load`."""
@@ -83,7 +84,7 @@ class LocalModel(ServedModel):
         self.current.move("loading")
         return await self.load(self.current)
 
-    def take_over(self, following: Generation[ModelEngine]) -> None:
+    def take_over(self, following: Version[ModelEngine]) -> None:
         """Make a loaded version current; close the version before it after its last request."""
         previous = self.current
         self.current = following
@@ -99,47 +100,47 @@ class LocalModel(ServedModel):
 
     @property
     def is_retiring(self) -> bool:
-        """Return whether an old generation has requests left."""
+        """Return whether an old version has requests left."""
         return self._retiring is not None and not self._retiring.done()
 
     async def retired(self, timeout: float | None = None) -> None:
-        """Wait until the old generation's last requests have ended, and it is closed."""
+        """Wait until the old version's last requests have ended, and it is closed."""
         if self._retiring is not None:
             await asyncio.wait([self._retiring], timeout=timeout)
 
     async def leave(self) -> None:
-        """Close all generations once their last requests have ended."""
-        older = (generation.idle() for generation in self._open)
+        """Close all versions once their last requests have ended."""
+        older = (version.idle() for version in self._open)
         await asyncio.gather(self._retire(self.current), self.retired(), *older)
         await self.close()
 
     async def close(self) -> None:
-        """Close all generations, though they may have requests left."""
+        """Close all versions, though they may have requests left."""
         self._tasks.cancel()
         await asyncio.gather(*map(self.forget, tuple(self._open)))
 
-    async def forget(self, generation: Generation[ModelEngine]) -> None:
+    async def forget(self, version: Version[ModelEngine]) -> None:
         """Close a version."""
-        generation.move("leaving")
-        await generation.engine.close()
-        generation.move("gone")
-        self._open.discard(generation)
+        version.move("leaving")
+        await version.engine.close()
+        version.move("gone")
+        self._open.discard(version)
 
-    def _renew(self) -> Generation[ModelEngine]:
-        """Replace the current generation by a new one of the same version; return the old one."""
+    def _renew(self) -> Version[ModelEngine]:
+        """Replace the current version by an unloaded one of the same number; return the old one."""
         previous = self.current
         self._last_used = self.last_used
         self._info = self.info
-        self.current = self.generation(previous.checkpoint, previous.number)
+        self.current = self.new_version(previous.checkpoint, previous.number)
         return previous
 
-    def _changed(self, generation: Generation[ModelEngine], ended: asyncio.Event) -> None:
-        before, after = generation.note_engine()
+    def _changed(self, version: Version[ModelEngine], ended: asyncio.Event) -> None:
+        before, after = version.note_engine()
         self.loaded = time.monotonic()
-        if generation is self.current:
+        if version is self.current:
             self.broke = after == "failed" and before != "loading"
             if after == "failed":
-                self._log_failure(generation.engine.status)
+                self._log_failure(version.engine.status)
             self.on_change()
         ended.set()
 
@@ -150,9 +151,9 @@ class LocalModel(ServedModel):
             where = "" if status.device in ("auto", "cpu") else f" on {status.device}"
             logger.critical("cannot start%s: %s", where, status.reason)
 
-    async def _retire(self, generation: Generation[ModelEngine]) -> None:
-        generation.move("leaving")
-        await generation.idle()
-        await self.forget(generation)
+    async def _retire(self, version: Version[ModelEngine]) -> None:
+        version.move("leaving")
+        await version.idle()
+        await self.forget(version)
         self._on_retired()
         logger.info("the old model is closed")

@@ -23,10 +23,11 @@ from service.errors import (
 )
 from service.models.configured import configured_models
 from service.models.folder import FolderEntry
-from service.models.generation import Generation, Version
 from service.models.local_model import LocalModel
 from service.models.on_demand import OnDemandModels
+from service.models.override import Override
 from service.models.registry import SWAP_UNDER_WAY
+from service.models.version import Version
 
 logger = logging.getLogger("vitserve")
 
@@ -129,8 +130,8 @@ class LocalModels(OnDemandModels):
         self, key: str, checkpoint: Checkpoint, agree: Callable[[], Awaitable[None]]
     ) -> None:
         """Load the first version of a model."""
-        version = Version(self._factory.version(key).number + 1, checkpoint)
-        model = self._factory.model(key, version)
+        override = Override(self._factory.override(key).number + 1, checkpoint)
+        model = self._factory.model(key, override)
         try:
             await self._load_next(key, model, model.current)
             await agree()
@@ -139,7 +140,7 @@ class LocalModels(OnDemandModels):
             raise
         self.served[key] = model
         model.on_change = self.on_change
-        self.versions[key] = version
+        self.overrides[key] = override
 
     async def _swap(
         self,
@@ -153,7 +154,7 @@ class LocalModels(OnDemandModels):
         logger.info(
             "loading %s beside the model that is served", path or "the configured checkpoint"
         )
-        following = model.generation(checkpoint, model.current.number + 1)
+        following = model.new_version(checkpoint, model.current.number + 1)
         try:
             await self._load_next(key, model, following)
             await agree()
@@ -169,10 +170,10 @@ class LocalModels(OnDemandModels):
         model.take_over(following)
         self.results["served"] += 1
         self.refused.discard(key)
-        self.versions[key] = Version(following.number, checkpoint)
+        self.overrides[key] = Override(following.number, checkpoint)
 
     async def _load_next(
-        self, key: str, model: LocalModel, following: Generation[ModelEngine]
+        self, key: str, model: LocalModel, following: Version[ModelEngine]
     ) -> None:
         """Load a version; raises `CheckpointRefused` or `NameTaken`."""
         try:
@@ -204,7 +205,7 @@ class LocalModels(OnDemandModels):
         self._require_changeable(name)  # another request may have deleted it meanwhile
         model = self.served.pop(name)
         self.refused.discard(name)
-        self.versions[name] = Version(model.current.number, gone=True)
+        self.overrides[name] = Override(model.current.number, is_deleted=True)
         self._tasks.begin(model.leave())
         self.on_change()
 
@@ -234,8 +235,8 @@ class LocalModels(OnDemandModels):
     async def _reconcile(self, name: str, entry: FolderEntry, before: FolderEntry | None) -> None:
         model = self.served.get(name)
         if model is None:
-            number = self.versions[name].number + 1 if name in self.versions else 1
-            self.versions[name] = Version(number)
+            number = self.overrides[name].number + 1 if name in self.overrides else 1
+            self.overrides[name] = Override(number)
             self.served[name] = self._factory.model(name)
             self._begin_load(name)
             return

@@ -12,8 +12,8 @@ from service.engine.backbones import ModelEngine
 from service.errors import ModelsFull, ServiceError, UnknownModel
 from service.models.factory import ModelFactory
 from service.models.folder import FolderEntry
-from service.models.generation import Version
 from service.models.local_model import LocalModel
+from service.models.override import Override
 from service.models.registry import Models
 from service.models.residency import LEAVE_SECONDS, Residency
 from service.settings import Settings
@@ -28,12 +28,12 @@ class OnDemandModels(Models):
         settings: settings of the service.
         make: returns an engine, not started yet, for a model's own settings.
         configured: entries of the folder, see `configured_models`.
-        versions: versions by name that another process served instead of the configured ones.
+        overrides: checkpoints by name that another process served instead of the configured ones.
         on_retired: called when an old version of a model is closed and forgotten.
         clock: monotonic seconds.
 
     Attributes:
-        versions: versions by name that are served, or deleted, instead of the configured ones.
+        overrides: checkpoints by name that are served, or deleted, instead of the configured ones.
     """
 
     served: dict[str, LocalModel]  # type: ignore[assignment]  # only models of this process
@@ -43,14 +43,14 @@ class OnDemandModels(Models):
         settings: Settings,
         make: Callable[[Mapping[str, Any]], ModelEngine],
         configured: Mapping[str, FolderEntry] | None = None,
-        versions: Mapping[str, Version] | None = None,
+        overrides: Mapping[str, Override] | None = None,
         *,
         on_retired: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._factory = ModelFactory(settings, make, configured, versions, on_retired)
-        self.versions = self._factory.versions
+        self._factory = ModelFactory(settings, make, configured, overrides, on_retired)
+        self.overrides = self._factory.overrides
         super().__init__(self._factory.models(), self._factory.default)
         self.results: Counter[str] = Counter()
         self._memory = Residency(
@@ -93,11 +93,11 @@ class OnDemandModels(Models):
         """Wait until a model answers, and load it if it is unloaded; see `Models.load`."""
         key = self.key(name)
         # It is ready once it is loaded, even if it is unloaded again before this coroutine goes on.
-        generation = self.served[key].current
+        version = self.served[key].current
         self._waiters[key] += 1
         try:
             while (
-                not generation.engine.ready
+                not version.engine.ready
                 and key in self.served
                 and self.served[key].state in ("loading", "unloaded")
             ):
@@ -107,7 +107,7 @@ class OnDemandModels(Models):
                 await asyncio.shield(load)
         finally:
             self._waiters[key] -= 1
-        if generation.engine.ready:
+        if version.engine.ready:
             return
         if key not in self.served:
             raise UnknownModel(f"{key!r}: the model was deleted")

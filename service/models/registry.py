@@ -26,7 +26,8 @@ from service.errors import (
     UnknownModel,
 )
 from service.models.added_heads import AddedHead
-from service.models.generation import Lease, ServedModel
+from service.models.lease import Lease
+from service.models.served_model import ServedModel
 from vitserve.documents import ListedModel
 
 logger = logging.getLogger("vitserve")
@@ -122,13 +123,13 @@ class Models(ABC):
         if model.state != "unloaded" or info is None:
             self.require_ready(key)
         assert info is not None, "a ready model is described"
-        generation = model.current
-        generation.begin()
+        version = model.current
+        version.begin()
         added = self.added.get(name or "")
-        is_ready = generation.engine.ready
+        is_ready = version.engine.ready
         if added is None:
-            return Lease(self, generation, info, is_loaded=is_ready)
-        return Lease(self, generation, added.info(info), added.head, is_ready)
+            return Lease(self, version, info, is_loaded=is_ready)
+        return Lease(self, version, added.info(info), added.head, is_ready)
 
     def needs_load(self, name: str | None) -> bool:
         """Return whether `acquire` needs `load` first, which describes the model.

@@ -16,8 +16,8 @@ from typing import Final
 from service.background import Tasks
 from service.engine.backbones import ModelEngine
 from service.errors import ModelsFull
-from service.models.generation import Generation
 from service.models.local_model import LocalModel
+from service.models.version import Version
 
 logger = logging.getLogger("vitserve")
 
@@ -60,7 +60,7 @@ class Residency:
         self._capacity = capacity
         self._kept = kept
         self._results = results
-        self._leaving: set[Generation[ModelEngine]] = set()
+        self._leaving: set[Version[ModelEngine]] = set()
         self._tasks = tasks
         self._clock = clock
         self._sizes: dict[str, int] = {}
@@ -72,9 +72,9 @@ class Residency:
     def loaded(self) -> dict[str, int]:
         """Return the bytes of each backbone that is loaded, or still leaving."""
         sizes = {}
-        for generation in self._leaving:
-            if generation.engine.info is not None:
-                sizes[generation.engine.info.backbone] = generation.engine.size
+        for version in self._leaving:
+            if version.engine.info is not None:
+                sizes[version.engine.info.backbone] = version.engine.size
         for backbone, models in self._ready().items():
             sizes[backbone] = models[0].current.engine.size
         return sizes
@@ -162,9 +162,7 @@ class Residency:
             model.unload()
         return self._tasks.begin(self._retired(models, leaving))
 
-    async def _retired(
-        self, models: list[LocalModel], leaving: set[Generation[ModelEngine]]
-    ) -> None:
+    async def _retired(self, models: list[LocalModel], leaving: set[Version[ModelEngine]]) -> None:
         await asyncio.gather(*(model.retired() for model in models))
         self._leaving -= leaving
 

@@ -24,7 +24,7 @@ from starlette.types import Receive
 from model.outputs import Outputs
 from service.errors import ClientDisconnected, DeadlineExceeded
 from service.http.connection import connection_of
-from service.models.generation import Lease
+from service.models.lease import Lease
 from service.web.admission import Permit
 from service.web.body import RequestBody
 from service.web.lanes import Lane

@@ -32,7 +32,7 @@ from service.errors import (
 from service.http.application import AnswerRoom, Header
 from service.http.connection import connection_of
 from service.lifecycle import Lifecycle
-from service.models.generation import Lease
+from service.models.lease import Lease
 from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
 from service.web.admission import RefusalPace

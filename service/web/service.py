@@ -21,7 +21,7 @@ from model.images.preprocess import ModelInput
 from service.engine.base import Engine
 from service.errors import Draining, EngineUnavailable, ModelLoading
 from service.lifecycle import Lifecycle
-from service.models.generation import Lease
+from service.models.lease import Lease
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings

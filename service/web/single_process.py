@@ -11,8 +11,8 @@ from service.engine.backbones import Backbones, Loader, ModelEngine
 from service.engine.messages import ModelInfo
 from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
 from service.models.configured import configured_models
-from service.models.generation import Generation
 from service.models.local_models import LocalModels
+from service.models.version import Version
 from service.observe.metrics import Metrics
 from service.server import Server
 from service.settings import Settings
@@ -44,7 +44,7 @@ class SingleProcess:
         metrics = Metrics()
         metrics.observe_process()
         self._is_announced = False
-        self._announced: WeakSet[Generation[ModelEngine]] = WeakSet()
+        self._announced: WeakSet[Version[ModelEngine]] = WeakSet()
         make = Backbones(settings, load, metrics.observe_batch).engine
         self._models = LocalModels(
             settings, make, configured_models(settings), on_retired=release_memory
@@ -57,14 +57,14 @@ class SingleProcess:
         if self._models.failure:
             self.server.stop(exit_code=1)
         for model in self._models.served.values():
-            generation = model.current
+            version = model.current
             if (
-                generation.engine.ready
-                and generation.engine.info is not None
-                and generation not in self._announced
+                version.engine.ready
+                and version.engine.info is not None
+                and version not in self._announced
             ):
-                self._announced.add(generation)
-                self._announce(generation.engine, generation.engine.info)
+                self._announced.add(version)
+                self._announce(version.engine, version.engine.info)
 
     def _announce(self, engine: ModelEngine, info: ModelInfo) -> None:
         """Log the loaded model, and the first time the address, as soon as the server listens."""

@@ -25,9 +25,9 @@ from service.engine.base import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden
-from service.models.generation import Version
 from service.models.local_model import LocalModel
 from service.models.local_models import LocalModels
+from service.models.override import Override
 from service.models.registry import Models
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
@@ -322,10 +322,10 @@ class Rig:
         await until(lambda: self.engine.status.state == state)
 
 
-def local_models(make: Callable[[Any], Any], **versions: Version) -> LocalModels:
+def local_models(make: Callable[[Any], Any], **overrides: Override) -> LocalModels:
     """Models of this process with engines that `make` returns; by default a single model."""
     return LocalModels(
-        load_settings(), make, versions={name.strip("_"): each for name, each in versions.items()}
+        load_settings(), make, overrides={name.strip("_"): each for name, each in overrides.items()}
     )
 
 

@@ -32,9 +32,9 @@ from service.errors import (
     InferenceFailed,
     QueueFull,
 )
-from service.models.generation import Generation
 from service.models.local_models import LocalModels
 from service.models.states import TRANSITIONS, State
+from service.models.version import Version
 from service.settings import load_settings
 from tests.service.fakes import PATIENCE, model_info
 
@@ -65,8 +65,8 @@ class Runner:
     device = "cpu"
     max_batch = MAX_BATCH
 
-    def __init__(self, version: int, clock: Callable[[], float]) -> None:
-        self.version = version
+    def __init__(self, checkpoint: int, clock: Callable[[], float]) -> None:
+        self.checkpoint = checkpoint
         self.clock = clock
         self.dead = False
         self.bad: set[int] = set()
@@ -109,7 +109,7 @@ class Runner:
         if self.dead or self.bad.intersection(numbers):
             raise RuntimeError("it does not compute")
         scores = np.ones(1, np.float32)
-        return [Outputs(scores, np.array([1000 * self.version + number])) for number in numbers]
+        return [Outputs(scores, np.array([1000 * self.checkpoint + number])) for number in numbers]
 
 
 def reachable(state: State) -> set[State]:
@@ -122,11 +122,11 @@ def reachable(state: State) -> set[State]:
 
 @dataclass(eq=False)
 class Request:
-    """A request from its headers to its end: it belongs to one generation and one image."""
+    """A request from its headers to its end: it belongs to one version and one image."""
 
     number: int
-    generation: Generation[Any]
-    version: int
+    version: Version[Any]
+    checkpoint: int
     held: ExitStack = field(default_factory=ExitStack)
     answer: asyncio.Task[InferenceResult] | None = None
     gone: bool = False
@@ -140,7 +140,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.now = 100.0
         self.loop = asyncio.new_event_loop()
         self.numbers = itertools.count(1)
-        self.versions = itertools.count(1)
+        self.checkpoints = itertools.count(1)
         self.runners: dict[int, Runner] = {}
         self.requests: list[Request] = []
         self.deadlines: dict[int, float] = {}
@@ -149,7 +149,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.load_gate = threading.Event()
         self.broken = False
         self.reports: list[BatchReport] = []
-        self.states: dict[Generation[Any], State] = {}
+        self.states: dict[Version[Any], State] = {}
         self.errors: list[object] = []
         self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
 
@@ -159,15 +159,15 @@ class ModelMachine(RuleBasedStateMachine):
     # The service
 
     def make(self, checkpoint: Checkpoint) -> Any:
-        version = next(self.versions)
+        number = next(self.checkpoints)
         broken = self.broken
 
         def load() -> tuple[Runner, ModelInfo]:
             assert self.load_gate.wait(PATIENCE)
             if broken:
                 raise CheckpointError("it cannot be read")
-            self.runners[version] = Runner(version, lambda: self.now)
-            return self.runners[version], model_info(name=str(version), max_batch=MAX_BATCH)
+            self.runners[number] = Runner(number, lambda: self.now)
+            return self.runners[number], model_info(name=str(number), max_batch=MAX_BATCH)
 
         return LocalEngine(
             load,
@@ -191,7 +191,7 @@ class ModelMachine(RuleBasedStateMachine):
 
         self.wait(begin())
 
-    def version(self) -> int:
+    def checkpoint(self) -> int:
         info = self.model.current.engine.info
         assert info is not None
         return int(info.name)
@@ -204,14 +204,14 @@ class ModelMachine(RuleBasedStateMachine):
             await asyncio.sleep(0.0005)
             self.look_at_states()
             engines = [(len(runner.launched), runner.waiting) for runner in self.runners.values()]
-            waiting = [generation.engine.status for generation in self.model._open]
+            waiting = [version.engine.status for version in self.model._open]
             now = (
                 engines,
                 waiting,
                 [each.answer.done() for each in self.requests if each.answer is not None],
             )
             # A thread that has taken a batch may not yet be in the model.
-            engines_open: list[Any] = [generation.engine for generation in self.model._open]
+            engines_open: list[Any] = [version.engine for version in self.model._open]
             taken = sum(len(engine._streams._under_way) for engine in engines_open)
             is_quiet = now == before and taken == sum(
                 runner.waiting for runner in self.runners.values()
@@ -227,10 +227,10 @@ class ModelMachine(RuleBasedStateMachine):
             before = now
 
     def look_at_states(self) -> None:
-        for generation in {*self.states, *self.model._open}:
-            before = self.states.get(generation, "loading")
-            assert generation.state in reachable(before), "no drawn way leads here"
-            self.states[generation] = generation.state
+        for version in {*self.states, *self.model._open}:
+            before = self.states.get(version, "loading")
+            assert version.state in reachable(before), "no drawn way leads here"
+            self.states[version] = version.state
 
     # Events of callers
 
@@ -242,8 +242,8 @@ class ModelMachine(RuleBasedStateMachine):
         """Receive the headers of a request."""
         if len(self.requests) >= MOST:
             return
-        request = Request(next(self.numbers) % 250, self.model.current, self.version())
-        request.held.enter_context(request.generation.request())
+        request = Request(next(self.numbers) % 250, self.model.current, self.checkpoint())
+        request.held.enter_context(request.version.request())
         self.requests.append(request)
 
     @rule(which=WHICH, explained=st.booleans())
@@ -268,9 +268,7 @@ class ModelMachine(RuleBasedStateMachine):
 
         async def answer() -> InferenceResult:
             with request.held:
-                result: InferenceResult = await request.generation.engine.infer(
-                    image, timeout=SECONDS
-                )
+                result: InferenceResult = await request.version.engine.infer(image, timeout=SECONDS)
                 return result
 
         self.deadlines[request.number] = self.now + SECONDS
@@ -351,9 +349,9 @@ class ModelMachine(RuleBasedStateMachine):
             error = request.answer.exception()
             if error is None:
                 [index] = request.answer.result().outputs.indices.tolist()
-                assert index == 1000 * request.version + request.number
+                assert index == 1000 * request.checkpoint + request.number
             elif isinstance(error, InferenceFailed):
-                assert request.number in self.runners[request.version].bad
+                assert request.number in self.runners[request.checkpoint].bad
             else:
                 assert isinstance(error, QueueFull | DeadlineExceeded), error
 
@@ -376,10 +374,10 @@ class ModelMachine(RuleBasedStateMachine):
             assert runner.waiting <= 3  # two streams, and the thread of maps
         assert (
             len(self.model._open) <= 3
-        )  # the current generation, a retiring one, and one that waits to load
+        )  # the current version, a retiring one, and one that waits to load
         for request in self.requests:
             if request.answer is None or not request.answer.done():
-                assert request.generation in self.model._open, (
+                assert request.version in self.model._open, (
                     "its engine is closed, and it has no answer"
                 )
 

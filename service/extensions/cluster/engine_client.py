@@ -236,8 +236,8 @@ class EngineClient:
                     or frame.tally != before.tally
                 ):
                     self._on_change()
-            case frames.Granted(lease, model, generation, info):
-                granted = EngineLease(self, lease, model, generation, info)
+            case frames.Granted(lease, model, version, info):
+                granted = EngineLease(self, lease, model, version, info)
                 self.leases.setdefault(model, {})[lease] = granted
                 if self.published.status.state == "ready":  # otherwise the status follows
                     self._on_change()

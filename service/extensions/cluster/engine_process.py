@@ -20,8 +20,8 @@ from service.extensions.cluster.processes import SERVING, Report
 from service.extensions.cluster.supervisor import TRY_AGAIN, Child
 from service.lifecycle import release_memory, trim_regularly
 from service.models.configured import configured_models
-from service.models.generation import Version
 from service.models.local_models import LocalModels
+from service.models.override import Override
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.image_stores import MemoryImageStore
@@ -39,7 +39,7 @@ def run_engine(
     path: Path,
     load: Loader,
     metrics: Metrics,
-    versions: Mapping[str, Version],
+    overrides: Mapping[str, Override],
 ) -> int:
     """Run one device's engine, and return the exit code.
 
@@ -51,14 +51,14 @@ def run_engine(
         child: the supervisor's object for this process.
         path: path of the workers' socket.
         load: loader of predictors, called on the engine's thread.
-        versions: served versions of models that differ from the configuration.
+        overrides: see `LocalModels`.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trim_regularly()
     # uvloop makes a round trip much shorter.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve_until_stopped(settings, child, path, load, metrics, versions))
+        return runner.run(serve_until_stopped(settings, child, path, load, metrics, overrides))
 
 
 async def serve_until_stopped(
@@ -67,7 +67,7 @@ async def serve_until_stopped(
     path: Path,
     load: Loader,
     metrics: Metrics,
-    versions: Mapping[str, Version],
+    overrides: Mapping[str, Override],
 ) -> int:
     """Serve the workers until a stop or a failure; return the exit code. See `run_engine`."""
     over = asyncio.Event()
@@ -76,12 +76,12 @@ async def serve_until_stopped(
         if models.failure:
             over.set()
         elif models.default.current.engine.ready:
-            child.link.send(Report(SERVING, dict(models.versions)))
+            child.link.send(Report(SERVING, dict(models.overrides)))
 
     asyncio.get_running_loop().add_signal_handler(STOP, over.set)
     make = Backbones(settings, load, metrics.observe_batch).engine
     models = LocalModels(
-        settings, make, configured_models(settings), versions, on_retired=release_memory
+        settings, make, configured_models(settings), overrides, on_retired=release_memory
     )
     images = MemoryImageStore(
         ttl=settings.recent_ttl,

@@ -30,8 +30,8 @@ from service.engine.backbones import ModelEngine
 from service.errors import CheckpointRefused, InferenceFailed, ServiceError
 from service.extensions.cluster import frames
 from service.extensions.cluster.connection import Connection
-from service.models.generation import Generation
 from service.models.local_models import LocalModels
+from service.models.version import Version
 from service.web.image_stores import MemoryImageStore
 
 logger = logging.getLogger("vitserve")
@@ -44,7 +44,7 @@ class EngineServer:
 
     Args:
         restarts: number of restarts of the process.
-        on_change: called when the state of a model changes, or another generation takes over.
+        on_change: called when the state of a model changes, or another version takes over.
         refresh_seconds: interval of heartbeats, and of checks for status changes without an event,
             such as the queue's depth.
     """
@@ -104,13 +104,13 @@ class EngineServer:
         The wait also ends if another version follows, or the model is deleted.
         """
         model = self.models.served.get(name)
-        generation = None if model is None else model.current
+        version = None if model is None else model.current
         while (
             model is not None
-            and generation is model.current
-            and generation.engine.ready
+            and version is model.current
+            and version.engine.ready
             and self.models.served.get(name) is model
-            and not all(worker.uses(generation) for worker in self.workers)
+            and not all(worker.uses(version) for worker in self.workers)
         ):
             self.worker_changed.clear()
             await self.worker_changed.wait()
@@ -164,27 +164,27 @@ class _Grant:
         is_used: whether the worker gives new requests to it, or has done so.
     """
 
-    def __init__(self, model: str, generation: Generation[ModelEngine]) -> None:
+    def __init__(self, model: str, version: Version[ModelEngine]) -> None:
         self.model = model
-        self.generation = generation
+        self.version = version
         self.is_recalled = False
         self.is_used = False
         self._is_busy = False
-        generation.keep()
+        version.keep()
 
     def use(self, *, is_busy: bool) -> None:
         """Note whether the worker has requests, so that the version is not evicted."""
         self.is_used = True
         if is_busy and not self._is_busy:
-            self.generation.begin()
+            self.version.begin()
         elif self._is_busy and not is_busy:
-            self.generation.end()
+            self.version.end()
         self._is_busy = is_busy
 
     def end(self) -> None:
         """Release the version."""
         self.use(is_busy=False)
-        self.generation.drop()
+        self.version.drop()
 
 
 class _Worker:
@@ -202,15 +202,15 @@ class _Worker:
     def announce(self) -> None:
         """Grant a lease on each version that serves, and then recall the leases on others."""
         served = {model.current: name for name, model in self._server.models.served.items()}
-        granted = {grant.generation for grant in self._grants.values()}
-        for generation, name in served.items():
-            info = generation.engine.info
-            if info is not None and generation.engine.ready and generation not in granted:
+        granted = {grant.version for grant in self._grants.values()}
+        for version, name in served.items():
+            info = version.engine.info
+            if info is not None and version.engine.ready and version not in granted:
                 id_ = next(self._ids)
-                self._grants[id_] = _Grant(name, generation)
-                self.send(frames.Granted(id_, name, generation.number, info))
+                self._grants[id_] = _Grant(name, version)
+                self.send(frames.Granted(id_, name, version.number, info))
         for id_, grant in self._grants.items():
-            if grant.generation not in served and not grant.is_recalled:
+            if grant.version not in served and not grant.is_recalled:
                 grant.is_recalled = True
                 self.send(frames.Recalled(id_, grant.model))
 
@@ -219,10 +219,10 @@ class _Worker:
         """Return whether a version that the worker had loaded waits for its decision."""
         return self._swap is not None
 
-    def uses(self, generation: Generation[ModelEngine]) -> bool:
+    def uses(self, version: Version[ModelEngine]) -> bool:
         """Return whether the worker gives new requests to a version."""
         grants = self._grants.values()
-        return any(grant.generation is generation and grant.is_used for grant in grants)
+        return any(grant.version is version and grant.is_used for grant in grants)
 
     def handle(self, frame: frames.Frame) -> None:
         """Handle a request."""
@@ -275,10 +275,10 @@ class _Worker:
         result: object = None
         match request:
             case frames.Submit() as submit:
-                with self._grants[submit.lease].generation.request() as engine:
+                with self._grants[submit.lease].version.request() as engine:
                     result = await engine.infer(submit.image, timeout=submit.timeout)
             case frames.EmbedTexts(lease, texts, timeout):
-                with self._grants[lease].generation.request() as engine:
+                with self._grants[lease].version.request() as engine:
                     result = await engine.embed_texts(texts, timeout=timeout)
             case frames.Put(picture, image_id):
                 result = await self._server.images.put(picture, image_id)

@@ -189,7 +189,7 @@ class Granted(_Frame, frozen=True, tag=12):
 
     lease: int
     model: str
-    generation: int
+    version: int
     info: ModelInfo
 
 

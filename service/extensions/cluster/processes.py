@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from service.lifecycle import exit_now, stop_signals
-from service.models.generation import Version
+from service.models.override import Override
 
 logger = logging.getLogger("vitserve")
 
@@ -39,13 +39,13 @@ class Report(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         state: `RUNNING` or `SERVING`, if the state has changed.
-        versions: versions of models that differ from the configuration, deleted models included.
+        overrides: see `service.models.override`, by model.
         answered, refused: counts of requests since the stop signal, in the last report.
         options: settings that override the service's in the process's successors.
     """
 
     state: int = 0
-    versions: dict[str, Version] = {}
+    overrides: dict[str, Override] = {}
     answered: int = 0
     refused: int = 0
     options: dict[str, str | int] = {}

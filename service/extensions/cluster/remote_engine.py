@@ -1,4 +1,4 @@
-"""One generation of a model on the engines of other processes."""
+"""One version of a model on the engines of other processes."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from service.extensions.cluster.engine_client import EngineClient, EngineLease
 
 
 class RemoteEngine:
-    """One generation of a model, computed by engines of other processes; see `Engine`.
+    """One version of a model, computed by engines of other processes; see `Engine`.
 
     Each image goes to the engine with the fewest requests of this worker.
 
@@ -23,7 +23,7 @@ class RemoteEngine:
         clients: connections to all engines.
 
     Attributes:
-        engines: the leases of the generation; none until `serve`.
+        engines: the leases of the version; none until `serve`.
         served: set by `serve`.
     """
 
@@ -36,12 +36,12 @@ class RemoteEngine:
 
     @property
     def ready(self) -> bool:
-        """Return whether an engine has the generation and takes images."""
+        """Return whether an engine has the version and takes images."""
         return any(lease.is_usable for lease in self.engines)
 
     @property
     def status(self) -> EngineStatus:
-        """Return the status of the first engine that has the generation, or of the first engine."""
+        """Return the status of the first engine that has the version, or of the first engine."""
         return (self.engines or self._clients)[0].status
 
     def serve(self, leases: tuple[EngineLease, ...]) -> None:

@@ -19,9 +19,10 @@ from service.errors import ServiceError, SwapUnderWay
 from service.extensions.cluster import frames
 from service.extensions.cluster.engine_client import EngineClient, EngineLease
 from service.extensions.cluster.remote_engine import RemoteEngine
-from service.models.generation import Generation, ServedModel
 from service.models.registry import SWAP_UNDER_WAY, Models
+from service.models.served_model import ServedModel
 from service.models.states import ModelState
+from service.models.version import Version
 from vitserve.documents import ListedModel
 
 _RELOAD_SECONDS: Final = 0.5
@@ -30,14 +31,14 @@ _RELOAD_SECONDS: Final = 0.5
 class RemoteModel(ServedModel):
     """A model whose engines run in other processes."""
 
-    current: Generation[RemoteEngine]
+    current: Version[RemoteEngine]
 
     def __init__(self, engines: Sequence[EngineClient], name: str = "") -> None:
         super().__init__()
         self.engines = tuple(engines)
         self.name = name
-        self.current = self._generation()
-        self._earlier: list[Generation[RemoteEngine]] = []  # with requests left
+        self.current = self._new_version()
+        self._earlier: list[Version[RemoteEngine]] = []  # with requests left
 
     @property
     def state(self) -> ModelState:
@@ -69,14 +70,14 @@ class RemoteModel(ServedModel):
     def refresh(self) -> None:
         """Give new requests to the newest version that engines have, perhaps to none.
 
-        A generation without leases becomes the next version, and its requests wait for that.
+        A version without leases becomes the next version, and its requests wait for that.
         """
         leases = self._newest()
         if leases != self.current.engine.engines:
             if self.current.engine.engines:
                 self._info = self.info
                 self._earlier.append(self.current)
-                self.current = self._generation()
+                self.current = self._new_version()
             if leases:
                 self.current.number = leases[0].number
                 self.current.engine.serve(leases)
@@ -101,17 +102,17 @@ class RemoteModel(ServedModel):
             content = self.info.content
         return tuple(lease for lease in leases if lease.info.content == content)
 
-    def _generation(self) -> Generation[RemoteEngine]:
-        generation = Generation(RemoteEngine(self.engines), 0)
-        generation.on_work = self._report
-        return generation
+    def _new_version(self) -> Version[RemoteEngine]:
+        version = Version(RemoteEngine(self.engines), 0)
+        version.on_work = self._report
+        return version
 
     def _report(self) -> None:
-        self._earlier = [generation for generation in self._earlier if generation.requests]
+        self._earlier = [version for version in self._earlier if version.requests]
         busy: set[EngineLease] = set()
-        for generation in (self.current, *self._earlier):
-            if generation.requests:
-                busy.update(generation.engine.engines)
+        for version in (self.current, *self._earlier):
+            if version.requests:
+                busy.update(version.engine.engines)
         for engine in self.engines:
             for lease in list(engine.leases.get(self.name, {}).values()):
                 lease.report(is_busy=lease in busy)
@@ -165,10 +166,10 @@ class RemoteModels(Models):
         It does not wait for the other engines. They may wait for the end of this request, which
         holds one of their older versions.
         """
-        generation = self.served[self.key(name)].current
-        if generation.engine.ready:
+        version = self.served[self.key(name)].current
+        if version.engine.ready:
             return
-        served = asyncio.create_task(generation.engine.served.wait())
+        served = asyncio.create_task(version.engine.served.wait())
         waking = asyncio.create_task(self._wake(name, caller))
         try:
             await asyncio.wait({served, waking}, return_when=asyncio.FIRST_COMPLETED)

@@ -22,7 +22,7 @@ from service.extensions.cluster.processes import RUNNING, SERVING, OperatingSyst
 from service.extensions.cluster.supervisor import Child, Supervisor
 from service.extensions.cluster.worker import RELOAD, run_web, worker_settings
 from service.lifecycle import Terminal
-from service.models.generation import Version
+from service.models.override import Override
 from service.observe import logs
 from service.observe.metrics import Metrics
 from service.settings import Settings
@@ -70,7 +70,7 @@ class Cluster:
         self._settings = settings
         self._load = load
         self._terminal = Terminal()
-        self._versions: dict[str, Version] = {}
+        self._overrides: dict[str, Override] = {}
         self._announced = False
         self.system = OperatingSystem()
         # The supervisor keeps them open: if a worker dies, its successor accepts its waiting
@@ -103,10 +103,10 @@ class Cluster:
     # Events of the supervisor.
 
     def reported(self, report: Report) -> None:
-        """Remember the served versions for restarted engines; log the address once."""
-        for name, version in report.versions.items():
-            if version.number >= self._versions.get(name, version).number:
-                self._versions[name] = version
+        """Remember the served checkpoints for restarted engines; log the address once."""
+        for name, override in report.overrides.items():
+            if override.number >= self._overrides.get(name, override).number:
+                self._overrides[name] = override
         if not self._announced and all(
             child.state == SERVING for child in (*self.engines, *self.workers)
         ):
@@ -162,7 +162,7 @@ class Cluster:
             self._socket(index),
             self._load,
             metrics_in(self.folder),
-            self._versions,
+            self._overrides,
         )
 
     def _socket(self, engine: int) -> Path:

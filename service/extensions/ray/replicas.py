@@ -25,8 +25,8 @@ from service.extension import check
 from service.extensions.ray.merged_metrics import render_replicas
 from service.lifecycle import freeze_objects, trim_regularly
 from service.models.configured import configured_models
-from service.models.generation import Generation
 from service.models.local_models import LocalModels
+from service.models.version import Version
 from service.observe import logs
 from service.observe.metrics import Metrics
 from service.setting_values import MEMORY
@@ -133,7 +133,7 @@ class Replica:
         make = Backbones(settings, load, self._metrics.observe_batch).engine
         self._models = _FixedModels(settings, make, configured_models(settings))
         self._loaded = asyncio.Event()
-        self._logged: WeakSet[Generation[ModelEngine]] = WeakSet()
+        self._logged: WeakSet[Version[ModelEngine]] = WeakSet()
         trim_regularly()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -16,7 +16,7 @@ from model.images.preprocess import Region
 from model.outputs import AttentionMap, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import ServiceError
-from service.models.generation import Lease
+from service.models.lease import Lease
 from service.web.admitted import AdmittedRequest
 from service.web.decoders import Decoded
 from service.web.gather import all_of

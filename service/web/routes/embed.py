@@ -17,7 +17,7 @@ from model.outputs import Pooling, RequestedOutputs
 from model.parameters import parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
-from service.models.generation import Lease
+from service.models.lease import Lease
 from service.web.admitted import AdmittedRequest, admit
 from service.web.gather import of_each
 from service.web.picture import embed_texts, infer_file, require_file

@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from service.engine.messages import ModelInfo
 from service.errors import MethodNotAllowed, NotFound
-from service.models.generation import Lease
+from service.models.lease import Lease
 from service.web.admitted import AdmittedRequest
 from service.web.middleware import request_context
 from service.web.picture import require_file

@@ -18,7 +18,7 @@ from service.background import Tasks
 from service.engine.base import Engine
 from service.engine.messages import InferenceRequest, attributes
 from service.errors import InvalidParameter, ServiceError
-from service.models.generation import Generation
+from service.models.version import Version
 from service.observe.metrics import CONTENT_TYPE
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import problems
@@ -34,7 +34,7 @@ _PREPARE_SECONDS: Final = 60.0
 _TEXT: Final = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 _preparing = Tasks()
-_prepared: WeakKeyDictionary[Generation[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[Version[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
 
 
 class DescribedQuery(ModelQuery, frozen=True):
@@ -59,7 +59,7 @@ async def model(request: Request, query: DescribedQuery) -> ModelDescription:
     """Describe a served model."""
     current = await model_of(request, query.model)
     if query.prepare_maps:
-        _prepare_maps(current.generation)
+        _prepare_maps(current.version)
     info = current.info
     config = info.config
     facts = attributes(ModelDescription.model_fields, info, config, current.engine.status)
@@ -80,22 +80,22 @@ async def model(request: Request, query: DescribedQuery) -> ModelDescription:
     )
 
 
-def _prepare_maps(generation: Generation[Engine]) -> None:
+def _prepare_maps(version: Version[Engine]) -> None:
     """Compute the map of an empty picture in the background, once for each version of a model."""
-    info = generation.engine.info
-    if info is None or not generation.engine.ready or generation in _prepared:
+    info = version.engine.info
+    if info is None or not version.engine.ready or version in _prepared:
         return
-    _prepared[generation] = None
+    _prepared[version] = None
     if "relevance" in methods_of(info.config):
         requested = RequestedOutputs(1, MapRequest("relevance"))
         picture = InferenceRequest(np.zeros(info.input_shape, np.uint8), requested)
-        _prepared[generation] = _preparing.begin(_compute(generation, picture))
+        _prepared[version] = _preparing.begin(_compute(version, picture))
 
 
-async def _compute(generation: Generation[Engine], picture: InferenceRequest) -> None:
+async def _compute(version: Version[Engine], picture: InferenceRequest) -> None:
     """Compute a picture, and discard the answer."""
     try:
-        with generation.request() as engine:
+        with version.request() as engine:
             await engine.infer(picture, timeout=_PREPARE_SECONDS)
     except ServiceError as error:
         logger.info("the first map will take longer: %s", error)

@@ -19,7 +19,7 @@ from model.heads import of_image
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MissingImage, ServiceError, UploadTooLarge
-from service.models.generation import Lease
+from service.models.lease import Lease
 from service.web.admitted import AdmittedRequest, admit
 from service.web.decoders import Decoded
 from service.web.gather import all_of

@@ -23,7 +23,7 @@ from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.engine_server import EngineServer
 from service.extensions.cluster.remote_model import RemoteModels
 from service.models.folder import FolderEntry
-from service.models.generation import Lease
+from service.models.lease import Lease
 from service.models.local_models import LocalModels
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore

@@ -24,8 +24,8 @@ from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.engine_server import EngineServer
 from service.extensions.cluster.remote_images import RemoteImageStore
 from service.extensions.cluster.remote_model import RemoteModel, RemoteModels
-from service.models.generation import Version
 from service.models.local_models import LocalModels
+from service.models.override import Override
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.service.fakes import (
@@ -62,9 +62,9 @@ class Device:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    async def start(self, served: str | None = None, generation: int = 1) -> None:
+    async def start(self, served: str | None = None, version: int = 1) -> None:
         self.models = LocalModels(
-            load_settings(), self._make, versions={"": Version(generation, served)}
+            load_settings(), self._make, overrides={"": Override(version, served)}
         )
         self.model = self.models.served[""]
         images = MemoryImageStore(ttl=60, max_bytes=1 << 20)
@@ -471,7 +471,7 @@ async def test_engine_death_in_a_load_ends_a_swap() -> None:
         await until(lambda: all(engine.leases for engine in model.engines))
         await load(model, "next")
         await service.devices[1].die()
-        await service.devices[1].start("next", generation=2)
+        await service.devices[1].start("next", version=2)
         await until(lambda: numbers(model) == [{2}, {2}])
         await check([ask(model, red) for red in range(4)], range(4))
         assert service.devices[1].predictors["next"].launched != []
@@ -514,7 +514,7 @@ async def test_wait_survives_an_early_eviction(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(engine, "load", load_for_a_moment)
         with model.acquire("other") as lease:
             await lease.load("caller")
-            await until(lambda: model.served["other"].current is not lease.generation)
+            await until(lambda: model.served["other"].current is not lease.version)
             await lease.engine.infer(request_for(1), timeout=PATIENCE)
 
 
@@ -528,10 +528,10 @@ async def test_arriving_request_keeps_a_model_busy() -> None:
         await until(
             lambda: all(each.served["other"].current.engine.ready for each in (model, other))
         )
-        generation = service.devices[0].models.served["other"].current
+        version = service.devices[0].models.served["other"].current
 
         def works() -> bool:
-            return generation.requests > 0
+            return version.requests > 0
 
         with other.served["other"].current.request():
             await until(works)
@@ -541,7 +541,7 @@ async def test_arriving_request_keeps_a_model_busy() -> None:
                 async with asyncio.timeout(0.05):
                     await until(lambda: not works())
         await until(lambda: not works())
-        assert generation.keepers == 2
+        assert version.keepers == 2
 
 
 @pytest.mark.parametrize("changes", [["delete"], ["put"], ["delete", "put"]], ids="-".join)
@@ -556,8 +556,8 @@ async def test_admitted_request_outlives_its_model(
         admitted = model.served["other"].current
         [device] = service.devices
         with admitted.request():  # whose picture is being read
-            generation = device.models.served["other"].current
-            await until(lambda: generation.requests)
+            version = device.models.served["other"].current
+            await until(lambda: version.requests)
             for change in changes:
                 await (
                     leads.delete("other")
@@ -568,7 +568,7 @@ async def test_admitted_request_outlives_its_model(
             result = await admitted.engine.infer(request_for(5), timeout=PATIENCE)
             assert result.outputs.indices.tolist() == expected_indices(5, 3)
             assert device.predictors["other"].launched == [[5]]
-        await until(lambda: not generation.keepers)
+        await until(lambda: not version.keepers)
 
 
 @on_a_loop

@@ -21,7 +21,7 @@ from service.extensions.cluster.processes import SERVING, Report
 from service.extensions.cluster.run import Cluster
 from service.extensions.cluster.supervisor import TRY_AGAIN, Child
 from service.extensions.cluster.worker import share, worker_settings
-from service.models.generation import Version
+from service.models.override import Override
 from service.observe.metrics import Metrics
 from service.settings import load_settings
 from tests.extensions.cluster.scripts import run
@@ -76,15 +76,15 @@ async def test_engine_reports_its_served_versions(
         loaded.append(settings.checkpoint)
         return FakePredictor(), model_info()
 
-    versions = {"": Version(3, "swapped")}
+    overrides = {"": Override(3, "swapped")}
     running = asyncio.create_task(
-        serve_until_stopped(settings, own, tmp_path / "engine", load, Metrics(), versions)
+        serve_until_stopped(settings, own, tmp_path / "engine", load, Metrics(), overrides)
     )
     found: list[Report] = []
     while not found:
         found = reports(own)
         await asyncio.sleep(0.001)
-    assert (found, loaded) == ([Report(SERVING, versions)], ["swapped"])
+    assert (found, loaded) == ([Report(SERVING, overrides)], ["swapped"])
     os.kill(os.getpid(), STOP)
     assert await running == 0
 
@@ -171,7 +171,7 @@ def test_unusable_socket_folder_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 PROLOGUE = """
 import os, signal
-from service.models.generation import Version
+from service.models.override import Override
 from service.extensions.cluster.processes import Link, OperatingSystem, Report
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
@@ -274,7 +274,7 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     os.kill(os.getpid(), number)
 print(system.wait(60, []) == [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 link = Link()
-sent = Report(2, {"": Version(3, "a\\nb")}, options={"max_batch": 4})
+sent = Report(2, {"": Override(3, "a\\nb")}, options={"max_batch": 4})
 system.spawn("child", lambda: link.send(sent) or link.send(Report()) or 0)
 reports = []
 while len(reports) < 2:

@@ -101,9 +101,9 @@ def states(models: LocalModels) -> dict[str, str]:
 async def ask(models: LocalModels, name: str, red: int = 3) -> int:
     """Return the launches of the predictor that answered."""
     await models.load(name)
-    generation = models.served[name].current
-    with generation.request():
-        return (await generation.engine.infer(request_for(red), timeout=PATIENCE)).batch_size
+    version = models.served[name].current
+    with version.request():
+        return (await version.engine.infer(request_for(red), timeout=PATIENCE)).batch_size
 
 
 @on_a_loop
@@ -352,11 +352,11 @@ async def test_an_unloaded_model_loads_again(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
-        generation = models.served["b"].current
-        with generation.request():
+        version = models.served["b"].current
+        with version.request():
             unloading = asyncio.create_task(models.unload("b"))
             await until(lambda: states(models)["b"] == "unloaded")
-            assert (await generation.engine.infer(request_for(1), timeout=PATIENCE)).batch_size == 1
+            assert (await version.engine.infer(request_for(1), timeout=PATIENCE)).batch_size == 1
             assert not unloading.done()
         await unloading
         assert disk.retired == 1
@@ -493,7 +493,7 @@ async def test_a_deletion_beats_the_next_version(
 
             await models.replace("b", {"checkpoint": "x"}, agree=agree)
         assert states(models) == {"a": "ready"}
-        assert models.versions["b"].gone
+        assert models.overrides["b"].is_deleted
         await until(lambda: not before._open)
 
 
@@ -552,8 +552,8 @@ async def test_an_admitted_request_gets_its_model(waits: bool, change: str, tmp_
     async with running(tmp_path, "a", "b") as (models, disk):
         await models.unload("b")
         disk.gate.clear()
-        generation = models.served["b"].current
-        with nullcontext() if waits else generation.request():
+        version = models.served["b"].current
+        with nullcontext() if waits else version.request():
             asking = asyncio.create_task(ask(models, "b") if waits else asyncio.sleep(0))
             await until(lambda: not waits or models._load_lock.locked())
             put = partial(
@@ -567,7 +567,7 @@ async def test_an_admitted_request_gets_its_model(waits: bool, change: str, tmp_
                     lambda: models.served.get("b") is None or models.served["b"].current.number == 2
                 )
                 assert (
-                    await generation.engine.infer(request_for(1), timeout=PATIENCE)
+                    await version.engine.infer(request_for(1), timeout=PATIENCE)
                 ).batch_size == 1
             await asking
         await changing

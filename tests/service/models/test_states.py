@@ -1,18 +1,18 @@
-"""The states of a generation: the table of transitions, which a generation obeys."""
+"""The states of a version: the table of transitions, which a version obeys."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from service.models.generation import Generation
 from service.models.states import TRANSITIONS, State
+from service.models.version import Version
 from tests.service.fakes import on_a_loop
 
 
-def generation(*, ready: bool = False, state: str = "loading") -> Generation[Any]:
+def new_version(*, ready: bool = False, state: str = "loading") -> Version[Any]:
     engine: Any = SimpleNamespace(ready=ready, status=SimpleNamespace(state=state))
-    return Generation(engine)
+    return Version(engine)
 
 
 def test_every_state_leads_to_gone() -> None:
@@ -29,7 +29,7 @@ def test_a_gone_version_does_not_return() -> None:
 
 @on_a_loop
 async def test_a_version_follows_its_engine() -> None:
-    version = generation()
+    version = new_version()
     version.engine.ready = True
     assert version.note_engine() == ("loading", "ready")
     version.engine.ready = False
@@ -39,7 +39,7 @@ async def test_a_version_follows_its_engine() -> None:
 
 @on_a_loop
 async def test_an_unloaded_version_is_loaded_again() -> None:
-    version = generation()
+    version = new_version()
     states = [version.state]
     for state in ("unloaded", "loading"):
         version.move(state)
@@ -49,7 +49,7 @@ async def test_an_unloaded_version_is_loaded_again() -> None:
 
 @on_a_loop
 async def test_a_leaving_version_ignores_engines() -> None:
-    version = generation(ready=True)
+    version = new_version(ready=True)
     version.move("leaving")
     version.engine.ready = False
     version.engine.status.state = "failed"
@@ -59,6 +59,6 @@ async def test_a_leaving_version_ignores_engines() -> None:
 @on_a_loop
 @pytest.mark.parametrize("state", ["unloaded", "gone"])
 async def test_a_version_cannot_skip_leaving(state: State) -> None:
-    version = generation(ready=True)
+    version = new_version(ready=True)
     with pytest.raises(AssertionError, match=f"from ready to {state}"):
         version.move(state)

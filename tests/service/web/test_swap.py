@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.models.generation import Generation
+from service.models.version import Version
 from service.settings import load_settings
 from tests.needs import needs
 from tests.service.fakes import SIZE, model_info, on_a_loop, png, until
@@ -25,11 +25,11 @@ def other_model() -> FakeEngine:
     return FakeEngine(model_info(name="other", labels=LABELS, preprocess=preprocess, config=config))
 
 
-def swap(service: App, engine: FakeEngine) -> Generation[Any]:
-    """Swap the model; return the previous generation."""
+def swap(service: App, engine: FakeEngine) -> Version[Any]:
+    """Swap the model; return the previous version."""
     model = service_in(service).models.default
     before = model.current
-    model.current = Generation(engine, 2)
+    model.current = Version(engine, 2)
     return before
 
 
@@ -71,14 +71,14 @@ async def test_a_late_body_keeps_its_first_model(
 
 @on_a_loop
 async def test_every_ended_request_frees_its_model(service: App) -> None:
-    generation = service_in(service).models.default.current
+    version = service_in(service).models.default.current
     assert (await service.classify(b"no picture")).status == 415
     service.engine.gate.clear()
     asked = service.communicator("POST", "/classify", body=png(1)).start()
     await until(lambda: service.engine.waiting == 1)
     asked.cancel()
     await asyncio.wait((asked,))
-    assert generation.requests == 0
+    assert version.requests == 0
 
 
 @on_a_loop
@@ -96,13 +96,13 @@ async def test_a_full_service_holds_a_found_model() -> None:
     service = App(load_settings({"queue_size": 1}))
     limiter = service_in(service).limiter
     limiter.take(1, "")
-    generation = service_in(service).models.default.current
+    version = service_in(service).models.default.current
     asked = service.communicator("POST", "/classify", body=png(1)).start()
     seen = set()
     while not asked.done():
-        seen.add(generation.requests)
+        seen.add(version.requests)
         await asyncio.sleep(0)
-    assert (seen, generation.requests) == ({0, 1}, 0), "it waits for a slot, and is refused"
+    assert (seen, version.requests) == ({0, 1}, 0), "it waits for a slot, and is refused"
 
 
 @on_a_loop
@@ -121,8 +121,8 @@ async def test_each_of_several_models_is_held() -> None:
 
 @on_a_loop
 async def test_a_refused_query_releases_its_model(service: App) -> None:
-    generation = service_in(service).models.default.current
+    version = service_in(service).models.default.current
     assert (await service.classify(query="top_k=0")).status == 422
     assert (await service.classify(query="layer=1")).status == 422
     assert (await service.get("/attention", "id=unknown")).status == 404
-    assert generation.requests == 0
+    assert version.requests == 0

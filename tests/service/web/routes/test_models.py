@@ -8,7 +8,7 @@ import pytest
 
 from service.errors import ModelsFull
 from service.models.added_heads import AddedHead
-from service.models.generation import Generation
+from service.models.version import Version
 from tests.needs import needs
 from tests.service.fakes import model_info, on_a_loop, png, until
 from tests.service.web.apps import App, form, service_in, settle
@@ -244,7 +244,7 @@ async def test_an_admitted_request_keeps_its_model(
     other = FakeEngine(model_info(name="few", content="other"))
     models.engines["few"] = other
     engine.info = other.info if own == "ready as another" else engine.info
-    model.current = Generation(cast(Any, other), 2)
+    model.current = Version(cast(Any, other), 2)
     if own == "ready, and deleted":
         del models.served["few"]
     engine.gate.set()

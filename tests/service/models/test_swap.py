@@ -1,4 +1,4 @@
-"""Swap a model: which generation answers a request, failed loads, and closing the previous one."""
+"""Swap a model: which version answers a request, failed loads, and closing the previous one."""
 
 import asyncio
 import gc
@@ -16,9 +16,9 @@ from service.engine.backbones import Checkpoint
 from service.engine.local import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, SwapUnderWay
-from service.models.generation import Generation
 from service.models.local_model import LocalModel
 from service.models.local_models import LocalModels
+from service.models.version import Version
 from service.settings import load_settings
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
 
@@ -102,9 +102,9 @@ async def load(models: Models, checkpoint: str | None) -> None:
 
 
 def ask(
-    generation: Generation[Any], red: int, timeout: float = PATIENCE
+    version: Version[Any], red: int, timeout: float = PATIENCE
 ) -> asyncio.Task[InferenceResult]:
-    return asyncio.create_task(generation.engine.infer(request_for(red), timeout=timeout))
+    return asyncio.create_task(version.engine.infer(request_for(red), timeout=timeout))
 
 
 @on_a_loop
