@@ -176,7 +176,7 @@ class RequestedOutputs:
         label_set: whether to return the set of labels, of a model that has a coverage.
         head: the head that scores the image: a name of `Predictor.heads`; empty for the
             checkpoint's own.
-        more: requests for the same image to further heads, in the same pass.
+        more: requests for the same image to other heads, in the same pass.
     """
 
     top_k: int
@@ -219,7 +219,7 @@ class Outputs:
         finite: whether all scores of the image are finite; if not, the other values mean nothing.
         label_set: int64 [size], the labels that include the right one with the model's coverage,
             best first; if empty, the model abstains. See `model.calibration`.
-        more: outputs of further heads, in the order of the request.
+        more: outputs of other heads, in the order of the request.
         far: whether the image is far from all examples of a taught head, which then abstains.
         least: float32 [top_k], the lowest score at which each class is predicted; None: 0.
     """

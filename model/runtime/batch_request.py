@@ -144,7 +144,7 @@ class HeadTable(NamedTuple):
         )
 
     def needs_aim(self, requested: RequestedOutputs) -> bool:
-        """Return whether a request needs the relevance of a class of a further head."""
+        """Return whether a request needs the relevance of a class of another head."""
         if requested.map is None or requested.map.method != "relevance":
             return False
         return self.of_map(requested) is not self.own

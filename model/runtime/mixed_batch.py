@@ -1,4 +1,4 @@
-"""A batch whose images ask for maps, embeddings, logits or further heads.
+"""A batch whose images ask for maps, embeddings, logits or other heads.
 
 Names of indices:
 
@@ -57,7 +57,7 @@ class _Pass(NamedTuple):
     Attributes:
         request: the outputs requested of the pass.
         arrays: its outputs by name.
-        aimed: maps of further heads' classes, by the number of their request.
+        aimed: maps of other heads' classes, by the number of their request.
     """
 
     request: BatchRequest
@@ -154,7 +154,7 @@ class MixedBatch:
         return [outputs[image] for image in range(len(self._images))]
 
     def _pass(self, request: BatchRequest) -> _Pass:
-        """Run the backbone once, with the maps of further heads' classes."""
+        """Run the backbone once, with the maps of other heads' classes."""
         numbers = [
             number
             for number, head_request in enumerate(self._head_requests)

@@ -82,7 +82,7 @@ def run_network(
         pixels: on the device.
         request: the requested outputs.
         folded: see `class_relevance`; needed for relevance and aims.
-        aims: classes of further heads whose relevance to compute.
+        aims: classes of other heads whose relevance to compute.
     """
     if not (request.relevance or aims):
         output = model(pixels, request.layers, 0, request.all_tokens, request.transfer)

@@ -77,7 +77,7 @@ class ModelInfo:
         loaded_at: date of the load, in seconds since 1970.
         backbone: name of the backbone; equal for models that share it.
         head: name among the heads of the backbone; see `RequestedOutputs.head`.
-        is_added_head: whether it is an added head, which abstains from pictures far from its
+        is_served_head: whether it is a served head, which abstains from pictures far from its
             examples.
         has_thresholds: whether its classes have thresholds; see `Outputs.least`.
         features: embedding that its head reads.
@@ -108,14 +108,14 @@ class ModelInfo:
     calibrated_on: int | None = None
     backbone: str = ""
     head: str = ""
-    is_added_head: bool = False
+    is_served_head: bool = False
     has_thresholds: bool = False
     features: Pooling = "head"
 
     @property
     def can_abstain(self) -> bool:
         """Return whether the head may answer that none of its labels fits a picture."""
-        return self.is_added_head or self.coverage is not None or self.has_thresholds
+        return self.is_served_head or self.coverage is not None or self.has_thresholds
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

@@ -31,15 +31,15 @@ class Lease:
     Attributes:
         models: the models of the service.
         version: the version that the request belongs to.
-        info: the description of the model, or of the added head that the request names.
-        added_head: the head that scores the features, if the request names an added head.
+        info: the description of the model, or of the served head that the request names.
+        head: the head that scores the features, if the request names a served head.
         is_loaded: whether the version could answer when it was acquired, or was loaded since.
     """
 
     models: Models
     version: Version[Engine]
     info: ModelInfo
-    added_head: Head | None = None
+    head: Head | None = None
     is_loaded: bool = True
 
     @property

@@ -184,7 +184,7 @@ class LocalModels(OnDemandModels):
         if reason:
             raise CheckpointRefused(reason)
         info = following.engine.info
-        if info is not None and not key and (info.name in self.served or info.name in self.added):
+        if info is not None and not key and (info.name in self.served or info.name in self.heads):
             raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
 
     # Remove

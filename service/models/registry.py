@@ -25,8 +25,8 @@ from service.errors import (
     SettingsError,
     UnknownModel,
 )
-from service.models.added_heads import AddedHead
 from service.models.lease import Lease
+from service.models.served_heads import ServedHead
 from service.models.served_model import ServedModel
 from vitserve.documents import ListedModel
 
@@ -49,14 +49,14 @@ class Models(ABC):
         default: key of the model that requests without a name ask.
 
     Attributes:
-        added: heads that are answered like models, under names that no model has.
+        heads: heads that are answered like models, under names that no model has.
         results: number of loads by result, of swaps that were `served` or `refused`, and of
             backbones that were `evicted`.
         refused: keys of models whose last swap was refused.
         on_change: called on the event loop when the state of a model changes.
     """
 
-    added: Mapping[str, AddedHead] = MappingProxyType({})
+    heads: Mapping[str, ServedHead] = MappingProxyType({})
 
     def __init__(self, served: Mapping[str, ServedModel], default: str = "") -> None:
         self.served = dict(served)
@@ -82,7 +82,7 @@ class Models(ABC):
 
     def names(self) -> list[str]:
         """Return the names of all models and heads, sorted."""
-        return sorted([*map(self.name_of, self.served), *self.added])
+        return sorted([*map(self.name_of, self.served), *self.heads])
 
     def key(self, name: str | None, *, is_new: bool = False) -> str:
         """Return the key of a model; None is the default's name.
@@ -96,12 +96,12 @@ class Models(ABC):
         Raises:
             UnknownModel: no model or head has this name, and it may not be new.
             EngineUnavailable: the head is being fitted, or its model may be loading.
-            `AddedHead.refusal`: the head does not answer.
+            `ServedHead.refusal`: the head does not answer.
         """
         if name is None:
             return self.default_name
-        if name in self.added:
-            return self._key_of_head(self.added[name])
+        if name in self.heads:
+            return self._key_of_head(self.heads[name])
         if name in self.served and name:
             return name
         if name and name == self.name_of(self.default_name):
@@ -125,11 +125,11 @@ class Models(ABC):
         assert info is not None, "a ready model is described"
         version = model.current
         version.begin()
-        added = self.added.get(name or "")
+        served_head = self.heads.get(name or "")
         is_ready = version.engine.ready
-        if added is None:
+        if served_head is None:
             return Lease(self, version, info, is_loaded=is_ready)
-        return Lease(self, version, added.info(info), added.head, is_ready)
+        return Lease(self, version, served_head.info(info), served_head.head, is_ready)
 
     def needs_load(self, name: str | None) -> bool:
         """Return whether `acquire` needs `load` first, which describes the model.
@@ -159,23 +159,23 @@ class Models(ABC):
                 raise ModelFailed(reason)
         raise EngineUnavailable(reason)
 
-    def _key_of_head(self, added: AddedHead) -> str:
-        if added.key is not None and added.head is not None:
-            return added.key
-        message = f"{added.name}: {added.reason or _FITTING}"
-        if self._is_pending(added):
+    def _key_of_head(self, served_head: ServedHead) -> str:
+        if served_head.key is not None and served_head.head is not None:
+            return served_head.key
+        message = f"{served_head.name}: {served_head.reason or _FITTING}"
+        if self._is_pending(served_head):
             raise EngineUnavailable(message)
-        raise added.refusal(message)
+        raise served_head.refusal(message)
 
-    def _is_pending(self, added: AddedHead) -> bool:
+    def _is_pending(self, served_head: ServedHead) -> bool:
         """Return whether a head is being fitted, or its model may be one that is loading."""
-        if added.key is None:
+        if served_head.key is None:
             return any(model.state == "loading" for model in self.served.values())
-        return not added.reason
+        return not served_head.reason
 
     def _require_changeable(self, name: str) -> None:
-        if name in self.added:
-            raise Forbidden(f"{name}: it is a head, not a model: {self.added[name].removal}")
+        if name in self.heads:
+            raise Forbidden(f"{name}: it is a head, not a model: {self.heads[name].removal}")
         if self.key(name) == self.default_name:
             raise DefaultModel(
                 f"{name!r:.200} is the default model: put another checkpoint in its place"
@@ -186,7 +186,7 @@ class Models(ABC):
     def describe(self) -> list[ListedModel]:
         """Return the status of each model and head, sorted by name."""
         models = map(self.status_of, self.served)
-        heads = map(self._status_of_head, self.added.values())
+        heads = map(self._status_of_head, self.heads.values())
         return sorted([*models, *heads], key=lambda status: status.name)
 
     def status_of(self, key: str) -> ListedModel:
@@ -241,20 +241,20 @@ class Models(ABC):
         statuses = {id(getattr(engine, "backbone", engine)): engine.status for engine in engines}
         return list(statuses.values())
 
-    def _status_of_head(self, added: AddedHead) -> ListedModel:
-        if added.key is not None and added.head is not None:
+    def _status_of_head(self, served_head: ServedHead) -> ListedModel:
+        if served_head.key is not None and served_head.head is not None:
             differences = {
-                "name": added.name,
-                "classes": len(added.head.labels),
+                "name": served_head.name,
+                "classes": len(served_head.head.labels),
                 "bytes": 0,
                 "default": False,
                 "taught": True,
             }
-            return self.status_of(added.key).model_copy(update=differences)
+            return self.status_of(served_head.key).model_copy(update=differences)
         return ListedModel(
-            name=added.name,
-            state="loading" if self._is_pending(added) else "failed",
-            reason=added.reason or _FITTING,
+            name=served_head.name,
+            state="loading" if self._is_pending(served_head) else "failed",
+            reason=served_head.reason or _FITTING,
             backbone="",
             bytes=0,
             default=False,

@@ -1,7 +1,7 @@
 """The way of a picture through the service: its file decoded, its features scored by a head.
 
     file --> decode_file --> the engine's batch --> the head's scores --> result
-             (a lane)        (the lane's turn)      (of an added head, or of the request's labels)
+             (a lane)        (the lane's turn)      (of a served head, or of the request's labels)
 
 Each function takes the admitted request, whose model answers. Everything scarce is a lane of
 `service.web.lanes`.
@@ -66,8 +66,8 @@ async def infer_file(
         with turn:
             if requested.map is None and admitted.model.is_loaded:
                 wanted = requested
-                if requested.labels or admitted.model.added_head is not None:
-                    wanted = of_image(requested, admitted.model.added_head)
+                if requested.labels or admitted.model.head is not None:
+                    wanted = of_image(requested, admitted.model.head)
                 result = await _batched(admitted, pixels, wanted)
         return decoded, await infer_pixels(admitted, pixels, requested, result, head)
     finally:
@@ -83,7 +83,7 @@ async def infer_pixels(
 ) -> InferenceResult:
     """Return the model's answer to one picture, uint8 [H, W, C].
 
-    An added head scores the features of the picture here, and so does the head of the request's
+    A served head scores the features of the picture here, and so does the head of the request's
     labels, whose texts are not part of the batch.
 
     Args:
@@ -232,9 +232,9 @@ async def _batched(
 
 
 async def _head(admitted: AdmittedRequest, requested: RequestedOutputs) -> Head | None:
-    """Return the added head, or a head of the request's labels; None if the batch scores."""
-    if admitted.model.added_head is not None:
-        return admitted.model.added_head
+    """Return the served head, or a head of the request's labels; None if the batch scores."""
+    if admitted.model.head is not None:
+        return admitted.model.head
     if not requested.labels:
         return None
     zero_shot = admitted.model.info.zero_shot

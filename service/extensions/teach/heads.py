@@ -35,9 +35,9 @@ from service.extensions.teach.errors import (
     HeadWithoutExamples,
 )
 from service.extensions.teach.examples import Examples, HeadRow
-from service.models.added_heads import AddedHead
 from service.models.folder import check_name
 from service.models.registry import Models
+from service.models.served_heads import ServedHead
 from service.observe import logs
 
 logger = logging.getLogger("vitserve")
@@ -201,18 +201,18 @@ class TaughtHeads:
             )
         features = self._features()
         shown = {name: taught for name, taught in self.heads.items() if name not in names}
-        self._models.added = {name: self._added(taught, features) for name, taught in shown.items()}
+        self._models.heads = {name: self._added(taught, features) for name, taught in shown.items()}
 
-    def _added(self, taught: Taught, features: Mapping[str, frozenset[str]]) -> AddedHead:
+    def _added(self, taught: Taught, features: Mapping[str, frozenset[str]]) -> ServedHead:
         """Return a head for the models; the same object as before if nothing has changed."""
         added = self._answering(taught, features)
-        before = self._models.added.get(taught.row.name)
+        before = self._models.heads.get(taught.row.name)
         return before if before == added else added
 
-    def _answering(self, taught: Taught, features: Mapping[str, frozenset[str]]) -> AddedHead:
+    def _answering(self, taught: Taught, features: Mapping[str, frozenset[str]]) -> ServedHead:
         row = taught.row
         fitted = taught.fitted
-        added = AddedHead(
+        added = ServedHead(
             row.name,
             None if fitted is None else fitted.head,
             key=None,

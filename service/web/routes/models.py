@@ -113,7 +113,7 @@ async def load(service: Service, name: str, settings: Checkpoint) -> tuple[Liste
     if name != models.name_of(models.default_name):
         check_name(name)
     service.check_ready()
-    if name in models.added:
+    if name in models.heads:
         raise NameTaken(f"{name}: a head has this name: choose another one for the model")
     key = models.key(name, is_new=True)
     is_new = await models.put(name, settings)

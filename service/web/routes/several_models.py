@@ -94,7 +94,7 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
         raise InvalidParameter("labels: needs exactly one model")
     names = _names(query, service.models.names())
     for name in names:
-        if name not in service.models.added:  # an error of an added head is its answer
+        if name not in service.models.heads:  # an error of a served head is its answer
             service.models.key(name)
     models = await all_of(_find(request, name) for name in names)
     failed: dict[str, Exception] = {}
@@ -200,9 +200,9 @@ async def _infer_group(
         if not group:
             return _Pass(answers)
         first, _ = group[0]
-        with_first = admitted.with_model(replace(first, added_head=None))
+        with_first = admitted.with_model(replace(first, head=None))
         decoded, result = await infer_file(with_first, picture, _combined(group))
-        cost = sum(model.added_head.cost for model, _ in group if model.added_head is not None)
+        cost = sum(model.head.cost for model, _ in group if model.head is not None)
         outputs_of_each = await score(
             with_first, partial(_outputs_of_each, group, result.outputs), cost=cost
         )
@@ -227,7 +227,7 @@ async def _infer_group(
 def _combined(group: Group) -> RequestedOutputs:
     """Return the outputs that a group of models requests of one pass."""
     first, *others = [
-        requested if model.added_head is None else of_image(requested, model.added_head)
+        requested if model.head is None else of_image(requested, model.head)
         for model, requested in group
     ]
     return replace(first, more=tuple(others))
@@ -237,11 +237,11 @@ def _outputs_of_each(group: Group, outputs: Outputs) -> list[Outputs | Exception
     """Return the outputs of each model of a pass; a head that fails costs only its own answer."""
     answers: list[Outputs | Exception] = []
     for (model, requested), outputs_of_model in zip(group, (outputs, *outputs.more), strict=True):
-        if model.added_head is None:
+        if model.head is None:
             answers.append(outputs_of_model)
             continue
         try:
-            answers.append(scored(outputs_of_model, model.added_head, requested))
+            answers.append(scored(outputs_of_model, model.head, requested))
         except Exception as error:  # noqa: BLE001  it is the answer of this head
             answers.append(error)
     return answers

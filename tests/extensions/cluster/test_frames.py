@@ -91,7 +91,7 @@ LISTED = st.builds(
     bytes=SMALL,
     last_used_seconds=st.none() | SECONDS,
     default=st.booleans(),
-    is_added_head=st.booleans(),
+    is_served_head=st.booleans(),
 )
 STATUSES = st.builds(
     EngineStatus,

@@ -8,7 +8,7 @@ import pytest
 from model.features import Known
 from model.heads import Head
 from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
-from service.models.added_heads import AddedHead
+from service.models.served_heads import ServedHead
 from tests.extensions.inference_protocol.grpc.caller import Output, arrays, calling, image
 from tests.service.fakes import model_info, on_a_loop, png
 from tests.service.web.apps import app, service_in
@@ -66,14 +66,14 @@ async def test_the_protocol_says_a_head_abstains(limit: float, is_far: bool) -> 
     known = Known(np.ones((2, 8), np.float32), limit)
     head = Head(("a", "b"), independent=False, weight=np.eye(2, 8, dtype=np.float32), known=known)
     async with calling(FakeEngine(model_info())) as caller:
-        service_in(caller.service).models.added = {"pets": AddedHead("pets", head, "", "")}
+        service_in(caller.service).models.heads = {"pets": ServedHead("pets", head, "", "")}
         request = image(png(3))
         request.model_name = "pets"
         found = arrays(await caller.infer(request))
         assert found["abstained"].tolist() == [[is_far]]
         assert set(found["label"].ravel()) == {"a", "b"}
     service = app()
-    service_in(service).models.added = {"pets": AddedHead("pets", head, "", "")}
+    service_in(service).models.heads = {"pets": ServedHead("pets", head, "", "")}
     inputs = [
         {"name": "pixels", "shape": [1, 8, 8, 3], "datatype": "UINT8", "data": [3, 0, 0] * 64}
     ]

@@ -305,5 +305,5 @@ async def test_a_taken_head_name_is_told_once(
     heads.renew()
     told = "another model, or a head of VIT_TEACH, has this name and answers instead"
     assert caplog.messages == [f"head model: {told}", f"head pets: {told}"]
-    assert (set(models.added), heads.heads["pets"].row.id > 0) == ({"own", "pets"}, True)
+    assert (set(models.heads), heads.heads["pets"].row.id > 0) == ({"own", "pets"}, True)
     await end(heads)

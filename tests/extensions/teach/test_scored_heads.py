@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from model.features import Known
 from model.heads import Head
-from service.models.added_heads import AddedHead
+from service.models.served_heads import ServedHead
 from tests.service.fakes import model_info, on_a_loop
 from tests.service.web.apps import App, app, service_in
 
@@ -39,8 +39,8 @@ def with_heads(**heads: Head) -> App:
     """Return an application whose only model has these heads."""
     service = app()
     service.engine.info = model_info(backbone="backbone")
-    added = {name: AddedHead(name, head, "", "") for name, head in heads.items()}
-    service_in(service).models.added = added
+    added = {name: ServedHead(name, head, "", "") for name, head in heads.items()}
+    service_in(service).models.heads = added
     return service
 
 

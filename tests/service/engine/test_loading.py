@@ -89,7 +89,7 @@ def test_every_fact_comes_from_the_model(given: dict[str, str], name: str) -> No
         "coverage": None,
         "calibrated_on": 2500,
         "head": f"{checkpoint.content}-None",
-        "is_added_head": False,
+        "is_served_head": False,
         "has_thresholds": False,
         "features": "head",
     }

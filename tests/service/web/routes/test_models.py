@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from service.errors import ModelsFull
-from service.models.added_heads import AddedHead
+from service.models.served_heads import ServedHead
 from service.models.version import Version
 from tests.needs import needs
 from tests.service.fakes import model_info, on_a_loop, png, until
@@ -402,9 +402,9 @@ async def test_abstention_names_the_coverage(service: App) -> None:
 @pytest.mark.parametrize("query", ["*", "cats,few,bare,unfitted,orphan"])
 async def test_failed_model_spares_the_others(query: str) -> None:
     service, models = several()
-    models.added = {
-        "unfitted": AddedHead("unfitted", None, "cats", ""),
-        "orphan": AddedHead("orphan", None, None, "no model has its backbone"),
+    models.heads = {
+        "unfitted": ServedHead("unfitted", None, "cats", ""),
+        "orphan": ServedHead("orphan", None, None, "no model has its backbone"),
     }
     models.engines["few"].state = "unloaded"
     models.engines["few"].reason = "full"

@@ -9,7 +9,7 @@ from service.errors import EngineUnavailable, ServiceError
 
 
 @dataclass(slots=True)
-class AddedHead:
+class ServedHead:
     """A head that scores the features of a model.
 
     Attributes:
@@ -49,7 +49,7 @@ class AddedHead:
             labels=head.labels,
             config=with_labels(model.config, head.labels),
             temperature=head.temperature,
-            is_added_head=True,
+            is_served_head=True,
             form=head.form,
             multi_label=False,
             zero_shot=None,
