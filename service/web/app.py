@@ -24,11 +24,11 @@ from service.setting_values import MEMORY
 from service.settings import Settings
 from service.web import problems
 from service.web.added_routes import with_added_routes
-from service.web.admission import RECEIVING_BYTES, ByteBudget, Limiter, RefusalPace
 from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore
 from service.web.lanes import Lanes
+from service.web.limits import RECEIVING_BYTES, ByteBudget, Limiter, RefusalPace
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
 from service.web.origins import OriginMiddleware, split_origins
 from service.web.path_rules import PathRules

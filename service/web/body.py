@@ -23,16 +23,16 @@ from service.errors import (
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.web.admission import Body
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_json
 from service.web.lanes import Deadline
+from service.web.limits import CountedBytes
 from service.web.multipart import Form, form_parser
 from service.web.service import Service
 from service.web.upload import RIGHT_CALL, Upload, UploadLimits, parse_header
 from vitserve.documents import FIELD
 
 if TYPE_CHECKING:
-    from service.web.admitted import Cancellation, Sender
+    from service.web.admit import Cancellation, Sender
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class RequestBody:
         self._sender = sender
         self._deadline = deadline
         self._cancellation = cancellation
-        self._counted = Body()
+        self._counted = CountedBytes()
 
     async def read_files(
         self,

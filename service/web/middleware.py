@@ -35,7 +35,7 @@ from service.lifecycle import Lifecycle
 from service.models.lease import Lease
 from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
-from service.web.admission import RefusalPace
+from service.web.limits import RefusalPace
 from service.web.path_rules import PathRules
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from service.errors import (
 )
 from service.models.residency import UNNAMED
 from service.settings import Settings
-from service.web.admitted import AdmittedRequest
+from service.web.admit import AdmittedRequest
 from service.web.base64_pictures import BYTES_A_VALUE, is_text, picture_of_text
 from service.web.decoders import Decoded
 from service.web.lanes import Job

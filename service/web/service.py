@@ -25,10 +25,10 @@ from service.models.lease import Lease
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.web.admission import ByteBudget, Limiter
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, id_of_kind, new_image_id
 from service.web.lanes import Deadline, Lanes
+from service.web.limits import ByteBudget, Limiter
 from service.web.middleware import request_context
 
 logger = logging.getLogger("vitserve")

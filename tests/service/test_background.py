@@ -25,7 +25,7 @@ ALLOWED = {
     "service/server.py:Server.serve": "the server itself, which is awaited",
     "service/web/app.py:_beside": "a timer that ends the process",
     "service/web/decoders.py:Decoders._ask": "the end of a process; asyncio logs the error",
-    "service/web/admitted.py:Cancellation.watch": "of a request, which it cancels",
+    "service/web/admit.py:Cancellation.watch": "of a request, which it cancels",
 }
 
 

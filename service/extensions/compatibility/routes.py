@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import ModelInfo
 from service.errors import NotFound, UnknownModel
-from service.web.admitted import admit
+from service.web.admit import admit
 from service.web.picture import infer_file
 from service.web.routes.classify import ClassifyQuery, classify
 from service.web.routes.endpoint import FormQuery, Router

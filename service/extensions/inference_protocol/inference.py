@@ -22,7 +22,7 @@ from service.extensions.inference_protocol.tensors import (
     OutputTensor,
     RequestedOutput,
 )
-from service.web.admitted import AdmittedRequest
+from service.web.admit import AdmittedRequest
 from service.web.gather import of_each
 from service.web.json_bodies import require_known
 from service.web.picture import infer_file, infer_pixels

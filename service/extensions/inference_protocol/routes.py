@@ -23,7 +23,7 @@ from service.extensions.inference_protocol.descriptions import (
 )
 from service.extensions.inference_protocol.inference import check_version, infer, read
 from service.extensions.inference_protocol.tensors import decode_request, encode_answer
-from service.web.admitted import admit
+from service.web.admit import admit
 from service.web.json_bodies import decoded, require_known
 from service.web.problems import Problem
 from service.web.routes.answers import json_response

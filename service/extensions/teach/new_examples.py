@@ -14,7 +14,7 @@ from service.errors import InferenceFailed, InvalidParameter
 from service.extensions.teach.examples import HeadRow
 from service.extensions.teach.settings import TeachSettings
 from service.settings import Settings, settings_of
-from service.web.admitted import AdmittedRequest
+from service.web.admit import AdmittedRequest
 from service.web.gather import of_each
 from service.web.picture import infer_file, infer_pixels, require_file
 from service.web.routes.embed import embedding_of

@@ -29,7 +29,7 @@ from service.extensions.teach.new_examples import (
 from service.extensions.teach.settings import TeachSettings
 from service.models.folder import check_name
 from service.settings import settings_of
-from service.web.admitted import AdmittedRequest, admit
+from service.web.admit import AdmittedRequest, admit
 from service.web.api_keys import holds_admin_key
 from service.web.middleware import request_context
 from service.web.routes.answers import to_json

@@ -17,7 +17,7 @@ from model.outputs import AttentionMap, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import ServiceError
 from service.models.lease import Lease
-from service.web.admitted import AdmittedRequest
+from service.web.admit import AdmittedRequest
 from service.web.decoders import Decoded
 from service.web.gather import all_of
 from service.web.picture import require_file

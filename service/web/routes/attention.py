@@ -23,7 +23,7 @@ from model.outputs import (
 from model.parameters import parse_maps
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.web.admitted import AdmittedRequest, admit
+from service.web.admit import AdmittedRequest, admit
 from service.web.gather import all_of
 from service.web.picture import decode_file, decode_photo, infer_pixels
 from service.web.routes.answers import (

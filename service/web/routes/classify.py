@@ -12,7 +12,7 @@ from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, MapRequest, Requested
 from model.parameters import parse_maps
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter
-from service.web.admitted import AdmittedRequest, admit
+from service.web.admit import AdmittedRequest, admit
 from service.web.picture import infer_file
 from service.web.routes.answers import Classified, classification_fields, timings
 from service.web.routes.endpoint import FormQuery, Router

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.errors import InvalidParameter
-from service.web.admitted import admit
+from service.web.admit import admit
 from service.web.routes.answers import answer_each
 from service.web.routes.classify import ClassifyQuery, classify_file
 from service.web.routes.endpoint import FormQuery, Router

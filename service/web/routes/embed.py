@@ -18,7 +18,7 @@ from model.parameters import parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.models.lease import Lease
-from service.web.admitted import AdmittedRequest, admit
+from service.web.admit import AdmittedRequest, admit
 from service.web.gather import of_each
 from service.web.picture import embed_texts, infer_file, require_file
 from service.web.routes.answers import answer_each, npy_response, to_json

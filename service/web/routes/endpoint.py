@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from service.engine.messages import ModelInfo
 from service.errors import MethodNotAllowed, NotFound
 from service.models.lease import Lease
-from service.web.admitted import AdmittedRequest
+from service.web.admit import AdmittedRequest
 from service.web.middleware import request_context
 from service.web.picture import require_file
 from service.web.routes.not_found import nearest_path

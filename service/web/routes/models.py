@@ -17,7 +17,7 @@ from service.errors import Forbidden, InvalidParameter, NameTaken, Unauthorized,
 from service.model_settings import PATHS
 from service.models.folder import check_name, located, model_settings
 from service.settings import Settings
-from service.web.admitted import admit
+from service.web.admit import admit
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.json_bodies import decoded
 from service.web.routes.answers import to_json

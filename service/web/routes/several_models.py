@@ -20,7 +20,7 @@ from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MissingImage, ServiceError, UploadTooLarge
 from service.models.lease import Lease
-from service.web.admitted import AdmittedRequest, admit
+from service.web.admit import AdmittedRequest, admit
 from service.web.decoders import Decoded
 from service.web.gather import all_of
 from service.web.image_stores import new_image_id

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from service.web import body
-from service.web.admission import RefusalPace
+from service.web.limits import RefusalPace
 from service.web.problems import codes
 from service.web.routes import classify
 from tests.service.fakes import CLASSES, SIZE, on_a_loop, png, until

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from service.errors import QueueFull, ReceivingFull
-from service.web.admission import MIN_BODY_RATE as RATE
-from service.web.admission import Body, ByteBudget, RefusalPace
+from service.web.limits import MIN_BODY_RATE as RATE
+from service.web.limits import ByteBudget, CountedBytes, RefusalPace
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.web.apps import Clock, app, budget_of, form, service_in
 
@@ -24,8 +24,8 @@ class Bodies:
         self.ended: list[str] = []
         self.stack = ExitStack()
 
-    def arrive(self, name: str, size: int = 0) -> Body:
-        body = Body()
+    def arrive(self, name: str, size: int = 0) -> CountedBytes:
+        body = CountedBytes()
         self.stack.callback(self.byte_budget.give_back, body)
         self.stack.enter_context(self.byte_budget.arriving(body, lambda: self.ended.append(name)))
         self.byte_budget.add(body, size)
@@ -79,7 +79,7 @@ def test_unread_answers_give_way_to_bodies() -> None:
 def test_an_arrived_body_is_freed_at_once() -> None:
     class Request:
         def __init__(self, budget: ByteBudget) -> None:
-            self.body = Body()
+            self.body = CountedBytes()
             with budget.arriving(self.body, self.end):
                 budget.add(self.body, 1)
 
@@ -123,7 +123,7 @@ def test_the_largest_slow_bodies_give_way() -> None:
 
 def test_a_complete_body_never_gives_way() -> None:
     bodies = Bodies(capacity=100)
-    body = Body()
+    body = CountedBytes()
     with bodies.byte_budget.arriving(body, lambda: bodies.ended.append("whole")):
         bodies.byte_budget.add(body, 100)
     bodies.clock.now += 10
@@ -216,7 +216,7 @@ async def test_new_bodies_reserve_half_the_slots() -> None:
     service = service_in(app(clock=clock, queue_size=4))
     with ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(service.byte_budget.arriving(Body(), lambda: None))
+            stack.enter_context(service.byte_budget.arriving(CountedBytes(), lambda: None))
         service.check_room()  # two of four slots are reserved, two are free
         with service.limiter.permit():
             service.check_room()

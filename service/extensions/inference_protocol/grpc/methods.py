@@ -31,7 +31,7 @@ from service.extensions.inference_protocol.inference import (
     infer,
     read,
 )
-from service.web.admitted import AdmittedRequest, Sender
+from service.web.admit import AdmittedRequest, Sender
 from service.web.lanes import Lane
 from service.web.service import Service
 from vitserve import __version__

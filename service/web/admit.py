@@ -25,9 +25,9 @@ from model.outputs import Outputs
 from service.errors import ClientDisconnected, DeadlineExceeded
 from service.http.connection import connection_of
 from service.models.lease import Lease
-from service.web.admission import Permit
 from service.web.body import RequestBody
 from service.web.lanes import Lane
+from service.web.limits import Permit
 from service.web.middleware import request_context
 from service.web.service import Service, service_of
 from service.web.upload import RIGHT_CALLS
@@ -188,7 +188,7 @@ class AdmittedRequest:
 
     async def __aenter__(self) -> Self:
         if self._needs_slot:
-            await self.service.limiter.settle(caller=self.sender.caller)
+            await self.service.limiter.wait_for_lenders(caller=self.sender.caller)
             self.service.check_room(self.sender.caller, needs_engine=self._needs_engine)
         await self._cancellation.__aenter__()
         return self
@@ -216,7 +216,7 @@ class AdmittedRequest:
 
         From now on the request ends when its caller disconnects.
         """
-        await self.service.limiter.settle(slots, self.sender.caller)
+        await self.service.limiter.wait_for_lenders(slots, self.sender.caller)
         self.permit.extend(slots)
         self._cancellation.end_in(self.deadline.remaining() + LATE_SECONDS)
         self._cancellation.watch(self.sender)

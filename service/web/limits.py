@@ -96,7 +96,7 @@ class Limiter:
                 "the rest is for other callers"
             )
 
-    async def settle(self, count: int = 1, caller: str = "") -> None:
+    async def wait_for_lenders(self, count: int = 1, caller: str = "") -> None:
         """Wait for the event loop's next turn if `count` slots are not free.
 
         A batch that has just arrived lends some of its slots then.
@@ -179,7 +179,7 @@ class Permit:
         self.close()
 
 
-class Body:
+class CountedBytes:
     """The counted bytes of a request's body.
 
     Attributes:
@@ -238,12 +238,12 @@ class ByteBudget(AnswerRoom):
         self.capacity = capacity
         self.in_use = 0
         self._clock = clock
-        self._arriving: dict[Body, None] = {}
+        self._arriving: dict[CountedBytes, None] = {}
         self._readers: dict[Reader, _Reading] = {}
         self._unsent = 0  # the sum over `_readers` when last looked at, so never too small
 
     @contextlib.contextmanager
-    def arriving(self, body: Body, end: Callable[[], None]) -> Iterator[None]:
+    def arriving(self, body: CountedBytes, end: Callable[[], None]) -> Iterator[None]:
         """Track a body that arrives.
 
         Args:
@@ -265,7 +265,7 @@ class ByteBudget(AnswerRoom):
         recent = takewhile(lambda body: body.began >= since, reversed(self._arriving))
         return sum(1 for _ in islice(recent, most))
 
-    def add(self, body: Body, count: int) -> None:
+    def add(self, body: CountedBytes, count: int) -> None:
         """Count bytes that arrived, and end slow bodies and then slow readers to make room.
 
         Raises:
@@ -279,7 +279,7 @@ class ByteBudget(AnswerRoom):
         self.in_use += count
         body.size += count
 
-    def give_back(self, body: Body) -> None:
+    def give_back(self, body: CountedBytes) -> None:
         """Stop counting the bytes of this body."""
         self.in_use -= body.size
         body.size = 0
@@ -311,7 +311,7 @@ class ByteBudget(AnswerRoom):
         self._unsent = sum(reading.unsent_bytes for reading in self._readers.values())
         return self.in_use + self._unsent + count > self.capacity
 
-    def _end_largest_slow_body(self, now: float, spared: Body) -> bool:
+    def _end_largest_slow_body(self, now: float, spared: CountedBytes) -> bool:
         """End the largest slow body but one; return whether there was any."""
         slow = [
             body
