@@ -116,6 +116,47 @@ class Head:
         bias = np.asarray(self.bias, np.float32)
         return Linear(self.weight, bias, self.normalized, self.features)
 
+    def backbone_request(self, requested: RequestedOutputs) -> RequestedOutputs:
+        """Return the outputs that the backbone is asked for if this head scores its features.
+
+        Args:
+            requested: what the caller asks of this head.
+        """
+        features = EmbeddingRequest(self.features)
+        map_request = requested.map
+        if map_request is not None and map_request.is_class_specific:
+            map_request = replace(map_request, by=self.linear)
+        embedding = requested.embedding
+        if embedding is not None and embedding.pool == "head":
+            embedding = replace(embedding, pool=self.features)  # "head" means this one
+        more: tuple[RequestedOutputs, ...] = ()
+        if embedding not in (None, features):
+            more = (RequestedOutputs(1, embedding=embedding),)
+        return RequestedOutputs(1, map_request, embedding=features, head=requested.head, more=more)
+
+    def answer(self, requested: RequestedOutputs, of_backbone: Outputs) -> Outputs:
+        """Return the outputs of one image from those of the backbone.
+
+        Args:
+            requested: what the caller asks of this head.
+            of_backbone: the answer to `backbone_request`.
+        """
+        assert of_backbone.embedding is not None
+        features = of_backbone.embedding[np.newaxis]
+        logits = self.logits(features)
+        best = self.best(logits, requested.top_k)
+        best = best._replace(finite=best.finite & of_backbone.finite)
+        maps = {} if of_backbone.map is None else {0: of_backbone.map}
+        embeddings: dict[int, Floats] = {}
+        if requested.embedding is not None:
+            source = of_backbone.more[0] if of_backbone.more else of_backbone
+            assert source.embedding is not None
+            embeddings[0] = source.embedding
+        [answer] = self.outputs(
+            [requested], logits, best=best, features=features, maps=maps, embeddings=embeddings
+        )
+        return answer
+
     def outputs(
         self,
         requests: Sequence[RequestedOutputs],
@@ -336,49 +377,3 @@ class ZeroShot:
         by_label = normalized(texts).reshape(-1, len(self.templates), texts.shape[1])
         weight = np.float32(self.scale) * normalized(by_label.mean(axis=1))
         return Head(tuple(labels), self.independent, weight=weight, bias=self.bias, normalized=True)
-
-
-def of_image(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs:
-    """Return the outputs to request from the engine if the web process scores the image.
-
-    Args:
-        requested: the caller's request.
-        head: the head outside the engine. None: texts will make it; it has no map.
-    """
-    map_request = requested.map
-    if map_request is not None and map_request.is_class_specific:
-        map_request = None if head is None else replace(map_request, by=head.linear)
-    features = EmbeddingRequest("head" if head is None else head.features)
-    embedding = requested.embedding
-    if embedding is not None and embedding.pool == "head":
-        # The caller means the features that this head reads.
-        embedding = replace(embedding, pool=features.pool)
-    more: tuple[RequestedOutputs, ...] = ()
-    if embedding not in (None, features):
-        more = (RequestedOutputs(1, embedding=embedding),)
-    return RequestedOutputs(1, map_request, embedding=features, head=requested.head, more=more)
-
-
-def compared(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outputs:
-    """Return the outputs of an image by a head outside the engine.
-
-    Args:
-        outputs: the engine's outputs for the request that `of_image` returns.
-        head: the head that scores the image.
-        requested: the caller's request.
-    """
-    assert outputs.embedding is not None
-    features = outputs.embedding[np.newaxis]
-    logits = head.logits(features)
-    best = head.best(logits, requested.top_k)
-    best = best._replace(finite=best.finite & outputs.finite)
-    maps = {} if outputs.map is None else {0: outputs.map}
-    embeddings: dict[int, Floats] = {}
-    if requested.embedding is not None:
-        source = outputs.more[0] if outputs.more else outputs
-        assert source.embedding is not None
-        embeddings[0] = source.embedding
-    [answer] = head.outputs(
-        [requested], logits, best=best, features=features, maps=maps, embeddings=embeddings
-    )
-    return answer

@@ -172,7 +172,7 @@ class RequestedOutputs:
         logits: whether to return the logits of all classes.
         embedding: the requested embedding, if any.
         labels: texts that the image is compared with instead of the model's classes. Engines do not
-            see them, because `model.heads.compared` scores them by the embedding.
+            see them, because `model.heads.Head.answer` scores them.
         label_set: whether to return the set of labels, of a model that has a coverage.
         head: the head that scores the image: a name of `Predictor.heads`; empty for the
             checkpoint's own.

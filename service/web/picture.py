@@ -1,7 +1,8 @@
-"""The way of a picture through the service: its file decoded, its features scored by a head.
+"""One picture's way through the service: a file is decoded, inferred, and scored.
 
-    file --> decode_file --> the engine's batch --> the head's scores --> result
-             (a lane)        (the lane's turn)      (of a served head, or of the request's labels)
+    decode_file    bytes -> uint8 [H, W, C] of the model's size, on a thread or in a process
+    infer          the engine answers, or gives the features that a head outside it reads
+    answer         that head scores the features: a served head, or one of the request's labels
 
 Each function takes the admitted request, whose model answers. Everything scarce is a lane of
 `service.web.lanes`.
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.config import PreprocessConfig
-from model.heads import Head, compared, of_image
+from model.heads import Head
 from model.images.decode import is_bounded
 from model.images.formats import is_picture
 from model.images.preprocess import ModelInput, Region, model_input
@@ -48,28 +49,29 @@ async def infer_file(
     """Return the decoded picture of a file, and the model's answer to it.
 
     A picture keeps its turn in the lane until it is answered, so that decoding does not run far
-    ahead of the model. Three things may take long, so it gives up its turn for them: a map, texts
-    to compute, a model to load. The slot of the picture is free once it is answered or refused,
-    although other pictures of its batch are not.
+    ahead of the model. It gives up its turn if a model or a map is to be waited for. The slot of
+    the picture is free once it is answered or refused, although other pictures of its batch are
+    not.
 
     Raises as `decode_file` and `infer_pixels`.
     """
     try:
-        head = None
-        if admitted.model.is_loaded:
-            # New texts come first, because they are scarcer than passes: refusing here saves the
-            # forward pass. A refused picture does not load an unloaded model.
-            head = await _head(admitted, requested)
+        if not admitted.model.is_loaded:  # a refused picture does not load the model
+            decoded, turn = await decode_file(admitted, data)
+            turn.leave()
+            return decoded, await infer_pixels(admitted, decoded.picture.pixels, requested)
+        # Texts come first, because they are scarcer than passes: refusing here saves the pass.
+        head = await _find_head(admitted, requested)
         decoded, turn = await decode_file(admitted, data)
         pixels = decoded.picture.pixels
-        result = None
+        if requested.map is not None:
+            turn.leave()
+            return decoded, await infer_pixels(admitted, pixels, requested, head)
         with turn:
-            if requested.map is None and admitted.model.is_loaded:
-                wanted = requested
-                if requested.labels or admitted.model.head is not None:
-                    wanted = of_image(requested, admitted.model.head)
-                result = await _batched(admitted, pixels, wanted)
-        return decoded, await infer_pixels(admitted, pixels, requested, result, head)
+            if head is None:
+                return decoded, await _infer(admitted, pixels, requested)
+            result = await _infer(admitted, pixels, head.backbone_request(requested))
+        return decoded, await _answer(admitted, head, requested, result)
     finally:
         admitted.permit.release()
 
@@ -78,31 +80,22 @@ async def infer_pixels(
     admitted: AdmittedRequest,
     pixels: NDArray[np.uint8],
     requested: RequestedOutputs,
-    result: InferenceResult | None = None,
     head: Head | None = None,
 ) -> InferenceResult:
     """Return the model's answer to one picture, uint8 [H, W, C].
 
-    A served head scores the features of the picture here, and so does the head of the request's
-    labels, whose texts are not part of the batch.
-
     Args:
-        result: the answer of the batch, if it is there already.
-        head: the head that scores the features, if it is there already.
+        head: the head that scores the features, if it is known already.
 
     Raises as `load_model` and `Engine.infer`.
     """
     await load_model(admitted)
     if head is None:
-        head = await _head(admitted, requested)
+        head = await _find_head(admitted, requested)
     if head is None:
-        return result or await _infer_in_turn(admitted, pixels, requested)
-    if result is None:
-        result = await _infer_in_turn(admitted, pixels, of_image(requested, head))
-    outputs = await score(
-        admitted, partial(scored, result.outputs, head, requested), cost=head.cost
-    )
-    return replace(result, outputs=outputs)
+        return await _infer_in_turn(admitted, pixels, requested)
+    result = await _infer_in_turn(admitted, pixels, head.backbone_request(requested))
+    return await _answer(admitted, head, requested, result)
 
 
 # Decode
@@ -207,16 +200,17 @@ async def _infer_in_turn(
     lanes = admitted.service.lanes
     if requested.needs_pass:
         async with admitted.turn(lanes.explanations):
-            return await _batched(admitted, pixels, requested)
+            return await _infer(admitted, pixels, requested)
     caller = admitted.sender.caller
     with lanes.pictures.turn(caller, pixels.nbytes, admitted.deadline) as turn:
         await turn
-        return await _batched(admitted, pixels, requested)
+        return await _infer(admitted, pixels, requested)
 
 
-async def _batched(
+async def _infer(
     admitted: AdmittedRequest, pixels: NDArray[np.uint8], requested: RequestedOutputs
 ) -> InferenceResult:
+    """Return the engine's answer to one picture, from a batch with others."""
     model = admitted.model
     if model.info.head and not requested.head:
         requested = replace(requested, head=model.info.head)
@@ -228,11 +222,11 @@ async def _batched(
     return result
 
 
-# Score
+# Score by a head outside the engine
 
 
-async def _head(admitted: AdmittedRequest, requested: RequestedOutputs) -> Head | None:
-    """Return the served head, or a head of the request's labels; None if the batch scores."""
+async def _find_head(admitted: AdmittedRequest, requested: RequestedOutputs) -> Head | None:
+    """Return the served head, or a head of the request's labels; None if the engine scores."""
     if admitted.model.head is not None:
         return admitted.model.head
     if not requested.labels:
@@ -241,7 +235,30 @@ async def _head(admitted: AdmittedRequest, requested: RequestedOutputs) -> Head 
     assert zero_shot is not None, "routes refuse labels for other models"
     texts = await embed_texts(admitted, zero_shot.prompts(requested.labels))
     make_head = partial(zero_shot.head, requested.labels, texts)
-    return await score(admitted, make_head, cost=texts.size)
+    return await compute(admitted, make_head, cost=texts.size)
+
+
+async def _answer(
+    admitted: AdmittedRequest, head: Head, requested: RequestedOutputs, result: InferenceResult
+) -> InferenceResult:
+    """Return the answer of a head to the features of a picture."""
+    work = partial(answer_by_head, head, requested, result.outputs)
+    return replace(result, outputs=await compute(admitted, work, cost=head.cost))
+
+
+def answer_by_head(head: Head, requested: RequestedOutputs, of_backbone: Outputs) -> Outputs:
+    """Return `Head.answer`; raises `InferenceFailed` if a score is not finite."""
+    answer = head.answer(requested, of_backbone)
+    if not answer.finite:
+        raise InferenceFailed("the head gave no finite score for this image")
+    return answer
+
+
+async def compute(admitted: AdmittedRequest, work: Callable[[], T], *, cost: int) -> T:
+    """Return the result of `work`, from a thread if it takes many multiplications."""
+    if cost < _LARGE_SCORES:
+        return work()
+    return await admitted.on_thread(admitted.service.lanes.scores, work, cost)
 
 
 async def embed_texts(admitted: AdmittedRequest, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -262,25 +279,6 @@ async def embed_texts(admitted: AdmittedRequest, texts: Sequence[str]) -> NDArra
                 features = await engine.embed_texts(texts, timeout=admitted.deadline.remaining())
             service.texts.add(engine, texts)
             return features
-
-
-async def score(admitted: AdmittedRequest, work: Callable[[], T], *, cost: int) -> T:
-    """Return the scores that `work` computes, on a thread if it takes many multiplications."""
-    if cost < _LARGE_SCORES:
-        return work()
-    return await admitted.on_thread(admitted.service.lanes.scores, work, cost)
-
-
-def scored(outputs: Outputs, head: Head, requested: RequestedOutputs) -> Outputs:
-    """Return the answer of a head to features, see `compared`.
-
-    Raises:
-        InferenceFailed: the scores are not finite.
-    """
-    answer = compared(outputs, head, requested)
-    if not answer.finite:
-        raise InferenceFailed("the head gave no finite score for this image")
-    return answer
 
 
 def require_file(file: UploadedFile) -> bytearray:

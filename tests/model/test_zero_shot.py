@@ -9,7 +9,7 @@ from model.config import ViTConfig
 from model.errors import InputError
 from model.explanation.frozen_gradients import with_rivals
 from model.features import Known
-from model.heads import Form, Head, ZeroShot, compared
+from model.heads import Form, Head, ZeroShot
 from model.label_texts import MAX_CHARACTERS, MAX_TEXTS, labels_of_request, parse_labels
 from model.outputs import LITTLE, Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
@@ -93,7 +93,7 @@ def test_scores_are_those_of_torch(independent: bool, count: int) -> None:
     zero_shot = ZeroShot(10.0, -2.0, independent, ("{}",))
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
     requested = RequestedOutputs(min(3, count), logits=True, labels=("x",) * count)
-    found = compared(outputs, zero_shot.head(requested.labels, texts), requested)
+    found = zero_shot.head(requested.labels, texts).answer(requested, outputs)
     logits = (
         10
         * torch.nn.functional.cosine_similarity(
@@ -117,7 +117,7 @@ def test_scores_stay_finite_for_any_logit() -> None:
     embedding = np.array([1, 0], np.float32)
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), embedding=embedding)
     head = zero_shot.head(("a", "b"), np.array([[1, 0], [-1, 0]], np.float32))
-    found = compared(outputs, head, RequestedOutputs(2, labels=("a", "b")))
+    found = head.answer(RequestedOutputs(2, labels=("a", "b")), outputs)
     assert found.scores.tolist() == [1, 0]
 
 

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.errors import ImageError, InputError
-from model.heads import of_image
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MissingImage, ServiceError, UploadTooLarge
@@ -24,7 +23,7 @@ from service.web.admit import AdmittedRequest, admit
 from service.web.decoders import Decoded
 from service.web.gather import all_of
 from service.web.image_stores import new_image_id
-from service.web.picture import decode_file, infer_file, load_model, score, scored
+from service.web.picture import answer_by_head, compute, decode_file, infer_file, load_model
 from service.web.routes.answers import (
     Classified,
     classification_fields,
@@ -203,7 +202,7 @@ async def _infer_group(
         with_first = admitted.with_model(replace(first, head=None))
         decoded, result = await infer_file(with_first, picture, _combined(group))
         cost = sum(model.head.cost for model, _ in group if model.head is not None)
-        outputs_of_each = await score(
+        outputs_of_each = await compute(
             with_first, partial(_outputs_of_each, group, result.outputs), cost=cost
         )
     except (ImageError, MissingImage, UploadTooLarge):
@@ -227,7 +226,7 @@ async def _infer_group(
 def _combined(group: Group) -> RequestedOutputs:
     """Return the outputs that a group of models requests of one pass."""
     first, *others = [
-        requested if model.head is None else of_image(requested, model.head)
+        requested if model.head is None else model.head.backbone_request(requested)
         for model, requested in group
     ]
     return replace(first, more=tuple(others))
@@ -241,7 +240,7 @@ def _outputs_of_each(group: Group, outputs: Outputs) -> list[Outputs | Exception
             answers.append(outputs_of_model)
             continue
         try:
-            answers.append(scored(outputs_of_model, model.head, requested))
+            answers.append(answer_by_head(model.head, requested, outputs_of_model))
         except Exception as error:  # noqa: BLE001  it is the answer of this head
             answers.append(error)
     return answers

@@ -21,7 +21,6 @@ from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import CLIP, SIGLIP
 from model.errors import CheckpointError
 from model.explanation.explain import explain
-from model.heads import compared, of_image
 from model.outputs import EmbeddingRequest, MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
@@ -350,14 +349,14 @@ def test_labels_of_requests_score_the_same(name: str, backend: Any, tmp_path: Pa
     for image, outputs, expected in zip(
         images, embedded, full.predict(images, RequestedOutputs(4)), strict=True
     ):
-        found = compared(outputs, head, RequestedOutputs(4, labels=LABELS))
+        found = head.answer(RequestedOutputs(4, labels=LABELS), outputs)
         np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
         assert found.indices.tolist() == expected.indices.tolist()
         pixels = Normalise(checkpoint.preprocess)(torch.from_numpy(image[None]))
         np.testing.assert_allclose(
             expected.scores, own_scores(checkpoint, pixels).numpy()[expected.indices], atol=1e-5
         )
-        wanted = of_image(RequestedOutputs(1, MapRequest("relevance"), labels=LABELS), head)
+        wanted = head.backbone_request(RequestedOutputs(1, MapRequest("relevance"), labels=LABELS))
         [of_label] = bare.predict(image[None], wanted)
         with torch.no_grad():
             classes = torch.tensor([int(expected.indices[0])])

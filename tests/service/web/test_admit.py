@@ -14,7 +14,7 @@ from PIL import Image
 
 from model.heads import ZeroShot
 from service.errors import InferenceFailed
-from service.web import admitted
+from service.web import admit
 from service.web.admit import network_of
 from service.web.gather import all_of
 from service.web.lanes import Deadline
@@ -60,7 +60,7 @@ async def test_a_body_past_its_deadline_is_408() -> None:
 @on_a_loop
 @pytest.mark.parametrize("path", ["/classify", "/attention"])
 async def test_an_engine_that_hangs_ends_in_504(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admitted, "LATE_SECONDS", 0.0)
+    monkeypatch.setattr(admit, "LATE_SECONDS", 0.0)
     service = app(request_timeout=0.4)
     service.engine.gate.clear()
     answer = await service.classify(path=path)
@@ -226,7 +226,7 @@ async def test_a_batch_delays_only_its_own_caller(
     other.scope["client"] = ("127.0.0.2", 1)
     asked = other.start()
     await until(lambda: service_in(service).lanes.pictures.waiting == waiting)
-    assert service_in(service).limiter.in_use <= 6, "what waits holds no place"
+    assert service_in(service).limiter.in_use <= 6, "a waiting picture holds no slot"
     service.engine.gate.set()
     await asked
     assert not running.done()
