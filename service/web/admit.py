@@ -1,9 +1,9 @@
 """An admitted request: its slots, its body, its deadline, its caller's disconnect, and its model.
 
     async with admit(request, await model_of(request)) as admitted:
-        upload = await admitted.body.read_files()
-        await admitted.take_slots(len(upload.files))
-        decoded, result = await infer_file(admitted, upload.files[0], requested)
+        picture, query = await read_picture(request, admitted, query)
+        await admitted.take_slots(1)
+        decoded, result = await infer_file(admitted, picture, requested)
 
 The end of the context gives back the request's slots and the bytes of its body. The model's version
 is held until the endpoint has an answer, see `model_of`.
@@ -11,23 +11,22 @@ is held until the endpoint has an answer, see `model_of`.
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from ipaddress import IPv6Address, IPv6Network
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from model.outputs import Outputs
-from service.errors import ClientDisconnected, DeadlineExceeded
+from service.errors import ClientDisconnected, DeadlineExceeded, RequestTimeout
 from service.http.connection import connection_of
 from service.models.lease import Lease
-from service.web.body import RequestBody
 from service.web.lanes import Lane
-from service.web.limits import Permit
+from service.web.limits import CountedBytes, Permit
 from service.web.middleware import request_context
 from service.web.service import Service, service_of
 from service.web.upload import RIGHT_CALLS
@@ -36,6 +35,10 @@ T = TypeVar("T")
 
 # Longest time by which the answer to a picture that was launched in time may be late.
 LATE_SECONDS: Final = 0.5
+
+# Number of values from which a thread converts a document, because it would hold the event loop for
+# 5 to 10 ms.
+LARGE: Final = 2000
 
 
 class Sender(NamedTuple):
@@ -154,7 +157,6 @@ class AdmittedRequest:
         model: the model that answers.
         sender: the sender of the request.
         deadline: the end of the request's time.
-        body: the body of the request.
         permit: the slots of the request.
         loading: held while the model of the request is loaded.
         embedding: held while texts of the request are computed.
@@ -184,7 +186,7 @@ class AdmittedRequest:
         self._needs_engine = model is not None
         self._needs_slot = needs_slot
         self._cancellation = Cancellation()
-        self.body = RequestBody(service, sender, self.deadline, self._cancellation)
+        self._body = CountedBytes()
 
     async def __aenter__(self) -> Self:
         if self._needs_slot:
@@ -203,13 +205,41 @@ class AdmittedRequest:
             await self._cancellation.__aexit__(kind, error, traceback)
         finally:
             self.permit.close()
-            self.body.give_back()
+            self.service.byte_budget.give_back(self._body)
 
     def with_model(self, model: Lease) -> Self:
         """Return the same request with another model that answers."""
         other = copy.copy(self)
         other.model = model
         return other
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Bound the time in which the body arrives, and end it if it keeps others out."""
+        service = self.service
+        cancellation = self._cancellation
+        started = service.clock()
+        timeout_error = cancellation.timeout_error
+        cancellation.timeout_error = RequestTimeout(
+            f"the body did not arrive within {service.settings.request_timeout:g} s"
+        )
+        cancellation.end_in(self.deadline.remaining())
+        with service.byte_budget.arriving(self._body, self._give_way):
+            yield
+        cancellation.timeout_error = timeout_error
+        service.metrics.observe_stage("read", service.clock() - started)
+
+    async def receive(self) -> Message:
+        """Return the next part of the body, and count its bytes; raises `ReceivingFull`."""
+        message = await self.sender.receive()
+        self.service.byte_budget.add(self._body, len(message.get("body", b"")))
+        return message
+
+    def _give_way(self) -> None:
+        self._cancellation.timeout_error = RequestTimeout(
+            "the body came too slowly while others waited for its room"
+        )
+        self._cancellation.end_in(0.0)
 
     async def take_slots(self, slots: int) -> None:
         """Take a slot for each picture, now that the body is here; raises `QueueFull`.
@@ -236,9 +266,13 @@ class AdmittedRequest:
         ):
             return await job
 
-    async def write(self, work: Callable[[], T], size: int) -> T:
-        """Return the document that `work` writes, from a thread if it has many values."""
-        return await self.body.in_documents_lane(work, size)
+    async def convert(self, work: Callable[[], T], size: int) -> T:
+        """Read or write a document by `work`, on a thread if the document has many values."""
+        if size < LARGE:
+            return work()
+        lane = self.service.lanes.documents
+        with lane.work(work, self.sender.caller, size, self.deadline) as job:
+            return await job
 
     def count_image(self, model: str, outputs: Outputs | None = None) -> None:
         """Count a picture that a model answered just now; see `Metrics.count_image`."""

@@ -3,38 +3,26 @@
 A body that is too large is refused as soon as it exceeds the limit, not at its end.
 """
 
-import itertools
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from python_multipart.exceptions import FormParserError
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive
 
 from model.images.formats import is_picture
 from service.errors import (
     ClientDisconnected,
     MalformedRequest,
     MissingImage,
-    RequestTimeout,
     ServiceError,
     UnsupportedMediaType,
     UploadTooLarge,
 )
+from service.web.admit import AdmittedRequest
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_json
-from service.web.lanes import Deadline
-from service.web.limits import CountedBytes
 from service.web.multipart import Form, form_parser
-from service.web.service import Service
 from service.web.upload import RIGHT_CALL, Upload, UploadLimits, parse_header
-from vitserve.documents import FIELD
-
-if TYPE_CHECKING:
-    from service.web.admit import Cancellation, Sender
-
-T = TypeVar("T")
 
 WHOLE_BODY: Final = " (VIT_MAX_REQUEST_BYTES)"
 _ONE_FILE: Final = " (VIT_MAX_UPLOAD_BYTES)"
@@ -42,121 +30,10 @@ _ONE_FILE: Final = " (VIT_MAX_UPLOAD_BYTES)"
 _FORM: Final = "multipart/form-data"
 _MAX_BOUNDARY_BYTES: Final = 256  # the parser's own limit
 
-# Number of values from which a thread reads or writes a document, because it would hold the event
-# loop for 5 to 10 ms.
-LARGE: Final = 2000
-
 _FORM_REMEDY: Final = "let the HTTP library write the form and its Content-Type"
 
 _STRIPPED: Final = (b"\xff\xd8\xff", b"\x89PNG\x1a")
 """How a JPEG, and a PNG without line breaks, begin."""
-
-
-class RequestBody:
-    """The body of a request, whose bytes and time are bounded."""
-
-    def __init__(
-        self,
-        service: Service,
-        sender: "Sender",
-        deadline: Deadline,
-        cancellation: "Cancellation",
-    ) -> None:
-        self._service = service
-        self._sender = sender
-        self._deadline = deadline
-        self._cancellation = cancellation
-        self._counted = CountedBytes()
-
-    async def read_files(
-        self,
-        parameters: Collection[str] = (),
-        *,
-        several: bool = False,
-        fields: Collection[str] = (FIELD,),
-    ) -> Upload:
-        """Return the pictures in the body, and the other fields of a form, without taking a slot.
-
-        Args:
-            parameters: names of the form fields that are parameters of the route.
-            several: whether more than one picture is allowed.
-            fields: names of the form fields with pictures.
-
-        Raises:
-            QueueFull: the limiter has fewer free slots than the body has pictures.
-            ReceivingFull: the memory for bodies is full.
-            What the function `read_files` raises. The context of the request raises
-            `RequestTimeout` if the body did not arrive in time.
-        """
-        settings = self._service.settings
-        limiter = self._service.limiter
-        limits = UploadLimits(
-            settings.max_upload_bytes,
-            settings.max_request_bytes,
-            settings.max_images_per_request if several else 1,
-            fields,
-            parameters,
-            "VIT_MAX_IMAGES_PER_REQUEST" if several else "",
-        )
-        numbers = itertools.count(2)
-
-        def check_room() -> None:
-            limiter.check(next(numbers), self._sender.caller)
-
-        with self._arriving():
-            return await read_files(
-                self._sender.headers, self._receive, limits, check_room, self.in_documents_lane
-            )
-
-    async def read_whole(self, limit: int | None = None) -> bytearray:
-        """Return a body that is not a picture; raises as `read_files`.
-
-        Args:
-            limit: number of bytes that the body may have; default: VIT_MAX_REQUEST_BYTES.
-        """
-        bound = Bound(self._service.settings.max_request_bytes, WHOLE_BODY)
-        if limit is not None:
-            bound = Bound(limit)
-        with self._arriving():
-            return await read_whole(self._sender.headers, self._receive, bound)
-
-    async def in_documents_lane(self, work: Callable[[], T], size: int) -> T:
-        """Return the result of `work`, from a thread if the work handles many values."""
-        if size < LARGE:
-            return work()
-        lane = self._service.lanes.documents
-        with lane.work(work, self._sender.caller, size, self._deadline) as job:
-            return await job
-
-    def give_back(self) -> None:
-        """Stop counting the bytes of this body."""
-        self._service.byte_budget.give_back(self._counted)
-
-    @contextmanager
-    def _arriving(self) -> Iterator[None]:
-        service = self._service
-        cancellation = self._cancellation
-        started = service.clock()
-        timeout_error = cancellation.timeout_error
-        cancellation.timeout_error = RequestTimeout(
-            f"the body did not arrive within {service.settings.request_timeout:g} s"
-        )
-        cancellation.end_in(self._deadline.remaining())
-        with service.byte_budget.arriving(self._counted, self._give_way):
-            yield
-        cancellation.timeout_error = timeout_error
-        service.metrics.observe_stage("read", service.clock() - started)
-
-    async def _receive(self) -> Message:
-        message = await self._sender.receive()
-        self._service.byte_budget.add(self._counted, len(message.get("body", b"")))
-        return message
-
-    def _give_way(self) -> None:
-        self._cancellation.timeout_error = RequestTimeout(
-            "the body came too slowly while others waited for its room"
-        )
-        self._cancellation.end_in(0.0)
 
 
 class Bound(NamedTuple):
@@ -166,21 +43,10 @@ class Bound(NamedTuple):
     setting: str = ""
 
 
-async def read_files(
-    headers: Headers,
-    receive: Receive,
-    limits: UploadLimits,
-    on_further_file: Callable[[], None],
-    in_turn: Callable[[Callable[[], bytearray], int], Awaitable[bytearray]],
-) -> Upload:
+async def read_files(admitted: AdmittedRequest, limits: UploadLimits) -> Upload:
     """Return the files in a body: a raw picture, one in JSON, or the parts of a multipart form.
 
-    Args:
-        headers: the request headers.
-        receive: the ASGI channel of the request.
-        limits: limits on the files and fields.
-        on_further_file: called before the second and each later file is read; may refuse it.
-        in_turn: runs work on a document of the given number of values; may refuse it.
+    The request takes no slot yet.
 
     Raises:
         UploadTooLarge: the body, or the only file of a request, is too large.
@@ -189,8 +55,12 @@ async def read_files(
             `curl -d` removed bytes of the picture.
         MalformedRequest: the multipart form or the base64 is broken, or a field is unknown.
         TooManyImages: there are more files than `limits.files`.
+        QueueFull: the service has fewer free slots than the body has pictures.
+        ReceivingFull: the memory for bodies is full.
         ClientDisconnected: the caller went away.
+        The context of the request raises `RequestTimeout` if the body did not arrive in time.
     """
+    headers = admitted.sender.headers
     content_type = headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     is_form = kind == _FORM
@@ -204,28 +74,44 @@ async def read_files(
     refusal = _refusal(headers, kind, boundary)
     if refusal is not None and declared_bytes:
         raise refusal
-    feed_body = partial(_feed, receive, bound, refusal, at_once=declared_bytes > 0)
-    if is_form and refusal is None:
-        form = Form(limits, on_further_file)
-        await feed_body(form_parser(boundary, form))
-        return form.finish()
     raw = bytearray()
-    await feed_body(raw.extend)
-    if is_json and not is_picture(raw):
-        work = partial(picture_of_json, raw, limits.file_bytes)
-        return Upload([await in_turn(work, len(raw) // BYTES_A_VALUE)])
+    parse: Callable[[bytes], object] = raw.extend
+    form: Form | None = None
+    if is_form:
+        form = Form(limits, admitted.permit)
+        parse = form_parser(boundary, form)
+    with admitted.receiving():
+        received_bytes = await _receive(
+            admitted, bound, parse, refusal, is_declared=declared_bytes > 0
+        )
+        if not received_bytes:
+            raise MissingImage(f"the body is empty: send a picture: {RIGHT_CALL}")
+        if form is not None:
+            return form.finish()
+        if is_json and not is_picture(raw):
+            work = partial(picture_of_json, raw, limits.file_bytes)
+            raw = await admitted.convert(work, len(raw) // BYTES_A_VALUE)
     if kind == "application/x-www-form-urlencoded" and _is_stripped(raw):
         raise UnsupportedMediaType(f"curl -d removed bytes of the picture: send it by {RIGHT_CALL}")
     return Upload([raw])
 
 
-async def read_whole(headers: Headers, receive: Receive, bound: Bound) -> bytearray:
-    """Read a body of any content type; raises as `read_files`."""
+async def read_whole(admitted: AdmittedRequest, limit: int | None = None) -> bytearray:
+    """Return a body that is not a picture; raises as `read_files`.
+
+    Args:
+        limit: number of bytes that the body may have; default: VIT_MAX_REQUEST_BYTES.
+    """
+    bound = Bound(admitted.service.settings.max_request_bytes, WHOLE_BODY)
+    if limit is not None:
+        bound = Bound(limit)
+    headers = admitted.sender.headers
     _declared_bytes(headers, bound)
     if refusal := _compressed(headers, "body"):
         raise refusal
     body = bytearray()
-    await _read(body.extend, receive, bound)
+    with admitted.receiving():
+        await _receive(admitted, bound, body.extend)
     return body
 
 
@@ -276,55 +162,57 @@ def _compressed(headers: Headers, content: str) -> UnsupportedMediaType | None:
     )
 
 
-async def _feed(
-    receive: Receive,
+async def _receive(
+    admitted: AdmittedRequest,
     bound: Bound,
-    refusal: ServiceError | None,
-    feed: Callable[[bytes], object],
+    parse: Callable[[bytes], object],
+    refusal: ServiceError | None = None,
     *,
-    at_once: bool,
-) -> None:
-    """Feed a body to a reader; raises `MissingImage`, `refusal`, and the reader's errors.
+    is_declared: bool = False,
+) -> int:
+    """Parse the chunks of a body as they arrive, and return the number of bytes.
 
-    Unless `at_once`, a refusal waits for the end of the body: an error about the size goes first,
-    and without Content-Length only the end shows the size.
+    A body of undeclared length is refused at its end: an error about the size goes first, and only
+    the end shows the size.
+
+    Args:
+        parse: takes a chunk.
+        refusal: an error of the body that is known already.
+        is_declared: whether the length of the body was declared.
+
+    Raises:
+        ClientDisconnected, UploadTooLarge: the body did not arrive, or is too large.
+        The error of `parse`, or `refusal` unless the body is empty.
     """
-
-    def take(chunk: bytes) -> None:
-        nonlocal refusal
-        try:
-            if refusal is None:
-                feed(chunk)
-        except FormParserError as error:
-            refusal = MalformedRequest(f"multipart: {error}: {_FORM_REMEDY}")
-        except (MalformedRequest, UnsupportedMediaType) as error:
-            refusal = error
-        if refusal is not None and at_once:
-            raise refusal
-
-    if not await _read(take, receive, bound):
-        raise MissingImage(f"the body is empty: send a picture: {RIGHT_CALL}")
-    if refusal is not None:
-        raise refusal
-
-
-async def _read(take: Callable[[bytes], object], receive: Receive, bound: Bound) -> int:
-    """Pass each chunk of a body to `take`, and return the number of bytes.
-
-    An asynchronous generator would cost more: the event loop registers each one.
-    """
-    total_bytes = 0
-    while True:
-        message = await receive()
+    received_bytes = 0
+    more = True
+    while more:
+        message = await admitted.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected("the caller went away")
         chunk: bytes = message.get("body", b"")
-        total_bytes += len(chunk)
-        if total_bytes > bound.limit:
+        received_bytes += len(chunk)
+        if received_bytes > bound.limit:
             raise UploadTooLarge(f"more than {bound.limit} bytes{bound.setting}")
-        take(chunk)
-        if not message.get("more_body", False):
-            return total_bytes
+        if refusal is None:
+            refusal = _error_of(parse, chunk)
+        if refusal is not None and is_declared:
+            raise refusal
+        more = message.get("more_body", False)
+    if refusal is not None and received_bytes:
+        raise refusal
+    return received_bytes
+
+
+def _error_of(parse: Callable[[bytes], object], chunk: bytes) -> ServiceError | None:
+    """Parse a chunk, and return the error of its form, if any."""
+    try:
+        parse(chunk)
+    except FormParserError as error:
+        return MalformedRequest(f"multipart: {error}: {_FORM_REMEDY}")
+    except (MalformedRequest, UnsupportedMediaType) as error:
+        return error
+    return None
 
 
 def _is_stripped(picture: bytearray) -> bool:

@@ -138,9 +138,13 @@ class Permit:
         self._held = 0
         self._lent = 0
 
-    def extend(self, count: int = 1) -> None:
-        """Take `count` more slots, or none of them; raises as `Limiter.check`."""
+    def check(self, count: int) -> None:
+        """Raise `QueueFull` unless the request may take `count` more slots."""
         self._limiter.check(count, self._caller)
+
+    def extend(self, count: int = 1) -> None:
+        """Take `count` more slots, or none of them; raises as `check`."""
+        self.check(count)
         self._limiter.take(count, self._caller)
         self._held += count
 

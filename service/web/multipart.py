@@ -7,6 +7,7 @@ from python_multipart.multipart import MultipartParser
 
 from model.errors import by_likeness
 from service.errors import MalformedRequest, MissingImage, TooManyImages
+from service.web.limits import Permit
 from service.web.upload import (
     RIGHT_CALL,
     Upload,
@@ -45,11 +46,15 @@ def form_parser(boundary: bytes, form: "Form") -> Callable[[bytes], object]:
 
 
 class Form:
-    """Collects the files and the other fields of a form; the parser calls its `on_` methods."""
+    """Collects the files and the other fields of a form; the parser calls its `on_` methods.
 
-    def __init__(self, limits: UploadLimits, on_further_file: Callable[[], None]) -> None:
+    Args:
+        permit: will have a slot for each file.
+    """
+
+    def __init__(self, limits: UploadLimits, permit: Permit) -> None:
         self._limits = limits
-        self._on_further_file = on_further_file
+        self._permit = permit
         self._files: list[UploadedFile] = []
         self._fields: dict[str, list[str]] = {}
         self._field_bytes = 0
@@ -93,14 +98,14 @@ class Form:
         self._value.clear()
 
     def on_headers_finished(self) -> None:
-        """Begin a file or a parameter; raises `TooManyImages` and errors of `on_further_file`."""
+        """Begin a file or a parameter; raises `TooManyImages`, and `QueueFull` without slots."""
         if self._name not in self._limits.fields:
             self._begin_parameter(self._name)
             return
         if len(self._files) >= self._limits.files:
             raise self._too_many_files()
         if self._files:
-            self._on_further_file()
+            self._permit.check(len(self._files) + 1)
         self._file = bytearray()
         self._files.append(self._file)
 

@@ -121,7 +121,7 @@ async def decode_file(admitted: AdmittedRequest, data: bytearray) -> tuple[Decod
     if not is_picture(data) and is_text(data):
         limit = service.settings.max_upload_bytes
         read = partial(picture_of_text, data, limit, admitted.right_call)
-        data = await admitted.write(read, size=len(data) // BYTES_A_VALUE)
+        data = await admitted.convert(read, size=len(data) // BYTES_A_VALUE)
     caller = admitted.sender.caller
     if is_bounded(data):
         work = partial(_decode, data, config, service.settings)

@@ -17,7 +17,7 @@ from service.errors import NotFound, UnknownModel
 from service.web.admit import admit
 from service.web.picture import infer_file
 from service.web.routes.classify import ClassifyQuery, classify
-from service.web.routes.endpoint import FormQuery, Router
+from service.web.routes.endpoint import Router, check_early, read_picture
 from service.web.routes.openapi import ONE_PICTURE, problems
 from service.web.routes.query import Absent
 from service.web.service import Service, model_of, service_of
@@ -45,7 +45,7 @@ class PredictionQuery(BaseModel, frozen=True):
 
     def requested(self, info: ModelInfo) -> RequestedOutputs:
         """Return the outputs requested of a model; see `ClassifyQuery`."""
-        return ClassifyQuery(labels=self.labels).requested_of_one(info)
+        return ClassifyQuery(labels=self.labels).requested(info)
 
 
 class Health(BaseModel):
@@ -85,14 +85,15 @@ async def predictions(request: Request, query: PredictionQuery) -> Response:
     """
     name = _model_name(service_of(request), request.path_params["name"])
     model = await model_of(request, name)
-    form = FormQuery(request, query, model, PredictionQuery.requested)
+    check_early(request, query, model)
     async with admit(request, model) as admitted:
-        picture = await form.read_file(admitted, fields=_FIELDS)
+        picture, query = await read_picture(request, admitted, query, fields=_FIELDS)
+        requested = query.requested(model.info)
         await admitted.take_slots(1)
-        _, result = await infer_file(admitted, picture, form.requested)
+        _, result = await infer_file(admitted, picture, requested)
     outputs = result.outputs
     admitted.count_image(model.info.name, outputs)
-    return JSONResponse(_by_label(outputs, form.requested.labels or model.info.labels))
+    return JSONResponse(_by_label(outputs, requested.labels or model.info.labels))
 
 
 @router.put(_PATH, answer=dict[str, float], body=ONE_PICTURE, responses=_REFUSALS)

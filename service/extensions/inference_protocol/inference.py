@@ -273,7 +273,7 @@ async def read(
             body.clear()  # an array of pixels would be a view of the body
         return inference
 
-    return await admitted.write(work, size=len(body) // BYTES_A_VALUE)
+    return await admitted.convert(work, size=len(body) // BYTES_A_VALUE)
 
 
 async def infer(
@@ -301,7 +301,7 @@ async def infer(
     def answer() -> T:
         return encode(info.name, inference.id, make_outputs(results, inference, info.labels))
 
-    return await admitted.write(answer, size=inference.size(info))
+    return await admitted.convert(answer, size=inference.size(info))
 
 
 async def _compute(

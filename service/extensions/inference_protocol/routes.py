@@ -24,6 +24,7 @@ from service.extensions.inference_protocol.descriptions import (
 from service.extensions.inference_protocol.inference import check_version, infer, read
 from service.extensions.inference_protocol.tensors import decode_request, encode_answer
 from service.web.admit import admit
+from service.web.body import read_whole
 from service.web.json_bodies import decoded, require_known
 from service.web.problems import Problem
 from service.web.routes.answers import json_response
@@ -105,7 +106,7 @@ async def v2_statistics(request: Request) -> Response:
 async def v2_infer(request: Request) -> Response:
     """Classify the pictures of the tensor `image` or `pixels`."""
     async with admit(request, await model_of(request, _name(request))) as admitted:
-        body = await admitted.body.read_whole()
+        body = await read_whole(admitted)
         decode = partial(decode_request, header_length=_header_length(request))
         inference = await read(admitted, body, decode)
         content, header_length = await infer(admitted, inference, encode_answer)

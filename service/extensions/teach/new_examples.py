@@ -5,6 +5,7 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
+from starlette.requests import Request
 
 from model.extensions.taught.taught_heads import Features
 from model.label_texts import checked_label, checked_texts
@@ -15,10 +16,11 @@ from service.extensions.teach.examples import HeadRow
 from service.extensions.teach.settings import TeachSettings
 from service.settings import Settings, settings_of
 from service.web.admit import AdmittedRequest
+from service.web.body import read_whole
 from service.web.gather import of_each
 from service.web.picture import infer_file, infer_pixels, require_file
 from service.web.routes.embed import embedding_of
-from service.web.routes.endpoint import FormQuery
+from service.web.routes.endpoint import read_pictures, use_named_model
 from service.web.routes.query import Absent
 from service.web.upload import UploadedFile
 
@@ -45,11 +47,6 @@ class ExampleQuery(BaseModel, frozen=True):
         Field(description="file name of the only picture; kept with VIT_TEACH_THUMBNAILS"),
     ] = None
 
-    @property
-    def model(self) -> str | None:
-        """Return the name of the model whose features the head reads."""
-        return self.backbone
-
     def requested(self, _: ModelInfo) -> str:
         """Return the checked label; raises `InvalidParameter` if it is missing."""
         if self.label is None:
@@ -63,16 +60,16 @@ def features_of_head(head: HeadRow | None, info: ModelInfo) -> Features:
 
 
 async def read_features(
-    admitted: AdmittedRequest, form: FormQuery[ExampleQuery, str], head: HeadRow | None
-) -> tuple[NDArray[np.float32], list[NDArray[np.uint8]]]:
+    request: Request, admitted: AdmittedRequest, query: ExampleQuery, head: HeadRow | None
+) -> tuple[ExampleQuery, NDArray[np.float32], list[NDArray[np.uint8]]]:
     """Compute the features of each picture of a request, finite [N, D].
 
     The first error of a picture is the request's.
 
     Returns:
-        The features, and the pixels of pictures whose thumbnails are kept.
+        The query with the fields of the form, the features, and the pixels of pictures whose
+        thumbnails are kept.
     """
-    query = form.query
     settings = admitted.service.settings
 
     def wanted() -> RequestedOutputs:
@@ -82,7 +79,7 @@ async def read_features(
         )
 
     if query.id is not None:
-        if await admitted.body.read_whole():
+        if await read_whole(admitted):
             raise InvalidParameter(
                 "id: the request has a body too: send pictures, or the id of a kept picture"
             )
@@ -100,12 +97,14 @@ async def read_features(
             )
         ]
     else:
-        pictures = await form.read_files(admitted)
-        if form.query.id is not None:
+        pictures, query = await read_pictures(request, admitted, query)
+        await use_named_model(request, admitted, query.backbone)
+        query.requested(admitted.model.info)
+        if query.id is not None:
             raise InvalidParameter(
                 "id: the request has pictures too: send pictures, or the id of a kept picture"
             )
-        _check_file_name(form.query, settings, count=len(pictures))
+        _check_file_name(query, settings, count=len(pictures))
         await admitted.take_slots(len(pictures))
 
         async def row(picture: UploadedFile) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
@@ -117,8 +116,8 @@ async def read_features(
     if not np.isfinite(features).all():
         raise InferenceFailed("the model gives features that are not finite")
     if not settings_of(settings, TeachSettings).teach_thumbnails:
-        return features, []
-    return features, [pixels for _, pixels in rows]
+        return query, features, []
+    return query, features, [pixels for _, pixels in rows]
 
 
 def _check_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> None:

@@ -33,7 +33,7 @@ from service.web.admit import AdmittedRequest, admit
 from service.web.api_keys import holds_admin_key
 from service.web.middleware import request_context
 from service.web.routes.answers import to_json
-from service.web.routes.endpoint import FormQuery, Router
+from service.web.routes.endpoint import Router, check_early
 from service.web.routes.openapi import BINARY, SEVERAL_PICTURES, problems
 from service.web.service import model_of, service_of
 from vitserve.head_documents import (
@@ -120,13 +120,13 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
             backbone = service.models.name_of(_taught(request).base(head))
         model = await model_of(request, backbone)
         admitted.model = model
-        form = FormQuery(request, query, model, ExampleQuery.requested)
-        features, pixels = await read_features(admitted, form, head)
+        check_early(request, query, model)
+        query, features, pixels = await read_features(request, admitted, query, head)
         info = admitted.model.info
         backbone_and_model = (features_of(info, features_of_head(head, info)), info.name)
         creator = "" if _holds_admin_key(request) else owner or admitted.sender.caller
-        file_name = form.query.file_name or ""
-        label = form.requested
+        file_name = query.file_name or ""
+        label = query.requested(info)
 
         def add() -> tuple[dict[str, int], list[int]]:
             pictures = [KeptPicture(file_name, jpeg_thumbnail(picture)) for picture in pixels]

@@ -32,7 +32,7 @@ from service.web.routes.answers import (
     npy_response,
     region_document,
 )
-from service.web.routes.endpoint import FormQuery, Router
+from service.web.routes.endpoint import Router, check_early, read_picture, use_named_model
 from service.web.routes.openapi import BINARY, ONE_PICTURE, problems
 from service.web.routes.query import Absent, ModelName
 from service.web.service import model_of, service_of
@@ -217,15 +217,16 @@ async def attention_of_kept_picture(request: Request, query: StoredPictureQuery)
 async def attention(request: Request, query: AttentionQuery) -> Response:
     """Draw the map of the picture in the body."""
     model = await model_of(request, query.model)
-    form = FormQuery(request, query, model, AttentionQuery.requested)
+    check_early(request, query, model)
     async with admit(request, model) as admitted:
-        file = await form.read_file(admitted)
+        file, query = await read_picture(request, admitted, query)
+        await use_named_model(request, admitted, query.model)
+        requests = query.requested(admitted.model.info)
         await admitted.take_slots(1)
-        query = form.query
         decoded, turn = await decode_file(admitted, file)
         turn.leave()
         picture = decoded.picture
-        outputs = await _explain(admitted, form.requested, picture)
+        outputs = await _explain(admitted, requests, picture)
         info = admitted.model.info
         admitted.service.metrics.count_image(
             info.name, outputs[0] if info.config.num_classes else None

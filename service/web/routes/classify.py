@@ -15,7 +15,7 @@ from service.errors import InvalidParameter
 from service.web.admit import AdmittedRequest, admit
 from service.web.picture import infer_file
 from service.web.routes.answers import Classified, classification_fields, timings
-from service.web.routes.endpoint import FormQuery, Router
+from service.web.routes.endpoint import Router, check_early, read_picture, use_named_model
 from service.web.routes.openapi import ONE_PICTURE, problems
 from service.web.routes.query import Absent, ModelQuery
 from service.web.routes.several_models import answer_by_several, classify_by_several
@@ -64,13 +64,7 @@ class ClassifyQuery(ModelQuery, frozen=True):
         """Return whether several models are to answer."""
         return self.model is not None and ("," in self.model or self.model == "*")
 
-    def requested(self, info: ModelInfo) -> RequestedOutputs | None:
-        """Return the outputs requested of the only model, or None if the query names several."""
-        if self.names_several:
-            return None
-        return self.requested_of_one(info)
-
-    def requested_of_one(self, info: ModelInfo, *, cap: bool = False) -> RequestedOutputs:
+    def requested(self, info: ModelInfo, *, cap: bool = False) -> RequestedOutputs:
         """Return the outputs requested of a model.
 
         Args:
@@ -119,13 +113,15 @@ async def classify(request: Request, query: ClassifyQuery) -> Response:
     if query.names_several:
         return await classify_by_several(request, query)
     model = await model_of(request, query.model)
-    form = FormQuery(request, query, model, ClassifyQuery.requested)
+    check_early(request, query, model)
     async with admit(request, model) as admitted:
-        picture = await form.read_file(admitted)
-        if form.requested is None:  # the form names several models
-            return await answer_by_several(request, admitted, form.query, picture)
+        picture, query = await read_picture(request, admitted, query)
+        if query.names_several:  # the form does
+            return await answer_by_several(request, admitted, query, picture)
+        await use_named_model(request, admitted, query.model)
+        requested = query.requested(admitted.model.info)
         await admitted.take_slots(1)
-        content = await classify_file(admitted, form.requested, form.query.min_score, picture)
+        content = await classify_file(admitted, requested, query.min_score, picture)
     return Response(content, media_type="application/json")
 
 
@@ -150,4 +146,4 @@ async def classify_file(
         return msgspec.json.encode(fields)
 
     # A document of many classes is large, and a batch has many of them: each is written at once.
-    return await admitted.write(write, size=requested.top_k)
+    return await admitted.convert(write, size=requested.top_k)

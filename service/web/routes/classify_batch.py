@@ -9,7 +9,7 @@ from service.errors import InvalidParameter
 from service.web.admit import admit
 from service.web.routes.answers import answer_each
 from service.web.routes.classify import ClassifyQuery, classify_file
-from service.web.routes.endpoint import FormQuery, Router
+from service.web.routes.endpoint import Router, check_early, read_pictures, use_named_model
 from service.web.routes.openapi import SEVERAL_PICTURES, problems
 from service.web.service import model_of
 from vitserve.documents import BatchClassification
@@ -31,12 +31,14 @@ async def classify_batch(request: Request, query: ClassifyQuery) -> Response:
     """
     _require_one_model(query)
     model = await model_of(request, query.model)
-    form = FormQuery(request, query, model, ClassifyQuery.requested_of_one)
+    check_early(request, query, model)
     async with admit(request, model) as admitted:
-        files = await form.read_files(admitted)
-        _require_one_model(form.query)
+        files, query = await read_pictures(request, admitted, query)
+        _require_one_model(query)
+        await use_named_model(request, admitted, query.model)
+        requested = query.requested(admitted.model.info)
         await admitted.take_slots(len(files))
-        answer = partial(classify_file, admitted, form.requested, form.query.min_score)
+        answer = partial(classify_file, admitted, requested, query.min_score)
         return await answer_each(admitted, files, answer)
 
 

@@ -19,10 +19,17 @@ from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.models.lease import Lease
 from service.web.admit import AdmittedRequest, admit
+from service.web.body import read_whole
 from service.web.gather import of_each
 from service.web.picture import embed_texts, infer_file, require_file
 from service.web.routes.answers import answer_each, npy_response, to_json
-from service.web.routes.endpoint import FormQuery, Router
+from service.web.routes.endpoint import (
+    Router,
+    check_early,
+    read_picture,
+    read_pictures,
+    use_named_model,
+)
 from service.web.routes.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
 from service.web.routes.query import ModelQuery
 from service.web.service import model_of
@@ -89,16 +96,18 @@ async def embed(request: Request, query: EmbedOneQuery) -> Response:
     model = await model_of(request, query.model)
     if query.text:
         return await _embed_texts(request, query, model)
-    form = FormQuery(request, query, model, EmbedQuery.requested)
+    check_early(request, query, model)
     async with admit(request, model) as admitted:
-        picture = await form.read_file(admitted)
-        if form.query.text:
+        picture, query = await read_picture(request, admitted, query)
+        if query.text:
             raise InvalidParameter("text: there is a picture, too: send a picture or texts")
+        await use_named_model(request, admitted, query.model)
+        requested = query.requested(admitted.model.info)
         await admitted.take_slots(1)
-        if form.query.format == "npy":
-            _, embedding = await infer_embedding(admitted, form.requested, picture)
+        if query.format == "npy":
+            _, embedding = await infer_embedding(admitted, requested, picture)
             return npy_response(embedding)
-        content = await _embed_file(admitted, form.query, form.requested, picture)
+        content = await _embed_file(admitted, query, requested, picture)
     return Response(content, media_type="application/json")
 
 
@@ -113,15 +122,17 @@ async def embed_batch(request: Request, query: EmbedQuery) -> Response:
     Each has its own answer or its own error. With `npy`, the first error fails the request.
     """
     model = await model_of(request, query.model)
-    form = FormQuery(request, query, model, EmbedQuery.requested)
+    check_early(request, query, model)
     async with admit(request, model) as admitted:
-        files = await form.read_files(admitted)
+        files, query = await read_pictures(request, admitted, query)
+        await use_named_model(request, admitted, query.model)
+        requested = query.requested(admitted.model.info)
         await admitted.take_slots(len(files))
-        if form.query.format == "npy":
-            infer = partial(infer_embedding, admitted, form.requested)
+        if query.format == "npy":
+            infer = partial(infer_embedding, admitted, requested)
             rows = await of_each(infer, files)
             return npy_response(np.stack([embedding for _, embedding in rows]))
-        answer = partial(_embed_file, admitted, form.query, form.requested)
+        answer = partial(_embed_file, admitted, query, requested)
         return await answer_each(admitted, files, answer)
 
 
@@ -159,7 +170,7 @@ async def _embed_texts(request: Request, query: EmbedOneQuery, model: Lease) -> 
         raise InvalidParameter("pool: does not apply to texts")
     texts = checked_texts(query.text, "text", MAX_TEXTS)
     async with admit(request, model) as admitted:
-        if await admitted.body.read_whole():
+        if await read_whole(admitted):
             raise InvalidParameter("text: there is a body, too: send a picture or texts")
         await admitted.take_slots(1)
         features = await embed_texts(admitted, texts)

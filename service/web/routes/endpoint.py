@@ -15,14 +15,15 @@ query that the pydantic model validates, which OpenAPI shows too. Errors rise to
 
 The fields of a form complete the query:
 
-    form = FormQuery(request, query, model, ClassifyQuery.requested)    checks the address
+    check_early(request, query, model)                                   the query of the address
     async with admit(request, model) as admitted:
-        picture = await form.read_file(admitted)                        reads the body
-        ... form.query, form.requested
+        picture, query = await read_picture(request, admitted, query)    and of the form
+        await use_named_model(request, admitted, query.model)
+        requested = query.requested(admitted.model.info)
 """
 
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 from pydantic import BaseModel
 from starlette.convertors import FloatConvertor, IntegerConvertor
@@ -37,13 +38,14 @@ from service.engine.messages import ModelInfo
 from service.errors import MethodNotAllowed, NotFound
 from service.models.lease import Lease
 from service.web.admit import AdmittedRequest
+from service.web.body import read_files
 from service.web.middleware import request_context
 from service.web.picture import require_file
 from service.web.routes.not_found import nearest_path
 from service.web.routes.openapi import Json, Operation, openapi_document
 from service.web.routes.query import merged, parameters_of, parse_query, require_no_parameters
 from service.web.service import model_of
-from service.web.upload import FormFields, UploadedFile
+from service.web.upload import UploadedFile, UploadLimits
 from vitserve.documents import FIELD
 
 Function = Callable[..., Coroutine[Any, Any, Response | BaseModel]]
@@ -58,7 +60,6 @@ _PATH_TYPES = {IntegerConvertor: "integer", FloatConvertor: "number"}
 
 F = TypeVar("F", bound=Function)
 Q = TypeVar("Q", bound=BaseModel)
-R = TypeVar("R")
 
 
 class Endpoint:
@@ -138,73 +139,72 @@ class Endpoint:
         await answer(scope, receive, send)
 
 
-class FormQuery(Generic[Q, R]):
-    """The query of a request, and the outputs that it requests of a model.
+class PictureQuery(Protocol):
+    """The query of a route for pictures."""
 
-    A wrong query is refused before the body is read. An address without parameters is checked after
-    the body if that is a form, because the form may have the parameters.
+    def requested(self, info: ModelInfo) -> object:
+        """Return what the query requests of a model; raises `InvalidParameter`, `InputError`."""
 
-    Args:
-        model: the model that the address names.
-        parse: returns the outputs that a query requests of a model.
 
-    Attributes:
-        query: with the fields of the form, once the body is read.
-        requested: the result of `parse`, once the body is read.
+def check_early(request: Request, query: PictureQuery, model: Lease) -> None:
+    """Refuse a wrong query before the body is read; raises as `PictureQuery.requested`.
+
+    An address without parameters is not checked if the body is a form, which may have them.
+    """
+    kind = request.headers.get("content-type", "").lower()
+    if request.scope["query_string"] or not kind.startswith("multipart/form-data"):
+        query.requested(model.info)
+
+
+async def read_picture(
+    request: Request, admitted: AdmittedRequest, query: Q, *, fields: Collection[str] = (FIELD,)
+) -> tuple[bytearray, Q]:
+    """Return the only picture in the body, and the completed query; raises as `read_pictures`."""
+    files, query = await _read(request, admitted, query, 1, fields)
+    return require_file(files[0]), query
+
+
+async def read_pictures(
+    request: Request, admitted: AdmittedRequest, query: Q
+) -> tuple[list[UploadedFile], Q]:
+    """Return the pictures in the body, and the query completed by the other fields of a form.
 
     Raises:
-        InputError, InvalidParameter: as `parse`.
+        MalformedRequest: a field has another value in the address.
+        InvalidParameter: a value is wrong.
+        What `read_files` raises.
     """
+    most = admitted.service.settings.max_images_per_request
+    return await _read(request, admitted, query, most, setting="VIT_MAX_IMAGES_PER_REQUEST")
 
-    requested: R
 
-    def __init__(
-        self, request: Request, query: Q, model: Lease, parse: Callable[[Q, ModelInfo], R]
-    ) -> None:
-        self.query = query
-        self._request = request
-        self._parse = parse
-        kind = request.headers.get("content-type", "").lower()
-        is_form = kind.startswith("multipart/form-data")
-        self._is_parsed = bool(request.scope["query_string"]) or not is_form
-        if self._is_parsed:
-            self.requested = parse(query, model.info)
+async def _read(
+    request: Request,
+    admitted: AdmittedRequest,
+    query: Q,
+    most: int,
+    fields: Collection[str] = (FIELD,),
+    setting: str = "",
+) -> tuple[list[UploadedFile], Q]:
+    settings = admitted.service.settings
+    limits = UploadLimits(
+        settings.max_upload_bytes,
+        settings.max_request_bytes,
+        most,
+        fields,
+        parameters_of(type(query)),
+        setting,
+    )
+    upload = await read_files(admitted, limits)
+    if upload.fields:
+        query = merged(query, request.scope["query_string"], upload.fields)
+    return upload.files, query
 
-    async def read_file(
-        self, admitted: AdmittedRequest, *, fields: Collection[str] = (FIELD,)
-    ) -> bytearray:
-        """Return the only picture in the body; raises as `read_files`."""
-        [file] = await self.read_files(admitted, several=False, fields=fields)
-        return require_file(file)
 
-    async def read_files(
-        self, admitted: AdmittedRequest, *, several: bool = True, fields: Collection[str] = (FIELD,)
-    ) -> list[UploadedFile]:
-        """Return the pictures in the body, and complete the query by the other fields of a form.
-
-        Args:
-            several: whether more than one picture is allowed.
-            fields: names of the form fields with pictures.
-
-        Raises:
-            MalformedRequest: a field has another value in the address.
-            InvalidParameter, InputError: a value is wrong.
-            UnknownModel, and what `RequestBody.read_files` raises.
-        """
-        parameters = parameters_of(type(self.query))
-        upload = await admitted.body.read_files(parameters, several=several, fields=fields)
-        if upload.fields:
-            await self._complete(admitted, upload.fields)
-        if upload.fields or not self._is_parsed:
-            self.requested = self._parse(self.query, admitted.model.info)
-        return upload.files
-
-    async def _complete(self, admitted: AdmittedRequest, fields: FormFields) -> None:
-        addressed = getattr(self.query, "model", None)
-        self.query = merged(self.query, self._request.scope["query_string"], fields)
-        name = getattr(self.query, "model", None)
-        if name != addressed and not getattr(self.query, "names_several", False):
-            admitted.model = await model_of(self._request, name)
+async def use_named_model(request: Request, admitted: AdmittedRequest, name: str | None) -> None:
+    """Let another model answer if the form names one; raises as `model_of`."""
+    if name is not None and name != admitted.model.info.name:
+        admitted.model = await model_of(request, name)
 
 
 class Router:

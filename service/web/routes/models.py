@@ -19,6 +19,7 @@ from service.models.folder import check_name, located, model_settings
 from service.settings import Settings
 from service.web.admit import admit
 from service.web.api_keys import bearer_token, holds_admin_key
+from service.web.body import read_whole
 from service.web.json_bodies import decoded
 from service.web.routes.answers import to_json
 from service.web.routes.endpoint import Router
@@ -127,7 +128,7 @@ async def small_body(request: Request) -> bytearray:
     service = service_of(request)
     service.models.require_ready(service.models.default_name)
     async with admit(request, needs_slot=False) as admitted:
-        return await admitted.body.read_whole(_MAX_BODY)
+        return await read_whole(admitted, _MAX_BODY)
 
 
 def allowed(document: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from service.web.routes.answers import (
     problem_item,
     timings,
 )
-from service.web.routes.endpoint import FormQuery
+from service.web.routes.endpoint import read_picture
 from service.web.service import model_of, service_of
 
 if TYPE_CHECKING:
@@ -62,12 +62,11 @@ class SeveralModels(NamedTuple):
 async def classify_by_several(request: Request, query: ClassifyQuery) -> Response:
     """Answer a request whose address names several models."""
     models = await find_models(request, query)
-    form = FormQuery(request, query, models.first, type(query).requested)
     async with admit(request, models.first) as admitted:
-        picture = await form.read_file(admitted)
-        if form.query == query:
+        picture, completed = await read_picture(request, admitted, query)
+        if completed == query:
             return await _answer(admitted, models, picture, query.min_score)
-        return await answer_by_several(request, admitted, form.query, picture)
+        return await answer_by_several(request, admitted, completed, picture)
 
 
 async def answer_by_several(
@@ -103,7 +102,7 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
             failed[name] = model
             continue
         try:
-            requested = query.requested_of_one(model.info, cap=True)
+            requested = query.requested(model.info, cap=True)
         except (InputError, ServiceError) as error:
             failed[name] = error
             continue
@@ -180,7 +179,7 @@ async def _answer(
     took = [finished.took for finished in passes if finished.took is not None]
     document["timings_ms"] = timings(admitted, took)
     size = sum(requested.top_k for group in models.groups for _, requested in group)
-    content = await admitted.write(partial(msgspec.json.encode, document), size=size)
+    content = await admitted.convert(partial(msgspec.json.encode, document), size=size)
     return Response(content, media_type="application/json")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from service.extensions.inference_protocol import inference, routes
-from service.web import body
+from service.web import admit
 from tests.extensions.inference_protocol.requests import encoded, infer
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import App
@@ -15,7 +15,7 @@ from tests.service.web.thread_names import BIG, LOOP, ThreadNames
 async def test_large_json_spares_the_event_loop(
     large: int, thread: str, monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
-    monkeypatch.setattr(body, "LARGE", large)
+    monkeypatch.setattr(admit, "LARGE", large)
     monkeypatch.setattr(inference, "BYTES_A_VALUE", 100)
     watched = ThreadNames(monkeypatch)
     watched.watch(routes, "decode_request")

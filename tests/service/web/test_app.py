@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from service.web import body
+from service.web import admit, body
 from service.web.limits import RefusalPace
 from service.web.problems import codes
 from service.web.routes import classify
@@ -142,7 +142,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 async def test_large_json_does_not_block_the_loop(
     large: int, thread: str, threads: set[str], monkeypatch: pytest.MonkeyPatch, service: App
 ) -> None:
-    monkeypatch.setattr(body, "LARGE", large)
+    monkeypatch.setattr(admit, "LARGE", large)
     in_json = json.dumps({"image": base64.b64encode(png(7)).decode()}).encode()
     headers = {"content-type": "application/json"}
     single = await service.request(

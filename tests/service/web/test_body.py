@@ -1,7 +1,7 @@
 """Bodies of requests: the bytes that are read, and the files in them."""
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given
@@ -16,7 +16,7 @@ from service.errors import (
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.web.body import Bound, read_files, read_whole
+from service.web.body import read_files, read_whole
 from service.web.upload import UploadLimits
 from tests.model.images.pictures import encode
 from tests.service.web.uploads import (
@@ -24,13 +24,14 @@ from tests.service.web.uploads import (
     MULTIPART,
     ROOMY,
     Channel,
-    at_once,
+    Receiver,
     cut,
     finish,
     form,
     outcome,
     part,
     read,
+    receiver_of,
 )
 
 
@@ -102,7 +103,7 @@ def test_compressed_body_is_refused() -> None:
 def test_second_content_encoding_counts() -> None:
     headers = Headers(raw=[(b"content-encoding", b"identity"), (b"content-encoding", b"gzip")])
     with pytest.raises(UnsupportedMediaType, match="gzip"):
-        finish(read_files(headers, Channel([b"x"]), ROOMY, lambda: None, at_once))
+        finish(read_files(cast(Any, Receiver(headers, Channel([b"x"]))), ROOMY))
 
 
 @pytest.mark.parametrize("body", [b"--other\r\n", b"preamble\r\n--xYz\r\n", b"--xYz\n"])
@@ -162,8 +163,7 @@ def test_limit_of_a_file_is_exact(size: int, fits: bool) -> None:
 
 
 def read_all(chunks: list[bytes], limit: int, **headers: str) -> bytearray:
-    given = {name.replace("_", "-"): value for name, value in headers.items()}
-    whole: bytearray = finish(read_whole(Headers(given), Channel(chunks), Bound(limit)))
+    whole: bytearray = finish(read_whole(receiver_of(chunks, None, **headers), limit))
     return whole
 
 

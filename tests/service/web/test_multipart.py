@@ -10,6 +10,7 @@ from service.errors import (
     TooManyImages,
     UploadTooLarge,
 )
+from service.web.body import read_files
 from service.web.upload import UploadLimits
 from tests.service.web.uploads import (
     BOUNDARY,
@@ -18,9 +19,11 @@ from tests.service.web.uploads import (
     WITH_PARAMETERS,
     Channel,
     cut,
+    finish,
     form,
     part,
     read,
+    receiver_of,
     upload_of,
 )
 
@@ -62,15 +65,14 @@ def is_content(content: bytes) -> bool:
 def test_files_survive_any_cut_of_the_body(parts: list[tuple[str, bytes]], cuts: list[int]) -> None:
     body = form(*(part(content, name) for name, content in parts))
     files = [content for name, content in parts if name == "file"]
-    further: list[None] = []
-    chunks = cut(body, cuts)
+    receiver = receiver_of(cut(body, cuts))
     try:
-        found = read(chunks, limits=WITH_PARAMETERS, on_further=lambda: further.append(None))
+        upload = finish(read_files(receiver, WITH_PARAMETERS))
     except (MissingImage, MalformedRequest):
         assert not files or any(name != "file" for name, _ in parts), "a parameter that is not text"
         return
-    assert found == files
-    assert len(further) == len(files) - 1
+    assert upload.files == files
+    assert receiver.checked == list(range(2, len(files) + 1))
 
 
 @given(st.data())

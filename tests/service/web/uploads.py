@@ -2,15 +2,21 @@
 
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
+from starlette.types import Message, Receive
 
 from service.errors import ServiceError
+from service.web.admit import Sender
 from service.web.body import read_files
 from service.web.upload import Upload, UploadLimits
+
+T = TypeVar("T")
 
 ROOMY = UploadLimits(file_bytes=10_000, body_bytes=100_000, files=8)
 WITH_PARAMETERS = replace(ROOMY, body_bytes=1_000_000, parameters=("top_k", "labels"))
@@ -44,8 +50,31 @@ class Channel:
         return {"type": "http.request", "body": self.chunks[self.received - 1], "more_body": more}
 
 
-async def at_once(work: Callable[[], bytearray], size: int) -> bytearray:
-    return work()
+class Receiver:
+    """The part of an admitted request by which a body is read.
+
+    Attributes:
+        checked: numbers of slots that were checked, one for each further file.
+    """
+
+    def __init__(self, headers: Headers, receive: Receive) -> None:
+        settings = SimpleNamespace(max_request_bytes=100_000)
+        self.service = SimpleNamespace(settings=settings)
+        self.sender = Sender("caller", 0.0, receive, headers=headers)
+        self.permit = self
+        self.checked: list[int] = []
+
+    def check(self, count: int) -> None:
+        self.checked.append(count)
+
+    def receiving(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def receive(self) -> Message:
+        return await self.sender.receive()
+
+    async def convert(self, work: Callable[[], T], size: int) -> T:
+        return work()
 
 
 def read(
@@ -59,19 +88,23 @@ def upload_of(
     chunks: bytes | Sequence[bytes] | Channel,
     content_type: str | None = MULTIPART,
     limits: UploadLimits = ROOMY,
-    on_further: Callable[[], None] = lambda: None,
     **headers: str,
 ) -> Upload:
+    receiver = receiver_of(chunks, content_type, **headers)
+    upload: Upload = finish(read_files(receiver, limits))
+    return upload
+
+
+def receiver_of(
+    chunks: bytes | Sequence[bytes] | Channel, content_type: str | None = MULTIPART, **headers: str
+) -> Any:
     if isinstance(chunks, bytes):
         chunks = [chunks]
     channel = chunks if isinstance(chunks, Channel) else Channel(chunks)
-    given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
     if content_type is not None:
-        given_headers["content-type"] = content_type
-    upload: Upload = finish(
-        read_files(Headers(given_headers), channel, limits, on_further, at_once)
-    )
-    return upload
+        sent["content-type"] = content_type
+    return Receiver(Headers(sent), channel)
 
 
 def part(content: bytes, name: str = "file", *, extra: str = "") -> bytes:

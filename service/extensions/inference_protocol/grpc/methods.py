@@ -32,6 +32,7 @@ from service.extensions.inference_protocol.inference import (
     read,
 )
 from service.web.admit import AdmittedRequest, Sender
+from service.web.body import read_whole
 from service.web.lanes import Lane
 from service.web.service import Service
 from vitserve import __version__
@@ -110,8 +111,8 @@ async def _model_infer(service: Service, call: Call) -> bytes:
     sender = Sender(call.caller, call.started, call.receive)
     service.check_open()
     async with AdmittedRequest(service, None, sender) as admitted:
-        body = await admitted.body.read_whole()
-        target, request = await admitted.write(
+        body = await read_whole(admitted)
+        target, request = await admitted.convert(
             partial(decode_request, body), size=len(body) // BYTES_A_VALUE
         )
         check_version(target.version)
