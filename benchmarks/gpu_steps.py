@@ -241,7 +241,10 @@ def maps(bench: Bench) -> None:
     )
     last = ours.checkpoint.vit.depth - 1
     classes = ours.checkpoint.config.num_classes
-    for name, request in (("row", MapRequest.row(last)), ("relevance", MapRequest("relevance"))):
+    for name, request in (
+        ("row", MapRequest.attention_row(last)),
+        ("relevance", MapRequest("relevance")),
+    ):
         asked = [RequestedOutputs(min(2, classes), request)] * len(images)
         pairs = list(
             zip(exact.predict(images, asked), ours.predictor.predict(images, asked), strict=True)
@@ -266,7 +269,9 @@ def engine(bench: Bench) -> None:
     ours = Ours(bench, sizes, bench.folder)
     asked = {
         "ours": RequestedOutputs(_TOP_K),
-        "with maps": RequestedOutputs(_TOP_K, MapRequest.row(ours.checkpoint.vit.depth - 1)),
+        "with maps": RequestedOutputs(
+            _TOP_K, MapRequest.attention_row(ours.checkpoint.vit.depth - 1)
+        ),
         "with relevance": RequestedOutputs(_TOP_K, MapRequest("relevance")),
     }
     wanted = {

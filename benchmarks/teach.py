@@ -216,8 +216,8 @@ class Groups:
             strangers = x[y < 0]
             limit = float(np.quantile(known.distances(right), _KEPT))
             found |= {
-                f"right ones kept, {pool}": 1 - float(known.far(right).mean()),
-                f"strangers abstained, {pool}": float(known.far(strangers).mean()),
+                f"right ones kept, {pool}": 1 - float(known.are_far(right).mean()),
+                f"strangers abstained, {pool}": float(known.are_far(strangers).mean()),
                 f"strangers abstained at 95 % kept, {pool}": float(
                     (known.distances(strangers) > limit).mean()
                 ),

@@ -67,8 +67,8 @@ def scores_and_energies(
     scaled = logits.astype(np.float64) / temperature
     # Logits that are not finite: the caller gets an error, and no set of labels.
     with np.errstate(invalid="ignore"):
-        powers = np.exp(-form.falls(scaled))
-        exponentials = np.exp(-SOFTMAX.falls(scaled))
+        powers = np.exp(-form.negative_log_scores(scaled))
+        exponentials = np.exp(-SOFTMAX.negative_log_scores(scaled))
     energies: NDArray[np.float64] = scaled.max(axis=1) + np.log(exponentials.sum(axis=1))
     return powers / powers.sum(axis=1, keepdims=True), energies
 

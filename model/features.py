@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 # Share of pictures like the examples that a taught head does not call far.
-LEVEL: Final = 0.95
+NEAR_SHARE: Final = 0.95
 
 # Number of nearest examples whose mean distance is used. On CIFAR-10's classes three did as well
 # as five, and better than one.
 _NEAREST: Final = 3
 
 # Examples that a head keeps. Comparing a picture with them takes less than a millisecond.
-MOST_KNOWN: Final = 2000
+MAX_KNOWN_EXAMPLES: Final = 2000
 
 # Two features of equal length belong to one picture from this cosine on, because batches of
 # different sizes round differently.
@@ -43,17 +43,17 @@ def part_weights(parts: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class KnownExamples:
     """The examples that a head was fitted to, and the distance from which a picture is unlike them.
 
     The distance is one minus the mean cosine to the nearest examples: deep nearest neighbours (Sun
     et al. 2022, https://arxiv.org/abs/2204.06507). Features of several parts use the weighted mean
     of the parts' cosines, because a part with long vectors would decide alone. The limit is a
-    conformal threshold: at least a share of `LEVEL` of pictures like the examples is nearer.
+    conformal threshold: at least a share of `NEAR_SHARE` of pictures like the examples is nearer.
 
     Attributes:
         examples: float32 [M, D] of float16 values, divided by their norms; a sample if there are
-            more than `MOST_KNOWN`.
+            more than `MAX_KNOWN_EXAMPLES`.
         limit: the distance above which a picture is far.
         weights: weights of the parts of the features, which are equally long.
     """
@@ -65,21 +65,23 @@ class Known:
     @classmethod
     def of(cls, features: Floats, weights: tuple[float, ...] = (1.0,)) -> Self:
         """Build from features [N, D]; the limit comes from the distance of each to the others."""
-        rows = np.linspace(0, len(features) - 1, min(len(features), MOST_KNOWN)).astype(np.int64)
+        rows = np.linspace(0, len(features) - 1, min(len(features), MAX_KNOWN_EXAMPLES)).astype(
+            np.int64
+        )
         examples = _with_unit_parts(features[rows], weights)
         # A copy of an example is not a neighbour.
-        examples = examples[first_equal(examples) == np.arange(len(rows))]
+        examples = examples[first_equal_indices(examples) == np.arange(len(rows))]
         cosines = examples @ examples.T
         np.fill_diagonal(cosines, -1)
         distances = _nearest_distances(cosines, neighbours=len(examples) - 1)
-        rank = min(len(examples), math.ceil(round((len(examples) + 1) * LEVEL, 6)))
+        rank = min(len(examples), math.ceil(round((len(examples) + 1) * NEAR_SHARE, 6)))
         return cls(
             examples.astype(np.float16).astype(np.float32),
             float(np.sort(distances)[rank - 1]),
             weights,
         )
 
-    def far(self, features: Floats) -> NDArray[np.bool_]:
+    def are_far(self, features: Floats) -> NDArray[np.bool_]:
         """Return whether the pictures of features [B, D] are far from all examples, bool [B]."""
         return self.distances(features) > self.limit
 
@@ -110,7 +112,7 @@ def normalized(vectors: Floats) -> Floats:
     return unit_vectors
 
 
-def first_equal(features: Floats, since: int = 0) -> NDArray[np.int64]:
+def first_equal_indices(features: Floats, since: int = 0) -> NDArray[np.int64]:
     """Return the index of the first feature that each feature equals, up to rounding.
 
     A feature without an earlier equal has its own index.
@@ -122,11 +124,11 @@ def first_equal(features: Floats, since: int = 0) -> NDArray[np.int64]:
     exact = features.astype(np.float64)
     firsts = [np.zeros(0, np.int64)]
     for start in range(since, len(features), _BLOCK):
-        firsts.append(equal(exact[start : start + _BLOCK], exact).argmax(axis=1))
+        firsts.append(equal_pairs(exact[start : start + _BLOCK], exact).argmax(axis=1))
     return np.concatenate(firsts)
 
 
-def equal(features: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
+def equal_pairs(features: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return which features [N, D] equal which others [M, D] up to rounding, bool [N, M]."""
     squares = np.add.outer(np.square(features).sum(axis=1), np.square(others).sum(axis=1))
     are_equal: NDArray[np.bool_] = 2 * features @ others.T >= _EQUAL * squares

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from model.evidence import softmax_evidence
-from model.features import Floats, Known, normalized
+from model.features import Floats, KnownExamples, normalized
 from model.outputs import (
     RIVALS,
     AttentionMap,
-    Best,
+    BestClasses,
     EmbeddingRequest,
     Linear,
     Outputs,
@@ -32,7 +32,7 @@ from model.outputs import (
 # The template of transformers' pipeline `zero-shot-image-classification`.
 DEFAULT_TEMPLATE: Final = "This is a photo of {}."
 
-# Factor on the evidence if a head abstains; the result is below `LITTLE` in any case.
+# Factor on the evidence if a head abstains; the result is below `LITTLE_EVIDENCE` in any case.
 _ABSTAINED: Final = 0.1
 
 _NOTHING: Final[Mapping[int, Any]] = MappingProxyType({})
@@ -51,7 +51,7 @@ class Form(BaseModel):
     power: Annotated[float, Field(ge=0.1, le=10)] = 1.0
     crowding: Annotated[float, Field(ge=-3, le=3)] = 0.0
 
-    def falls(self, scaled: NDArray[np.float64]) -> NDArray[np.float64]:
+    def negative_log_scores(self, scaled: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return -log of the unnormalised scores, [B, K].
 
         Args:
@@ -96,11 +96,11 @@ class Head:
     normalized: bool = False
     features: Pooling = "head"
     label_sets: Callable[[Floats], list[NDArray[np.int64]]] | None = None
-    known: Known | None = None
+    known: KnownExamples | None = None
     thresholds: Floats | None = None
 
     @property
-    def cost(self) -> int:
+    def multiplications(self) -> int:
         """Return the number of multiplications that scoring the features of one image takes."""
         cost = 0
         if self.weight is not None:
@@ -125,7 +125,7 @@ class Head:
         features = EmbeddingRequest(self.features)
         map_request = requested.map
         if map_request is not None and map_request.is_class_specific:
-            map_request = replace(map_request, by=self.linear)
+            map_request = replace(map_request, classifier=self.linear)
         embedding = requested.embedding
         if embedding is not None and embedding.pool == "head":
             embedding = replace(embedding, pool=self.features)  # "head" means this one
@@ -144,7 +144,7 @@ class Head:
         assert of_backbone.embedding is not None
         features = of_backbone.embedding[np.newaxis]
         logits = self.logits(features)
-        best = self.best(logits, requested.top_k)
+        best = self.best_classes(logits, requested.top_k)
         best = best._replace(finite=best.finite & of_backbone.finite)
         maps = {} if of_backbone.map is None else {0: of_backbone.map}
         embeddings: dict[int, Floats] = {}
@@ -162,7 +162,7 @@ class Head:
         requests: Sequence[RequestedOutputs],
         logits: Floats | None,
         *,
-        best: Best | None = None,
+        best: BestClasses | None = None,
         features: Floats | None = None,
         maps: Mapping[int, AttentionMap] = _NOTHING,
         embeddings: Mapping[int, Floats] = _NOTHING,
@@ -179,14 +179,14 @@ class Head:
         """
         if best is None:
             assert logits is not None, "either a graph or this head ranks the classes"
-            best = self.best(logits, max(requested.top_k for requested in requests))
+            best = self.best_classes(logits, max(requested.top_k for requested in requests))
         if maps:
             maps = self._with_evidence(maps, requests, logits, features)
         label_sets = self._requested_sets(requests, logits)
         finite = best.finite.tolist()
         far = [False] * len(requests)
         if self.known is not None and features is not None:
-            far = self.known.far(features).tolist()
+            far = self.known.are_far(features).tolist()
         answers: list[Outputs] = []
         for image, requested in enumerate(requests):
             indices = best.indices[image, : requested.top_k]
@@ -206,7 +206,7 @@ class Head:
                     finite=finite[image],
                     label_set=label_sets.get(image),
                     far=far[image],
-                    least=thresholds,
+                    thresholds=thresholds,
                 )
             )
         return answers
@@ -228,11 +228,11 @@ class Head:
             exact = (logits / np.float32(self.temperature)).astype(np.float64)
             if self.independent:
                 return (1 / (1 + np.exp(-exact))).astype(np.float32)
-            powers = np.exp(-self.form.falls(exact))
+            powers = np.exp(-self.form.negative_log_scores(exact))
             shares: Floats = (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
             return shares
 
-    def best(self, logits: Floats, top_k: int) -> Best:
+    def best_classes(self, logits: Floats, top_k: int) -> BestClasses:
         """Return the `top_k` best classes of logits [B, C]; see `best_classes`."""
         return best_classes(logits, self.scores(logits), top_k)
 
@@ -249,10 +249,10 @@ class Head:
         if self.thresholds is not None:
             abstains |= ~(self.scores(logits) >= self.thresholds).any(axis=1)
         if self.known is not None and features is not None:
-            abstains |= self.known.far(features)
+            abstains |= self.known.are_far(features)
         return abstains
 
-    def evidence(
+    def score_and_evidence(
         self, logits: Floats, classes: NDArray[np.int64], abstains: NDArray[np.bool_] | None = None
     ) -> tuple[Floats, Floats]:
         """Return the score of one class per image, and the evidence for it on a common scale.
@@ -277,7 +277,7 @@ class Head:
             evidence = np.where(abstains, np.float32(_ABSTAINED) * evidence, evidence)
         return score, evidence
 
-    def target(self, features: Floats, method: str, label: int | None) -> tuple[int, Floats]:
+    def map_target(self, features: Floats, method: str, label: int | None) -> tuple[int, Floats]:
         """Return the class of a map, and the vector that the map starts from, float32 [D].
 
         With `relevance` that vector is the class's weight minus the mean weight of its rivals, so
@@ -292,7 +292,7 @@ class Head:
         assert self.weight is not None, "the backbone's pass starts from its own weight"
         [logits] = self.logits(features[np.newaxis])
         if label is None:
-            label = int(self.best(logits[np.newaxis], 1).indices[0, 0])
+            label = int(self.best_classes(logits[np.newaxis], 1).indices[0, 0])
         direction: Floats = self.weight[label]
         if method != "relevance":
             return label, direction
@@ -327,7 +327,7 @@ class Head:
         classes: dict[int, int] = {}
         for image, shown in maps.items():
             asked = requests[image].map
-            is_of_caller = asked is None or asked.by is not None
+            is_of_caller = asked is None or asked.classifier is not None
             if shown.request.class_index is not None and not is_of_caller:
                 classes[image] = shown.request.class_index
         if not classes:
@@ -336,7 +336,9 @@ class Head:
         images = [*classes]
         shown_features = None if features is None else features[images]
         abstains = self.abstains(logits[images], shown_features)
-        scores, evidences = self.evidence(logits[images], np.array([*classes.values()]), abstains)
+        scores, evidences = self.score_and_evidence(
+            logits[images], np.array([*classes.values()]), abstains
+        )
         with_evidence = dict(maps)
         for row, image in enumerate(images):
             with_evidence[image] = replace(

@@ -18,8 +18,8 @@ AttentionHead = int | Literal["mean", "max"]
 
 # A drawing says in words that there is little evidence for its class below the first, and much from
 # the second on.
-LITTLE: Final = 0.2
-MUCH: Final = 0.6
+LITTLE_EVIDENCE: Final = 0.2
+MUCH_EVIDENCE: Final = 0.6
 
 # Number of other classes that relevance compares a class with; fewer if the model has fewer.
 RIVALS: Final = 10
@@ -59,19 +59,19 @@ class MapRequest:
     Attributes:
         method: name of an explanation method; see `model.methods`.
         class_index: the class of a class-specific map; None is the best class.
-        layer: 0 ... depth-1 with `cls`, None with every other method; see `row`.
+        layer: 0 ... depth-1 with `cls`, None with every other method; see `attention_row`.
         head: attention head 0 ... heads-1, or how all are combined, with `cls`.
-        by: the classifier of a class-specific map, if not one of the backbone's heads.
+        classifier: the classifier of a class-specific map, if not one of the backbone's heads.
     """
 
     method: str
     class_index: int | None = None
     layer: int | None = None
     head: AttentionHead | None = None
-    by: Linear | None = None
+    classifier: Linear | None = None
 
     @classmethod
-    def row(cls, layer: int, head: AttentionHead = "mean") -> Self:
+    def attention_row(cls, layer: int, head: AttentionHead = "mean") -> Self:
         """Return a request for the attention row of a layer."""
         return cls("cls", layer=layer, head=head)
 
@@ -91,7 +91,7 @@ class MapRequest:
 
         The classification's pass can compute it.
         """
-        return self.method == "relevance" and self.class_index is None and self.by is None
+        return self.method == "relevance" and self.class_index is None and self.classifier is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class AttentionMap:
             prefix tokens.
         score: score of the class, with a class-specific method.
         evidence: evidence for the class, 0 ... 1, with a class-specific method; see
-            `model.heads.Head.evidence`. A drawing fades with it.
+            `model.heads.Head.score_and_evidence`. A drawing fades with it.
         abstained: whether the head abstains, with a class-specific method.
     """
 
@@ -194,7 +194,7 @@ class RequestedOutputs:
         return not (self.map or self.logits or self.embedding or self.label_set or self.more)
 
     @property
-    def each(self) -> "tuple[RequestedOutputs, ...]":
+    def head_requests(self) -> "tuple[RequestedOutputs, ...]":
         """Return the requests to each head, the first one first."""
         return (self, *self.more)
 
@@ -202,7 +202,8 @@ class RequestedOutputs:
     def needs_pass(self) -> bool:
         """Return whether an output needs a pass besides the classification's."""
         return any(
-            requested.map is not None and requested.map.needs_pass for requested in self.each
+            requested.map is not None and requested.map.needs_pass
+            for requested in self.head_requests
         )
 
 
@@ -221,7 +222,7 @@ class Outputs:
             best first; if empty, the model abstains. See `model.calibration`.
         more: outputs of other heads, in the order of the request.
         far: whether the image is far from all examples of a taught head, which then abstains.
-        least: float32 [top_k], the lowest score at which each class is predicted; None: 0.
+        thresholds: float32 [top_k], the lowest score at which each class is predicted; None: 0.
     """
 
     scores: NDArray[np.float32]
@@ -233,16 +234,16 @@ class Outputs:
     label_set: NDArray[np.int64] | None = None
     more: "tuple[Outputs, ...]" = ()
     far: bool = False
-    least: NDArray[np.float32] | None = None
+    thresholds: NDArray[np.float32] | None = None
 
-    def predicted(self, min_score: float | None = None) -> NDArray[np.bool_]:
+    def are_predicted(self, min_score: float | None = None) -> NDArray[np.bool_]:
         """Return whether each class reaches the thresholds of its head and caller, bool [top_k]."""
-        if self.least is None and min_score is None:  # most images
+        if self.thresholds is None and min_score is None:  # most images
             return np.ones(len(self.scores), bool)
-        least = 0.0 if self.least is None else self.least
-        return self.scores >= np.maximum(least, np.float32(min_score or 0))
+        thresholds = 0.0 if self.thresholds is None else self.thresholds
+        return self.scores >= np.maximum(thresholds, np.float32(min_score or 0))
 
-    def abstained_by(
+    def reason_to_abstain(
         self, min_score: float | None = None
     ) -> Literal["coverage", "distance", "min_score"] | None:
         """Return why the image gets no label, or None if it gets one."""
@@ -250,15 +251,15 @@ class Outputs:
             return "distance"
         if self.label_set is not None and not len(self.label_set):
             return "coverage"
-        return None if self.predicted(min_score).any() else "min_score"
+        return None if self.are_predicted(min_score).any() else "min_score"
 
     @property
     def abstains(self) -> bool:
         """Return whether the head itself gives the image no label."""
-        return self.abstained_by() is not None
+        return self.reason_to_abstain() is not None
 
 
-class Best(NamedTuple):
+class BestClasses(NamedTuple):
     """The best classes of a batch.
 
     Attributes:
@@ -272,7 +273,9 @@ class Best(NamedTuple):
     finite: NDArray[np.bool_]
 
 
-def best_classes(logits: NDArray[np.float32], scores: NDArray[np.float32], top_k: int) -> Best:
+def best_classes(
+    logits: NDArray[np.float32], scores: NDArray[np.float32], top_k: int
+) -> BestClasses:
     """Return the `top_k` best classes of logits and scores [B, C].
 
     Classes are ranked by logits, because several saturated sigmoids have a score of 1. Of classes
@@ -282,7 +285,7 @@ def best_classes(logits: NDArray[np.float32], scores: NDArray[np.float32], top_k
     order = np.argsort(-np.take_along_axis(logits, chosen, axis=1), axis=1, kind="stable")
     indices = np.take_along_axis(chosen, order, axis=1)
     finite = np.asarray(np.isfinite(scores).all(axis=-1))
-    return Best(np.take_along_axis(scores, indices, axis=1), indices, finite)
+    return BestClasses(np.take_along_axis(scores, indices, axis=1), indices, finite)
 
 
 def _highest(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:

@@ -66,7 +66,7 @@ def parse_maps(
         raise InputError(inapplicable[0], f"{inapplicable[0]} does not apply to method {name!r}")
     if name == "cls":
         number = parse_layer(layer, config.depth)
-        return [MapRequest.row(number, parse_attention_head(head, config.heads))]
+        return [MapRequest.attention_row(number, parse_attention_head(head, config.heads))]
     if classes is None:
         return [MapRequest(name)]
     return [MapRequest(name, index) for index in parse_classes(classes, labels)]

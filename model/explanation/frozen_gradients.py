@@ -91,7 +91,7 @@ def with_rivals(logits: Tensor, classes: Tensor | None, count: int) -> Tensor:
     Args:
         logits: [B, num_classes].
         classes: int64 [B]; None takes the best class of each image, and the first of several equal
-            ones, like `Head.best`.
+            ones, like `Head.best_classes`.
     """
     logits = logits.float()
     if classes is None:

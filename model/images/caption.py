@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from model.methods import methods
-from model.outputs import LITTLE, MUCH, AttentionMap
+from model.outputs import LITTLE_EVIDENCE, MUCH_EVIDENCE, AttentionMap
 
 # Drawings whose longer side in pixels is below this get no caption, because words do not fit.
 _MIN_CAPTIONED: Final = 160
@@ -48,9 +48,9 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
 
 def _amount(evidence: float) -> str:
     """Return evidence from 0 to 1 in words."""
-    if evidence >= MUCH:
+    if evidence >= MUCH_EVIDENCE:
         return "much"
-    return "some" if evidence >= LITTLE else "little"
+    return "some" if evidence >= LITTLE_EVIDENCE else "little"
 
 
 def drawable(text: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DeviceError, NewProcessNeeded
-from model.outputs import Best, MapRequest, Pooling
+from model.outputs import BestClasses, MapRequest, Pooling
 from model.runtime.batch_request import BatchRequest
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Aim(NamedTuple):
         image: index of the image in its batch.
         features: the features that the head reads.
         direction: returns the vector that relevance starts from, float32 [D], for these features of
-            the image, [D]; see `Head.target`.
+            the image, [D]; see `Head.map_target`.
     """
 
     image: int
@@ -55,7 +55,7 @@ class BatchOutputs(NamedTuple, Generic[T]):
         relevance: `class_relevance` of the best class, float32 [B, N].
         head, cls, mean, transfer: embeddings of these names, [B, `embedding_width`]; see
             `ViTOutput.embeddings`.
-        scores, indices, finite: see `model.outputs.Best`; only if a graph ranks the classes.
+        scores, indices, finite: see `model.outputs.BestClasses`; only if a graph ranks the classes.
         aimed: `class_relevance` of each aim, float32 [aims, N].
     """
 
@@ -87,11 +87,11 @@ class BatchOutputs(NamedTuple, Generic[T]):
 HostOutputs = BatchOutputs[NDArray[Any]]
 
 
-def ranked_by_graph(arrays: Mapping[str, NDArray[Any]]) -> Best | None:
+def best_classes_of_graph(arrays: Mapping[str, NDArray[Any]]) -> BestClasses | None:
     """Return the best classes of the checkpoint's own head, or None if the host must rank them."""
     if "scores" not in arrays:
         return None
-    return Best(arrays["scores"], arrays["indices"], arrays["finite"])
+    return BestClasses(arrays["scores"], arrays["indices"], arrays["finite"])
 
 
 class CompilationState(enum.Enum):

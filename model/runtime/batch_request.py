@@ -39,14 +39,16 @@ class BatchRequest:
     transfer: bool = False
 
     @classmethod
-    def of(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> Self:
+    def union(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> Self:
         """Combine the requests for the images of a batch."""
         maps = [request.map for request in requests if request.map is not None]
         pools = {request.embedding.pool for request in requests if request.embedding is not None}
-        pools |= {wanted.by.features for wanted in maps if wanted.by is not None}
+        pools |= {wanted.classifier.features for wanted in maps if wanted.classifier is not None}
         # Evidence for a class, and a set of labels, compare all logits.
         needs_logits = any(request.logits or request.label_set for request in requests)
-        needs_evidence = any(wanted.is_class_specific and wanted.by is None for wanted in maps)
+        needs_evidence = any(
+            wanted.is_class_specific and wanted.classifier is None for wanted in maps
+        )
         return cls(
             top_k=max(request.top_k for request in requests),
             logits=needs_logits or needs_evidence,
@@ -80,7 +82,7 @@ class BatchRequest:
         return "transfer" if self.transfer or self.all_tokens else "plain"
 
     @property
-    def computed(self) -> Self:
+    def graph_part(self) -> Self:
         """Return the part that a CUDA graph is made for.
 
         Every pass computes logits and embeddings, and copies them to the host on request.
@@ -88,9 +90,9 @@ class BatchRequest:
         return replace(self, logits=False, embeddings=())
 
     @property
-    def of_network(self) -> Self:
+    def network_part(self) -> Self:
         """Return the part that changes the network's pass, without the ranking of its logits."""
-        return replace(self.computed, top_k=1)
+        return replace(self.graph_part, top_k=1)
 
     def covers(self, other: Self) -> bool:
         """Return whether a network that computes this gives all outputs of another request."""
@@ -118,7 +120,7 @@ class HeadTable(NamedTuple):
     own: Head
     by_name: Mapping[str, Head]
 
-    def named(self, name: str) -> Head:
+    def head(self, name: str) -> Head:
         """Return the head of a name.
 
         Raises:
@@ -129,11 +131,11 @@ class HeadTable(NamedTuple):
             raise ValueError(f"the backbone has no head {name!r}")
         return head
 
-    def of_map(self, requested: RequestedOutputs) -> Head:
-        """Return the head of a request's map, which the request may bring; raise as `named`."""
-        linear = None if requested.map is None else requested.map.by
+    def map_head(self, requested: RequestedOutputs) -> Head:
+        """Return the head of a request's map, which the request may bring; raise as `head`."""
+        linear = None if requested.map is None else requested.map.classifier
         if linear is None:
-            return self.named(requested.head)
+            return self.head(requested.head)
         return Head(
             (),
             independent=False,
@@ -147,7 +149,7 @@ class HeadTable(NamedTuple):
         """Return whether a request needs the relevance of a class of another head."""
         if requested.map is None or requested.map.method != "relevance":
             return False
-        return self.of_map(requested) is not self.own
+        return self.map_head(requested) is not self.own
 
     def batch_request(
         self, requests: Sequence[RequestedOutputs], config: NetworkConfig
@@ -158,14 +160,14 @@ class HeadTable(NamedTuple):
             requests: one for each image, to one or more heads.
             config: the backbone's.
         """
-        if all(not request.more and self.named(request.head) is self.own for request in requests):
-            return BatchRequest.of(requests, config)
+        if all(not request.more and self.head(request.head) is self.own for request in requests):
+            return BatchRequest.union(requests, config)
         to_backbone = [RequestedOutputs(1, embedding=EmbeddingRequest())]
         for request in requests:
-            for requested in request.each:
-                is_own = self.named(requested.head) is self.own
+            for requested in request.head_requests:
+                is_own = self.head(requested.head) is self.own
                 to_backbone.append(requested if is_own else _without_head(requested))
-        return BatchRequest.of(to_backbone, config)
+        return BatchRequest.union(to_backbone, config)
 
 
 def _without_head(requested: RequestedOutputs) -> RequestedOutputs:

@@ -24,14 +24,14 @@ from model.features import Floats
 from model.heads import Head
 from model.outputs import (
     AttentionMap,
-    Best,
+    BestClasses,
     EmbeddingRequest,
     MapRequest,
     Outputs,
     Pooling,
     RequestedOutputs,
 )
-from model.runtime.backend import SIZES, Aim, Backend, Images, ranked_by_graph
+from model.runtime.backend import SIZES, Aim, Backend, Images, best_classes_of_graph
 from model.runtime.batch_request import BatchRequest, HeadTable
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -93,9 +93,9 @@ class MixedBatch:
         self._backend = backend
         self._config = config
         self._head_requests = [
-            _HeadRequest(image, requested, heads.of_map(requested))
+            _HeadRequest(image, requested, heads.map_head(requested))
             for image, request in enumerate(requests)
-            for requested in request.each
+            for requested in request.head_requests
         ]
 
     def outputs(self) -> list[Outputs]:
@@ -110,7 +110,7 @@ class MixedBatch:
             numbers_by_head.setdefault(head_request.requested.head, []).append(number)
         answers: dict[int, Outputs] = {}
         for name, numbers in numbers_by_head.items():
-            of_head = self._outputs_of_head(self._heads.named(name), numbers, computed)
+            of_head = self._outputs_of_head(self._heads.head(name), numbers, computed)
             answers.update(zip(numbers, of_head, strict=True))
         in_order = iter(answers[number] for number in range(len(self._head_requests)))
         outputs: list[Outputs] = []
@@ -132,11 +132,11 @@ class MixedBatch:
         aimed = 0
         for image, requested in enumerate(self._requests):
             key: object = None
-            if any(map(self._heads.needs_aim, requested.each)):
+            if any(map(self._heads.needs_aim, requested.head_requests)):
                 key = aimed // SIZES[-1]
                 aimed += 1
             elif not is_covered:
-                key = self._heads.batch_request([requested], self._config).of_network
+                key = self._heads.batch_request([requested], self._config).network_part
             launches.setdefault(key, []).append(image)
         return list(launches.values())
 
@@ -195,13 +195,13 @@ class MixedBatch:
             arrays = {name: values[images] for name, values in arrays.items()}
         if head is self._heads.own:
             logits = arrays.get("logits")
-            best = ranked_by_graph(arrays)
+            best = best_classes_of_graph(arrays)
         else:
             logits = head.logits(arrays[head.features])
             best = None
         if best is None:
             assert logits is not None, "a pass gives logits unless its graph ranks the classes"
-            best = head.best(logits, max(requested.top_k for requested in requests))
+            best = head.best_classes(logits, max(requested.top_k for requested in requests))
         maps = self._maps_of_pass(head, requests, computed._replace(arrays=arrays), best)
         for row, number in enumerate(numbers):
             if number in computed.aimed:
@@ -215,7 +215,7 @@ class MixedBatch:
         return head.outputs(requests, logits, best=best, maps=maps, embeddings=embeddings)
 
     def _maps_of_pass(
-        self, head: Head, requests: Sequence[RequestedOutputs], computed: _Pass, best: Best
+        self, head: Head, requests: Sequence[RequestedOutputs], computed: _Pass, best: BestClasses
     ) -> dict[int, AttentionMap]:
         """Return the maps that come out of the batch's pass, by the row of their image.
 
@@ -258,7 +258,7 @@ class MixedBatch:
         self,
         head_requests: Sequence[_HeadRequest],
         arrays: Arrays,
-        best: Best,
+        best: BestClasses,
         finished: Mapping[int, AttentionMap],
     ) -> dict[int, AttentionMap]:
         """Return the maps that need their own passes, by row.
@@ -284,7 +284,7 @@ class MixedBatch:
             if wanted.is_class_specific and head is not self._heads.own:
                 features = head.features
                 labels[row], directions[row] = _target(head, requested, arrays[features][row])
-            shared = replace(wanted, class_index=None, by=None)
+            shared = replace(wanted, class_index=None, classifier=None)
             rows_by_pass.setdefault((shared, features), []).append(row)
         maps: dict[int, AttentionMap] = {}
         for (shared, features), rows in rows_by_pass.items():
@@ -304,7 +304,7 @@ class MixedBatch:
 def _target(head: Head, requested: RequestedOutputs, features: Floats) -> tuple[int, Floats]:
     """Return the class of a map and the vector that it starts from, for features [D]."""
     assert requested.map is not None
-    return head.target(features, requested.map.method, requested.map.class_index)
+    return head.map_target(features, requested.map.method, requested.map.class_index)
 
 
 def _direction(head: Head, requested: RequestedOutputs, features: Floats) -> Floats:

@@ -26,8 +26,8 @@ from model.runtime.backend import (
     Images,
     Parts,
     batch_too_large,
+    best_classes_of_graph,
     launch_size,
-    ranked_by_graph,
 )
 from model.runtime.batch_request import BatchRequest, HeadTable
 from model.runtime.memory import Meter
@@ -166,9 +166,11 @@ class Predictor:
         Such a batch takes a second or two.
         """
         table = HeadTable(self.own, self.heads)
-        if any(map(table.needs_aim, requested.each)):
+        if any(map(table.needs_aim, requested.head_requests)):
             return True
-        if all(request.map is None and request.embedding is None for request in requested.each):
+        if all(
+            request.map is None and request.embedding is None for request in requested.head_requests
+        ):
             return False
         return self._backend.defers(table.batch_request([requested], self.config))
 
@@ -234,7 +236,7 @@ class Predictor:
             for turn in range(3):
                 images = trial_images(self.config, size, turn)
                 arrays = self._backend.predict(images, usual[turn % len(usual)]).tensors()
-                best = ranked_by_graph(arrays) or self.own.best(arrays["logits"], 1)
+                best = best_classes_of_graph(arrays) or self.own.best_classes(arrays["logits"], 1)
                 if not best.finite.all():
                     raise NotFinite(
                         f"{self.device}: warm-up gave scores that are not finite in {self.dtype}"
@@ -260,13 +262,13 @@ class Predictor:
         _check_batch(images, len(requests), self.config, self.max_batch)
         heads = HeadTable(self.own, self.heads)
         is_plain = all(
-            requested.is_plain and heads.named(requested.head) is self.own for requested in requests
+            requested.is_plain and heads.head(requested.head) is self.own for requested in requests
         )
         if not is_plain:
             return MixedBatch(images, requests, heads, self._backend, self.config).outputs()
         top_k = max(requested.top_k for requested in requests)
         arrays = self._backend.predict(images, BatchRequest(top_k)).tensors()
-        return self.own.outputs(requests, arrays.get("logits"), best=ranked_by_graph(arrays))
+        return self.own.outputs(requests, arrays.get("logits"), best=best_classes_of_graph(arrays))
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
         """Return the features of texts, float32 [N, D], computed by the calling thread alone.

@@ -107,8 +107,8 @@ def _usual_requests(config: NetworkConfig, *, transfer: bool) -> tuple[BatchRequ
         BatchRequest(relevance=True),
     )
     if transfer:
-        request = BatchRequest.of([RequestedOutputs(1, embedding=TRANSFER)], config)
-        usual += (request.of_network,)
+        request = BatchRequest.union([RequestedOutputs(1, embedding=TRANSFER)], config)
+        usual += (request.network_part,)
     return usual
 
 
@@ -219,7 +219,7 @@ class TorchCpu(TorchBackend):
         """See `Backend.predict`."""
         network: Network = self.network
         sizes: Sequence[int] = range(1, SIZES[-1] + 1)
-        if self._compiled is not None and request.of_network in self.usual:
+        if self._compiled is not None and request.network_part in self.usual:
             network = self._compiled
             sizes = SIZES
         with self.threads as alone:

@@ -208,7 +208,7 @@ def compiled_network(
         block.forward = compiled(block.forward)
 
     def network(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
-        if any_batch and request.of_network == BatchRequest():
+        if any_batch and request.network_part == BatchRequest():
             return whole(pixels)
         return run_network(twin, pixels, request, folded)
 

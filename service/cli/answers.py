@@ -149,7 +149,7 @@ class LocalAnswers:
 
         def answer(_: ModelInput, outputs: list[Outputs]) -> dict[str, Any]:
             [output] = outputs
-            predicted = output.predicted()
+            predicted = output.are_predicted()
             indices = output.indices[predicted].tolist()
             scores = output.scores[predicted].tolist()
             label_set = None if output.label_set is None else output.label_set.tolist()
@@ -159,7 +159,7 @@ class LocalAnswers:
                 **set_fields(info.labels, label_set),
             }
             if output.abstains:
-                fields["abstained_by"] = output.abstained_by()
+                fields["abstained_by"] = output.reason_to_abstain()
             return fields
 
         return self._answers(files, [requested], answer)

@@ -79,7 +79,7 @@ class ModelInfo:
         head: name among the heads of the backbone; see `RequestedOutputs.head`.
         is_served_head: whether it is a served head, which abstains from pictures far from its
             examples.
-        has_thresholds: whether its classes have thresholds; see `Outputs.least`.
+        has_thresholds: whether its classes have thresholds; see `Outputs.thresholds`.
         features: embedding that its head reads.
     """
 

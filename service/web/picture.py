@@ -243,7 +243,7 @@ async def _answer(
 ) -> InferenceResult:
     """Return the answer of a head to the features of a picture."""
     work = partial(answer_by_head, head, requested, result.outputs)
-    return replace(result, outputs=await compute(admitted, work, cost=head.cost))
+    return replace(result, outputs=await compute(admitted, work, cost=head.multiplications))
 
 
 def answer_by_head(head: Head, requested: RequestedOutputs, of_backbone: Outputs) -> Outputs:

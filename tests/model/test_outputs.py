@@ -101,7 +101,7 @@ def maps(**said: Any) -> list[MapRequest]:
         ({}, [MapRequest("relevance")]),
         ({"layer": -3}, [MapRequest("cls", layer=0, head="mean")]),
         ({"head": "1"}, [MapRequest("cls", layer=2, head=1)]),
-        ({"method": "cls"}, [MapRequest.row(2)]),
+        ({"method": "cls"}, [MapRequest.attention_row(2)]),
         pytest.param({"method": "rollout"}, [MapRequest("rollout")], marks=needs_methods),
         ({"classes": "tiger, 7"}, [MapRequest("relevance", 1), MapRequest("relevance", 7)]),
         pytest.param({"method": "gae"}, [MapRequest("gae")], marks=needs_methods),

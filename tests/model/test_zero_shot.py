@@ -8,10 +8,10 @@ from model.calibration import scores_and_energies
 from model.config import ViTConfig
 from model.errors import InputError
 from model.explanation.frozen_gradients import with_rivals
-from model.features import Known
+from model.features import KnownExamples
 from model.heads import Form, Head, ZeroShot
 from model.label_texts import MAX_CHARACTERS, MAX_TEXTS, labels_of_request, parse_labels
-from model.outputs import LITTLE, Outputs, RequestedOutputs
+from model.outputs import LITTLE_EVIDENCE, Outputs, RequestedOutputs
 from model.runtime.backend import BatchOutputs
 from model.runtime.cuda.backend import with_best
 
@@ -128,7 +128,7 @@ SATURATED = [18.0, 25.0, 3.0, 19.0, 1.0]
 def test_saturated_sigmoids_keep_their_order() -> None:
     head = Head(tuple("abcde"), independent=True)
     logits = np.array([SATURATED, SATURATED[::-1]], np.float32)
-    best = head.best(logits, 3)
+    best = head.best_classes(logits, 3)
     assert best.indices.tolist() == [[1, 3, 0], [3, 1, 4]]
     found = with_best(BatchOutputs(torch.from_numpy(logits)), head, 3).tensors()
     assert found["indices"].tolist() == best.indices.tolist()
@@ -140,7 +140,7 @@ def test_first_of_equal_logits_are_best() -> None:
     logits = torch.randint(0, 3, (50, 200), generator=torch.Generator().manual_seed(0)).float()
     head = Head(tuple(map(str, range(200))), independent=False)
     found = with_best(BatchOutputs(logits), head, 5).tensors()
-    np.testing.assert_array_equal(found["indices"], head.best(logits.numpy(), 5).indices)
+    np.testing.assert_array_equal(found["indices"], head.best_classes(logits.numpy(), 5).indices)
 
 
 def test_equal_logits_rank_alike_everywhere() -> None:
@@ -148,7 +148,7 @@ def test_equal_logits_rank_alike_everywhere() -> None:
     logits[:, 200::200] = 8
     head = Head(tuple(map(str, range(1000))), independent=False)
     for count in (1, 2, 3, 4):
-        best = head.best(logits.float().numpy(), count)
+        best = head.best_classes(logits.float().numpy(), count)
         assert best.indices.tolist() == [[200, 400, 600, 800][:count]] * 64
     found = with_best(BatchOutputs(logits), Head(("",) * 1000, independent=False), 4).tensors()
     assert found["indices"].tolist() == best.indices.tolist()
@@ -163,7 +163,7 @@ def test_host_scores_equal_device_scores(independent: bool, form: Form) -> None:
     logits = np.random.default_rng(0).normal(0, 5, (6, 40)).astype(np.float32)
     logits[4, 3] = np.nan
     head = Head(tuple(map(str, range(40))), independent, temperature=1.7, form=form)
-    best = head.best(logits, 5)
+    best = head.best_classes(logits, 5)
     found = with_best(BatchOutputs(torch.from_numpy(logits)), head, 5).tensors()
     assert found["finite"].tolist() == best.finite.tolist() == [True] * 4 + [False, True]
     sound = best.finite
@@ -176,12 +176,18 @@ def test_host_scores_equal_device_scores(independent: bool, form: Form) -> None:
 
 def test_only_a_full_score_is_whole_evidence() -> None:
     logits = np.array([[4.0, 4.0, -8.0], [1.0, 3.0, 2.0]], np.float32)
-    score, evidence = Head(tuple("abc"), independent=False).evidence(logits, np.array([1, 0]))
+    score, evidence = Head(tuple("abc"), independent=False).score_and_evidence(
+        logits, np.array([1, 0])
+    )
     np.testing.assert_allclose(score, [0.5, 0.0900], atol=1e-4)
     np.testing.assert_allclose(evidence, [0.5, 0.0900], atol=1e-4)
     sure = np.array([[40.0, 0.0, 0.0]], np.float32)
-    assert Head(tuple("abc"), independent=False).evidence(sure, np.array([0]))[1].item() == 1
-    score, evidence = Head(tuple("abc"), independent=True).evidence(logits, np.array([1, 0]))
+    assert (
+        Head(tuple("abc"), independent=False).score_and_evidence(sure, np.array([0]))[1].item() == 1
+    )
+    score, evidence = Head(tuple("abc"), independent=True).score_and_evidence(
+        logits, np.array([1, 0])
+    )
     assert score.tolist() == evidence.tolist()
 
 
@@ -194,11 +200,13 @@ def test_abstention_leaves_little_evidence() -> None:
     of_thresholds = Head(("a", "b"), False, thresholds=np.array([0.9, 2.0], np.float32))
     assert of_thresholds.abstains(logits).tolist() == [False, True]
     features = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
-    taught = Head(("a", "b"), False, known=Known(features[:1], 0.5))
+    taught = Head(("a", "b"), False, known=KnownExamples(features[:1], 0.5))
     assert taught.abstains(logits, features).tolist() == [False, True]
-    _, evidence = taught.evidence(logits, np.array([0, 1]), taught.abstains(logits, features))
+    _, evidence = taught.score_and_evidence(
+        logits, np.array([0, 1]), taught.abstains(logits, features)
+    )
     assert evidence[0] == 1
-    assert evidence[1] < LITTLE
+    assert evidence[1] < LITTLE_EVIDENCE
 
 
 def test_evidence_follows_the_logits_spread() -> None:
@@ -206,11 +214,11 @@ def test_evidence_follows_the_logits_spread() -> None:
     logits[:4] = 8.0, 2.9, 1.7, -9.0  # their mean is 0, their deviation about 1
     logits = logits[np.newaxis] + 100
     head = Head(tuple(map(str, range(1000))), independent=False)
-    found = [head.evidence(logits, np.array([each]))[1].item() for each in range(4)]
+    found = [head.score_and_evidence(logits, np.array([each]))[1].item() for each in range(4)]
     spread = logits.std()
     above = logits[0, :4] - logits.mean()
     np.testing.assert_allclose(found, [1, *(above[1:3] / spread - 1.5) / 2.5, 0], atol=1e-4)
     assert 0 < found[2] < 0.2 < found[1] < 1
-    assert head.evidence(np.zeros((1, 1000), np.float32), np.array([0]))[1].tolist() == [0], (
-        "no class has evidence"
-    )
+    assert head.score_and_evidence(np.zeros((1, 1000), np.float32), np.array([0]))[1].tolist() == [
+        0
+    ], "no class has evidence"

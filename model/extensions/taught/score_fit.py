@@ -85,7 +85,7 @@ def _fit_of(numbers: NDArray[np.float64]) -> Fit:
 
 def losses(logits: NDArray[np.floating], truth: NDArray[np.int64], fit: Fit) -> NDArray[np.float64]:
     """Return the negative log-likelihood of each label [N] by logits [N, K], in nats."""
-    falls = fit.form.falls(logits.astype(np.float64) / fit.temperature)
+    falls = fit.form.negative_log_scores(logits.astype(np.float64) / fit.temperature)
     log_sums = np.log(np.exp(-falls).sum(axis=1))
     loss_by_label: NDArray[np.float64] = falls[np.arange(len(truth)), truth] + log_sums
     return loss_by_label

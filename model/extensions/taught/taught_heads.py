@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from model.config import NetworkConfig
 from model.errors import CheckpointError, InputError
-from model.features import MOST_KNOWN, Known, part_weights
+from model.features import MAX_KNOWN_EXAMPLES, KnownExamples, part_weights
 from model.head_files import FORMAT
 from model.heads import Head
 from model.label_texts import checked_texts
@@ -151,7 +151,7 @@ class TaughtHead(NamedTuple):
             weight=arrays["weight"],
             bias=arrays["bias"],
             features=features,
-            known=Known(
+            known=KnownExamples(
                 arrays["known"].astype(np.float32),
                 float(metadata["limit"]),
                 tuple(map(float, json.loads(metadata.get("weights", "[1]")))),
@@ -187,7 +187,7 @@ def _problem_of_arrays(labels: Sequence[str], arrays: Mapping[str, Array]) -> st
     dtypes = [array.dtype.name for array in (weight, bias, known)]
     if dtypes != ["float32", "float32", "float16"]:
         return f"weight, bias and known are {', '.join(dtypes)}, not float32, float32, float16"
-    if weight.ndim != 2 or known.ndim != 2 or not 1 <= len(known) <= MOST_KNOWN:
+    if weight.ndim != 2 or known.ndim != 2 or not 1 <= len(known) <= MAX_KNOWN_EXAMPLES:
         return f"weight and known have shapes {weight.shape} and {known.shape}"
     if weight.shape != (len(labels), known.shape[1]) or bias.shape != (len(labels),):
         shapes = f"{weight.shape}, {bias.shape}, {known.shape}"

@@ -75,7 +75,7 @@ class Cuda(TorchBackend):
 
     def covers(self, request: BatchRequest) -> bool:
         """See `Backend.covers`."""
-        return self.batch_sizes is None or request.of_network in self.usual
+        return self.batch_sizes is None or request.network_part in self.usual
 
     def compile(self) -> None:
         """Compile, capture a graph of each launch size, and compare it with the uncompiled network.
@@ -181,7 +181,7 @@ class Cuda(TorchBackend):
 
     def _compute(self, pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
         """Compute a request without a graph; the compiler handles only usual requests."""
-        if request.of_network in self.usual and not self._options.graphs:
+        if request.network_part in self.usual and not self._options.graphs:
             return self._scored(pixels, request)
         return self._uncompiled(pixels, request)
 
@@ -202,7 +202,7 @@ class Cuda(TorchBackend):
 
 
 def with_best(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOutputs[Tensor]:
-    """Rank the `top_k` best classes on the device, by the rule of `Head.best`.
+    """Rank the `top_k` best classes on the device, by the rule of `Head.best_classes`.
 
     Args:
         outputs: the network's, with logits.

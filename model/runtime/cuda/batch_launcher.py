@@ -236,7 +236,7 @@ class BatchLauncher:
         count = len(images)
         graph = None
         if compute is None:
-            graph = self._graphs.get((size, request.computed))
+            graph = self._graphs.get((size, request.graph_part))
         unwanted = _ON_REQUEST.difference(request.embeddings)
         if request.logits:
             unwanted -= {"logits"}

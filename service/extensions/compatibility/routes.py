@@ -123,7 +123,7 @@ def _by_label(outputs: Outputs, labels: tuple[str, ...]) -> dict[str, float]:
     """Return the scores of the predicted classes; the best one of several with an equal label."""
     if outputs.far:
         return {}
-    predicted = outputs.predicted()
+    predicted = outputs.are_predicted()
     if outputs.label_set is not None:
         predicted[len(outputs.label_set) :] = False  # the label set has the best classes
     by_label: dict[str, float] = {}

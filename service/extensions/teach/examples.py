@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.extensions.taught.taught_heads import Features
-from model.features import equal, first_equal
+from model.features import equal_pairs, first_equal_indices
 from service.errors import Forbidden, NotFound
 from service.extensions.teach.database import HeadsDatabase
 from service.extensions.teach.errors import HeadFull, HeadWithoutBackbone
@@ -161,7 +161,7 @@ class Examples:
             numbers_of_rows = [number for number, _ in stored]
             new_examples: list[tuple[object, ...]] = []
             new_pictures: list[tuple[object, ...]] = []
-            for index, first in enumerate(first_equal(all_features, len(stored)).tolist()):
+            for index, first in enumerate(first_equal_indices(all_features, len(stored)).tolist()):
                 if first < len(numbers_of_rows):
                     numbers_of_rows.append(numbers_of_rows[first])
                     continue
@@ -216,7 +216,7 @@ class Examples:
             )
             rows = db.execute(query, [head.id, label, number]).fetchall()
             exact = _stacked([row for _, row in rows], head.backbone).astype(np.float64)
-            [are_copies] = equal(exact[:1], exact[1:])
+            [are_copies] = equal_pairs(exact[:1], exact[1:])
             copies = [(head.id, rows[1 + index][0]) for index in np.flatnonzero(are_copies)]
             db.executemany("DELETE FROM examples WHERE head = ? AND number = ?", copies)
             counts = _changed(db, head.id)

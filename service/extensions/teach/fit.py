@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from model.errors import DatasetError, first_line
 from model.extensions.taught.linear_probe import FOLDS, Choice, fit_head, interval
 from model.extensions.taught.taught_heads import Features, TaughtHead
-from model.features import Known, part_weights
+from model.features import KnownExamples, part_weights
 from service.errors import SettingsError
 from service.extensions.teach.errors import HeadsUnavailable
 from service.extensions.teach.examples import Examples, HeadRow, too_few
@@ -84,7 +84,7 @@ def taught_head(
     (head, first), *others = [fit_head(scaled, truth, names, seed=seed) for seed in range(rounds)]
     assert head.weight is not None, "it was fitted"
     knowledge = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
-    known = Known.of(features, part_weights(kind.parts))
+    known = KnownExamples.of(features, part_weights(kind.parts))
     unscaled = replace(head, weight=head.weight / scales, features=kind.pool, known=known)
     return TaughtHead(unscaled, backbone, model, knowledge.model_dump_json())
 

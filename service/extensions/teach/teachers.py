@@ -9,7 +9,7 @@ import numpy as np
 
 from model.errors import InputError
 from model.extensions.taught.taught_heads import Features
-from model.features import first_equal
+from model.features import first_equal_indices
 from service.cli.answers import Answers, Embedding, LocalAnswers, ServerAnswers
 from service.cli.image_files import writing
 from service.extensions.teach.fit import taught_head
@@ -72,7 +72,7 @@ class _LocalTeacher:
         numbers: list[int] = []
         row_labels: list[str] = []
         for label, candidates in numbers_by_label.items():
-            distinct = np.unique(first_equal(rows[candidates]))
+            distinct = np.unique(first_equal_indices(rows[candidates]))
             numbers += [candidates[index] for index in distinct]
             row_labels += [label] * len(distinct)
         info = self._answers.info

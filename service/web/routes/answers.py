@@ -80,11 +80,11 @@ def classification_fields(
     model = classified.model
     outputs = classified.result.outputs
     labels = classified.requested.labels or model.info.labels
-    predicted = outputs.predicted(min_score)
+    predicted = outputs.are_predicted(min_score)
     indices = outputs.indices[predicted].tolist()
     scores = outputs.scores[predicted].tolist()
     label_set = None if outputs.label_set is None else outputs.label_set.tolist()
-    abstained_by = outputs.abstained_by(min_score)
+    abstained_by = outputs.reason_to_abstain(min_score)
     fields = {
         "model": model.info.name,
         "predictions": ranked(labels, indices, scores),

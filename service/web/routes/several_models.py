@@ -200,7 +200,7 @@ async def _infer_group(
         first, _ = group[0]
         with_first = admitted.with_model(replace(first, head=None))
         decoded, result = await infer_file(with_first, picture, _combined(group))
-        cost = sum(model.head.cost for model, _ in group if model.head is not None)
+        cost = sum(model.head.multiplications for model, _ in group if model.head is not None)
         outputs_of_each = await compute(
             with_first, partial(_outputs_of_each, group, result.outputs), cost=cost
         )

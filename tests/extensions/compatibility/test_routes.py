@@ -117,11 +117,11 @@ async def test_predictions_are_those_in_the_set(red: int, labels: list[str]) -> 
 async def test_predictions_reach_their_thresholds() -> None:
     service = app()
     service.engine.info = model_info(has_thresholds=True)
-    service.engine.least = np.zeros(10, np.float32)
-    service.engine.least[3] = 0.6  # above the best score, 0.5
+    service.engine.thresholds = np.zeros(10, np.float32)
+    service.engine.thresholds[3] = 0.6  # above the best score, 0.5
     answer = await service.classify(png(3), path="/predictions/fake")
     assert next(iter(answer.json)) == "label 4"
-    service.engine.least[:] = 0.6
+    service.engine.thresholds[:] = 0.6
     assert (await service.classify(png(3), path="/predictions/fake")).json == {}
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from model.features import Known
+from model.features import KnownExamples
 from model.heads import Head
 from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
 from service.models.served_heads import ServedHead
@@ -63,7 +63,7 @@ async def test_the_configuration_has_abstentions() -> None:
 @on_a_loop
 @pytest.mark.parametrize(("limit", "is_far"), [(-1.0, True), (10.0, False)])
 async def test_the_protocol_says_a_head_abstains(limit: float, is_far: bool) -> None:
-    known = Known(np.ones((2, 8), np.float32), limit)
+    known = KnownExamples(np.ones((2, 8), np.float32), limit)
     head = Head(("a", "b"), independent=False, weight=np.eye(2, 8, dtype=np.float32), known=known)
     async with calling(FakeEngine(model_info())) as caller:
         service_in(caller.service).models.heads = {"pets": ServedHead("pets", head, "", "")}
@@ -86,7 +86,7 @@ async def test_the_protocol_says_a_head_abstains(limit: float, is_far: bool) -> 
 @on_a_loop
 async def test_class_below_threshold_abstains() -> None:
     engine = FakeEngine(model_info(has_thresholds=True))
-    engine.least = np.full(10, 0.6, np.float32)  # the best score of the picture is 0.5
+    engine.thresholds = np.full(10, 0.6, np.float32)  # the best score of the picture is 0.5
     async with calling(engine) as caller:
         found = arrays(await caller.infer(image(png(3))))
     assert (found["abstained"].tolist(), found["score"][0, 0]) == ([[True]], 0.5)

@@ -9,13 +9,13 @@ from safetensors.numpy import load, save
 
 from model.errors import CheckpointError
 from model.extensions.taught.taught_heads import Features, TaughtHead
-from model.features import Known, part_weights
+from model.features import KnownExamples, part_weights
 from model.heads import Head
 
 
 def taught(features: Features) -> TaughtHead:
     values = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
-    known = Known.of(values, part_weights(features.parts))
+    known = KnownExamples.of(values, part_weights(features.parts))
     head = Head(("cat", "dog"), False, weight=values[:2], bias=np.zeros(2, np.float32), known=known)
     return TaughtHead(replace(head, features=features.pool), f"b{features.suffix}", "m", "{}")
 
@@ -61,8 +61,10 @@ def test_unusable_features_are_refused(before: bytes, after: bytes, problem: str
 
 def test_parts_of_other_lengths_count_alike() -> None:
     features = np.array([[1, 0, 100, 0], [0, 1, 100, 0]], np.float32)
-    assert Known(features[:1], 0.0).distances(features)[1] < 1e-3, "the long part decides alone"
-    known = Known.of(
+    assert KnownExamples(features[:1], 0.0).distances(features)[1] < 1e-3, (
+        "the long part decides alone"
+    )
+    known = KnownExamples.of(
         np.concatenate([features[:1], features[:1] + 1e-3 * np.eye(4, dtype=np.float32)]),
         weights=(1, 1),
     )
@@ -84,7 +86,7 @@ def test_the_penultimate_token_weighs_most() -> None:
     assert scaled.std(axis=0)[::2] == pytest.approx([0.5, 1, 0.25, 0.5], rel=0.1)
     example = np.ones((2, 8), np.float32)
     example[1, 0] = 1.01  # a copy would not be a neighbour
-    known = Known.of(example, part_weights(4))
+    known = KnownExamples.of(example, part_weights(4))
     turned = np.ones((2, 8), np.float32)
     turned[0, 2:4] = [1, -1]
     turned[1, 4:6] = [1, -1]

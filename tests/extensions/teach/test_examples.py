@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model.features import first_equal
+from model.features import first_equal_indices
 from service.errors import Forbidden, NotFound, SettingsError
 from service.extensions.teach import examples as module
 from service.extensions.teach.errors import HeadFull, HeadsUnavailable, HeadWithoutBackbone
@@ -125,7 +125,7 @@ def test_comparison_takes_little_memory(store: Examples) -> None:
     tracemalloc.start()
     try:
         store.relabel(store.head("pets"), 3001, "dog")
-        first_equal(rows(3000))
+        first_equal_indices(rows(3000))
         assert tracemalloc.get_traced_memory()[1] < 30e6, "and not that of 3000 by 3000 numbers"
     finally:
         tracemalloc.stop()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DatasetError
 from model.extensions.taught.taught_heads import TaughtHead
-from model.features import Known
+from model.features import KnownExamples
 from service.extensions.teach import fit as module
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.fit import Clock, fit_changed, taught_head
@@ -36,17 +36,19 @@ def test_a_head_answers_unseen_pictures() -> None:
 def test_far_pictures_are_told_from_near() -> None:
     (head, *_), _ = taught()
     assert head.known is not None
-    assert head.known.far(pictures(100, seed=1)[0]).mean() < 0.1
+    assert head.known.are_far(pictures(100, seed=1)[0]).mean() < 0.1
     elsewhere = np.roll(pictures(100, seed=2)[0], 5, axis=1)
-    assert head.known.far(elsewhere).mean() > 0.9
+    assert head.known.are_far(elsewhere).mean() > 0.9
 
 
 def test_copies_make_no_picture_far() -> None:
     features, _ = pictures(6)
     rounding = 1 + 1e-7 * np.arange(90)[:, np.newaxis]
-    known = Known.of((np.repeat(features, 5, axis=0) * rounding).astype(np.float32))
-    assert known.far(pictures(50, seed=1)[0]).mean() < 0.3
-    assert not Known.of(np.repeat(features[[0, 6]], 4, axis=0)).far(features[[0, 6]]).any()
+    known = KnownExamples.of((np.repeat(features, 5, axis=0) * rounding).astype(np.float32))
+    assert known.are_far(pictures(50, seed=1)[0]).mean() < 0.3
+    assert (
+        not KnownExamples.of(np.repeat(features[[0, 6]], 4, axis=0)).are_far(features[[0, 6]]).any()
+    )
 
 
 def test_a_wrong_label_is_the_first_suspect() -> None:

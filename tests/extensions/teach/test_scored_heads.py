@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model.features import Known
+from model.features import KnownExamples
 from model.heads import Head
 from service.models.served_heads import ServedHead
 from tests.service.fakes import model_info, on_a_loop
@@ -17,14 +17,14 @@ WIDTH = 8
 """Width of the fake engine's embedding."""
 
 
-class NotingKnown(Known):
+class NotingKnown(KnownExamples):
     """Known examples that record the threads of their comparisons."""
 
     threads: ClassVar[list[int]] = []
 
-    def far(self, features: NDArray[np.float32]) -> NDArray[np.bool_]:
+    def are_far(self, features: NDArray[np.float32]) -> NDArray[np.bool_]:
         self.threads.append(threading.get_ident())
-        return super().far(features)
+        return super().are_far(features)
 
 
 def head(examples: int = 2, width: int = WIDTH, scale: float = 1.0) -> Head:

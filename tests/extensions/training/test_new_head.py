@@ -115,7 +115,7 @@ def test_probe_has_maps_of_attention(tmp_path: Path, fields: dict[str, Any]) -> 
     start = load_checkpoint(str(write_checkpoint(tmp_path, **{"labels": "abcde", **fields})))
     head = head_of(embedding_width(start.config, "transfer"))
     pixels = np.zeros((1, 16, 16, start.config.in_channels), np.uint8)
-    request = RequestedOutputs(1, MapRequest.row(1))
+    request = RequestedOutputs(1, MapRequest.attention_row(1))
     [outputs] = predictor_of(with_head(start, head)).predict(pixels, request)
     assert outputs.map is not None
     assert outputs.map.values.sum() == pytest.approx(1, rel=1e-4)

@@ -42,7 +42,12 @@ def test_a_map_without_attention_is_finite() -> None:
 
 def test_mixed_batch_keeps_maps_apart() -> None:
     attention = rows(4, 2)  # of layers 0 and 2
-    requests = [MapRequest.row(2, "max"), None, MapRequest.row(0, 1), MapRequest.row(2, "max")]
+    requests = [
+        MapRequest.attention_row(2, "max"),
+        None,
+        MapRequest.attention_row(0, 1),
+        MapRequest.attention_row(2, "max"),
+    ]
     found = attention_maps(attention, (0, 2), requests, CONFIG)
     assert sorted(found) == [0, 2, 3]
     for image, request in enumerate(requests):

@@ -311,7 +311,7 @@ def of_class(evidence: float = 1.0, score: float = 0.6312, index: int = 0) -> At
         ),
         (of_class(0.2, index=2), ("class 2: 63.1%", "relevance, some evidence for it here (0.20)")),
         (
-            AttentionMap(MapRequest.row(3, "max"), PEAK, 1.0),
+            AttentionMap(MapRequest.attention_row(3, "max"), PEAK, 1.0),
             ("attention of one layer", "cls, layer 3, head max"),
         ),
         pytest.param(

@@ -105,7 +105,7 @@ def test_each_image_gets_its_own_embedding(kind: str, backend: str) -> None:
         requests = [
             RequestedOutputs(
                 2,
-                MapRequest.row(1) if place == 4 else None,
+                MapRequest.attention_row(1) if place == 4 else None,
                 logits=place == 5,
                 embedding=None
                 if (pool := asked[place % len(asked)]) is None
@@ -138,7 +138,7 @@ def test_a_headless_model_embeds_the_same(kind: str, backend: str) -> None:
         name: tensor for name, tensor in headed.tensors.items() if not name.startswith("head")
     }
     headless = make_checkpoint(config=config, tensors=tensors, labels=())
-    requested = RequestedOutputs(1, MapRequest.row(1), embedding=EmbeddingRequest())
+    requested = RequestedOutputs(1, MapRequest.attention_row(1), embedding=EmbeddingRequest())
     requests = [requested]
     if "rollout" in methods():
         requests.append(RequestedOutputs(1, MapRequest("rollout")))

@@ -78,11 +78,11 @@ def test_each_image_gets_its_own_map() -> None:
     )
     images = make_images(5)
     wanted = [
-        MapRequest.row(0, "max"),
+        MapRequest.attention_row(0, "max"),
         None,
-        MapRequest.row(1, 1),
-        MapRequest.row(1),
-        MapRequest.row(0, "max"),
+        MapRequest.attention_row(1, 1),
+        MapRequest.attention_row(1),
+        MapRequest.attention_row(0, "max"),
     ]
 
     found = predict(predictor, images, top_k=1, maps=wanted)
@@ -121,7 +121,7 @@ def test_logits_come_beside_their_scores(backend: str) -> None:
     )
     images = make_images(8)
 
-    for maps in ((), [MapRequest.row(1)] * 8, [MapRequest.row(0)] * 8):
+    for maps in ((), [MapRequest.attention_row(1)] * 8, [MapRequest.attention_row(0)] * 8):
         found = predict(predictor, images, top_k=3, maps=maps, logits=True)
         scores = (torch.from_numpy(found.logits) / 1.7).softmax(dim=-1)
         np.testing.assert_allclose(found.scores, scores.topk(3).values.numpy(), atol=1e-6)
@@ -170,7 +170,7 @@ def test_explanations_stand_beside_rows(backend: str) -> None:
     images = make_images(6)
     wanted = [
         MapRequest("gae", 3),
-        MapRequest.row(1),
+        MapRequest.attention_row(1),
         None,
         MapRequest("gae"),
         MapRequest("relevance", 1),
@@ -198,7 +198,9 @@ def test_explanations_stand_beside_rows(backend: str) -> None:
             logits = predictor.logits(images[[place]])
             score, evidence = (
                 part.item()
-                for part in Head((), False).evidence(logits, np.array([request.class_index]))
+                for part in Head((), False).score_and_evidence(
+                    logits, np.array([request.class_index])
+                )
             )
             assert got.score == pytest.approx(score, abs=1e-4)
         assert got.evidence == (None if evidence is None else pytest.approx(evidence, abs=1e-4))
@@ -206,7 +208,7 @@ def test_explanations_stand_beside_rows(backend: str) -> None:
         assert got.values.sum() == pytest.approx(1, abs=1e-6)
         assert got.kept_mass == pytest.approx(kept.item(), abs=1e-6)
     assert found.maps[2] is None
-    row = predict(predictor, images[[1]], top_k=1, maps=[MapRequest.row(1)]).maps[0]
+    row = predict(predictor, images[[1]], top_k=1, maps=[MapRequest.attention_row(1)]).maps[0]
     np.testing.assert_allclose(found.maps[1].values, row.values, atol=1e-5)
 
 

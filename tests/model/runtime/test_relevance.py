@@ -42,7 +42,13 @@ from tests.model.runtime.predictions import MODES, Predictions, predict
 from tests.needs import needs_methods
 
 RELEVANCE = MapRequest("relevance")
-MIXED = [RELEVANCE, None, MapRequest.row(0, 1), RELEVANCE, MapRequest.row(1, "max")]
+MIXED = [
+    RELEVANCE,
+    None,
+    MapRequest.attention_row(0, 1),
+    RELEVANCE,
+    MapRequest.attention_row(1, "max"),
+]
 CPU = torch.device("cpu")
 needs_openvino = pytest.mark.skipif(
     unsupported_reason("float32") is not None, reason="no OpenVINO here"
@@ -186,7 +192,7 @@ class TestOpenVino:
         maps = [
             RELEVANCE,
             None,
-            RELEVANCE if backend._network.request.layers == () else MapRequest.row(1),
+            RELEVANCE if backend._network.request.layers == () else MapRequest.attention_row(1),
         ]
         found = predict(predictor, images, top_k=1, maps=maps)
         require_explanation(predictor, images, 0, found)
@@ -200,7 +206,11 @@ class TestOpenVino:
         predictor = made(family, "openvino")
         plain = made(family)
         images = images_for(predictor, 3)
-        row = MapRequest.row(1) if BatchRequest.of_graph("plain", plain.config).layers else None
+        row = (
+            MapRequest.attention_row(1)
+            if BatchRequest.of_graph("plain", plain.config).layers
+            else None
+        )
         asked = [RequestedOutputs(2, row, embedding=TRANSFER), RequestedOutputs(2)]
         expected: list[Any] = plain.predict(images, [asked[0], asked[1], asked[0]])
         backend = predictor._backend
@@ -305,7 +315,7 @@ MAPS = [
     MapRequest("relevance", 1),
     pytest.param(MapRequest("gae", 2), marks=needs_methods),
     pytest.param(MapRequest("gae"), marks=needs_methods),
-    MapRequest.row(1),
+    MapRequest.attention_row(1),
 ]
 
 
@@ -445,7 +455,7 @@ def test_another_heads_class_shares_the_pass(mode: str, label: int | None) -> No
     images = images_for(predictor, 3)
     own: Any = predictor.predict(images[:1], replace(ASKED, map=MapRequest("relevance")))[0]
     wanted = RequestedOutputs(1, MapRequest("relevance", label), embedding=EmbeddingRequest())
-    brought = replace(wanted, map=MapRequest("relevance", label, by=seven.linear))
+    brought = replace(wanted, map=MapRequest("relevance", label, classifier=seven.linear))
     backend: Any = predictor._backend
     network = backend.load_torch()._plain if hasattr(backend, "load_torch") else backend._plain
     passes: list[int] = []
@@ -474,7 +484,7 @@ def test_a_map_begins_where_its_head_reads(family: str, mode: str) -> None:
     width = embedding_width(predictor.config, "transfer")
     weight = np.random.default_rng(3).standard_normal((2, width)).astype(np.float32)
     head = Head(("a", "b"), False, weight=weight, bias=np.zeros(2, np.float32), features="transfer")
-    of_class = MapRequest("relevance", 1, by=head.linear)
+    of_class = MapRequest("relevance", 1, classifier=head.linear)
     asked = RequestedOutputs(1, of_class, embedding=TRANSFER)
     of_row = RequestedOutputs(1, MapRequest("relevance"))
     found: list[Any] = predictor.predict(
@@ -488,7 +498,7 @@ def test_a_map_begins_where_its_head_reads(family: str, mode: str) -> None:
         output = network(pixels, keep=kept_for_transfer(network.config), transfer=True)
     features = output.embeddings["transfer"].numpy()
     np.testing.assert_allclose(found[0].embedding, features[0], rtol=1e-3, atol=1e-3)
-    directions = np.stack([head.target(each, "relevance", 1)[1] for each in features])
+    directions = np.stack([head.map_target(each, "relevance", 1)[1] for each in features])
     relevance = transfer_relevance(network, output, torch.from_numpy(directions)).numpy()
     expected, _ = sharpened_maps(relevance, network.config)
     np.testing.assert_allclose(found[0].map.values, expected[0], atol=1e-4)

@@ -34,7 +34,7 @@ async def test_images_keep_their_own_outputs(running: Running) -> None:
     async with running() as rig:
         first = await rig.keep_busy()
         one = rig.ask_soon(1, top_k=1)
-        seven = rig.ask_soon(2, top_k=7, map=MapRequest.row(2, "max"))
+        seven = rig.ask_soon(2, top_k=7, map=MapRequest.attention_row(2, "max"))
         await rig.until_queued(2)
         rig.predictor.gate.set()
         a = await one
@@ -45,7 +45,7 @@ async def test_images_keep_their_own_outputs(running: Running) -> None:
     assert b.outputs.indices.tolist() == expected_indices(2, 7)
     assert b.outputs.map is not None
     assert (b.outputs.map.request, b.outputs.map.kept_mass) == (
-        MapRequest.row(2, "max"),
+        MapRequest.attention_row(2, "max"),
         2 / 256,
     )
 
@@ -125,7 +125,7 @@ async def test_explanations_run_in_own_batches(
             rig.predictor.wait_until_busy()
         )  # while the first text computes, because no image waits
         tasks += [rig.ask_soon(red, map=GAE) for red in range(101, 112)]
-        tasks += [rig.ask_soon(red, map=MapRequest.row(2)) for red in range(1, 4)]
+        tasks += [rig.ask_soon(red, map=MapRequest.attention_row(2)) for red in range(1, 4)]
         await rig.until_queued(14)
         readings[0] = seconds
         rig.predictor.gate.set()

@@ -101,10 +101,10 @@ def test_a_head_has_its_labels_thresholds() -> None:
     [outputs] = predictor.predict(
         np.zeros((1, 32, 32, 3), np.uint8), RequestedOutputs(10, head=info.head)
     )
-    assert outputs.least is not None
+    assert outputs.thresholds is not None
     found = {
-        info.labels[index]: least
-        for index, least in zip(outputs.indices, outputs.least, strict=True)
+        info.labels[index]: threshold
+        for index, threshold in zip(outputs.indices, outputs.thresholds, strict=True)
     }
     assert found == dict.fromkeys(info.labels, 0.0) | {"cat": np.float32(0.4)}
     with pytest.raises(CheckpointError, match=r"thresholds: .* has no label 'kat'"):

@@ -30,7 +30,7 @@ class FakeEngine:
         self.state = "ready"
         self.reason = ""
         self.error: Exception | None = None
-        self.least: NDArray[np.float32] | None = None
+        self.thresholds: NDArray[np.float32] | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.waiting = 0
@@ -74,34 +74,41 @@ class FakeEngine:
             values = np.array([[0.1, 0.2], [0.3, 0.4]], np.float32)
             wanted = requested.map
             best = int(indices[0]) if wanted.class_index is None else wanted.class_index
-            if wanted.by is not None:
+            if wanted.classifier is not None:
                 head = Head(
                     (),
                     independent=False,
-                    weight=wanted.by.weight,
-                    bias=wanted.by.bias,
-                    normalized=wanted.by.normalized,
+                    weight=wanted.classifier.weight,
+                    bias=wanted.classifier.bias,
+                    normalized=wanted.classifier.normalized,
                 )
                 features = expected_embedding(red, EmbeddingRequest())
-                best, _ = head.target(features, wanted.method, wanted.class_index)
+                best, _ = head.map_target(features, wanted.method, wanted.class_index)
             of_class = best if wanted.is_class_specific else None
             facts = (None, None) if of_class is None else (0.5, 0.25)
             found = AttentionMap(
-                replace(wanted, class_index=of_class, by=None), values, 0.9, *facts
+                replace(wanted, class_index=of_class, classifier=None), values, 0.9, *facts
             )
         logits = expected_logits(red) if requested.logits else None
         embedding = (
             None if requested.embedding is None else expected_embedding(red, requested.embedding)
         )
         label_set = np.array(expected_indices(red, red % CLASSES)) if requested.label_set else None
-        least = None if self.least is None else self.least[indices]
+        thresholds = None if self.thresholds is None else self.thresholds[indices]
         others = [
             await self.infer(replace(request, requested=each), timeout=timeout)
             for each in requested.more
         ]
         more = tuple(each.outputs for each in others)
         outputs = Outputs(
-            scores, indices, found, logits, embedding, label_set=label_set, least=least, more=more
+            scores,
+            indices,
+            found,
+            logits,
+            embedding,
+            label_set=label_set,
+            thresholds=thresholds,
+            more=more,
         )
         return InferenceResult(outputs, 1, 0.001, 0.002)
 

@@ -26,7 +26,7 @@ from tests.model.runtime.cuda.launched import plain, same
 from tests.model.runtime.predictions import predict
 from tests.model.runtime.small_models import make_checkpoint, make_images
 
-LAST = MapRequest.row(1)
+LAST = MapRequest.attention_row(1)
 RELEVANCE = MapRequest("relevance")
 
 
@@ -106,7 +106,7 @@ def test_no_request_compiles_anything(
 
     predictor = warm(Counting(strict=False), graphs=graphs)
     seen.add(traced())
-    for kind in (LAST, RELEVANCE, MapRequest.row(0), None):
+    for kind in (LAST, RELEVANCE, MapRequest.attention_row(0), None):
         predict(predictor, make_images(3), top_k=5, maps=[kind] * 3)
     assert seen == {traced()}
     assert traced() > 0

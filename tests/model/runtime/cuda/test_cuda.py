@@ -39,7 +39,7 @@ def test_launched_batches_answer_the_same() -> None:
             predict(predictor, make_images(count), top_k=2),
             predict(expected, make_images(count), top_k=2),
         )
-    last = [MapRequest.row(1, "max"), None, MapRequest.row(1, 0)]
+    last = [MapRequest.attention_row(1, "max"), None, MapRequest.attention_row(1, 0)]
     same(
         predict(predictor, make_images(3), top_k=5, maps=last),
         predict(expected, make_images(3), top_k=5, maps=last),
@@ -68,7 +68,7 @@ def test_only_other_layers_leave_the_graphs() -> None:
     predictor = launched(ops)
     predictor.warm_up()
     replays = ops.replays
-    maps = [MapRequest.row(0), MapRequest.row(1, 1), None]
+    maps = [MapRequest.attention_row(0), MapRequest.attention_row(1, 1), None]
     same(
         predict(predictor, make_images(3), top_k=1, maps=maps),
         predict(plain(), make_images(3), top_k=1, maps=maps),
@@ -244,7 +244,7 @@ def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
 
     assert off(predictor.logits(images)) < tolerance
     for layers in (last, 0):
-        maps = [MapRequest.row(layers), None, MapRequest.row(layers, 1)]
+        maps = [MapRequest.attention_row(layers), None, MapRequest.attention_row(layers, 1)]
         found = predict(predictor, images, top_k=10, maps=maps, logits=True)
         assert off(found.logits) < tolerance
         wanted = predict(reference, images, top_k=10, maps=maps)
@@ -293,7 +293,9 @@ class TestOnCuda:
         assert predictor.compiled == "compiled"
         assert predictor.batch_sizes == (2, 4)
         for count in (1, 3, 4):
-            maps = [MapRequest.row(1, "max"), None, MapRequest.row(1), None][:count]
+            maps = [MapRequest.attention_row(1, "max"), None, MapRequest.attention_row(1), None][
+                :count
+            ]
             found = predict(predictor, make_images(count), top_k=5, maps=maps)
             same(found, predict(plain(), make_images(count), top_k=5, maps=maps), atol=5e-3)
 
@@ -302,7 +304,7 @@ class TestOnCuda:
             make_checkpoint(), device="cuda", dtype="float32", max_batch=4, compile_mode="off"
         )
         predictor.warm_up()
-        maps = [MapRequest.row(0), None, MapRequest.row(1, 1)]
+        maps = [MapRequest.attention_row(0), None, MapRequest.attention_row(1, 1)]
         found = predict(predictor, make_images(3), top_k=5, maps=maps)
         same(found, predict(plain(), make_images(3), top_k=5, maps=maps), atol=5e-3)
 

@@ -76,7 +76,7 @@ def launch(backend: Cuda, *requests: BatchRequest) -> list[str]:
         with captured(
             backend._options.dtype, float_products=relevance or config.normalized_head
         ) as kernels:
-            outputs = (to_capture if request.of_network in backend.usual else backend._compute)(
+            outputs = (to_capture if request.network_part in backend.usual else backend._compute)(
                 pixels, request
             )
         assert outputs["scores"].shape == (2, 3)

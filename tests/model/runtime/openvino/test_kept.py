@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)  # models are compiled
 
 REQUESTS = [
     RequestedOutputs(3),
-    RequestedOutputs(1, MapRequest.row(1), logits=True),
+    RequestedOutputs(1, MapRequest.attention_row(1), logits=True),
     RequestedOutputs(2, MapRequest("relevance"), embedding=EmbeddingRequest()),
 ]
 

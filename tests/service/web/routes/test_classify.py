@@ -210,7 +210,7 @@ def test_a_region_is_rounded_to_thousandths() -> None:
 
 def test_a_map_is_rounded_to_seven_decimals() -> None:
     values = np.array([[1 / 3, 0.25]], np.float32)
-    assert map_fields(AttentionMap(MapRequest.row(2, "max"), values, 2 / 3), LABELS) == {
+    assert map_fields(AttentionMap(MapRequest.attention_row(2, "max"), values, 2 / 3), LABELS) == {
         "method": "cls",
         "class": None,
         "label": None,
@@ -260,12 +260,12 @@ async def test_label_sets_ignore_top_k(red: int, expected: dict[str, Any]) -> No
 async def test_classes_below_thresholds_are_absent() -> None:
     service = app()
     service.engine.info = model_info(has_thresholds=True)
-    service.engine.least = np.zeros(10, np.float32)
-    service.engine.least[[3, 4]] = 0.6, 0.25  # the picture's scores are 0.5, 0.25, 0.125
+    service.engine.thresholds = np.zeros(10, np.float32)
+    service.engine.thresholds[[3, 4]] = 0.6, 0.25  # the picture's scores are 0.5, 0.25, 0.125
     answer = (await service.classify(png(3), "top_k=3")).json
     assert [each["label"] for each in answer["predictions"]] == ["label 4", "label 5"]
     assert len((await service.classify(png(3), "top_k=3&min_score=0.2")).json["predictions"]) == 1
-    service.engine.least[:] = 0.6
+    service.engine.thresholds[:] = 0.6
     abstained = [(await service.classify(png(3))).json]
     abstained += (await service.request("POST", "/classify/batch", **form(png(3)))).json["results"]
     assert [(each["predictions"], each["abstained_by"]) for each in abstained] == [
