@@ -5,9 +5,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from model.explanation.class_relevance import class_relevance, kept_for_class
 from model.explanation.folded_weights import FoldedWeights, fold
 from model.explanation.maps import sharpened_maps, token_maps
-from model.explanation.transfer_relevance import class_relevance, kept_for_class
 from model.methods import load_method
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest, Pooling

@@ -5,6 +5,7 @@ scale after it, the projection of the values, and the norm before them. Their pr
 precomputed as single matrices.
 """
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,86 +24,98 @@ from model.outputs import RIVALS
 _SIGMA: Final = 0.64
 
 
+class ReadoutWeights(NamedTuple):
+    """Weights for one place where tokens are read, stored like weights of linear layers.
+
+    Attributes:
+        last: from the gradient after the last block to the gradients of its attention heads, P of
+            `model.explanation.relevance`: [H head_dim, D]. With attention pooling, from the pooled
+            vector's gradient to those of the pooling's heads. None for other readouts of all
+            tokens.
+        values: from each attention head's gradient through its values to the last block's input,
+            except for the scale of its norm, V: [H, head_dim, D]. None if all tokens are read.
+        hops: P of each block that relevance is traced back through, last block first: [hops H
+            head_dim, D]. None without such blocks.
+    """
+
+    last: Tensor | None
+    values: Tensor | None
+    hops: Tensor | None
+
+
 class FoldedWeights(NamedTuple):
     """The result of `fold`, in the model's dtype and on its device.
-
-    Projections are stored like weights of linear layers.
 
     Attributes:
         margin: weights of the logits of a class and of its rivals in the class's margin, float32 [1
             + rivals, 1]. They are divided by the heads' largest weight, so that float16 holds
             relevance, whose scale does not matter.
-        last: from the last block's gradient to the gradients of its attention heads, [D, D]; with
-            attention pooling, from the pooled vector's gradient. None if the head reads all tokens
-            in another way.
-        values: from each attention head's gradient through its values to the last block's input,
-            except for the scale of its norm, [heads, head_dim, D]. None unless the head reads few
-            tokens.
-        hops: like `last`, for each block that relevance is moved through, last block first: [hops
-            D, D].
         smoothing: factor for the relevance of all tokens, float32 [N, N]; None unless the grid is
             coarse.
-        parts: `fold_parts`, if the head reads transfer features.
+        readouts: weights for the head, or for each of the `transfer_parts`.
     """
 
     margin: Tensor
-    last: Tensor | None
-    values: Tensor | None
-    hops: Tensor
     smoothing: Tensor | None
-    parts: "tuple[FoldedWeights, ...]" = ()
+    readouts: tuple[ReadoutWeights, ...]
 
 
 @torch.no_grad()
-def fold(model: VisionTransformer) -> FoldedWeights:
-    """Return the weights for `model.explanation.relevance`.
+def fold(model: VisionTransformer, *, transfer: bool = False) -> FoldedWeights:
+    """Return the weights for `model.explanation.class_relevance`.
 
     They are as many as a third of a block's weights, or as a block's for transfer features.
+
+    Args:
+        model: the network.
+        transfer: whether the weights are for transfer features, also if the model's head reads
+            others.
     """
-    if model.config.pool == "cls":
-        return fold_at_block(model, blocks_of(model))
-    folded = fold_at_tokens(model, blocks_of(model))
-    if model.config.pool == "transfer":
-        return folded._replace(parts=fold_parts(model))
-    if model.attn_pool is None:
-        return folded
-    return folded._replace(last=_transposed(model.attn_pool.proj.weight))
+    config = model.config
+    blocks = blocks_of(model)
+    if transfer or config.pool == "transfer":
+        readouts = [
+            _readout_weights(config, blocks[: part.block + 1], few_tokens=part.is_token)
+            for part in transfer_parts(config)
+        ]
+    else:
+        weights = _readout_weights(config, blocks, few_tokens=config.pool == "cls")
+        if model.attn_pool is not None:
+            # A copy, because OpenVINO confuses a square weight with its transpose.
+            weights = weights._replace(last=model.attn_pool.proj.weight.t().contiguous())
+        readouts = [weights]
+    margin = _margin_weights(model)
+    smoothing = _smoothing(config, margin.device) if is_coarse(config) else None
+    return FoldedWeights(margin, smoothing, tuple(readouts))
 
 
-@torch.no_grad()
-def fold_parts(model: VisionTransformer) -> tuple[FoldedWeights, ...]:
-    """Return the weights for each of the `transfer_parts`."""
-    folded = []
-    for part in transfer_parts(model.config):
-        blocks = blocks_of(model)[: part.block + 1]
-        fold_part = fold_at_block if part.is_token else fold_at_tokens
-        folded.append(fold_part(model, blocks))
-    return tuple(folded)
+def _readout_weights(
+    config: ViTConfig, blocks: Sequence[Block], *, few_tokens: bool
+) -> ReadoutWeights:
+    """Return the weights for tokens that are read after the last of these blocks."""
+    last: Tensor | None = None
+    values: Tensor | None = None
+    if few_tokens:
+        block = blocks[-1]
+        blocks = blocks[:-1]
+        last = _projection(block)
+        weight = block.attn.qkv.weight
+        values = through_norm_unscaled(block.norm1, weight[2 * config.inner_width :].float())
+        values = values.reshape(config.heads, -1, config.width).to(weight.dtype)
+    hops = [_projection(block) for block in reversed(blocks[-hops_of(config) :])]
+    return ReadoutWeights(last, values, torch.cat(hops) if hops else None)
 
 
-def fold_at_tokens(model: VisionTransformer, blocks: list[Block]) -> FoldedWeights:
-    """Return the weights for relevance that begins at the output of the last of these blocks."""
-    hops = [_projection(block) for block in reversed(blocks[-hops_of(model.config) :])]
-    joined = torch.cat(hops) if hops else model.head.weight.new_zeros(0, model.config.width)
+def _margin_weights(model: VisionTransformer) -> Tensor:
+    """Return `FoldedWeights.margin`."""
     rivals = min(RIVALS, model.config.logits - 1)
     largest = torch.stack([head.weight.abs().amax() for head in heads_of(model)]).amax().float()
-    signs = torch.tensor([[1.0], *[[-1 / max(rivals, 1)]] * rivals]).to(joined.device)
-    margin = signs / largest.clamp_min(torch.finfo(torch.float32).tiny)
-    smoothing = _smoothing(model.config, joined.device) if is_coarse(model.config) else None
-    return FoldedWeights(margin, None, None, joined, smoothing)
-
-
-def fold_at_block(model: VisionTransformer, blocks: list[Block]) -> FoldedWeights:
-    """Return the weights for relevance that begins at the first tokens of the last block."""
-    last = blocks[-1]
-    weight = last.attn.qkv.weight
-    values = through_norm_unscaled(last.norm1, weight[2 * model.config.inner_width :].float())
-    by_head = values.reshape(model.config.heads, -1, model.config.width).to(weight.dtype)
-    return fold_at_tokens(model, blocks[:-1])._replace(last=_projection(last), values=by_head)
+    signs = torch.tensor([[1.0], *[[-1 / max(rivals, 1)]] * rivals]).to(largest.device)
+    return signs / largest.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def hops_of(config: ViTConfig) -> int:
-    """Return the number of blocks that `model.explanation.relevance` goes back."""
+    """Return the number of blocks that relevance is traced back through."""
     return 3 if is_coarse(config) else 2
 
 
@@ -123,11 +136,8 @@ def heads_of(model: VisionTransformer) -> list[nn.Linear]:
 
 
 def _projection(block: Block) -> Tensor:
+    """Return P of a block, except for the division by the deviation in the attention's norm."""
     weight = block.attn.proj.weight
     if isinstance(block.ls1, LayerScale):
         weight = (weight.float() * block.ls1.gamma.float().unsqueeze(1)).to(weight.dtype)
-    return _transposed(through_norm_unscaled(block.attn.norm, weight.float()).to(weight.dtype))
-
-
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.t().clone(memory_format=torch.contiguous_format)
+    return through_norm_unscaled(block.attn.norm, weight.float()).to(weight.dtype).t().contiguous()

@@ -99,6 +99,17 @@ def token_maps(tokens: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
     return _divided(patches, patches.sum(axis=1), exact.sum(axis=1), config)
 
 
+def relevance_maps(
+    relevance: Floats, labels: Sequence[int], config: ViTConfig
+) -> list[AttentionMap]:
+    """Return the maps of relevance [B, N] for these classes, one for each image."""
+    values, kept_mass = sharpened_maps(relevance, config)
+    return [
+        AttentionMap(MapRequest("relevance", label), values[row], float(kept_mass[row]))
+        for row, label in enumerate(labels)
+    ]
+
+
 def sharpened_maps(relevance: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
     """Return maps like `token_maps`, from relevance that may be negative.
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DeviceError, NewProcessNeeded
+from model.heads import Head
 from model.outputs import BestClasses, MapRequest, Pooling
 from model.runtime.batch_request import BatchRequest
 
@@ -34,14 +35,17 @@ class Aim(NamedTuple):
 
     Attributes:
         image: index of the image in its batch.
-        features: the features that the head reads.
-        direction: returns the vector that relevance starts from, float32 [D], for these features of
-            the image, [D]; see `Head.map_target`.
+        head: the head.
+        class_index: the class; None for the best one.
     """
 
     image: int
-    features: Pooling
-    direction: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+    head: Head
+    class_index: int | None
+
+    def target(self, features: NDArray[np.float32]) -> tuple[int, NDArray[np.float32]]:
+        """Return `Head.map_target` for the features [B, D] of the batch."""
+        return self.head.map_target(features[self.image], "relevance", self.class_index)
 
 
 class BatchOutputs(NamedTuple, Generic[T]):

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Self
 
 from model.config import NetworkConfig, ViTConfig
 from model.heads import Head
-from model.outputs import EmbeddingRequest, Pooling, RequestedOutputs
+from model.outputs import Pooling, RequestedOutputs
 
 # The graphs that OpenVINO computes, each a network of its own, so that an image costs only what its
 # batch asks for.
@@ -18,7 +18,7 @@ GraphKind = Literal["plain", "relevance", "transfer"]
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """Everything that is asked of any image of a batch.
+    """The union of the outputs that the images of a batch need from one pass.
 
     Attributes:
         top_k: number of classes.
@@ -37,27 +37,6 @@ class BatchRequest:
     embeddings: tuple[Pooling, ...] = ()
     all_tokens: bool = False
     transfer: bool = False
-
-    @classmethod
-    def union(cls, requests: Sequence[RequestedOutputs], config: NetworkConfig) -> Self:
-        """Combine the requests for the images of a batch."""
-        maps = [request.map for request in requests if request.map is not None]
-        pools = {request.embedding.pool for request in requests if request.embedding is not None}
-        pools |= {wanted.classifier.features for wanted in maps if wanted.classifier is not None}
-        # Evidence for a class, and a set of labels, compare all logits.
-        needs_logits = any(request.logits or request.label_set for request in requests)
-        needs_evidence = any(
-            wanted.is_class_specific and wanted.classifier is None for wanted in maps
-        )
-        return cls(
-            top_k=max(request.top_k for request in requests),
-            logits=needs_logits or needs_evidence,
-            layers=tuple(sorted({wanted.layer for wanted in maps if wanted.layer is not None})),
-            relevance=any(wanted.of_best_class for wanted in maps),
-            embeddings=tuple(sorted(pools)),
-            all_tokens=bool(pools & {"mean", "transfer"}) and _head_reads_cls(config),
-            transfer="transfer" in pools,
-        )
 
     @classmethod
     def of_graph(cls, kind: GraphKind, config: NetworkConfig) -> Self:
@@ -147,32 +126,49 @@ class HeadTable(NamedTuple):
 
     def needs_aim(self, requested: RequestedOutputs) -> bool:
         """Return whether a request needs the relevance of a class of another head."""
-        if requested.map is None or requested.map.method != "relevance":
+        wanted = requested.map
+        if wanted is None or wanted.method != "relevance":
             return False
-        return self.map_head(requested) is not self.own
+        return wanted.classifier is not None or self.head(requested.head) is not self.own
 
     def batch_request(
         self, requests: Sequence[RequestedOutputs], config: NetworkConfig
     ) -> BatchRequest:
-        """Combine the requests for a batch into one to the backbone, with features for other heads.
+        """Return the union of the requests for a batch, with the features that other heads read.
 
         Args:
             requests: one for each image, to one or more heads.
             config: the backbone's.
         """
-        if all(not request.more and self.head(request.head) is self.own for request in requests):
-            return BatchRequest.union(requests, config)
-        to_backbone = [RequestedOutputs(1, embedding=EmbeddingRequest())]
-        for request in requests:
-            for requested in request.head_requests:
-                is_own = self.head(requested.head) is self.own
-                to_backbone.append(requested if is_own else _without_head(requested))
-        return BatchRequest.union(to_backbone, config)
-
-
-def _without_head(requested: RequestedOutputs) -> RequestedOutputs:
-    """Return the part of a request that does not depend on the head."""
-    map_request = requested.map
-    if map_request is not None and map_request.is_class_specific:
-        map_request = None
-    return RequestedOutputs(1, map_request, embedding=requested.embedding)
+        top_k = 1
+        logits = False
+        relevance = False
+        layers: set[int] = set()
+        pools: set[Pooling] = set()
+        for requested in (part for request in requests for part in request.head_requests):
+            wanted = requested.map
+            if requested.embedding is not None:
+                pools.add(requested.embedding.pool)
+            if wanted is not None and wanted.layer is not None:
+                layers.add(wanted.layer)
+            if wanted is not None and wanted.classifier is not None:
+                pools.add(wanted.classifier.features)
+            head = self.head(requested.head)
+            if head is not self.own:
+                pools.add(head.features)
+                continue
+            top_k = max(top_k, requested.top_k)
+            logits = logits or requested.logits or requested.label_set
+            if wanted is not None and wanted.classifier is None:
+                # Evidence for a class compares all logits.
+                logits = logits or wanted.is_class_specific
+                relevance = relevance or wanted.of_best_class
+        return BatchRequest(
+            top_k=top_k,
+            logits=logits,
+            layers=tuple(sorted(layers)),
+            relevance=relevance,
+            embeddings=tuple(sorted(pools)),
+            all_tokens=bool(pools & {"mean", "transfer"}) and _head_reads_cls(config),
+            transfer="transfer" in pools,
+        )

@@ -1,25 +1,33 @@
-"""A batch whose images ask for maps, embeddings, logits or other heads.
+"""A batch whose images want different outputs: one pass for all, and a pick for each.
 
-Names of indices:
+For example, four images arrive at a backbone with its own head and another head, `pets`:
 
-    image       of an image in the batch
-    number      of a request to one head, over all images: an image has several if its request has
-                `more`
-    row         of a request among those to the same head; also of its row in their arrays
-    position    of an entry in any shorter selection, such as the rows that share a pass
+    image  wants                                    questions
+    0      5 classes of the own head                (0, own)
+    1      1 class of each head, and a map of it    (1, own, relevance), (1, pets, relevance)
+    2      3 classes of `pets`                      (2, pets)
+    3      1 class of the own head, a map of no. 7  (3, own, relevance of no. 7)
+
+1. Images are grouped into launches. Image 1 is alone, because a map of another head's class takes
+   torch's pass. For the others, one graph computes everything that the pass has to give.
+2. A launch runs one pass for the union of its images' wants: `BatchRequest`. For 0, 2 and 3, that
+   is logits, 5 best classes and the features that `pets` reads.
+3. Each head answers all of its questions at once: the own head with rows 0 and 3 of the pass, and
+   `pets` with row 2.
+4. A map of another class than the best takes a pass of its own, for image 3. Questions that differ
+   only in their class share it.
+5. The answers of one image are joined again: those to further questions are its `more`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.config import NetworkConfig, ViTConfig
-from model.explanation.maps import attention_maps, sharpened_maps
+from model.explanation.maps import attention_maps, relevance_maps
 from model.features import Floats
 from model.heads import Head
 from model.outputs import (
@@ -32,16 +40,17 @@ from model.outputs import (
     RequestedOutputs,
 )
 from model.runtime.backend import SIZES, Aim, Backend, Images, best_classes_of_graph
-from model.runtime.batch_request import BatchRequest, HeadTable
+from model.runtime.batch_request import HeadTable
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
-class _HeadRequest(NamedTuple):
-    """A request to one head for one image.
+@dataclass(slots=True, eq=False)
+class _Question:
+    """A request to one head for one image, and the parts of its answer so far.
 
     Attributes:
-        image: index of the image in the batch.
+        image: index of the image in its launch.
         requested: the outputs that the head computes.
         map_head: the head whose class a map shows.
     """
@@ -49,24 +58,18 @@ class _HeadRequest(NamedTuple):
     image: int
     requested: RequestedOutputs
     map_head: Head
+    map: AttentionMap | None = None
+    outputs: Outputs | None = None
 
 
-class _Pass(NamedTuple):
-    """The result of a batch's pass.
-
-    Attributes:
-        request: the outputs requested of the pass.
-        arrays: its outputs by name.
-        aimed: maps of other heads' classes, by the number of their request.
-    """
-
-    request: BatchRequest
-    arrays: Arrays
-    aimed: dict[int, AttentionMap]
-
-
-class MixedBatch:
-    """Computes the outputs of one batch, for any requests.
+def mixed_outputs(
+    images: Images,
+    requests: Sequence[RequestedOutputs],
+    heads: HeadTable,
+    backend: Backend,
+    config: NetworkConfig,
+) -> list[Outputs]:
+    """Answer any requests for a batch, one for each image, in as few launches as possible.
 
     Args:
         images: B images, see `Predictor.predict`.
@@ -78,6 +81,46 @@ class MixedBatch:
     Raises:
         ValueError: a request names an unknown head.
     """
+    outputs: dict[int, Outputs] = {}
+    for launched in _launches(requests, heads, backend, config):
+        launch = _Launch(
+            [images[image] for image in launched],
+            [requests[image] for image in launched],
+            heads,
+            backend,
+            config,
+        )
+        outputs.update(zip(launched, launch.outputs(), strict=True))
+    return [outputs[image] for image in range(len(images))]
+
+
+def _launches(
+    requests: Sequence[RequestedOutputs],
+    heads: HeadTable,
+    backend: Backend,
+    config: NetworkConfig,
+) -> list[list[int]]:
+    """Return the images of each launch.
+
+    Torch computes images with aims, a few at a time. If no graph computes all others together,
+    those with a graph are launched with it.
+    """
+    is_covered = backend.covers(heads.batch_request(requests, config))
+    launches: dict[object, list[int]] = {}
+    aimed = 0
+    for image, request in enumerate(requests):
+        key: object = None
+        if any(map(heads.needs_aim, request.head_requests)):
+            key = aimed // SIZES[-1]
+            aimed += 1
+        elif not is_covered:
+            key = heads.batch_request([request], config).network_part
+        launches.setdefault(key, []).append(image)
+    return list(launches.values())
+
+
+class _Launch:
+    """One pass of the backbone and the answers to all questions about its images."""
 
     def __init__(
         self,
@@ -88,109 +131,59 @@ class MixedBatch:
         config: NetworkConfig,
     ) -> None:
         self._images = images
-        self._requests = requests
         self._heads = heads
         self._backend = backend
         self._config = config
-        self._head_requests = [
-            _HeadRequest(image, requested, heads.map_head(requested))
+        self._request = heads.batch_request(requests, config)
+        self._questions = [
+            _Question(image, requested, heads.map_head(requested))
             for image, request in enumerate(requests)
             for requested in request.head_requests
         ]
 
     def outputs(self) -> list[Outputs]:
-        """Compute the batch, in one launch or several, and answer each request."""
-        request = self._heads.batch_request(self._requests, self._config)
-        launches = self._launches(request)
-        if len(launches) > 1:
-            return self._outputs_of_launches(launches)
-        computed = self._pass(request)
-        numbers_by_head: dict[str, list[int]] = {}
-        for number, head_request in enumerate(self._head_requests):
-            numbers_by_head.setdefault(head_request.requested.head, []).append(number)
-        answers: dict[int, Outputs] = {}
-        for name, numbers in numbers_by_head.items():
-            of_head = self._outputs_of_head(self._heads.head(name), numbers, computed)
-            answers.update(zip(numbers, of_head, strict=True))
-        in_order = iter(answers[number] for number in range(len(self._head_requests)))
-        outputs: list[Outputs] = []
-        for requested in self._requests:
-            output = next(in_order)
-            if requested.more:
-                output = replace(output, more=tuple(islice(in_order, len(requested.more))))
-            outputs.append(output)
-        return outputs
-
-    def _launches(self, request: BatchRequest) -> list[list[int]]:
-        """Return the images of each launch.
-
-        Torch computes images with aims, a few at a time. If no graph computes the whole batch,
-        images are grouped so that those with a graph are launched with it.
-        """
-        is_covered = self._backend.covers(request)
-        launches: dict[object, list[int]] = {}
-        aimed = 0
-        for image, requested in enumerate(self._requests):
-            key: object = None
-            if any(map(self._heads.needs_aim, requested.head_requests)):
-                key = aimed // SIZES[-1]
-                aimed += 1
-            elif not is_covered:
-                key = self._heads.batch_request([requested], self._config).network_part
-            launches.setdefault(key, []).append(image)
-        return list(launches.values())
-
-    def _outputs_of_launches(self, launches: Sequence[Sequence[int]]) -> list[Outputs]:
-        outputs: dict[int, Outputs] = {}
-        for launched in launches:
-            part = MixedBatch(
-                [self._images[image] for image in launched],
-                [self._requests[image] for image in launched],
-                self._heads,
-                self._backend,
-                self._config,
-            )
-            outputs.update(zip(launched, part.outputs(), strict=True))
-        return [outputs[image] for image in range(len(self._images))]
-
-    def _pass(self, request: BatchRequest) -> _Pass:
-        """Run the backbone once, with the maps of other heads' classes."""
-        numbers = [
-            number
-            for number, head_request in enumerate(self._head_requests)
-            if self._heads.needs_aim(head_request.requested)
+        """Compute the outputs of each image."""
+        arrays = self._pass()
+        questions_by_head: dict[str, list[_Question]] = {}
+        for question in self._questions:
+            questions_by_head.setdefault(question.requested.head, []).append(question)
+        for name, questions in questions_by_head.items():
+            self._answer(self._heads.head(name), questions, arrays)
+        answers_by_image: list[list[Outputs]] = [[] for _ in self._images]
+        for question in self._questions:
+            assert question.outputs is not None
+            answers_by_image[question.image].append(question.outputs)
+        return [
+            replace(first, more=tuple(more)) if more else first for first, *more in answers_by_image
         ]
-        if not numbers or not isinstance(self._config, ViTConfig):
-            return _Pass(request, self._backend.predict(self._images, request).tensors(), {})
-        aims: list[Aim] = []
-        for number in numbers:
-            image, requested, head = self._head_requests[number]
-            aims.append(Aim(image, head.features, partial(_direction, head, requested)))
-        arrays = self._backend.aim(self._images, request, aims).tensors()
-        values, kept_mass = sharpened_maps(arrays.pop("aimed"), self._config)
-        aimed: dict[int, AttentionMap] = {}
-        for position, number in enumerate(numbers):
-            image, requested, head = self._head_requests[number]
-            label, _ = _target(head, requested, arrays[head.features][image])
-            aimed[number] = AttentionMap(
-                MapRequest("relevance", label), values[position], float(kept_mass[position])
-            )
-        return _Pass(request, arrays, aimed)
 
-    def _outputs_of_head(
-        self, head: Head, numbers: Sequence[int], computed: _Pass
-    ) -> list[Outputs]:
-        """Answer the requests to one head.
+    def _pass(self) -> Arrays:
+        """Run the backbone once, and add maps of other heads' classes to their questions."""
+        aimed = [
+            question for question in self._questions if self._heads.needs_aim(question.requested)
+        ]
+        if not aimed or not isinstance(self._config, ViTConfig):
+            return self._backend.predict(self._images, self._request).tensors()
+        aims: list[Aim] = []
+        for question in aimed:
+            assert question.requested.map is not None
+            aims.append(Aim(question.image, question.map_head, question.requested.map.class_index))
+        arrays = self._backend.aim(self._images, self._request, aims).tensors()
+        labels = [aim.target(arrays[aim.head.features])[0] for aim in aims]
+        maps = relevance_maps(arrays.pop("aimed"), labels, self._config)
+        for question, attention_map in zip(aimed, maps, strict=True):
+            question.map = attention_map
+        return arrays
+
+    def _answer(self, head: Head, questions: Sequence[_Question], arrays: Arrays) -> None:
+        """Answer the questions to one head.
 
         Args:
             head: the head that scores the images.
-            numbers: numbers of the requests to it.
-            computed: the batch's pass.
+            questions: all questions to it.
+            arrays: outputs of the pass for all images.
         """
-        head_requests = [self._head_requests[number] for number in numbers]
-        requests = [head_request.requested for head_request in head_requests]
-        images = [head_request.image for head_request in head_requests]
-        arrays = computed.arrays
+        images = [question.image for question in questions]
         if images != list(range(len(self._images))):
             arrays = {name: values[images] for name, values in arrays.items()}
         if head is self._heads.own:
@@ -199,117 +192,98 @@ class MixedBatch:
         else:
             logits = head.logits(arrays[head.features])
             best = None
+        requests = [question.requested for question in questions]
         if best is None:
             assert logits is not None, "a pass gives logits unless its graph ranks the classes"
             best = head.best_classes(logits, max(requested.top_k for requested in requests))
-        maps = self._maps_of_pass(head, requests, computed._replace(arrays=arrays), best)
-        for row, number in enumerate(numbers):
-            if number in computed.aimed:
-                maps[row] = computed.aimed[number]
-        maps |= self._maps_of_own_passes(head_requests, arrays, best, maps)
-        embeddings = {
-            row: _embedding(arrays, requested.embedding, row)
-            for row, requested in enumerate(requests)
-            if requested.embedding is not None
-        }
-        return head.outputs(requests, logits, best=best, maps=maps, embeddings=embeddings)
+        self._add_maps_of_pass(head, questions, arrays, best)
+        self._add_maps_of_own_passes(questions, arrays, best)
+        answers = head.outputs(
+            requests,
+            logits,
+            best=best,
+            maps={
+                row: question.map
+                for row, question in enumerate(questions)
+                if question.map is not None
+            },
+            embeddings={
+                row: _embedding(arrays, requested.embedding, row)
+                for row, requested in enumerate(requests)
+                if requested.embedding is not None
+            },
+        )
+        for question, outputs in zip(questions, answers, strict=True):
+            question.outputs = outputs
 
-    def _maps_of_pass(
-        self, head: Head, requests: Sequence[RequestedOutputs], computed: _Pass, best: BestClasses
-    ) -> dict[int, AttentionMap]:
-        """Return the maps that come out of the batch's pass, by the row of their image.
+    def _add_maps_of_pass(
+        self, head: Head, questions: Sequence[_Question], arrays: Arrays, best: BestClasses
+    ) -> None:
+        """Add the maps that come out of the batch's pass.
 
         Args:
-            head: the head of the requests.
-            requests: one for each row.
-            computed: the pass, with arrays of these rows.
+            head: the head of the questions.
+            questions: one for each row.
+            arrays: outputs of the pass for these rows.
             best: the best classes of these rows.
         """
-        maps: dict[int, AttentionMap] = {}
         if not isinstance(self._config, ViTConfig):
-            return maps
-        if computed.request.layers:
-            maps = attention_maps(
-                computed.arrays["attention"],
-                computed.request.layers,
-                [requested.map for requested in requests],
-                self._config,
-            )
-        if head is not self._heads.own:
-            return maps
-        rows = [
-            row
-            for row, requested in enumerate(requests)
-            if requested.map is not None and requested.map.of_best_class
-        ]
-        if not rows:
-            return maps
-        values, kept_mass = sharpened_maps(computed.arrays["relevance"][rows], self._config)
-        labels = best.indices[rows, 0].tolist()
-        for position, row in enumerate(rows):
-            maps[row] = AttentionMap(
-                MapRequest("relevance", labels[position]),
-                values[position],
-                float(kept_mass[position]),
-            )
-        return maps
+            return
+        maps: dict[int, AttentionMap] = {}
+        requests = [question.requested.map for question in questions]
+        if self._request.layers:
+            maps = attention_maps(arrays["attention"], self._request.layers, requests, self._config)
+        rows = [row for row, wanted in enumerate(requests) if wanted and wanted.of_best_class]
+        if rows and head is self._heads.own:
+            labels = best.indices[rows, 0].tolist()
+            of_best_class = relevance_maps(arrays["relevance"][rows], labels, self._config)
+            maps.update(zip(rows, of_best_class, strict=True))
+        for row, attention_map in maps.items():
+            questions[row].map = attention_map
 
-    def _maps_of_own_passes(
-        self,
-        head_requests: Sequence[_HeadRequest],
-        arrays: Arrays,
-        best: BestClasses,
-        finished: Mapping[int, AttentionMap],
-    ) -> dict[int, AttentionMap]:
-        """Return the maps that need their own passes, by row.
-
-        Requests that differ only in their class share a pass.
+    def _add_maps_of_own_passes(
+        self, questions: Sequence[_Question], arrays: Arrays, best: BestClasses
+    ) -> None:
+        """Add the maps that need their own passes.
 
         Args:
-            head_requests: one for each row.
+            questions: one for each row.
             arrays: outputs of the batch's pass for these rows.
             best: the best classes of these rows, which a map shows if its request names no class.
-            finished: maps that came out of the batch's pass.
         """
-        rows_by_pass: dict[tuple[MapRequest, Pooling | None], list[int]] = {}
-        labels = best.indices[:, 0].copy()
-        directions: dict[int, Floats] = {}
-        for row, (_, requested, head) in enumerate(head_requests):
-            wanted = requested.map
-            if wanted is None or not wanted.needs_pass or row in finished:
+        # The questions of each pass, with the class of the map and what it starts from.
+        passes: dict[
+            tuple[MapRequest, Pooling | None], list[tuple[_Question, int, int | Floats]]
+        ] = {}
+        for row, question in enumerate(questions):
+            wanted = question.requested.map
+            if wanted is None or not wanted.needs_pass or question.map is not None:
                 continue
-            if wanted.class_index is not None:
-                labels[row] = wanted.class_index
+            label = wanted.class_index
+            if label is None:
+                label = int(best.indices[row, 0])
+            target: int | Floats = label
             features: Pooling | None = None
+            head = question.map_head
             if wanted.is_class_specific and head is not self._heads.own:
                 features = head.features
-                labels[row], directions[row] = _target(head, requested, arrays[features][row])
+                label, target = head.map_target(
+                    arrays[features][row], wanted.method, wanted.class_index
+                )
             shared = replace(wanted, class_index=None, classifier=None)
-            rows_by_pass.setdefault((shared, features), []).append(row)
-        maps: dict[int, AttentionMap] = {}
-        for (shared, features), rows in rows_by_pass.items():
-            images = np.stack([self._images[head_requests[row].image] for row in rows])
-            targets: NDArray[Any] = labels[rows]
-            if features is not None:
-                targets = np.stack([directions[row] for row in rows])
-            values, kept_mass = self._backend.explain(images, targets, shared, features or "head")
-            for position, row in enumerate(rows):
+            passes.setdefault((shared, features), []).append((question, label, target))
+        for (shared, features), members in passes.items():
+            values, kept_mass = self._backend.explain(
+                np.stack([self._images[question.image] for question, _, _ in members]),
+                np.stack([target for _, _, target in members]),
+                shared,
+                features or "head",
+            )
+            for row, (question, label, _) in enumerate(members):
                 shown = shared
                 if shared.is_class_specific:
-                    shown = replace(shared, class_index=int(labels[row]))
-                maps[row] = AttentionMap(shown, values[position], float(kept_mass[position]))
-        return maps
-
-
-def _target(head: Head, requested: RequestedOutputs, features: Floats) -> tuple[int, Floats]:
-    """Return the class of a map and the vector that it starts from, for features [D]."""
-    assert requested.map is not None
-    return head.map_target(features, requested.map.method, requested.map.class_index)
-
-
-def _direction(head: Head, requested: RequestedOutputs, features: Floats) -> Floats:
-    _, direction = _target(head, requested, features)
-    return direction
+                    shown = replace(shared, class_index=label)
+                question.map = AttentionMap(shown, values[row], float(kept_mass[row]))
 
 
 def _embedding(arrays: Arrays, request: EmbeddingRequest, row: int) -> Floats:

@@ -22,7 +22,7 @@ from model.network.layers.patch_embed import PatchEmbed
 from model.network.layers.rotary import Rotary
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.outputs import TRANSFER, MapRequest, Pooling, RequestedOutputs
+from model.outputs import MapRequest, Pooling
 from model.runtime.backend import (
     SIZES,
     Aim,
@@ -107,8 +107,7 @@ def _usual_requests(config: NetworkConfig, *, transfer: bool) -> tuple[BatchRequ
         BatchRequest(relevance=True),
     )
     if transfer:
-        request = BatchRequest.union([RequestedOutputs(1, embedding=TRANSFER)], config)
-        usual += (request.network_part,)
+        usual += (replace(BatchRequest.of_graph("transfer", config), layers=()),)
     return usual
 
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.config import PreprocessConfig
-from model.explanation.folded_weights import FoldedWeights
-from model.explanation.transfer_relevance import (
+from model.explanation.class_relevance import (
     class_relevance,
     kept_for_class,
     kept_for_transfer,
     transfer_relevance,
 )
+from model.explanation.folded_weights import FoldedWeights
 from model.network.layers.block import Kept
 from model.network.library import Classifier
 from model.network.vit import KeptPass, VisionTransformer, ViTOutput
@@ -90,7 +90,7 @@ def run_network(
     assert isinstance(model, VisionTransformer), "`parse_maps` refuses other networks"
     assert folded is not None
     keep = kept_for_class(model.config)
-    if any(aim.features == "transfer" for aim in aims):
+    if any(aim.head.features == "transfer" for aim in aims):
         keep = kept_for_transfer(model.config)
     output = model(pixels, request.layers, keep, request.all_tokens, request.transfer)
     with one_thread():
@@ -108,22 +108,18 @@ def _aimed(
     assert output.kept is not None
     features = {
         pool: output.embeddings[pool].float().cpu().numpy()
-        for pool in {aim.features for aim in aims}
+        for pool in {aim.head.features for aim in aims}
     }
     relevance = torch.empty((len(aims), model.config.tokens), device=output.logits.device)
     for pool in features:
-        numbers = [number for number, aim in enumerate(aims) if aim.features == pool]
+        numbers = [number for number, aim in enumerate(aims) if aim.head.features == pool]
         chosen = [aims[number] for number in numbers]
-        directions = np.stack([aim.direction(features[pool][aim.image]) for aim in chosen])
+        directions = np.stack([aim.target(features[pool])[1] for aim in chosen])
         on_device = torch.from_numpy(directions).to(relevance.device)
         part = _of_images(output, [aim.image for aim in chosen], pool)
         if pool == "transfer":
             relevance[numbers] = transfer_relevance(model, part, on_device)
         else:
-            last = kept_for_class(model.config)
-            part = part._replace(
-                kept=part.kept and part.kept._replace(blocks=part.kept.blocks[-last:])
-            )
             relevance[numbers] = class_relevance(model, part, folded, on_device)
     return relevance
 
@@ -190,7 +186,7 @@ def compiled_network(
     Args:
         model: the network.
         normalise: turns uint8 pixels into the network's input.
-        folded: see `model.explanation.transfer_relevance.class_relevance`.
+        folded: see `model.explanation.class_relevance.class_relevance`.
         any_batch: whether code is for any batch size; on a CPU it ran no faster than uncompiled.
         backend: backend of `torch.compile`.
     """

@@ -7,7 +7,7 @@ process that serves with OpenVINO does not load another checkpoint itself. It st
 (`python -m service.engine.loading`) that makes the graphs with torch and keeps them, and then loads
 these graphs.
 
-If a predictor of this process already has the backbone of a model, the model becomes a further head
+If a predictor of this process already has the backbone of a model, the model becomes another head
 of that predictor.
 """
 
@@ -270,7 +270,7 @@ def _add_model(
     """Add a model to its predictor, and return the model's description.
 
     The first model of a backbone makes the predictor known to later ones (`PREDICTORS`), and
-    decides its coverage and the thresholds of its own head. A later model brings a further head,
+    decides its coverage and the thresholds of its own head. A later model brings another head,
     unless the head is part of the backbone.
 
     Args:

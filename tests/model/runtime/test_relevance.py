@@ -14,9 +14,9 @@ from model.checkpoint import Checkpoint
 from model.checkpoint.checkpoint import backbone_and_head
 from model.config import PreprocessConfig
 from model.errors import DeviceError
+from model.explanation.class_relevance import kept_for_transfer, transfer_relevance
 from model.explanation.explain import explain
 from model.explanation.maps import sharpened_maps
-from model.explanation.transfer_relevance import kept_for_transfer, transfer_relevance
 from model.heads import Head
 from model.outputs import (
     TRANSFER,

@@ -1,15 +1,15 @@
-"""Relevance for transfer features against automatic differentiation in float64."""
+"""Relevance for transfer features, against automatic differentiation in float64."""
 
 import pytest
 import torch
 
-from model.explanation.folded_weights import fold
-from model.explanation.transfer_relevance import (
+from model.explanation.class_relevance import (
     class_relevance,
     kept_for_class,
     kept_for_transfer,
     transfer_relevance,
 )
+from model.explanation.folded_weights import fold
 from tests.model.explanation.plain_relevance import plain_transfer_relevance
 from tests.model.explanation.random_models import (
     CLASSES,
