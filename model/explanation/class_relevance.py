@@ -190,6 +190,6 @@ def _through_attention_pool(
     to_mlp = through_mlp(pool.mlp, pool.mlp.fc1(pool.norm(pooled)), gradient)
     gradient = gradient + through_norm(pool.norm, pooled, to_mlp)
     to_heads = nn.functional.linear(gradient.to(last.dtype), last).float()
-    to_heads = to_heads.unflatten(2, (-1, pool.head_dim))
+    to_heads = to_heads.reshape(*to_heads.shape[:2], -1, pool.head_dim)
     to_values = (weighed.weights.transpose(-2, -1) @ to_heads.transpose(1, 2)).transpose(1, 2)
     return through_linear(pool.kv, to_values.flatten(2), slice(x.shape[2], None))

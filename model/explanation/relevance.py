@@ -137,7 +137,8 @@ def _seed_in_block(weights: ReadoutWeights, block: Block, kept: Kept, gradient: 
     shares = _at(attention.flatten(1, 2).transpose(1, 2), rows)  # [B, S, H read]
     shares = shares * inverse_deviation(block.norm1, _at(kept.x, rows)).to(shares.dtype)
     to_inputs = to_heads.transpose(0, 1).flatten(1, 2) @ weights.values  # [H, B read, D]
-    to_inputs = to_inputs.unflatten(1, (-1, read)).transpose(0, 1).flatten(1, 2)  # [B, H read, D]
+    to_inputs = to_inputs.reshape(block.attn.heads, -1, read, to_inputs.shape[2])
+    to_inputs = to_inputs.transpose(0, 1).flatten(1, 2)  # [B, H read, D]
     # A strongest token that is read also has the gradient along the residual connection.
     is_read = strongest.unsqueeze(2) == torch.arange(read, device=strongest.device)  # [B, S, read]
     # [B, S, H read + read] @ [B, H read + read, D]
@@ -183,11 +184,11 @@ def _traced_back(weights: ReadoutWeights, passed: Sequence[PassedBlock], seed: _
     """
     if weights.hops is None:
         return seed.relevance
-    projected = nn.functional.linear(seed.gradient.to(weights.hops.dtype), weights.hops)
+    joined = nn.functional.linear(seed.gradient.to(weights.hops.dtype), weights.hops)
+    projected = torch.split(joined, passed[-1][0].attn.inner_width, dim=2)  # of each hop
     of_blocks: list[Tensor] = []
-    # `projected` is [B, S, hops D], and `passed` may have more blocks than there are hops.
-    width = passed[-1][0].attn.inner_width
-    for (block, kept), of_block in zip(reversed(passed), projected.split(width, 2), strict=False):
+    # There may be more blocks than hops.
+    for (block, kept), of_block in zip(reversed(passed), projected, strict=False):
         q = _at(kept.q.transpose(1, 2), seed.rows).transpose(1, 2)  # [B, H, S, head_dim]
         bias = block.attn.bias()
         if bias is not None:
@@ -248,7 +249,7 @@ def _to_heads(attention: Attention, kept: Kept, weights: Tensor, projected: Tens
     if isinstance(attention.norm, nn.LayerNorm):
         mixed = (weights @ kept.v).transpose(1, 2).flatten(2)
         projected = projected * inverse_deviation(attention.norm, mixed).to(projected.dtype)
-    return projected.unflatten(2, (-1, attention.head_dim)).transpose(1, 2)
+    return projected.reshape(*projected.shape[:2], -1, attention.head_dim).transpose(1, 2)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
