@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -54,6 +54,15 @@ def _listen_host(text: str) -> str:
         f"{text!r}: expected IP addresses (:: for all), names or unix:/PATH, "
         "separated by commas, without a port"
     )
+
+
+def network_of(address: str) -> str:
+    """Return an IPv4 address, or the /64 of an IPv6 address: one subscriber controls all of it."""
+    if address.count(":") > 1:
+        with suppress(ValueError):  # a proxy may send anything
+            ipv6 = ipaddress.IPv6Address(address)
+            return str(ipv6.ipv4_mapped or ipaddress.IPv6Network((int(ipv6) >> 64 << 64, 64)))
+    return address
 
 
 def is_loopback(host: str) -> bool:

@@ -117,7 +117,7 @@ class QueueFull(Unavailable):
 
 
 class ReceivingFull(Unavailable):
-    """The bodies being received, or the connections, have reached their limit."""
+    """The bodies being received, the unread answers, or the connections have reached a limit."""
 
 
 class EngineUnavailable(Unavailable):

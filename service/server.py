@@ -197,12 +197,11 @@ class Server:
         loop.call_soon(self._close_listeners)
 
     def _close_listeners(self) -> None:
-        self.connections.is_ending = True
+        loop = asyncio.get_running_loop()
+        self.connections.ending_since = loop.time()
         # Within 0.1 s, uvicorn sees this and closes idle connections.
         self._uvicorn.should_exit = True
-        asyncio.get_running_loop().call_later(
-            LAST_CALLERS_SECONDS, setattr, self._lifecycle, "draining", True
-        )
+        loop.call_later(LAST_CALLERS_SECONDS, setattr, self._lifecycle, "draining", True)
         for server in self._listening():
             listeners = [
                 socket.socket(fileno=os.dup(listener.fileno())) for listener in server.sockets

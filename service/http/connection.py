@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import fcntl
 import socket
+import sys
+import termios
 import urllib.parse
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +30,9 @@ HEADER_SECONDS: Final = 30.0
 
 STALL_SECONDS: Final = 30.0
 """Time in which a client must read some bytes of its answer."""
+
+LAST_STALL_SECONDS: Final = 2.0
+"""The same while the server stops."""
 
 LINGER_SECONDS: Final = 10.0
 """Time for the rest of a refused body: closing at once would reset, and may lose the answer."""
@@ -161,6 +167,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     Attributes:
         left: done when the socket is closed.
+        caller: who called last; the address until the application sets another name.
         refused_at: time on the application's clock at which it last refused a request of this
             connection because it was full.
         is_refused: whether to discard all further bytes.
@@ -175,6 +182,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.connections = connections
         self.state = server_state
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.caller = ""
         self.refused_at = float("-inf")
         self.is_refused = False
         self.exchange: Exchange | None = None
@@ -196,13 +204,14 @@ class HttpConnection(asyncio.BufferedProtocol):
             "server": get_local_addr(transport),
             "client": get_remote_addr(transport),
         }
+        self.caller = (self._scope["client"] or ("",))[0]
         listener = transport.get_extra_info("socket")
         if hasattr(socket, "TCP_NOTSENT_LOWAT") and listener.family != socket.AF_UNIX:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._wait(HEADER_SECONDS)
         # uvicorn shuts these connections down, and waits for them.
         self.state.connections.add(self)  # type: ignore[arg-type]
-        if self.connections.is_ending:
+        if self.connections.ending_since is not None:
             self.shutdown()
         self.connections.add(self)
 
@@ -319,7 +328,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def answered(self, exchange: Exchange) -> None:
         """Parse the next request after a complete answer, or close the connection."""
-        if exchange.keep_alive and not (self.is_refused or self.connections.is_ending):
+        is_last = self.is_refused or self.connections.ending_since is not None
+        if exchange.keep_alive and not is_last:
             self._wait(self.connections.idle_seconds)
             self.advance()
         elif exchange.more_body or self._held:  # bytes after a close would reset the connection
@@ -371,15 +381,19 @@ class HttpConnection(asyncio.BufferedProtocol):
             now: time on the clock of the event loop.
         """
         longest = self._patience
-        if self.drained is not None:
-            unread = self.unsent_bytes
+        since = self._since
+        if self.drained is not None or self.transport.is_closing():
             longest = STALL_SECONDS
+            unread = self.unsent_bytes + _sent_bytes(self.transport)
             if unread < self._unread:
-                self._since = now
-                self._unread = unread
-        elif self.request is not None and not self.transport.is_closing():
+                self._since = since = now
+            self._unread = unread
+        elif self.request is not None:
             return
-        if now - self._since <= longest:
+        if self.connections.ending_since is not None:
+            longest = min(longest, LAST_STALL_SECONDS)
+            since = max(since, self.connections.ending_since)
+        if now - since <= longest:
             return
         if self.request_headers.received and not (self.is_refused or self.drained):
             self.refuse(
@@ -387,6 +401,15 @@ class HttpConnection(asyncio.BufferedProtocol):
             )
         else:
             self.transport.abort()  # a close would wait for a client that reads nothing
+
+
+def _sent_bytes(transport: asyncio.Transport) -> int:
+    """Return the number of bytes that the kernel holds until the client's kernel has them."""
+    sender = transport.get_extra_info("socket")
+    with contextlib.suppress(OSError, ValueError):  # the socket is closed
+        count = fcntl.ioctl(sender.fileno(), termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(count, sys.byteorder)
+    return 0
 
 
 def connection_of(scope: Scope) -> HttpConnection | None:

@@ -27,7 +27,8 @@ class Connections:
         buffer: shared buffer for reads from the sockets.
         open: connections within the limit, ordered by the last activity, the oldest first.
         ending: connections beyond the limit, refused or evicted.
-        is_ending: whether connections close after their next answer, or a second after `shutdown`.
+        ending_since: time on the event loop's clock since which connections close after their next
+            answer, or a second after `shutdown`; None until then.
         protocol: factory of new connections for uvicorn.
     """
 
@@ -43,7 +44,7 @@ class Connections:
         self.buffer = memoryview(bytearray(_READ_BYTES))
         self.open: OrderedDict[HttpConnection, None] = OrderedDict()
         self.ending: set[HttpConnection] = set()
-        self.is_ending = False
+        self.ending_since: float | None = None
         self.protocol = partial(HttpConnection, self)
         self._max_connections = max_connections
 

@@ -270,7 +270,7 @@ class Exchange:
         by_name = dict(headers)
         closes = (
             connection.is_refused
-            or connection.connections.is_ending
+            or connection.connections.ending_since is not None
             or b"close" in by_name.get(b"connection", b"")
         )
         is_worth_reading = self._may_discard and status != HTTPStatus.REQUEST_TIMEOUT

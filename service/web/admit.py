@@ -12,8 +12,7 @@ is held until the endpoint has an answer, see `model_of`.
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from ipaddress import IPv6Address, IPv6Network
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
@@ -45,7 +44,8 @@ class Sender(NamedTuple):
     """The sender of a request.
 
     Attributes:
-        caller: name of the API key, or the address without a key; see `network_of`.
+        caller: name of the API key, or the address without a key; see
+            `RequestContext.caller`.
         started: reading of the clock at which the request's headers had been read.
         receive: returns the next part of the body.
         left: done once the caller has disconnected, or a coroutine function that waits for that;
@@ -62,15 +62,6 @@ class Sender(NamedTuple):
     headers: Headers = Headers()
     request_id: str = ""
     prefix: str = ""
-
-
-def network_of(address: str) -> str:
-    """Return an IPv4 address, or the /64 of an IPv6 address: one subscriber controls all of it."""
-    if address.count(":") > 1:
-        with suppress(ValueError):  # a proxy may send anything
-            ipv6 = IPv6Address(address)
-            return str(ipv6.ipv4_mapped or IPv6Network((int(ipv6) >> 64 << 64, 64)))
-    return address
 
 
 class Cancellation:
@@ -186,7 +177,7 @@ class AdmittedRequest:
         self._needs_engine = model is not None
         self._needs_slot = needs_slot
         self._cancellation = Cancellation()
-        self._body = CountedBytes()
+        self._body = CountedBytes(sender.caller)
 
     async def __aenter__(self) -> Self:
         if self._needs_slot:
@@ -287,9 +278,10 @@ def admit(
     connection = connection_of(request.scope)
     if model is not None:
         context.model = model.info.name
-    address = network_of(request.client.host) if request.client else ""
+    if connection is not None:
+        connection.caller = context.caller
     sender = Sender(
-        caller=context.key_name or address,
+        caller=context.caller,
         started=context.started,
         receive=request.receive,
         left=_wait_for_disconnect if connection is None else connection.left,

@@ -28,11 +28,12 @@ from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore
 from service.web.lanes import Lanes
-from service.web.limits import RECEIVING_BYTES, ByteBudget, Limiter, RefusalPace
+from service.web.limits import RECEIVING_BYTES, ByteBudget, Limiter
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
 from service.web.origins import OriginMiddleware, split_origins
 from service.web.path_rules import PathRules
 from service.web.prefix import Prefixes
+from service.web.refusal_pace import RefusalPace
 from service.web.routes import attention, classify, classify_batch, embed, operations, pages
 from service.web.routes import models as models_routes
 from service.web.routes.endpoint import Application

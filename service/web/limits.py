@@ -20,7 +20,6 @@ from typing import Final, Protocol, Self
 
 from service.errors import ModelLoading, QueueFull, ReceivingFull
 from service.http.application import AnswerRoom
-from service.http.connection import HttpConnection
 
 MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body is slow."""
@@ -30,9 +29,6 @@ GRACE_SECONDS: Final = 1.0
 
 PROMISE_SECONDS: Final = 0.1
 """Age up to which an arriving body is expected to take a slot soon."""
-
-LONGEST_WAIT: Final = 1.0
-"""Longest delay of a refusal for clients that honour Retry-After, in seconds."""
 
 RECEIVING_BYTES: Final = 512 << 20
 """Bytes of unanswered bodies and unsent answers in a service: 4,000 photographs."""
@@ -46,8 +42,8 @@ Of 256 slots, the first caller gets 224, and the second one 28 of the other 32.
 _LEAST_SHARED: Final = 8
 """Capacity below which callers do not share the slots."""
 
-_REFUSALS_A_SECOND: Final = 500
-"""Refusals without a delay; they take a tenth of a core."""
+_UNREAD_SHARE: Final = 4
+"""The unread answers of a caller may take this part of the room for bodies and answers."""
 
 
 class Limiter:
@@ -186,6 +182,9 @@ class Permit:
 class CountedBytes:
     """The counted bytes of a request's body.
 
+    Args:
+        caller: sends the body.
+
     Attributes:
         size: number of counted bytes.
         began: reading of the clock when the body began to arrive.
@@ -195,7 +194,8 @@ class CountedBytes:
 
     end: Callable[[], None]
 
-    def __init__(self) -> None:
+    def __init__(self, caller: str = "") -> None:
+        self.caller = caller
         self.size = 0
         self.began = 0.0
         self.paid_until = 0.0
@@ -203,6 +203,8 @@ class CountedBytes:
 
 class Reader(Protocol):
     """A connection whose caller reads its answer more slowly than it is sent."""
+
+    caller: str
 
     @property
     def unsent_bytes(self) -> int:
@@ -278,7 +280,9 @@ class ByteBudget(AnswerRoom):
         now = self._clock()
         body.paid_until = min(body.paid_until + count / MIN_BODY_RATE, now + GRACE_SECONDS)
         while self._is_short_of(count):
-            if not (self._end_largest_slow_body(now, body) or self._end_slowest_reader()):
+            if not (
+                self._end_largest_slow_body(now, body) or self._end_slowest_reader(body.caller)
+            ):
                 raise ReceivingFull(f"{self.capacity} bytes of pictures are being received already")
         self.in_use += count
         body.size += count
@@ -297,8 +301,16 @@ class ByteBudget(AnswerRoom):
         self._readers[connection] = _Reading(self._clock(), unsent_bytes, unsent_bytes)
         self._unsent += unsent_bytes
         while self._is_short_of(0) and connection in self._readers:
-            if not self._end_slowest_reader():
+            if not self._end_slowest_reader(connection.caller):
                 self._end_reader(connection)
+
+    def check_unread(self, caller: str) -> None:
+        """Raise `ReceivingFull` if the unread answers of a caller exceed its share of the room."""
+        unread = sum(reader.unsent_bytes for reader in self._readers if reader.caller == caller)
+        if unread > self.capacity // _UNREAD_SHARE:
+            raise ReceivingFull(
+                f"{unread} bytes of this caller's answers are unread: read them first"
+            )
 
     def remove_reader(self, connection: Reader) -> None:
         """Stop counting the unsent bytes of a connection; no effect if they are not counted."""
@@ -330,64 +342,36 @@ class ByteBudget(AnswerRoom):
         largest.end()
         return True
 
-    def _end_slowest_reader(self) -> bool:
-        """End the reader of the lowest rate; return whether any reader has a known rate."""
+    def _end_slowest_reader(self, newcomer: str) -> bool:
+        """End the reader of the lowest rate, if possible of the caller with most unread bytes.
+
+        A reader gives way at once to another caller with fewer such bytes, else after a second.
+
+        Returns:
+            Whether a reader could be ended.
+        """
         now = self._clock()
-        known = {
-            reader: reading
+        unread: Counter[str] = Counter()
+        for reader, reading in self._readers.items():
+            unread[reader.caller] += reading.unsent_bytes
+        largest = max(unread, key=unread.__getitem__, default=newcomer)
+
+        def rank(reader: Reader) -> tuple[bool, float]:
+            reading = self._readers[reader]
+            seconds = max(now - reading.began, 1e-9)
+            rate = (reading.first_bytes - reading.unsent_bytes) / seconds
+            return reader.caller != largest, rate
+
+        endable = [
+            reader
             for reader, reading in self._readers.items()
-            if now - reading.began >= GRACE_SECONDS
-        }
-        if not known:
+            if now - reading.began >= GRACE_SECONDS or newcomer != reader.caller == largest
+        ]
+        if not endable:
             return False
-
-        def bytes_a_second(reader: Reader) -> float:
-            reading = known[reader]
-            return (reading.first_bytes - reading.unsent_bytes) / (now - reading.began)
-
-        self._end_reader(min(known, key=bytes_a_second))
+        self._end_reader(min(endable, key=rank))
         return True
 
     def _end_reader(self, reader: Reader) -> None:
         self.remove_reader(reader)
         reader.give_way()
-
-
-class RefusalPace:
-    """Delays refusals of callers that come back at once, against their `Retry-After`.
-
-    A refusal costs 0.2 ms, and reading and discarding its picture as much again. A hundred callers
-    that come back at once would take the core that answers others. So a caller that comes back on
-    its connection within a second waits for two seconds. Beyond `most` refusals a second, all
-    others wait for one second.
-
-    Args:
-        clock: monotonic seconds.
-        most: number of refusals a second without a delay.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, most: float = _REFUSALS_A_SECOND
-    ) -> None:
-        self._clock = clock
-        self._most = most
-        self._credit = most
-        self._counted_at = clock()
-
-    def delay(self, connection: HttpConnection | None) -> float:
-        """Return the seconds for which a refusal on this connection is to wait."""
-        now = self._clock()
-        earned = (now - self._counted_at) * self._most
-        self._credit = min(self._most, self._credit + earned)
-        self._counted_at = now
-        comes_back = connection is not None and now - connection.refused_at < LONGEST_WAIT
-        if comes_back:
-            delay = 2 * LONGEST_WAIT
-        elif self._credit < 1:
-            delay = LONGEST_WAIT
-        else:
-            delay = 0.0
-            self._credit -= 1
-        if connection is not None:
-            connection.refused_at = now + delay
-        return delay

@@ -22,10 +22,13 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.addresses import network_of
 from service.errors import (
     ClientDisconnected,
     EngineUnavailable,
+    MalformedRequest,
     QueueFull,
+    ReceivingFull,
     ServiceError,
     Unauthorized,
 )
@@ -35,8 +38,8 @@ from service.lifecycle import Lifecycle
 from service.models.lease import Lease
 from service.observe.metrics import Metrics, stage_seconds
 from service.web import problems
-from service.web.limits import RefusalPace
 from service.web.path_rules import PathRules
+from service.web.refusal_pace import RefusalPace
 
 if TYPE_CHECKING:
     from service.web.prefix import Prefixes
@@ -111,6 +114,11 @@ class RequestContext:
         self._receive = receive
         self._send = send
         self._lifecycle = lifecycle
+
+    @property
+    def caller(self) -> str:
+        """Return the name of the API key, or the network of the client without a key."""
+        return self.key_name or network_of(self.client or "")
 
     def measured(self) -> dict[str, float]:
         """Return the bytes and stage times for a log line in JSON."""
@@ -378,6 +386,8 @@ class ProblemMiddleware:
                 # Callers that retry at once would take the processors from a busy engine.
                 if isinstance(error, QueueFull | EngineUnavailable):
                     await asyncio.sleep(self._pace.delay(connection_of(scope)))
+                elif isinstance(error, ReceivingFull | MalformedRequest | Unauthorized):
+                    await asyncio.sleep(self._pace.delay_of(request_context(scope).caller))
             answer = self._answer_of(problem, scope)
             await answer(scope, receive, send)
             if problem.code == problems.INTERNAL_ERROR:

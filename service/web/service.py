@@ -174,9 +174,11 @@ class Service:
 
         Raises:
             Draining, EngineUnavailable: as `check_open`.
+            ReceivingFull: the caller leaves too many answers unread.
         """
         self.check_open(needs_engine=needs_engine)
         self.limiter.check(caller=caller)
+        self.byte_budget.check_unread(caller)
         free = self.limiter.capacity - self.limiter.in_use
         if free <= self.limiter.capacity // 2:
             self.limiter.check(1 + self.byte_budget.newcomers(free))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from service.http.connection import HEADER_SECONDS, STALL_SECONDS
+from service.http.connection import HEADER_SECONDS, LAST_STALL_SECONDS, STALL_SECONDS
 from service.http.exchange import DISCARDED_BYTES
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.http.listening import GET, Connection, Listening, listening, post
@@ -249,6 +249,20 @@ async def test_client_that_never_reads_is_dropped() -> None:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: server.app.metric("vit_inflight_requests") == 0)
+
+
+@on_a_loop
+async def test_unread_answer_does_not_delay_a_stop() -> None:
+    async with listening() as server, server.connect() as connection:
+        connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await connection.send(LONG_ANSWER * 9)
+        await until(lambda: len(server.connections.open) == 1 and server.guard.drained is not None)
+        pass_time(server, LAST_STALL_SECONDS + 1)
+        server.connections.ending_since = asyncio.get_running_loop().time()
+        pass_time(server, LAST_STALL_SECONDS - 1)
+        assert server.connections.open
+        pass_time(server, LAST_STALL_SECONDS + 1)
+        await until(lambda: not server.connections.open)
 
 
 @on_a_loop

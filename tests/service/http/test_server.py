@@ -65,7 +65,7 @@ async def test_a_stop_answers_queued_connections() -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as queued:
             server.drain()
             port = server.port
-            await until(lambda: server.connections.is_ending)
+            await until(lambda: server.connections.ending_since is not None)
             await asyncio.sleep(0.3)  # by now, uvicorn has closed idle connections
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection("127.0.0.1", port)

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from model.heads import ZeroShot
+from service.addresses import network_of
 from service.errors import InferenceFailed
 from service.web import admit
-from service.web.admit import network_of
 from service.web.gather import all_of
 from service.web.lanes import Deadline
 from service.web.limits import Permit

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from service.web import admit, body
-from service.web.limits import RefusalPace
 from service.web.problems import codes
+from service.web.refusal_pace import RefusalPace
 from service.web.routes import classify
 from tests.service.fakes import CLASSES, SIZE, on_a_loop, png, until
 from tests.service.web.apps import App, Clock, app, form, kept, service_in, settle
@@ -61,6 +61,19 @@ async def test_only_repeated_callers_are_delayed(
     assert (await service.get("/readyz")).status == 503
     assert (await service.get("/healthz")).status == 200
     await settle()
+    assert not again.done()
+    again.cancel()
+
+
+@on_a_loop
+async def test_repeated_mistakes_are_answered_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays = iter([0.0, 3600.0])
+    monkeypatch.setattr(RefusalPace, "delay_of", lambda *_: next(delays))
+    service = app()
+    mistake = {"headers": {"content-type": "multipart/form-data"}, "body": b"no boundary"}
+    assert (await service.request("POST", "/classify", **mistake)).code == "malformed_request"
+    again = asyncio.create_task(service.request("POST", "/classify", **mistake))
+    assert (await service.classify()).status == 200
     assert not again.done()
     again.cancel()
 

@@ -10,7 +10,8 @@ import pytest
 
 from service.errors import QueueFull, ReceivingFull
 from service.web.limits import MIN_BODY_RATE as RATE
-from service.web.limits import ByteBudget, CountedBytes, RefusalPace
+from service.web.limits import ByteBudget, CountedBytes
+from service.web.refusal_pace import RefusalPace
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.web.apps import Clock, app, budget_of, form, service_in
 
@@ -35,7 +36,8 @@ class Bodies:
 class Reader:
     """A connection with bytes that its caller has not read yet."""
 
-    def __init__(self, unsent_bytes: int) -> None:
+    def __init__(self, unsent_bytes: int, caller: str = "") -> None:
+        self.caller = caller
         self.unsent_bytes = unsent_bytes
         self.is_cut = False
 
@@ -58,6 +60,20 @@ def test_the_slowest_reader_makes_room() -> None:
     too_large = Reader(101)
     bodies.byte_budget.add_reader(too_large)
     assert (steady.is_cut, newcomer.is_cut, too_large.is_cut) == (True, False, True)
+
+
+def test_the_caller_with_most_unread_gives_way() -> None:
+    bodies = Bodies(capacity=100)
+    few = Reader(20, "few")
+    many = [Reader(38, "many") for _ in range(2)]
+    for reader in (few, *many):
+        bodies.byte_budget.add_reader(reader)
+    many[0].unsent_bytes -= 1
+    bodies.byte_budget.add_reader(Reader(10, "new"))  # at once
+    assert (few.is_cut, many[0].is_cut, many[1].is_cut) == (False, False, True)
+    with pytest.raises(ReceivingFull, match="37 bytes"):
+        bodies.byte_budget.check_unread("many")
+    bodies.byte_budget.check_unread("few")
 
 
 def test_unread_answers_give_way_to_bodies() -> None:
@@ -246,3 +262,12 @@ def test_fast_repeats_are_refused_late() -> None:
     assert [pace.delay(None) for _ in range(501)] == [0] * 500 + [1]
     clock.now += 0.5
     assert [pace.delay(None) for _ in range(249)] == [0] * 249
+
+
+def test_many_mistakes_are_answered_late() -> None:
+    clock = Clock()
+    pace = RefusalPace(clock)
+    assert [pace.delay_of("hostile") for _ in range(51)] == [0] * 50 + [1]
+    assert pace.delay_of("honest") == 0
+    clock.now += 1
+    assert pace.delay_of("hostile") == 0

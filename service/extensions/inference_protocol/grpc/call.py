@@ -6,10 +6,10 @@ from urllib.parse import unquote
 
 import grpc
 
+from service.addresses import network_of
 from service.errors import MalformedRequest, RequestTimeout
 from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
 from service.extensions.inference_protocol.grpc.messages import check_cost, parse
-from service.web.admit import network_of
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_id_from
 from service.web.service import Service

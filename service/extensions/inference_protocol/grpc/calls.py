@@ -16,9 +16,10 @@ from service.extensions.inference_protocol.grpc.call import Call
 from service.extensions.inference_protocol.grpc.methods import METHODS, STREAMS
 from service.web.api_keys import KeyGuard
 from service.web.lanes import Lane
-from service.web.limits import RECEIVING_BYTES, RefusalPace
+from service.web.limits import RECEIVING_BYTES
 from service.web.middleware import Answered
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of
+from service.web.refusal_pace import RefusalPace
 from service.web.service import Service
 
 logger = logging.getLogger(__name__)
