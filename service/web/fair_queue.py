@@ -1,18 +1,26 @@
-"""A fair queue of jobs: callers have turns by the seconds of work that they have had.
+"""A fair queue of jobs: the caller that has had the fewest seconds of work is served next.
 
-A caller with many jobs delays its own jobs first. A job that cannot begin before its deadline is
-refused. The queue decides, and knows neither threads nor asyncio.
+A caller with many jobs delays its own jobs first. With one server, jobs of 100 ms, caller A with
+three jobs and caller B with one, the seconds in brackets are what each caller has had:
 
-Start-time fair queuing: Goyal, Vin and Cheng 1996, https://doi.org/10.1145/248156.248171.
+    0.00 s    A adds a1, a2 and a3; a1 begins, and A is charged for it (A 0.1)
+    0.02 s    B adds b1; B begins where A was when its last job began (A 0.1, B 0.0)
+    0.10 s    a1 leaves; b1 begins, because B has had less (A 0.1, B 0.1)
+    0.20 s    b1 leaves; a2 begins, and a3 at 0.30 s
+
+A job that cannot begin before its deadline is refused. If b1 had to begin within 0.05 s, it would
+be refused at once, because a1 takes until 0.10 s.
+
+The queue decides, and knows neither threads nor asyncio. Start-time fair queuing: Goyal, Vin and
+Cheng 1996, https://doi.org/10.1145/248156.248171.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
-from typing import Any, Final, Generic, TypeVar
+from operator import attrgetter
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from service.errors import QueueFull
 
@@ -30,11 +38,13 @@ _LONG_HOLD_SECONDS: Final = 0.05
 class QueuedJob:
     """A job in a queue.
 
+        new --add--> waiting --begin--> under way --leave--> left
+                        '-----------leave, or too late--------^
+
     Attributes:
         size: in any unit that its cost grows with, the same for all jobs of a queue.
         deadline: reading of the clock before which the job must begin.
-        is_waiting: whether the job waits.
-        is_under_way: whether the job has begun and not left.
+        state: see above.
         began: reading of the clock at which the job began.
         charged: seconds of work that the caller is charged for the job.
     """
@@ -44,8 +54,7 @@ class QueuedJob:
     def __init__(self, size: float, deadline: float) -> None:
         self.size = size
         self.deadline = deadline
-        self.is_waiting = False
-        self.is_under_way = False
+        self.state: Literal["new", "waiting", "under way", "left"] = "new"
         self.began = 0.0
         self.charged = 0.0
 
@@ -55,11 +64,11 @@ class QueuedJob:
         return bool(self.share.waiting)
 
 
-E = TypeVar("E", bound=QueuedJob)
+J = TypeVar("J", bound=QueuedJob)
 
 
 @dataclass(slots=True, eq=False)
-class _Share(Generic[E]):
+class _Share(Generic[J]):
     """The share of one caller.
 
     Attributes:
@@ -67,14 +76,12 @@ class _Share(Generic[E]):
         waiting: waiting jobs.
         size: sum of the sizes of the waiting jobs.
         under_way: number of jobs under way.
-        turn: number of its turn in the line; an entry of the line with another number is stale.
     """
 
     used: float
-    waiting: deque[E] = field(default_factory=deque)
+    waiting: deque[J] = field(default_factory=deque)
     size: float = 0.0
     under_way: int = 0
-    turn: int = -1
 
 
 class _Costs:
@@ -109,7 +116,7 @@ class _Costs:
         return self._held_seconds / self._jobs if self._jobs else math.inf
 
 
-class FairQueue(Generic[E]):
+class FairQueue(Generic[J]):
     """Jobs that wait for one of several servers, in turns by caller.
 
     The cost of a job is its size times the measured seconds of work for a unit of size. Once the
@@ -123,6 +130,10 @@ class FairQueue(Generic[E]):
             its own jobs. This applies once jobs are long. Use it if the servers are slots in a
             first-in, first-out queue: another caller's job then finds a slot and a short queue.
             See docs/decisions/fairness.md.
+
+    Attributes:
+        waiting: number of waiting jobs.
+        under_way: number of jobs under way.
     """
 
     def __init__(
@@ -137,11 +148,11 @@ class FairQueue(Generic[E]):
         self._clock = clock
         self._per_caller = per_caller
         self._leaves_room = leaves_room
-        self._last_share: _Share[E] | None = None
+        self._last_share: _Share[J] | None = None
         self._shared_until = -math.inf
-        self._shares: dict[Hashable, _Share[E]] = {}
-        self._line: list[tuple[float, int, _Share[E]]] = []
-        self._numbers = count()
+        self._shares: dict[Hashable, _Share[J]] = {}
+        # The shares with waiting jobs; of equally used shares, the first is served next.
+        self._line: dict[_Share[J], None] = {}
         self._now = 0.0  # seconds used by the caller of the job that began last
         self.waiting = 0
         self.under_way = 0
@@ -149,74 +160,77 @@ class FairQueue(Generic[E]):
         self._size_under_way = 0.0
         self._costs = _Costs()
 
-    def add(self, entry: E, caller: Hashable) -> None:
+    def add(self, job: J, caller: Hashable) -> None:
         """Add a job of a caller; raises `QueueFull` if it cannot begin before its deadline."""
-        share = self._share(caller)
-        self._note_turn_of(share)
-        if self.waiting and not self._begins_at_once(share):
-            remaining = entry.deadline - self._clock()
-            if self._wait(share, remaining) > remaining:
-                raise QueueFull("the work that is ahead takes longer than the request's time")
-        entry.share = share
-        entry.is_waiting = True
-        share.waiting.append(entry)
-        share.size += entry.size
-        self._size_waiting += entry.size
+        share = self._share_of(caller)
+        if share is not self._last_share:
+            if self._last_share is not None:
+                self._shared_until = self._clock() + _SHARED_SECONDS
+            self._last_share = share
+        if self.waiting and not self._begins_at_once(share) and self._is_late(job, share):
+            raise QueueFull("the work that is ahead takes longer than the request's time")
+        job.share = share
+        job.state = "waiting"
+        share.waiting.append(job)
+        share.size += job.size
+        self._size_waiting += job.size
         self.waiting += 1
-        if len(share.waiting) == 1:
-            self._line_up(share)
+        self._line[share] = None
 
-    def begin(self) -> E | None:
+    def begin(self) -> J | None:
         """Return the job that begins now, or None if no job can; drop jobs that are too late."""
-        while self._line and self.waiting and self.under_way < self._servers():
-            _, turn, share = heappop(self._line)
-            if turn != share.turn or share.under_way >= self._most():
+        while self.waiting and self.under_way < self._servers():
+            most = self._most()
+            ready = (share for share in self._line if share.under_way < most)
+            share = min(ready, key=attrgetter("used"), default=None)
+            if share is None:
+                return None
+            job = share.waiting[0]
+            self._remove(job)
+            if job.deadline <= self._clock():
+                job.state = "left"
                 continue
-            entry = share.waiting[0]
-            self._remove(entry)
-            if entry.deadline <= self._clock():
-                self._line_up(share)
-                continue
+            if share.waiting:
+                self._line[share] = self._line.pop(share)
             self._now = max(self._now, share.used)
-            entry.is_under_way = True
-            entry.began = self._clock()
+            job.state = "under way"
+            job.began = self._clock()
             self.under_way += 1
             share.under_way += 1
-            self._size_under_way += entry.size
-            self.charge(entry, entry.size * self._costs.worked_per_size)
-            return entry
+            self._size_under_way += job.size
+            self.charge(job, job.size * self._costs.worked_per_size)
+            return job
         return None
 
-    def charge(self, entry: E, seconds: float) -> None:
+    def charge(self, job: J, seconds: float) -> None:
         """Charge the caller of a job that is under way the seconds of work that the job took."""
-        entry.share.used += seconds - entry.charged
-        entry.charged = seconds
-        self._line_up(entry.share)
+        job.share.used += seconds - job.charged
+        job.charged = seconds
 
-    def leave(self, entry: E, *, worked: bool = True) -> None:
+    def leave(self, job: J, *, worked: bool = True) -> None:
         """Give back the server of a job, or drop a waiting job; no effect once the job has left.
 
         Args:
-            worked: whether the job's seconds count for the measured cost.
+            worked: whether the job's seconds are charged, and count for the measured cost.
         """
-        if entry.is_waiting:
-            self._remove(entry)
-            self._line_up(entry.share)
-        elif entry.is_under_way:
-            entry.is_under_way = False
+        if job.state == "waiting":
+            self._remove(job)
+        elif job.state == "under way":
             if worked:
-                self._costs.add(entry.size, entry.charged, self._clock() - entry.began)
-            entry.share.under_way -= 1
+                self._costs.add(job.size, job.charged, self._clock() - job.began)
+            else:
+                self.charge(job, 0.0)
+            job.share.under_way -= 1
             self.under_way -= 1
-            self._size_under_way -= entry.size
-            self._line_up(entry.share)
+            self._size_under_way -= job.size
+        job.state = "left"
 
     @property
     def is_crowded(self) -> bool:
         """Return whether jobs wait for a server, and not only behind their caller's own jobs."""
         return self.waiting > 0 and self.under_way >= self._servers()
 
-    def _begins_at_once(self, share: _Share[E]) -> bool:
+    def _begins_at_once(self, share: _Share[J]) -> bool:
         """Return whether a job of a caller begins before all others.
 
         Only in a queue with a limit per caller can a server be free while jobs wait.
@@ -227,14 +241,6 @@ class FairQueue(Generic[E]):
             and not share.waiting
         )
 
-    def _note_turn_of(self, share: _Share[E]) -> None:
-        """Note whether callers share the queue, when a job of one of them arrives."""
-        if share is self._last_share:
-            return
-        if self._last_share is not None:
-            self._shared_until = self._clock() + _SHARED_SECONDS
-        self._last_share = share
-
     def _most(self) -> float:
         """Return the most jobs that a caller may have under way."""
         is_long = self._costs.held_per_job >= _LONG_HOLD_SECONDS
@@ -242,33 +248,32 @@ class FairQueue(Generic[E]):
             return self._per_caller
         return min(self._per_caller, max(1, self._servers() - self.under_way))
 
-    def _wait(self, share: _Share[E], bound: float) -> float:
-        """Return the seconds until a further job of a caller would begin.
+    def _is_late(self, job: J, share: _Share[J]) -> bool:
+        """Return whether a further job of a caller would begin after its deadline.
 
         Two costs per unit of size appear here. Seconds of work order the callers, because callers
         are charged for work. Seconds for which a server is held tell when a server is free.
-
-        The result is exact only near `bound`: the jobs ahead are counted one by one only if all
-        waiting jobs together would take longer.
         """
+        remaining = job.deadline - self._clock()
         servers_of_caller = max(share.under_way, self._most())
-        seconds_of_caller = share.size * self._costs.held_per_size / servers_of_caller
-        if seconds_of_caller > bound or self._seconds(self._size_waiting) <= bound:
-            return seconds_of_caller
+        if share.size * self._costs.held_per_size / servers_of_caller > remaining:
+            return True
+        if self._seconds(self._size_waiting) <= remaining:
+            return False  # even if all waiting jobs were ahead
         pace = self._costs.worked_per_size or _LEAST_PACE
         turn = share.used + share.size * pace
         size_ahead = share.size
-        for other in self._shares.values():
-            if other.waiting and other is not share:
+        for other in self._line:
+            if other is not share:
                 size_ahead += min(other.size, max(0.0, turn - other.used) / pace)
-        return self._seconds(size_ahead)
+        return self._seconds(size_ahead) > remaining
 
     def _seconds(self, size_ahead: float) -> float:
         """Return the seconds until jobs of this size, and half of those under way, have left."""
         size = size_ahead + self._size_under_way / 2
         return size * self._costs.held_per_size / max(1, self._servers())
 
-    def _share(self, caller: Hashable) -> _Share[E]:
+    def _share_of(self, caller: Hashable) -> _Share[J]:
         share = self._shares.get(caller)
         if share is None:
             if len(self._shares) >= _MOST_SHARES:
@@ -283,16 +288,12 @@ class FairQueue(Generic[E]):
             share.used = max(share.used, self._now)
         return share
 
-    def _line_up(self, share: _Share[E]) -> None:
-        if share.waiting:
-            share.turn = next(self._numbers)
-            heappush(self._line, (share.used, share.turn, share))
-
-    def _remove(self, entry: E) -> None:
-        share = entry.share
-        entry.is_waiting = False
-        share.waiting.remove(entry)
-        share.size -= entry.size
-        self._size_waiting -= entry.size
+    def _remove(self, job: J) -> None:
+        """Remove a waiting job."""
+        share = job.share
+        share.waiting.remove(job)
+        share.size -= job.size
+        self._size_waiting -= job.size
         self.waiting -= 1
-        share.turn = -1
+        if not share.waiting:
+            del self._line[share]

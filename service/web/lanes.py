@@ -1,10 +1,22 @@
 """Lanes: a fair queue before everything that is scarce, such as threads and decoder processes.
 
-    enter -> wait behind jobs of the same caller -> turn of the caller that has had least -> work
+    with lane.turn(caller, size, deadline) as turn:     the caller works itself
+        await turn
+        ...
 
-A job is refused at once if it cannot begin before its deadline, at the measured cost of the work
-ahead of it. A job is dropped if its caller leaves or its time is up while it waits.
-`service.web.fair_queue.FairQueue` decides the order.
+    with lane.work(function, caller, size, deadline) as job:     a thread of the lane works
+        result = await job
+
+With one server, say a decoder process, caller A with three jobs of 100 ms and caller B with one:
+
+    0.00 s    A enters a1, a2 and a3; a1 begins
+    0.02 s    B enters b1
+    0.10 s    a1 leaves; b1 begins, because B has had least
+    0.15 s    A disconnects: a2 and a3 leave the queue
+    0.20 s    b1 leaves; the server is free
+
+A job is refused at once if it cannot begin before its deadline, and dropped if its time is up while
+it waits. `service.web.fair_queue` decides the order.
 """
 
 import asyncio
@@ -57,31 +69,27 @@ class Job(QueuedJob, Generic[T]):
     gives its server back, or drops the job while it waits.
 
     Attributes:
+        work: the work for a thread; None for a turn, and once a thread has taken it.
         future: the awaited result.
         timer: drops the job when its time is up; None if it begins at once.
-        is_turn: whether the caller works itself; otherwise a thread does.
-        work: the thread's work; None once the thread has taken it.
+        is_turn: whether the caller works itself.
         on_thread: whether a thread has the job, working or about to.
-        works: whether the thread is working, so that the job is not dropped.
+        is_working: whether the thread works, so that the job is not dropped.
         has_left: whether the caller has left, perhaps before the thread ends.
     """
 
     def __init__(
-        self,
-        size: float,
-        deadline: float,
-        work: Callable[[], T] | None,
-        leave: "Callable[[Job[Any]], object]",
+        self, lane: "Lane", work: Callable[[], T] | None, size: float, deadline: float
     ) -> None:
         super().__init__(size, deadline)
+        self.work = work
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
-        self.on_thread = False
-        self.works = False
-        self.has_left = False
         self.is_turn = work is None
-        self.work = work
-        self._leave = leave
+        self.on_thread = False
+        self.is_working = False
+        self.has_left = False
+        self._lane = lane
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.future.__await__()
@@ -99,19 +107,18 @@ class Job(QueuedJob, Generic[T]):
             self.timer.cancel()
         if not self.future.cancel() and not self.future.cancelled():
             self.future.exception()  # tells asyncio that the error was seen
-        self._leave(self)
+        self._lane.leave(self)
 
 
 class Lane:
     """Turns at a scarce resource, for callers on one event loop at a time.
 
-    A job awaits its turn and then works. A lane with threads can do the work itself. A thread
-    finishes the work that it has begun.
+    A thread finishes the work that it has begun.
 
     Args:
         name: the resource, for messages to callers.
         servers: returns how many jobs may be under way; None: a job ends with its work.
-        threads: number of threads.
+        threads: number of threads that work.
         clock: monotonic seconds.
         per_caller: most jobs of one caller that may be under way.
         leaves_room: see `FairQueue`.
@@ -136,7 +143,8 @@ class Lane:
         self._queue: FairQueue[Job[Any]] = FairQueue(
             servers or (lambda: 2 * threads), clock, per_caller, leaves_room=leaves_room
         )
-        self._ended: list[Callable[[], None]] = []
+        # Jobs that have worked, with their outcomes and seconds; `lock` guards it and `woken`.
+        self._ended: list[tuple[Job[Any], _Outcome, float]] = []
         # The event loop that is about to look at the jobs that have ended.
         self._woken: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
@@ -176,6 +184,15 @@ class Lane:
         """
         return self._enter(work, caller, size, deadline)
 
+    def leave(self, job: Job[Any]) -> None:
+        """Give the server of a job back, or drop a waiting job; a thread finishes first."""
+        if job.on_thread:
+            return
+        if job.state == "under way" and job.is_turn and not self._threads:
+            self._queue.charge(job, self._clock() - job.began)
+        self._queue.leave(job)
+        self._advance()
+
     def close(self) -> None:
         """Accept no new jobs; do not wait for the threads."""
         for _ in self._threads:
@@ -184,7 +201,7 @@ class Lane:
     def _enter(
         self, work: Callable[[], T] | None, caller: Hashable, size: float, deadline: Deadline
     ) -> Job[T]:
-        job = Job(size, self._clock() + deadline.remaining(), work, self._leave)
+        job = Job(self, work, size, self._clock() + deadline.remaining())
         self._queue.add(job, caller)
         self._advance()
         if not job.future.done():
@@ -194,54 +211,39 @@ class Lane:
 
     def _give_up(self, job: Job[Any]) -> None:
         """Drop a job whose time is up before it works."""
-        if job.works or job.future.done():
+        if job.is_working or job.future.done():
             return
         if not job.on_thread:
             self._queue.leave(job)
         error = DeadlineExceeded(f"the time was up before {self._name} was free")
         job.future.set_exception(error)
 
-    def _leave(self, job: Job[Any]) -> None:
-        if job.on_thread:
-            return
-        if job.is_under_way and job.is_turn and math.isinf(self._free):
-            self._queue.charge(job, self._clock() - job.began)
-        self._queue.leave(job)
-        self._advance()
-
     def _advance(self) -> None:
         """Begin the next jobs as long as servers are free."""
         while self._free and (job := self._queue.begin()) is not None:
             if job.future.done():  # its caller is about to leave
-                self._queue.charge(job, 0.0)
                 self._queue.leave(job, worked=False)
             elif job.is_turn:
                 job.future.set_result(None)
             else:
-                self._hand_over(job)
-
-    def _hand_over(self, job: Job[Any]) -> None:
-        """Give a job to a thread at the event loop's next turn.
-
-        The thread would compete with the Python code of this turn.
-        """
-        job.on_thread = True
-        self._free -= 1
-        if self._unstarted:
-            self._unstarted.pop().start()
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self._jobs.put, partial(self._run, job, loop))
+                job.on_thread = True
+                self._free -= 1
+                if self._unstarted:
+                    self._unstarted.pop().start()
+                # The thread would compete with the Python code of the event loop's current turn.
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self._jobs.put, partial(self._run, job, loop))
 
     def _run(self, job: Job[Any], loop: asyncio.AbstractEventLoop) -> None:
         """Work, on a thread, unless the caller has left or its time is up."""
         began = self._clock()
-        job.works = not job.future.done()
+        job.is_working = not job.future.done()
         work = job.work
         job.work = None  # it holds the picture
-        outcome = _outcome(work) if job.works else (None, None)
+        outcome = _outcome(work) if job.is_working else (None, None)
         del work
         with self._lock:
-            self._ended.append(partial(self._end, job, outcome, self._clock() - began))
+            self._ended.append((job, outcome, self._clock() - began))
             is_woken = self._woken is loop
             self._woken = loop
         if not is_woken:  # else the event loop is about to look
@@ -249,30 +251,28 @@ class Lane:
                 loop.call_soon_threadsafe(self._end_all)
 
     def _end_all(self) -> None:
+        """Publish the outcomes of the jobs that have worked, unless their callers have left."""
         with self._lock:
             ended = self._ended
             self._ended = []
             self._woken = None
-        for end in ended:
-            end()
+        for job, (result, error), seconds in ended:
+            job.on_thread = False
+            self._free += 1
+            self._queue.charge(job, seconds)
+            if self._leaves_at_once or job.has_left:
+                self._queue.leave(job)
+            if job.future.done():
+                continue
+            if error is None:
+                job.future.set_result(result)
+            else:
+                job.future.set_exception(error)
         self._advance()
 
-    def _end(
-        self, job: Job[T], outcome: tuple[T | None, BaseException | None], seconds: float
-    ) -> None:
-        """Publish the outcome of a job, unless its caller has left."""
-        result, error = outcome
-        job.on_thread = False
-        self._free += 1
-        self._queue.charge(job, seconds)
-        if self._leaves_at_once or job.has_left:
-            self._queue.leave(job)
-        if job.future.done():
-            return
-        if error is None:
-            job.future.set_result(result)
-        else:
-            job.future.set_exception(error)
+
+_Outcome = tuple[Any, BaseException | None]
+"""The result of work, or its error."""
 
 
 def _work_through(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -283,8 +283,8 @@ def _work_through(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
         del job  # it holds the answer
 
 
-def _outcome(work: Callable[[], T] | None) -> tuple[T | None, BaseException | None]:
-    """Return the result of the work, or its error; the error's traceback does not hold the job."""
+def _outcome(work: Callable[[], Any] | None) -> _Outcome:
+    """Return the outcome of work; the error's traceback does not hold the job."""
     assert work is not None, "the jobs of threads have work"
     try:
         return work(), None

@@ -86,7 +86,7 @@ class QueueMachine(RuleBasedStateMachine):
         ]
         entry = self.queue.begin()
         for number, (_, other) in list(self.waiting.items()):
-            if not other.is_waiting and other is not entry:
+            if other.state != "waiting" and other is not entry:
                 assert other.deadline <= self.clock.now, "only late jobs are dropped"
                 del self.waiting[number]
         if entry is None:
@@ -159,7 +159,7 @@ class Simulation:
         heapq.heapify(events)
         while events:
             self.clock.now, _, job = heapq.heappop(events)
-            if job.is_under_way:
+            if job.state == "under way":
                 queue.charge(job, job.seconds)
                 queue.leave(job)
                 self.answered[job.caller] += 1
