@@ -55,11 +55,14 @@ class Extension:
     Attributes:
         name: unique name of the extension.
         readers: dotted names of checkpoint readers; see `model.checkpoint.Reader`.
+        label_readers: dotted names of readers of label files; see
+            `model.checkpoint.label_forms.LabelReader`.
         methods: explanation methods.
     """
 
     name: str
     readers: tuple[str, ...] = ()
+    label_readers: tuple[str, ...] = ()
     methods: tuple[ExplanationMethod, ...] = ()
 
 

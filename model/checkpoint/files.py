@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 # Files that describe the model of a folder.
 MODEL_FILES: Final = (CONFIG_FILE, ADAPTER_CONFIG, OPEN_CLIP_CONFIG)
-_SHARD: Final = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
+_SHARD: Final = re.compile(r"([^/]+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 # Buffers of integers that modules save with their weights.
 _BUFFERS: Final = r"(.*\.)?(position_ids|num_batches_tracked|relative_position_index)"
 
@@ -50,7 +50,7 @@ class Files:
         overlay: an adapter's files, whose name and preprocessing come before these files' own.
         merge: function that merges the adapter into the tensors.
         notes: changes to the names of the tensors, once they have been read.
-        assumed: choices about an adapter's head.
+        assumed: choices about the head.
         read_names: names of the files that have been read.
         weights: names of files of weights in order of preference, which is transformers'.
     """
@@ -201,35 +201,23 @@ class Files:
         return dict(content)
 
     def _stored(self) -> Mapping[str, Tensor]:
-        """Return all tensors from the first of the usual files of weights."""
+        """Return all tensors from the first of the usual files of weights, or from all shards."""
         name = next((name for name in self.weights if self.path(name) is not None), None)
-        if name is None:
-            raise CheckpointError(
-                f"{self.title}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]}): "
-                f"{self._remedy_without_weights()}"
-            )
         if name in (INDEX_FILE, PICKLE_INDEX_FILE):
             return self._sharded(name)
-        return self.part(name)
-
-    def _remedy_without_weights(self) -> str:
+        if name is not None:
+            return self.part(name)
         names = self.names()
-        shard = next(filter(_SHARD.fullmatch, names), None)
+        shard = next(filter(None, map(_SHARD.fullmatch, names)), None)
         if shard is not None:
-            index = INDEX_FILE if shard.endswith(".safetensors") else PICKLE_INDEX_FILE
-            return f"it holds shards such as {shard}: copy or download {index}, too"
-        foreign = next(filter(is_foreign_weights, names), None)
-        if foreign is not None:
-            return f"{foreign} is {foreign_advice(foreign)}"
-        files = [name for name in names if name.endswith(SUFFIXES) and "/" not in name]
-        if not files:
-            return "copy or download them into the folder"
-        return (
-            f"it holds {', '.join(files[:5])}: rename the weights to {WEIGHTS_FILE} "
-            f"({PICKLE_FILE} for a pickle)"
+            return self._parts(_complete_shards(shard, names, self.title))
+        raise CheckpointError(
+            f"{self.title}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]}): "
+            f"{_remedy_without_weights(names)}"
         )
 
     def _sharded(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of the shards that an index names."""
         where = self.where(name)
         suffix = ".safetensors" if name == INDEX_FILE else ".bin"
         index = self.json(name).get("weight_map")
@@ -237,8 +225,8 @@ class Files:
             raise CheckpointError(
                 f"{where}: weight_map: expected an object from tensor to file name"
             )
-        tensors: dict[str, Tensor] = {}
-        for shard in sorted(set(index.values())):
+        shards = sorted(set(index.values()))
+        for shard in shards:
             if PurePosixPath(shard).name != shard or not shard.endswith(suffix):
                 raise CheckpointError(
                     f"{where}: {shard!r:.100} is not the name of a {suffix} file in the same folder"
@@ -247,13 +235,51 @@ class Files:
                 raise CheckpointError(
                     f"{where}: names {shard}, which is missing: copy or download the shard, too"
                 )
-            tensors |= self.part(shard)
+        tensors = self._parts(shards)
         if tensors.keys() != index.keys():
             odd = min(tensors.keys() ^ index.keys())
             raise CheckpointError(
                 f"{where}: {odd!r} is in the index or in the shards, but not in both"
             )
         return tensors
+
+    def _parts(self, names: Sequence[str]) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensors |= self.part(name)
+        return tensors
+
+
+def _complete_shards(shard: re.Match[str], names: Sequence[str], title: str) -> list[str]:
+    """Return the names of all shards of a set without an index, from the match of one of them."""
+    start, count, suffix = shard.groups()
+    expected = [f"{start}-{number + 1:05}-of-{count}{suffix}" for number in range(int(count))]
+    missing = next((name for name in expected if name not in names), None)
+    others = [name for name in names if _SHARD.fullmatch(name) and name not in expected]
+    if missing is not None:
+        raise CheckpointError(
+            f"{title}: no weights but shards such as {shard[0]}, without {missing}: copy or "
+            "download all shards, and their index"
+        )
+    if others:
+        raise CheckpointError(
+            f"{title}: holds {shard[0]} and {others[0]}, shards of two sets: remove the wrong "
+            "ones, or add the index of the right ones"
+        )
+    return expected
+
+
+def _remedy_without_weights(names: Sequence[str]) -> str:
+    foreign = next(filter(is_foreign_weights, names), None)
+    if foreign is not None:
+        return f"{foreign} is {foreign_advice(foreign)}"
+    files = [name for name in names if name.endswith(SUFFIXES) and "/" not in name]
+    if not files:
+        return "copy or download them into the folder"
+    return (
+        f"it holds {', '.join(files[:5])}: rename the weights to {WEIGHTS_FILE} ({PICKLE_FILE} "
+        "for a pickled state dict), or give that file instead of its folder"
+    )
 
 
 class SingleFile(Files):

@@ -12,10 +12,12 @@ from model.errors import CheckpointError
 _LORA: Final = re.compile(
     r"(^|[._])lora[._](A|B|down|up|embedding|magnitude|linear_layer)", re.IGNORECASE
 )
-# Names that bitsandbytes, GPTQ, compressed-tensors and torch give to parts of quantised weights.
+# Names that bitsandbytes, GPTQ, compressed-tensors, EETQ, HQQ, quanto, torchao and torch give to
+# parts of quantised weights.
 _QUANTISED: Final = re.compile(
-    r".+[._](qweight|qzeros|g_idx|SCB|absmax|quant_map|zero_point|weight_scale(_inv)?|"
-    r"weight_packed|quant_state\..+|packed_params\..+)"
+    r".+[._](qweight|qzeros|g_idx|SCB|absmax|quant_map|zero_point|weight_scales?(_inv)?|W_q|"
+    r"weight\._(data|scale)|weight:_.+|(in|out)put_scale|weight_packed|quant_state\..+|"
+    r"packed_params\..+)"
 )
 # Names of the two factors of a weight, as torch's weight norm saves them.
 _FACTORED: Final = re.compile(r".+\.(weight_g|parametrizations\.weight\.original0)")
@@ -40,7 +42,7 @@ def refuse_incomplete(tensors: Mapping[str, Tensor], where: str) -> None:
 
     Raises:
         CheckpointError: a head alone, an adapter without its base, an adapter that is not merged,
-            or quantised weights.
+            quantised or factored weights, or tensors without numbers.
     """
     _refuse_adapter(tensors, where)
     quantised = next(filter(_QUANTISED.fullmatch, tensors), None)
@@ -51,6 +53,12 @@ def refuse_incomplete(tensors: Mapping[str, Tensor], where: str) -> None:
         raise CheckpointError(
             f"{where}: holds {factored!r:.100}: weights in two factors are not read: save the "
             "model after torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+        )
+    empty = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
+    if empty is not None:
+        raise CheckpointError(
+            f"{where}: {empty!r:.100} is on the meta device, without its numbers: load the weights "
+            "where it was made, and save it again"
         )
     is_small = 0 < len(tensors) <= _MAX_HEAD_TENSORS
     if is_small and all(

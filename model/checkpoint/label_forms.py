@@ -1,22 +1,24 @@
-"""The forms of labels in files: lines, tables, JSON, and YAML.
+"""The forms of labels in files of the core: one label a line, and JSON.
 
-- One label a line, with or without its index: `0 cat`.
-- A CSV table with a column of indices.
-- JSON from index to label (`id2label`, Keras' `imagenet_class_index.json`), from label to index
-  (`class_to_idx`), or a list.
-- The `names` of a YAML file.
+JSON is from index to label (`id2label`, Keras' `imagenet_class_index.json`), from label to index
+(`class_to_idx`), or a list. Extensions read other forms; see `LabelReader`.
 
-Indices in a form are checked: each of 0...N-1 once.
+Indices are checked: each of 0...N-1 once.
 """
 
-import csv
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-from model.checkpoint.label_documents import parsed, parsed_json
 from model.checkpoint.local_files import reading
 from model.errors import CheckpointError
+from model.extension import extensions, resolve
+
+# A label reader returns the labels in the text of a file, or None if it does not read this form.
+# Its arguments are those of `labels_in_file`.
+LabelReader = Callable[[str, str, str], tuple[str, ...] | None]
 
 FORMS: Final = (
     "one label a line, a list or an object of JSON, a CSV table of index and label, or names: in "
@@ -36,7 +38,8 @@ _HOLDERS: Final = (
     "classes",
     "categories",
 )
-_INDEX_NAMES: Final = (
+# Keys and headings of an index, and of a label, in order of preference.
+INDEX_NAMES: Final = (
     "index",
     "idx",
     "id",
@@ -47,7 +50,7 @@ _INDEX_NAMES: Final = (
     "number",
     "",
 )
-_LABEL_NAMES: Final = (
+LABEL_NAMES: Final = (
     "label",
     "name",
     "class",
@@ -59,22 +62,6 @@ _LABEL_NAMES: Final = (
 )
 # Suffixes of files with one label a line, or with labels as a setting lists them.
 LINE_SUFFIXES: Final = ("", ".txt", ".text", ".names", ".labels", ".classes", ".list", ".lst")
-_TABLE_SUFFIXES: Final = (".csv", ".tsv")
-_DOCUMENT_SUFFIXES: Final = (".json", ".yaml", ".yml")
-# Text between an index and its label. Possessive quantifiers keep the time of a match short.
-_SEPARATOR: Final = r"(?<=\S)(?:\s*+(?:[-=]>|[:,;=|])\s*+|\s++(?:[-\u2013\u2014]\s++)?)"
-_INDEX: Final = r"\(?(?P<index>\d{1,9})"
-# An index before a label, as Teachable Machine writes it, or after it: `0 cat`, `0. cat`, `cat,0`.
-_NUMBERED: Final = (
-    re.compile(rf"{_INDEX}(?:\.\s+|\)?{_SEPARATOR}|\)\s*)(?P<label>\S.*)"),
-    re.compile(rf"(?P<label>\S.*?){_SEPARATOR}{_INDEX}\)?"),
-)
-# Separators that are seldom in a label.
-_CLEAR: Final = re.compile(r"\(?\d+\s*[:,;=|)].*|.*\t.*")
-# Texts around each label of a file: a WordNet id, quotes, a comma.
-_DECORATIONS: Final = tuple(
-    map(re.compile, (r"n\d{8}\s+(\S.*)", r'"([^"]+)",?', r"'([^']+)',?", r"(.*\S)\s*,"))
-)
 
 # A name that transformers makes up for a class without one.
 UNNAMED: Final = re.compile(r"LABEL_\d+")
@@ -96,23 +83,67 @@ def labels_in_file(text: str, where: str, suffix: str) -> tuple[str, ...]:
     """
     if not text.strip():
         raise CheckpointError(f"{where}: holds no labels; expected {FORMS}")
-    if suffix not in (*LINE_SUFFIXES, *_TABLE_SUFFIXES, *_DOCUMENT_SUFFIXES):
+    is_listed = suffix in LINE_SUFFIXES and is_document(text)
+    if suffix == ".json" or (is_listed and _is_json(text)):
+        return labels_in_json(text, where)
+    for extension in extensions():
+        for name in extension.label_readers:
+            reader: LabelReader = resolve(name, extension)
+            labels = reader(text, where, suffix)
+            if labels is not None:
+                return labels
+    if suffix not in LINE_SUFFIXES:
         raise CheckpointError(f"{where}: a file {suffix} is not read as labels; expected {FORMS}")
-    if suffix in _DOCUMENT_SUFFIXES or text.lstrip().startswith(("{", "[")):
-        return labels_in_value(parsed(text, where, suffix), where)
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").rstrip().split("\n")
-    if suffix in _TABLE_SUFFIXES:
-        return _labels_in_table(lines, where)
-    empty = next((number for number, line in enumerate(lines, 1) if not line.strip()), None)
-    if empty is not None:
-        raise CheckpointError(f"{where}: line {empty} is empty; expected one label a line")
-    lines = [line.strip() for line in lines]
-    return _labels_in_numbered_lines(lines, where) or _bare(lines)
+    if is_listed:
+        return labels_in_json(text, where)
+    return label_lines(text, where)
+
+
+def is_document(text: str) -> bool:
+    """Return whether a text begins like JSON or a Python literal."""
+    return text.lstrip().startswith(("{", "["))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text, which end as on Linux, Windows or old Macs."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").rstrip().split("\n")
+
+
+def label_lines(text: str, where: str) -> tuple[str, ...]:
+    """Return the label in each line; refuse an empty line."""
+    lines = tuple(line.strip() for line in lines_of(text))
+    if "" in lines:
+        raise CheckpointError(
+            f"{where}: line {lines.index('') + 1} is empty; expected one label a line"
+        )
+    return lines
 
 
 def labels_in_json(text: str, where: str) -> tuple[str, ...]:
     """Return the labels in a JSON value; raise `CheckpointError` as `labels_in_file`."""
-    return labels_in_value(parsed_json(text, where), where)
+    with reading(where, "not JSON", ValueError, RecursionError):
+        value = json.loads(text, object_pairs_hook=partial(unique_keys, where=where))
+    return labels_in_value(value, where)
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
+    """Return an object; refuse a key that stands twice, because `dict` keeps only the last."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise CheckpointError(
+                f"{where}: {key!r:.100} is there twice: {result[key]!r:.100} and {value!r:.100}"
+            )
+        result[key] = value
+    return result
 
 
 def labels_in_value(value: Any, where: str) -> tuple[str, ...]:
@@ -128,14 +159,14 @@ def labels_in_value(value: Any, where: str) -> tuple[str, ...]:
         if holders[0] == "id2label" and "label2id" in holders:
             require_agreement(labels, value["label2id"], where)
         return labels
-    if all(map(_is_index, value)) and not all(isinstance(label, int) for label in value.values()):
-        return _in_order(
+    if all(map(is_index, value)) and not all(isinstance(label, int) for label in value.values()):
+        return in_order(
             ((repr(index)[:100], index, _without_synset(label)) for index, label in value.items()),
             where,
         )
-    if all(map(_is_index, value.values())):
+    if all(map(is_index, value.values())):
         rows = ((repr(label)[:100], index, label) for label, index in value.items())
-        return _in_order(rows, where)
+        return in_order(rows, where)
     if len(nested) == 1:
         return labels_in_holder(value, nested[0], where)
     raise CheckpointError(
@@ -155,112 +186,9 @@ def labels_in_holder(fields: Mapping[str, Any], key: str, where: str) -> tuple[s
     if key == "id2label" and isinstance(value, dict):
         number = next((label for label in value.values() if isinstance(label, int)), None)
         # Numbers do not tell labels from indices.
-        if number is not None and all(map(_is_index, value)):
+        if number is not None and all(map(is_index, value)):
             raise CheckpointError(f"{where}: {number}: a label must be text, in quotes")
     return labels_in_value(value, where)
-
-
-def _bare(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the labels of lines without the decoration that all of them have."""
-    for decoration in _DECORATIONS:
-        matches = list(map(decoration.fullmatch, lines))
-        if all(matches):
-            return tuple(match[1] for match in matches if match)
-    return tuple(lines)
-
-
-def _labels_in_numbered_lines(lines: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the labels of lines that all have an index; empty for other lines.
-
-    Raises:
-        CheckpointError: the numbers look like indices, but one is missing or given twice.
-    """
-    sides = [pairs for pattern in _NUMBERED if (pairs := _numbered(lines, pattern))]
-    counted = range(len(lines))
-    for pairs in sides:
-        labels = dict(pairs)
-        if labels.keys() == set(counted):
-            return _bare([labels[index] for index in counted])
-    is_clear = all(map(_CLEAR.fullmatch, lines))
-    for pairs in sides:
-        if not is_clear and min(pairs)[0] > 1:
-            continue  # because `2 stroke` and `4 cylinders` are labels
-        try:
-            return _in_order(((f"line {n}", *pair) for n, pair in enumerate(pairs, 1)), where)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}; if the numbers belong to the labels, write each label in quotes"
-            ) from None
-    return ()
-
-
-def _numbered(lines: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[int, str]]:
-    """Return index and label of each line; empty if a line lacks one, or all labels are equal.
-
-    The numbers of `type 1` and `type 2` are parts of labels.
-    """
-    matches = [match for line in lines if (match := pattern.fullmatch(line))]
-    if len(matches) < len(lines) or len({match["label"] for match in matches}) < 2:
-        return []
-    return [(int(match["index"]), match["label"]) for match in matches]
-
-
-def _labels_in_table(lines: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the labels of a CSV table, with or without a header, its columns in any order."""
-    rows = _table_rows(lines, where)
-    names = [cell.lower().replace(" ", "_") for cell in rows[0][1]]
-    known_names = {*_INDEX_NAMES, *_LABEL_NAMES}
-    is_headed = not any(map(_is_index, names)) and not known_names.isdisjoint(names)
-    if is_headed:
-        rows = rows[1:]
-    else:
-        names = []
-    if not rows:
-        raise CheckpointError(f"{where}: a header without labels")
-    width = len(rows[0][1])
-    if width == 1:
-        numbered = ((f"line {line}", index, cells[0]) for index, (line, cells) in enumerate(rows))
-        return _in_order(numbered, where)
-    numeric = [
-        column for column in range(width) if all(_is_index(cells[column]) for _, cells in rows)
-    ]
-    index = _column(numeric, names, _INDEX_NAMES)
-    others = [column for column in range(width) if column != index]
-    label = _column(others, names, _LABEL_NAMES)
-    if index is None or label is None:
-        raise CheckpointError(
-            f"{where}: its {width} columns do not tell which are index and label; expected {FORMS}"
-        )
-    return _in_order(((f"line {line}", cells[index], cells[label]) for line, cells in rows), where)
-
-
-def _table_rows(lines: Sequence[str], where: str) -> list[tuple[int, list[str]]]:
-    """Return the rows of a CSV table with their line numbers, all of the same length."""
-    delimiter = max("\t;,", key=lines[0].count)
-    reader = csv.reader(
-        (f"{line}\n" for line in lines), delimiter=delimiter, skipinitialspace=True, strict=True
-    )
-    with reading(where, "not a CSV table", csv.Error):
-        rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
-    width = len(rows[0][1])
-    for number, row in rows:
-        if len(row) != width or not any(row):
-            raise CheckpointError(
-                f"{where}: line {number} has {len(row)} cells, expected {width or 1}"
-            )
-    return rows
-
-
-def _column(candidates: Sequence[int], names: Sequence[str], known: Sequence[str]) -> int | None:
-    """Return the column with the first known name, else the only candidate.
-
-    Of two columns without a header, it is the first.
-    """
-    named = [column for name in known for column in candidates if names and names[column] == name]
-    if named:
-        return named[0]
-    is_clear = len(candidates) == 1 or (len(candidates) == 2 and not names)
-    return candidates[0] if is_clear else None
 
 
 def _labels_in_list(values: Sequence[Any], where: str) -> tuple[str, ...]:
@@ -268,10 +196,10 @@ def _labels_in_list(values: Sequence[Any], where: str) -> tuple[str, ...]:
     rows: list[Row] = []
     for position, value in enumerate(values):
         fields = value if isinstance(value, dict) else _fields_of(value)
-        index = next((fields[key] for key in _INDEX_NAMES if key in fields), position)
-        label = next((fields[key] for key in _LABEL_NAMES if key in fields), None)
+        index = next((fields[key] for key in INDEX_NAMES if key in fields), position)
+        label = next((fields[key] for key in LABEL_NAMES if key in fields), None)
         rows.append((f"entry {position}", index, label))
-    return _in_order(rows, where)
+    return in_order(rows, where)
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
@@ -280,9 +208,9 @@ def _fields_of(value: Any) -> dict[str, Any]:
         return {"label": value}
     first = value[0]
     last = value[-1]
-    if len(value) == 2 and _is_index(first) and not _is_index(last):
+    if len(value) == 2 and is_index(first) and not is_index(last):
         return {"index": first, "label": last}
-    if len(value) == 2 and _is_index(last):
+    if len(value) == 2 and is_index(last):
         return {"index": last, "label": first}
     return {"label": last}
 
@@ -313,7 +241,7 @@ def require_agreement(labels: Sequence[str], label2id: object, where: str) -> No
             )
 
 
-def _is_index(value: object) -> bool:
+def is_index(value: object) -> bool:
     """Return whether a value is a number that can count classes."""
     if isinstance(value, str):
         return value.isascii() and value.isdigit() and len(value) < 10
@@ -327,7 +255,7 @@ def _without_synset(label: object) -> object:
     return label
 
 
-def _in_order(rows: Iterable[Row], where: str) -> tuple[str, ...]:
+def in_order(rows: Iterable[Row], where: str) -> tuple[str, ...]:
     """Return the labels of rows in the order of their indices, each of 0...N-1 once."""
     labels: dict[int, str] = {}
     for position, index, label in rows:
@@ -335,7 +263,7 @@ def _in_order(rows: Iterable[Row], where: str) -> tuple[str, ...]:
             raise CheckpointError(
                 f"{where}: {position}: {label!r:.100}: a label must be text that is not empty"
             )
-        if not _is_index(index):
+        if not is_index(index):
             raise CheckpointError(
                 f"{where}: {position}: {index!r:.100}: expected the index of a class"
             )

@@ -207,6 +207,15 @@ def reading(where: str, refusal: str = "", *malformed: type[Exception]) -> Itera
 
 
 @contextmanager
+def advising(advice: str) -> Iterator[None]:
+    """Add advice to the message of a CheckpointError."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{advice}") from None
+
+
+@contextmanager
 def validating(
     where: str, prefix: str = "", names: Mapping[str, str] | None = None
 ) -> Iterator[None]:
@@ -232,5 +241,5 @@ def required(mapping: Mapping[str, Any], key: str, where: str) -> Any:
         CheckpointError: the key is absent or null.
     """
     if mapping.get(key) is None:
-        raise CheckpointError(f"{where}: {key} is missing")
+        raise CheckpointError(f"{where}: {key} is missing: add it to the file")
     return mapping[key]

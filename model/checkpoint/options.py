@@ -10,7 +10,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from model.checkpoint.labels import LABEL_PRESETS, read_labels
-from model.checkpoint.local_files import read_json, reading, resolved_source, validating
+from model.checkpoint.local_files import advising, read_json, reading, resolved_source, validating
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.layer_config import Size
@@ -23,6 +23,9 @@ PREPROCESS_PRESETS: Final[dict[str, PreprocessConfig]] = TypeAdapter(
 ).validate_json(
     resources.files("model.checkpoint").joinpath("preprocess_presets.json").read_bytes()
 )
+
+# Advice in a refusal of the preprocessing that a file states.
+SET_PREPROCESS: Final = "; VIT_PREPROCESS sets the preprocessing instead"
 
 # The options that are settings of the service.
 SETTINGS: Final = (
@@ -136,11 +139,7 @@ def read_preprocess(name: str) -> PreprocessConfig:
 
 def _validated(fields: Any, where: str) -> PreprocessConfig:
     """Return the preprocessing of these fields; the refusal has an example of all of them."""
-    try:
-        with validating(where):
-            return PreprocessConfig.model_validate(fields)
-    except CheckpointError as error:
-        example = PREPROCESS_PRESETS["deit-224"].model_dump_json(exclude_defaults=True)
-        raise CheckpointError(
-            f"{error}; expected fields like these, not those of another library: {example}"
-        ) from None
+    example = PREPROCESS_PRESETS["deit-224"].model_dump_json(exclude_defaults=True)
+    advice = f"; expected fields like these, not those of another library: {example}"
+    with advising(advice), validating(where):
+        return PreprocessConfig.model_validate(fields)

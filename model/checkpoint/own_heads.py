@@ -9,8 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+import torch
 from torch import Tensor
 
+from model.checkpoint.files import Files
 from model.errors import CheckpointError
 
 _NAMES: Final = (
@@ -45,14 +47,29 @@ _OF_NETWORK: Final = frozenset(
 
 
 def with_head(
-    tensors: Mapping[str, Tensor], where: str, library_name: str = ""
+    tensors: Mapping[str, Tensor], files: Files, library_name: str = ""
 ) -> dict[str, Tensor]:
-    """Rename the only linear layer that can be the head to the model's name of the head.
+    """Give the head the model's names, and a bias of zeros if it has none.
 
     Args:
         tensors: tensors by the model's names, but for the head.
-        where: name of the file in messages.
+        files: files of the checkpoint.
         library_name: the library's name of the head, for folders; empty for a plain state dict.
+
+    Raises:
+        CheckpointError: the head has several layers, or a layer under another name is likely to be
+            the head.
+    """
+    result = _renamed(tensors, files.title, library_name)
+    weight = result.get("head.weight")
+    if weight is not None and weight.ndim == 2 and "head.bias" not in result:
+        result["head.bias"] = torch.zeros(len(weight))
+        files.assumed += ("head: a layer without a bias, because the file has none",)
+    return result
+
+
+def _renamed(tensors: Mapping[str, Tensor], where: str, library_name: str) -> dict[str, Tensor]:
+    """Rename the only linear layer that can be the head to the model's name of the head.
 
     Raises:
         CheckpointError: the head has several layers, or a layer under another name is likely to be

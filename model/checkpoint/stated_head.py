@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.label_forms import NAME_THEM, UNNAMED, labels_in_holder, require_agreement
+from model.checkpoint.local_files import advising
 from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 from model.heads import SOFTMAX
@@ -69,7 +70,7 @@ class StatedHead:
                 f"correct it, or {NAME_THEM}"
             )
         if self.config.get("label_names"):
-            return self._noted(self._described(self._stated("label_names", classes)))
+            return self.noted(self._described(self._stated("label_names", classes)))
         if self.config.get("id2label") is not None:
             return self._compared(self._stated("id2label", classes))
         if self.config.get("label2id"):
@@ -78,15 +79,12 @@ class StatedHead:
 
     def _stated(self, key: str, classes: int) -> tuple[str, ...]:
         """Return the labels in a field; raise `CheckpointError` unless there is one per class."""
-        try:
+        with advising(f": correct it, or {NAME_THEM}"):
             names = labels_in_holder(self.config, key, self.where)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}: correct it, or {NAME_THEM}") from None
-        if len(names) != classes:
-            raise CheckpointError(
-                f"{self.where}: {key}: {len(names)} labels, but the head has {classes} classes: "
-                f"correct it, or {NAME_THEM}"
-            )
+            if len(names) != classes:
+                raise CheckpointError(
+                    f"{self.where}: {key}: {len(names)} labels, but the head has {classes} classes"
+                )
         return names
 
     def _described(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -108,9 +106,10 @@ class StatedHead:
         if is_named and all(map(UNNAMED.fullmatch, names)):
             return HeadLabels(self._stated("label2id", len(names)), assumed=(_FROM_LABEL2ID,))
         require_agreement(names, label2id, self.where)
-        return self._noted(names)
+        return self.noted(names)
 
-    def _noted(self, names: tuple[str, ...]) -> HeadLabels:
+    def noted(self, names: tuple[str, ...]) -> HeadLabels:
+        """Return labels, with a note if they are numbers only."""
         labels = HeadLabels(names)
         if labels.has_names:
             return labels
@@ -147,11 +146,17 @@ def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
         checkpoint: the checkpoint.
         activation: `softmax` or `sigmoid`; None keeps the checkpoint's own.
 
+    A head of one class gets a sigmoid, as in transformers: a softmax of one class is always 1.
+
     Raises:
         CheckpointError: the activation would not matter, or the scores were fitted to the other.
     """
     if activation is None:
-        return checkpoint
+        is_constant = checkpoint.config.num_classes == 1 and checkpoint.zero_shot is None
+        if not is_constant or checkpoint.multi_label:
+            return checkpoint
+        assumed = (*checkpoint.assumed, "activation: sigmoid, because there is one class")
+        return replace(checkpoint, multi_label=True, assumed=assumed)
     is_sigmoid = activation == "sigmoid"
     setting = f"{checkpoint.source}: VIT_ACTIVATION={activation}"
     if checkpoint.zero_shot is not None:

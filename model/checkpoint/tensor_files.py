@@ -148,7 +148,9 @@ def read_tensor_file(path: Path, where: str | None = None) -> Any:
         for foreign, advice in _FOREIGN_STARTS.items():
             if start.startswith(foreign):
                 raise CheckpointError(f"{where}: {advice}")
-        if suffix == ".safetensors":
+        # The names of both kinds are often mistaken; safetensors begins with a length and a brace.
+        is_pickle = start.startswith((b"PK", b"\x80"))
+        if start[8:9] == b"{" or (suffix == ".safetensors" and not is_pickle):
             return _read_safetensors(file, where)
         if suffix == ".npz":
             return _read_npz(file, where)

@@ -14,8 +14,8 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.labels import imagenet_labels
-from model.checkpoint.local_files import required, validating
-from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.local_files import advising, required, validating
+from model.checkpoint.options import SET_PREPROCESS, CheckpointOptions
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.resizing import resized_config, resized_positions
 from model.checkpoint.stated_head import HeadLabels, stated_head
@@ -42,6 +42,7 @@ _UNUSED_ARGUMENTS: Final = frozenset(
         "attn_drop_rate",
         "drop_path_rate",
         "drop_rate",
+        "exportable",
         "fix_init",
         "head_init_scale",
         "patch_drop_rate",
@@ -50,6 +51,7 @@ _UNUSED_ARGUMENTS: Final = frozenset(
         "rope_jitter_coords",
         "rope_rescale_coords",
         "rope_shift_coords",
+        "scriptable",
         "strict_img_size",
         "weight_init",
     }
@@ -169,12 +171,9 @@ def _preprocessing(described: dict[str, Any], where: str) -> tuple[Pretrained, P
             "version does not compute: set VIT_PREPROCESS (--preprocess) to another preprocessing, "
             f"such as {preprocess.model_dump_json(exclude_none=True)}"
         )
-    try:
-        with validating(where, "pretrained_cfg."):
-            pretrained = Pretrained.model_validate(described)
-            return pretrained, pretrained.preprocess()
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; VIT_PREPROCESS sets the preprocessing instead") from None
+    with advising(SET_PREPROCESS), validating(where, "pretrained_cfg."):
+        pretrained = Pretrained.model_validate(described)
+        return pretrained, pretrained.preprocess()
 
 
 def _refuse_processor(files: Files) -> None:
@@ -201,12 +200,13 @@ def _vit(files: Files, config: Mapping[str, Any], pretrained: _Described) -> _Ne
         "in_chans": channels,
         **_arguments(where, config, ("num_classes", "global_pool")),
     }
-    with validating(where):
+    advice = "; arguments of model_args that change no answer can be left out"
+    with advising(advice), validating(where):
         parsed = parse_arguments(arguments)
         vit = parsed.vit_config()
     stored = files.without(_stored(files), "mask_token")
     if vit.num_classes:
-        stored = with_head(stored, files.title, "head")
+        stored = with_head(stored, files, "head")
     tensors = native_tensors(native_names(stored, parsed, vit, files.title), vit, files.title)
     if not parsed.dynamic_img_size or vit.relative_position_bias:
         return _Network(vit, tensors)

@@ -68,7 +68,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     stored = stored_names(tensors, family.rules)
     tensors = renamed(tensors, family.rules, files.title)
     if texts is None and not is_backbone:
-        tensors = with_head(tensors, files.title, "classifier")
+        tensors = with_head(tensors, files, "classifier")
     classes = 0
     if not is_backbone and (texts is None or texts.labels):
         head = tensors.get("head.weight")
@@ -160,6 +160,8 @@ def _advice(model_type: str) -> str:
 
 def _labels(stated: StatedHead, classes: int, options: CheckpointOptions) -> HeadLabels:
     labels = stated.labels(classes, options)
+    if labels is None and classes == 2:  # transformers does not write its default
+        return stated.noted(("LABEL_0", "LABEL_1"))
     if labels is None:
         return HeadLabels(options.labels_or(None, classes, f"{stated.where}: id2label is missing"))
     return labels

@@ -12,7 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface.family import Family
-from model.checkpoint.local_files import validating
+from model.checkpoint.local_files import advising, validating
+from model.checkpoint.options import SET_PREPROCESS
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 
@@ -151,10 +152,8 @@ def _compared(carried: Carried, family: Family, files: Files) -> Carried:
 
 def _read(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
     """Read an image processor's JSON; the refusal names the setting that replaces it."""
-    try:
+    with advising(SET_PREPROCESS):
         return read_preprocessor(json, family, files, where)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; VIT_PREPROCESS sets the preprocessing instead") from None
 
 
 def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
@@ -182,6 +181,8 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
     }
     with validating(where):
         processor = _Processor.model_validate(defaults.numbers | stated)
+    if processor.do_normalize and None in (processor.image_mean, processor.image_std):
+        raise CheckpointError(f"{where}: image_mean or image_std is null: state both")
     is_square = _stated(processor.default_to_square, defaults.square)
     has_crop = _stated(processor.do_center_crop, defaults.center_crop)
     resize, resize_size = _sized(processor.size, is_square, f"{where}: size")

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from model.checkpoint.files import OPEN_CLIP_CONFIG
+from model.checkpoint.files import OPEN_CLIP_CONFIG, Files
 from model.checkpoint.huggingface.names import ENCODER
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.tensors import Rules, join_parts, renamed, taken
@@ -124,12 +124,13 @@ _OF_OPEN_CLIP: Final = (
 )
 
 
-def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[str, Tensor]]:
+def in_layout(tensors: Mapping[str, Tensor], files: Files) -> tuple[Layout, dict[str, Tensor]]:
     """Return the layout of a state dict, and its tensors under the model's names.
 
     Raises:
         CheckpointError: the layout is not known.
     """
+    where = files.title
     layout = _layout_of(tensors, where)
     native = renamed(tensors, layout.rules, where)
     if "register_tokens" in native:
@@ -143,7 +144,7 @@ def in_layout(tensors: Mapping[str, Tensor], where: str) -> tuple[Layout, dict[s
     for name in ("cls_token", "pos_embed"):
         if name in native and native[name].ndim == 2:
             native[name] = native[name].unsqueeze(0)
-    native = with_head(native, where)
+    native = with_head(native, files)
     if _reads_mean(native):
         habits["global_pool"] = "cls_mean"
     return layout._replace(habits=habits), native

@@ -45,6 +45,7 @@ _READ: Final = frozenset(
         "layers_to_transform",
         "loftq_config",
         "lora_alpha",
+        "lora_bias",
         "lora_dropout",
         "megatron_core",
         "modules_to_save",
@@ -57,6 +58,7 @@ _READ: Final = frozenset(
         "runtime_config",
         "target_modules",
         "task_type",
+        "use_dora",
         "use_rslora",
     }
 )

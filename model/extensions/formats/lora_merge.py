@@ -1,4 +1,8 @@
-"""The merge of a LoRA adapter into the tensors of its base: W + B A alpha / r."""
+"""The merge of a LoRA adapter into the tensors of its base: W + B A alpha / r.
+
+With DoRA, each row of the sum then gets the norm that the adapter states (Liu et al. 2024,
+https://arxiv.org/abs/2402.09353).
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +22,11 @@ _OTHER_BASE: Final = (
     "if the base is another model than in training, set VIT_BASE (--base) to the right one"
 )
 MERGE: Final = "merge the adapter where it was trained, with merge_and_unload(), and save the model"
-_LORA: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_LORA: Final = re.compile(
+    r"(?P<module>.+)\.lora_(?P<part>A|B|magnitude_vector)(?:\.default)?(?:\.(?:weight|(?P<bias>bias)))?"
+)
+# Fields of `adapter_config.json` that add a part to each changed layer, and the parts.
+_EXTRA_PARTS: Final = {"use_dora": "magnitude_vector", "lora_bias": "B.bias"}
 _WHOLE: Final = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.")
 # Parts of the names of layers that are not a head.
 _TRUNK: Final = re.compile(
@@ -59,40 +67,72 @@ def merged(
     Raises:
         CheckpointError: the adapter has tensors that are not plain LoRA or do not fit the base.
     """
-    pairs: dict[str, dict[str, Tensor]] = {}
+    parts_by_module: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
         match = _LORA.fullmatch(name)
         if match is not None:
-            pairs.setdefault(match[1], {})[match[2]] = tensor
+            part = match["part"] + (".bias" if match["bias"] else "")
+            parts_by_module.setdefault(match["module"], {})[part] = tensor
         elif "lora_" in name:
             raise CheckpointError(f"{where}: {name!r} is not of plain LoRA: {MERGE}")
         else:  # a whole tensor, because of `modules_to_save` or `bias`
             base |= renaming({_WHOLE.sub(".", name): tensor})
-    if not pairs:
+    if not parts_by_module:
         raise CheckpointError(f"{where}: the adapter has no tensors of LoRA")
-    for module, pair in pairs.items():
-        scale = _scale(config, module, pair, where)
-        change = _change(pair)
-        [target] = renaming({f"{module}.weight": pair["B"]})
-        if target not in base:
-            raise CheckpointError(
-                f"{where}: the adapter changes {module!r}, which the base does not have: "
-                f"{_OTHER_BASE}"
-            )
-        if change is None or change.shape != base[target].shape:
-            shapes = ", ".join(str(list(part.shape)) for part in pair.values())
-            raise CheckpointError(
-                f"{where}: the adapter of {module!r}, {shapes}, is not for "
-                f"{list(base[target].shape)}: {_OTHER_BASE}"
-            )
-        base[target] = base[target].float() + change * scale
+    for module, parts in parts_by_module.items():
+        _require_parts(parts, config, f"{where}: the adapter changes {module!r}")
+        scale = _scale(config, module, parts["A"], where)
+        changes = {"weight": _change(parts), "bias": parts.get("B.bias")}
+        for kind in ("weight", "bias") if "B.bias" in parts else ("weight",):
+            [target] = renaming({f"{module}.{kind}": parts["B"]})
+            change = _fitting(changes[kind], base.get(target), f"{where}: {module!r}")
+            base[target] = base[target].float() + change.float() * scale
+        if "magnitude_vector" in parts:
+            [target] = renaming({f"{module}.weight": parts["B"]})
+            base[target] = _with_norms(base[target], parts["magnitude_vector"], where)
     return base
 
 
-def _change(pair: Mapping[str, Tensor]) -> Tensor | None:
+def _fitting(change: Tensor | None, target: Tensor | None, what: str) -> Tensor:
+    """Return the change of a tensor of the base; refuse one that is not for this tensor."""
+    if target is None:
+        raise CheckpointError(
+            f"{what}: the adapter changes it, and the base does not have it: {_OTHER_BASE}"
+        )
+    if change is None or change.shape != target.shape:
+        raise CheckpointError(
+            f"{what}: the adapter's change is not for a tensor of shape {list(target.shape)}: "
+            f"{_OTHER_BASE}"
+        )
+    return change
+
+
+def _require_parts(parts: Mapping[str, Tensor], config: Mapping[str, Any], what: str) -> None:
+    """Refuse a layer that lacks a part, or has one that the config does not state."""
+    expected = {"A", "B"} | {part for field, part in _EXTRA_PARTS.items() if config.get(field)}
+    for part in sorted(parts.keys() ^ expected):
+        problem = "is missing: save it again"
+        if part in parts:
+            problem = f"is not stated by {' or '.join(_EXTRA_PARTS)} in adapter_config.json"
+        raise CheckpointError(f"{what} in part: lora_{part} {problem}")
+
+
+def _with_norms(weight: Tensor, norms: Tensor, where: str) -> Tensor:
+    """Return a weight whose rows have these norms, as DoRA does for linear and other layers."""
+    if norms.numel() != len(weight):
+        raise CheckpointError(
+            f"{where}: a magnitude of {norms.numel()} numbers is not for {list(weight.shape)}: "
+            f"{_OTHER_BASE}"
+        )
+    factors = norms.float().flatten() / weight.flatten(1).norm(dim=1)
+    scaled: Tensor = weight * factors.reshape(-1, *[1] * (weight.ndim - 1))
+    return scaled
+
+
+def _change(parts: Mapping[str, Tensor]) -> Tensor | None:
     """Return B A as the weight of a linear layer or of a convolution; None if they do not fit."""
-    down = pair["A"].float()
-    up = pair["B"].float()
+    down = parts["A"].float()
+    up = parts["B"].float()
     if up.ndim != down.ndim or up.ndim not in (2, 4) or up.shape[1] != down.shape[0]:
         return None
     if up.ndim == 4:
@@ -100,18 +140,15 @@ def _change(pair: Mapping[str, Tensor]) -> Tensor | None:
     return up @ down
 
 
-def _scale(config: Mapping[str, Any], module: str, pair: Mapping[str, Tensor], where: str) -> float:
-    if not {"A", "B"} <= pair.keys():
-        raise CheckpointError(
-            f"{where}: the adapter changes {module!r} in part: A or B is missing; save it again"
-        )
+def _scale(config: Mapping[str, Any], module: str, down: Tensor, where: str) -> float:
+    """Return alpha / r of a layer; rank-stabilised LoRA divides by the root of r."""
     patterns = config.get("alpha_pattern") or {}
     is_plain = isinstance(patterns, dict) and all(map(_PLAIN_PATTERN.fullmatch, map(str, patterns)))
     if not is_plain:
         raise CheckpointError(f"{where}: alpha_pattern is not of names of modules: {MERGE}")
     alphas = [alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
     alpha = alphas[0] if alphas else required(config, "lora_alpha", where)
-    rank = pair["A"].shape[0] if pair["A"].ndim else 0
+    rank = down.shape[0] if down.ndim else 0
     if not isinstance(alpha, int | float) or not rank:
         raise CheckpointError(f"{where}: lora_alpha {alpha!r:.100}: expected a number")
     return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)

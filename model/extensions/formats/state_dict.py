@@ -89,7 +89,7 @@ class _StateDict:
     def of_vit(self, tensors: Mapping[str, Tensor], keys: KeyMap) -> Checkpoint:
         """Return a Vision Transformer that vitserve's own code runs."""
         where = self.files.title
-        layout, tensors = in_layout(tensors, where)
+        layout, tensors = in_layout(tensors, self.files)
         stated = {**layout.habits, **self.arguments}
         if keys.renames_fused_projections and "qkv_order" not in self.arguments:
             del stated["qkv_order"]  # the layout's habit does not hold for other names

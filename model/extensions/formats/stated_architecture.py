@@ -37,7 +37,9 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         CheckpointError: an unknown name, or arguments that cannot be read.
     """
-    name, *pairs = re.split(r",(?![^\[]*\])", text)  # a comma within a list does not split
+    name, *pairs = re.split(
+        r"\s*,\s*(?![^\[]*\])", text.strip()
+    )  # a comma within a list does not split
     if "=" in name:
         raise CheckpointError(
             f"VIT_ARCHITECTURE {text!r:.200}: expected a name first, as in {OWN},{text[:200]}"

@@ -56,6 +56,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"layers.0.*q_proj": 3},
     },
     "rank-stabilised": {"target_modules": ["o_proj"], "use_rslora": True},
+    "DoRA": {"target_modules": ["q_proj", "fc1", "projection"], "use_dora": True},
+    "biases of LoRA": {"target_modules": ["q_proj", "fc2"], "lora_bias": True},
     "convolution": {"target_modules": ["projection", "q_proj"]},
     "biases": {"target_modules": ["q_proj", "k_proj"], "bias": "lora_only"},
     "said to be transposed": {
@@ -245,7 +247,7 @@ def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Te
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_dora": True}, "use_dora is not read: merge the adapter where it was trained"),
+        ({"use_dora": True}, r"in part: lora_magnitude_vector is missing: save it again"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not read; LORA is: merge the adapter"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not read"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is not read"),
@@ -272,7 +274,7 @@ def test_unmergeable_adapter_is_refused(
         ("blocks.0.mlp.fc1.lora_A.weight", (2, 9), r"is not for .*: .*set VIT_BASE \(--base\)"),
         ("blocks.0.mlp.fc1.lora_A.weight", (5, 16), "is not for"),
         ("blocks.0.mlp.fc1.lora_embedding_A", (2, 16), "is not of plain LoRA"),
-        ("blocks.0.mlp.fc1.lora_magnitude_vector", (2,), "is not of plain LoRA"),
+        ("blocks.0.mlp.fc1.lora_magnitude_vector", (2,), "is not stated by use_dora"),
         ("", (), "has no tensors of LoRA"),
     ],
 )

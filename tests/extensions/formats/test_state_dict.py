@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
+from model.checkpoint.files import SingleFile
 from model.checkpoint.timm_architectures import architectures
 from model.errors import CheckpointError
 from model.extensions.formats.inferred import TORCHVISION
@@ -183,7 +184,7 @@ def test_dinov2s_own_names_with_registers(tmp_path: Path) -> None:
             CheckpointError,
             match=rf"^a: .*{name} has shape {re.escape(str(list(shape)))}.*width\]$",
         ):
-            in_layout(original | {name: torch.zeros(shape)}, "a")
+            in_layout(original | {name: torch.zeros(shape)}, SingleFile(Path("a"), "a"))
     given = "vit_giant_patch14_reg4_dinov2,embed_dim=48,depth=2,num_heads=24,norm_order=pre"
     assert_read_exactly(model, original, tmp_path / "dinov2.pth", given, (42, 42))
 
@@ -623,7 +624,7 @@ def test_torchvision_logits(
 def test_torchvisions_models_are_recognised(name: str) -> None:
     with torch.device("meta"):
         theirs = getattr(torchvision().models, name)()
-    _, tensors = in_layout(theirs.state_dict(), name)
+    _, tensors = in_layout(theirs.state_dict(), SingleFile(Path(name), name))
     width, _, patch, _ = tensors["patch_embed.proj.weight"].shape
     sizes = (width, patch, len(theirs.encoder.layers), len(tensors["blocks.0.mlp.fc1.weight"]))
     assert TORCHVISION[sizes] == (name, theirs.encoder.layers[0].num_heads)

@@ -187,6 +187,7 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
     ),
     "a backbone in parallel": (saved(lambda m: _wrapped(m, r"^(?!head)", "backbone.module.")), ""),
     "Lightning": (saved(_lightning, "epoch=3.ckpt"), "criterion.weight"),
+    "an architecture with spaces": (saved(architecture=PLAIN.replace(",", ", ")), ""),
     "Namespace and NumPy": (
         saved(
             lambda m: {
@@ -364,6 +365,10 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "a buffer beside its network": (
         _held(lambda model: {f"net.{name}": t for name, t in model.state_dict().items()} | BUFFER),
         r"'prototypes' is not a part of it: .* weights = \"net\" into the file of --keys",
+    ),
+    "tensors without numbers": (
+        _held(lambda model: {n: t.to("meta") for n, t in model.state_dict().items()}),
+        "is on the meta device, without its numbers: load the weights where it was made",
     ),
     "a pickled module": (_held(lambda model: model), r"torch\.save\(model\.state_dict\(\), "),
     "two copies, of which none is averaged": (

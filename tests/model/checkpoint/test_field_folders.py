@@ -57,10 +57,27 @@ def _replaced(name: str, content: bytes = b"x") -> Change:
     return change
 
 
-def _shards(folder: Path) -> None:
-    for number, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items(), 1):
-        save_file({name: tensor}, folder / f"model-{number:05}-of-00040.safetensors")
-    (folder / "model.safetensors").unlink()
+def _shards(*, extra: int = 0, lost: int = 0, kind: str = "safetensors") -> Change:
+    """Return a change that cuts the weights into shards without an index."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
+            path = folder / f"model-{number:05}-of-{len(tensors) + extra:05}.{kind}"
+            if number == lost:
+                continue
+            if kind == "bin":
+                torch.save({name: tensor}, path)
+            else:
+                save_file({name: tensor}, path)
+
+    return change
+
+
+def _shards_of_two_sets(folder: Path) -> None:
+    _shards()(folder)
+    (folder / "z-00001-of-00009.safetensors").touch()
 
 
 def _training_file(folder: Path) -> None:
@@ -77,7 +94,21 @@ def _flat(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def _pickled(folder: Path) -> None:
+    """Give a pickled state dict the name of the other kind."""
+    tensors = load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "weights.pth")
+    (folder / "weights.pth").replace(folder / "model.safetensors")
+
+
+def _called_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
 SERVED: dict[str, tuple[str, Change]] = {
+    "a pickle called safetensors": ("huggingface", _pickled),
+    "safetensors called a pickle": ("huggingface", _called_a_pickle),
+    "an argument of timm's scripting": ("timm", _config("model_args.scriptable", True)),
     "id2label as a list": ("huggingface", _config("id2label", ["a", "b", "c"])),
     "id2label turned": ("huggingface", _config("id2label", {"a": 0, "b": 1, "c": 2})),
     "id2label with zeros": ("huggingface", _config("id2label", {"00": "a", "01": "b", "02": "c"})),
@@ -85,6 +116,8 @@ SERVED: dict[str, tuple[str, Change]] = {
     "flat": ("timm", _flat),
     "a tag": ("timm", _config("architecture", "vit_tiny_patch16_224.augreg_in21k")),
     "a hub's name": ("timm", _config("architecture", "hf-hub:timm/vit_tiny_patch16_224")),
+    "shards without an index": ("timm", _shards()),
+    "pickled shards without an index": ("huggingface", _shards(kind="bin")),
     "label_names as an object": ("timm", _config("label_names", {"0": "a", "1": "b", "2": "c"})),
 }
 
@@ -98,6 +131,16 @@ def test_folder_of_the_field_is_served(case: str, tmp_path: Path) -> None:
     assert checkpoint.labels == ("a", "b", "c")
     for name, tensor in tiny().items():
         torch.testing.assert_close(checkpoint.tensors[name], tensor)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "timm"])
+def test_a_head_without_a_bias_is_served(kind: str, tmp_path: Path) -> None:
+    folder = FOLDERS[kind](tmp_path)
+    _without("classifier.bias" if kind == "huggingface" else "head.bias")(folder)
+    checkpoint = load_checkpoint(str(folder))
+    assert not checkpoint.tensors["head.bias"].any()
+    assert checkpoint.assumed == ("head: a layer without a bias, because the file has none",)
+    checkpoint.build()
 
 
 def test_label2id_alone_gives_the_labels(tmp_path: Path) -> None:
@@ -115,10 +158,10 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         _without(f"{LAYER}.weight"),
         f"missing key '{LAYER}.weight': the file is a part of the model",
     ),
-    "a head without a bias": (
+    "a layer without a bias": (
         "huggingface",
-        _without("classifier.bias"),
-        "missing key 'classifier.bias': if the layer has no bias, save zeros",
+        _without(f"{LAYER}.bias"),
+        f"missing key '{LAYER}.bias': if the layer has no bias, save zeros",
     ),
     "another depth": (
         "huggingface",
@@ -144,6 +187,25 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "huggingface",
         _tensor(f"{LAYER}.weight_scale", 1),
         "weight_scale'.*quantised weights are not read: save floating-point weights",
+    ),
+    **{
+        name: ("huggingface", _tensor(f"{LAYER}.{name}", 1), "quantised weights are not read")
+        for name in ("weight._data", "W_q", "weight_scales", "input_scale", "weight:_qdata")
+    },
+    "no statistics": (
+        "huggingface",
+        _processor(image_mean=None),
+        "image_mean or image_std is null: state both; VIT_PREPROCESS",
+    ),
+    "an argument of another network": (
+        "timm",
+        _config("model_args.attn_layer", "diff"),
+        "attn_layer: unknown name; arguments of model_args that change no answer can be left out",
+    ),
+    "an absent size": (
+        "huggingface",
+        _config("intermediate_size"),
+        "intermediate_size is missing: add it to the file",
     ),
     "a weight norm": (
         "timm",
@@ -205,9 +267,20 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         _processor(do_center_crop=True, crop_size=20),
         "crop_size .* is larger than size .*; VIT_PREPROCESS",
     ),
-    "shards without an index": ("timm", _shards, r"download model\.safetensors\.index\.json, too"),
+    "more shards": (
+        "timm",
+        _shards(extra=1),
+        r"without model-(\d+)-of-\1.*copy or download all",
+    ),
+    "a lost shard": ("timm", _shards(lost=2), "without model-00002-of-"),
+    "shards of two sets": (
+        "timm",
+        _shards_of_two_sets,
+        "shards of two sets: remove the wrong ones",
+    ),
     "a file of training": ("timm", _training_file, "give the file itself instead of its folder"),
     "a renamed file": ("timm", _replaced("model.fp16.safetensors"), "rename the weights to model"),
+    "arrays of NumPy": ("timm", _replaced("weights.npz"), "give that file instead of its folder"),
     "Keras": ("huggingface", _replaced("tf_model.h5"), r"tf_model\.h5 is weights of TensorFlow"),
     "Flax": ("huggingface", _replaced("flax_model.msgpack"), "from_flax"),
     "ONNX": ("huggingface", _replaced("model.onnx"), "give the model that it was exported from"),

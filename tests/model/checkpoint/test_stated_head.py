@@ -103,6 +103,39 @@ def test_a_setting_changes_what_scores_are(kind: str, tmp_path: Path) -> None:
     assert changed.content != own.content
 
 
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_one_class_has_a_sigmoid(kind: str, tmp_path: Path) -> None:
+    folder = FOLDERS[kind](tmp_path)
+    head = "classifier" if kind == "huggingface" else "head"
+    weights = load_file(folder / "model.safetensors")
+    one = {name: tensor[:1].clone() for name, tensor in weights.items() if head in name}
+    save_file(weights | one, folder / "model.safetensors")
+
+    def keep_one_class(config: dict[str, Any]) -> None:
+        config.update({"labels": ["a"]} if kind == "native" else {})
+        config.update({"label_names": ["a"], "num_classes": 1} if kind == "timm" else {})
+        config.update({"id2label": {"0": "a"}} if kind == "huggingface" else {})
+        if kind == "native":
+            config["architecture"]["num_classes"] = 1
+
+    edit(folder / "config.json", keep_one_class)
+    checkpoint = load_checkpoint(str(folder))
+    scores = checkpoint.head.scores(np.array([[0.0], [-2.0]], np.float32))
+    assert scores == pytest.approx(np.array([[0.5], [0.1192]]), abs=1e-4)
+    assert "activation: sigmoid, because there is one class" in checkpoint.assumed
+
+
+def test_two_classes_without_names_are_numbered(tmp_path: Path) -> None:
+    library = transformers()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = library.ViTConfig(**sizes, intermediate_size=32, image_size=16, patch_size=8)
+    library.ViTForImageClassification(config).save_pretrained(tmp_path)
+    library.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.labels == ("LABEL_0", "LABEL_1")
+    assert any("--labels FILE (VIT_LABELS)" in note for note in checkpoint.notes)
+
+
 NAMED = {"0": "a", "1": "b", "2": "c"}
 UNNAMED = {f"{index}": f"LABEL_{index}" for index in range(3)}
 INDICES = {label: int(index) for index, label in NAMED.items()}
