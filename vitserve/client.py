@@ -54,7 +54,7 @@ from vitserve.errors import (
 )
 from vitserve.head_documents import AddedExamples, HeadDescription
 from vitserve.methods import AsyncMethods, BlockingMethods
-from vitserve.proxies import Proxy, proxy_of, transport_through
+from vitserve.proxies import Proxy, Transport, proxy_of, transport_through
 from vitserve.requests import (
     Answer,
     DrawingOptions,
@@ -121,15 +121,33 @@ _UNSHRUNK_FILTERS = ("nearest", "box")
 class _Service:
     """What a client knows of its service, and the parts of sending that do not wait."""
 
-    _retries: Retries
     _http: httpx.Client | httpx.AsyncClient
     _proxy: Proxy | None = None  # from the environment, unless the caller gives a transport
     _has_answered = False
     _has_succeeded = False
-    _shrink: bool
     # The longer side in pixels of the default model's input, and when to ask for it again.
     _side = 0.0
     _side_expires = -math.inf
+
+    def __init__(
+        self,
+        url: str | httpx.URL,
+        api_key: str | None,
+        timeout: float | httpx.Timeout,
+        retries: Retries,
+        shrink: bool,
+    ) -> None:
+        if not isinstance(retries, Retries):
+            raise TypeError(f"retries {retries!r}: expected Retries, such as Retries(tries=1)")
+        self._address = service_url(url)
+        self._options = client_options(self._address, api_key, timeout)
+        self._retries = retries
+        self._shrink = shrink
+
+    def _transport(self, build: Callable[..., Transport]) -> Transport:
+        """Return a transport through the proxy that the environment sets, if any."""
+        self._proxy = proxy_of(self._address)
+        return transport_through(self._proxy, build)
 
     def _read(self, request: Request[Answer], response: httpx.Response) -> Answer:
         self._has_answered = True
@@ -214,7 +232,7 @@ class Client(_Service, BlockingMethods):
 
     def __init__(
         self,
-        url: str,
+        url: str | httpx.URL,
         *,
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 30,
@@ -223,13 +241,10 @@ class Client(_Service, BlockingMethods):
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        address = service_url(url)
+        super().__init__(url, api_key, timeout, retries, shrink)
         if transport is None:
-            self._proxy = proxy_of(address)
-            transport = transport_through(self._proxy, httpx.HTTPTransport)
-        self._http = httpx.Client(transport=transport, **client_options(address, api_key, timeout))
-        self._retries = retries
-        self._shrink = shrink
+            transport = self._transport(httpx.HTTPTransport)
+        self._http = httpx.Client(transport=transport, **self._options)
         self._sleep = sleep
 
     def __enter__(self) -> Self:
@@ -256,7 +271,7 @@ class Client(_Service, BlockingMethods):
             ask: a method of this client, or a function that calls some; runs in several threads.
             concurrency: number of simultaneous requests, at least 1.
         """
-        remaining = iter(images)
+        remaining = _pictures(images, concurrency)
         jobs = deque[tuple[Source, Future[Answer]]]()
         pool = ThreadPoolExecutor(concurrency)
         try:
@@ -301,7 +316,7 @@ class AsyncClient(_Service, AsyncMethods):
 
     def __init__(
         self,
-        url: str,
+        url: str | httpx.URL,
         *,
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 30,
@@ -310,15 +325,10 @@ class AsyncClient(_Service, AsyncMethods):
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        address = service_url(url)
+        super().__init__(url, api_key, timeout, retries, shrink)
         if transport is None:
-            self._proxy = proxy_of(address)
-            transport = transport_through(self._proxy, httpx.AsyncHTTPTransport)
-        self._http = httpx.AsyncClient(
-            transport=transport, **client_options(address, api_key, timeout)
-        )
-        self._retries = retries
-        self._shrink = shrink
+            transport = self._transport(httpx.AsyncHTTPTransport)
+        self._http = httpx.AsyncClient(transport=transport, **self._options)
         self._sleep = sleep
 
     async def __aenter__(self) -> Self:
@@ -348,7 +358,7 @@ class AsyncClient(_Service, AsyncMethods):
             async with permits:
                 return await ask(image)
 
-        remaining = iter(images)
+        remaining = _pictures(images, concurrency)
         tasks = deque[tuple[Source, asyncio.Task[Answer]]]()
         try:
             while True:
@@ -389,6 +399,15 @@ class AsyncClient(_Service, AsyncMethods):
             except (ClientError, httpx.TransportError) as error:
                 pause = self._pause_after(error, tries, ends_at)
             await self._sleep(pause)
+
+
+def _pictures(images: Iterable[Source], concurrency: int) -> Iterator[Source]:
+    """Return the images of a stream; raises `TypeError` or `ValueError` for wrong arguments."""
+    if isinstance(images, str | bytes):
+        raise TypeError("expected a list of pictures, not one")
+    if concurrency < 1:
+        raise ValueError(f"concurrency {concurrency}: expected at least 1")
+    return iter(images)
 
 
 def _answer_or_error(result: Callable[[], Answer]) -> Answer | ClientError | OSError:

@@ -92,6 +92,8 @@ class Methods:
             model: one of the names that `models` lists, by default the service's default.
             min_score: least score of a class in the answer.
         """
+        if model is not None and (model == "*" or "," in model):
+            raise ValueError(f"model {model!r} names several models: call classify_by")
         query = requests.query(
             top_k=top_k,
             attention=attention,
@@ -118,7 +120,9 @@ class Methods:
 
         Each model has an answer or an error.
         """
-        names = list(models)
+        names = [models] if isinstance(models, str) else list(models)
+        if not names:
+            raise ValueError("models is empty: name some, or leave it out for all")
         if len(names) == 1 and names != ["*"]:
             names *= 2  # for a single name the service answers with another document
         query = requests.query(

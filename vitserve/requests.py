@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -149,9 +150,11 @@ class Request(Generic[Answer]):
         return [data for _, (_, data) in self.options.get("files", ())]
 
 
-def service_url(url: str) -> httpx.URL:
+def service_url(url: str | httpx.URL) -> httpx.URL:
     """Return the address of a service; raises `ClientError` for another kind of address."""
-    scheme, separator, rest = url.strip().partition("://")
+    if not isinstance(url, str | httpx.URL):
+        raise TypeError(f"url {url!r}: expected an address such as http://localhost:8000")
+    scheme, separator, rest = str(url).strip().partition("://")
     if scheme.startswith(("/", "unix:", "http+unix")) or scheme.endswith("unix"):
         raise ClientError(
             "a Unix socket needs the url http://localhost and transport=HTTPTransport(uds=PATH) "
@@ -160,9 +163,11 @@ def service_url(url: str) -> httpx.URL:
     if not separator or scheme.lower() not in ("http", "https") or not rest:
         meant = (rest if separator else scheme) or "localhost:8000"
         raise ClientError(f"expected an address such as http://{meant}")
-    address = httpx.URL(url.strip())
-    if address.query:
-        raise ClientError("expected an address without ?, because each request has its own query")
+    address = httpx.URL(str(url).strip())
+    if address.query or address.fragment:
+        raise ClientError("expected an address without ? and #: each request has its own query")
+    if address.port is not None and not 0 < address.port < 65_536:
+        raise ClientError(f"expected a port from 1 to 65535, not {address.port}")
     return address
 
 
@@ -170,14 +175,27 @@ def client_options(
     address: httpx.URL, api_key: str | None, timeout: float | httpx.Timeout
 ) -> dict[str, Any]:
     """Return httpx's options, without a timeout for the wait for a free connection."""
-    headers = {"Authorization": f"Bearer {api_key.strip()}".encode()} if api_key else {}
-    if api_key and address.userinfo:
-        raise ClientError("a user in the url and an api_key exclude each other: give only one")
+    headers = {}
+    if api_key:
+        headers["Authorization"] = _authorization(api_key)
+        if address.userinfo:
+            raise ClientError("a user in the url and an api_key exclude each other: give only one")
     if not isinstance(timeout, httpx.Timeout):
-        if not timeout > 0:
+        if not isinstance(timeout, int | float) or not timeout > 0:
             raise ValueError(f"timeout {timeout}: expected seconds above 0")
         timeout = httpx.Timeout(timeout, pool=None)
     return {"base_url": address, "headers": headers, "timeout": timeout}
+
+
+def _authorization(api_key: str) -> bytes:
+    """Return the header with a key; raises `ClientError` for what cannot be a key."""
+    if not isinstance(api_key, str):
+        raise TypeError(f"the api_key is of type {type(api_key).__name__}: expected str")
+    key = api_key.strip()
+    wrong = re.search(r"[\x00-\x20\x7f]", key)
+    if wrong is not None:
+        raise ClientError(f"the api_key contains {wrong[0]!r}: give the key alone")
+    return f"Bearer {key}".encode()
 
 
 def body(image: ImageSource) -> dict[str, Any]:
@@ -187,12 +205,22 @@ def body(image: ImageSource) -> dict[str, Any]:
 
 def form(images: Sequence[ImageSource]) -> dict[str, Any]:
     """Return httpx's arguments for a request with several pictures."""
-    if isinstance(images, str | bytes | os.PathLike):
+    if _is_picture(images):
         raise TypeError("expected a list of pictures, not one")
     arguments = _files_of(map(file_bytes, images))
     if not arguments["files"]:
         raise ValueError("the list of pictures is empty")
     return arguments
+
+
+def _is_picture(images: object) -> bool:
+    """Return whether an object is one picture; some pictures are sequences, too."""
+    if isinstance(images, str | bytes | bytearray | os.PathLike):
+        return True
+    if hasattr(images, "getexif") or hasattr(images, "read"):
+        return True
+    shape = getattr(images, "shape", ())
+    return len(shape) == 2 or (len(shape) == 3 and shape[2:] in _ARRAY_MODES)
 
 
 def _files_of(contents: Iterable[bytes]) -> dict[str, Any]:
@@ -307,6 +335,8 @@ def file_bytes(image: ImageSource) -> bytes:
 
 def _require_path(text: str) -> None:
     """Raise `FileNotFoundError` for a text that is a picture's URL or content."""
+    if not text:
+        raise FileNotFoundError("the path of the picture is empty")
     if text.lower().startswith(("http://", "https://", "s3://", "gs://")):
         raise FileNotFoundError(f"{text[:99]}: download the picture, and pass its path or bytes")
     if text.startswith("data:") or len(text) > _MAX_PATH:

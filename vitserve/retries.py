@@ -30,6 +30,10 @@ class Retries:
     clock: Callable[[], float] = time.monotonic
     jitter: Callable[[], float] = random.random
 
+    def __post_init__(self) -> None:
+        if self.tries < 1:
+            raise ValueError(f"tries {self.tries}: expected at least 1, which never repeats")
+
 
 def pause_after(failure: ClientError, tries: int, retries: Retries) -> float:
     """Return the seconds to wait after this many tries, `Retry-After` included."""

@@ -42,6 +42,17 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
     return files
 
 
+def require_class_folders(folder: Path) -> None:
+    """Raise `InputError` unless a path is a folder, which may then have labelled pictures."""
+    if folder.is_dir():
+        return
+    problem = "not a folder" if folder.exists() else "no such folder"
+    raise InputError(
+        "data",
+        f"{folder}: {problem}: give a folder with one subfolder of pictures per class",
+    )
+
+
 def _find_in_folder(folder: Path) -> list[Path]:
     """Return the sorted images below a folder; raise as `find_images`."""
     images: list[Path] = []
@@ -100,6 +111,8 @@ def _hint(path: Path) -> str:
         return ": standard input is not read; write the picture to a file"
     if any(character in path.name for character in "*?["):
         return ": no file matches this pattern"
+    if path.name.startswith("@") and path.with_name(path.name[1:]).exists():
+        return ": leave out the @, which is only for curl"
     return ""
 
 
@@ -148,6 +161,8 @@ def handle_answers(
                 raise ImageError(answer)
             handle(file, answer)
         except (ImageError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is None:
+                raise  # not of this file, but of the output
             failed += 1
             if failure is None:  # a line above the progress bar
                 tqdm.write(f"vitserve: {file}: {error}", file=sys.stderr)

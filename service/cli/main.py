@@ -6,6 +6,7 @@ imported, so that `vitserve --help` is quick and `vitserve classify --url` works
 
 import argparse
 import codecs
+import errno
 import importlib
 import io
 import os
@@ -68,6 +69,9 @@ def commands() -> dict[str, Command]:
     return by_name
 
 
+# Errors of standard output: a closed pipe, a full disk, a lost terminal.
+_OUTPUT_ERRORS: Final = (errno.EPIPE, errno.ENOSPC, errno.EIO)
+
 # Options of `vitserve` itself.
 _OF_ALL: Final = ("-h", "--help", "-V", "--version")
 
@@ -95,14 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code, 1 after an error that one line explains."""
     open_standard_streams()
     replace_unknown_characters(sys.stdout, sys.stderr)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["help"]:
-        arguments = [*arguments[1:2], "--help"]
-    if arguments == ["version"]:
-        arguments = ["--version"]
-    # `vitserve --port 9000` is `vitserve serve --port 9000`.
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in _OF_ALL):
-        arguments.insert(0, "serve")
+    arguments = _with_command(sys.argv[1:] if argv is None else argv)
     if arguments[0] == "serve" and platform.machine() == "x86_64":
         # NumPy's threads spin after each product, and take the cores from the networks. Elsewhere
         # they may be torch's.
@@ -110,16 +107,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # such as `vitserve classify pictures/ | head`
-        # At exit, Python flushes the rest of its buffer, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (VitError, ServiceError) as error:
         print(f"vitserve: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        _explain(error)
         return 1
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _with_command(typed: Sequence[str]) -> list[str]:
+    """Return typed arguments in one form: `vitserve --port 9000` means `vitserve serve ...`."""
+    arguments = list(typed)
+    if arguments[:1] == ["help"]:
+        return [*arguments[1:2], "--help"]
+    if arguments == ["version"]:
+        return ["--version"]
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in _OF_ALL):
+        return ["serve", *arguments]
+    return arguments
+
+
+def _explain(error: OSError) -> None:
+    """Print one line about a file that cannot be used, or about standard output.
+
+    Raises:
+        OSError: the error itself, if it is of another kind.
+    """
+    if error.filename is not None:
+        print(f"vitserve: {error.filename}: {error.strerror}", file=sys.stderr)
+        return
+    if error.errno not in _OUTPUT_ERRORS:
+        raise error
+    # At exit, Python flushes the rest of its buffer, which would fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno != errno.EPIPE:  # `vitserve classify pictures/ | head` is no error
+        print(f"vitserve: standard output: {error.strerror}", file=sys.stderr)
 
 
 def _run(arguments: list[str]) -> int:

@@ -423,6 +423,9 @@ def test_a_command_ignores_equal_file_names(folder: Path) -> None:
         ("", "http://localhost:8000"),
         ("http://", "http://localhost:8000"),
         ("http://host/?model=cats", "without ?"),
+        ("http://host/#cats", "without ? and #"),
+        ("http://host:99999", "a port from 1 to 65535, not 99999"),
+        ("http://host:0", "a port from 1 to 65535, not 0"),
         ("unix:/run/v.sock", "transport=HTTPTransport(uds=PATH)"),
         ("/run/v.sock", "transport=HTTPTransport(uds=PATH)"),
         ("http+unix://%2Frun%2Fv.sock", "transport=HTTPTransport(uds=PATH)"),
@@ -440,6 +443,7 @@ def test_address_of_another_kind_is_refused(url: str, remedy: str) -> None:
         ("https://example.org/dog.jpg", FileNotFoundError, "download the picture"),
         ("data:image/png;base64,AAAA", FileNotFoundError, "pass b64decode"),
         ("A" * 5000, FileNotFoundError, "pass b64decode"),
+        ("", FileNotFoundError, "the path of the picture is empty"),
         (io.BytesIO(), ValueError, "call its seek(0) first"),
     ],
 )
@@ -449,16 +453,86 @@ def test_an_unfit_source_names_its_remedy(source: Any, error: type[Exception], r
 
 
 @pytest.mark.parametrize(
-    ("images", "error"), [("dog.jpg", TypeError), (b"x", TypeError), ([], ValueError)]
+    ("images", "error"),
+    [
+        ("dog.jpg", TypeError),
+        (b"x", TypeError),
+        (io.BytesIO(b"x\n"), TypeError),
+        (RGB, TypeError),
+        (RGB[:, :, 0], TypeError),
+        ([], ValueError),
+    ],
 )
 def test_batch_expects_a_list_of_pictures(images: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"list of pictures"):
         form(images)
 
 
-def test_timeout_must_be_above_zero() -> None:
-    with pytest.raises(ValueError, match="timeout 0: expected seconds above 0"):
-        Client("http://host", timeout=0)
+@pytest.mark.parametrize("timeout", [0, None, "5"])
+def test_timeout_must_be_above_zero(timeout: Any) -> None:
+    with pytest.raises(ValueError, match=f"timeout {timeout}: expected seconds above 0"):
+        Client("http://host", timeout=timeout)
+
+
+@pytest.mark.parametrize("key", ["secret\nkey", "Bearer secret"])
+def test_refused_key_is_not_shown(key: str) -> None:
+    with pytest.raises(
+        ClientError, match=r"the api_key contains '.*': give the key alone"
+    ) as raised:
+        Client("http://host", api_key=key)
+
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": None}, "url None: expected an address such as http://localhost:8000"),
+        ({"api_key": b"K"}, "the api_key is of type bytes"),
+        ({"retries": 3}, "retries 3: expected Retries"),
+    ],
+)
+def test_argument_of_a_wrong_type_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Client(**{"url": "http://host", **options})
+
+
+def test_tries_must_be_at_least_one() -> None:
+    with pytest.raises(ValueError, match="tries 0: expected at least 1"):
+        Retries(tries=0)
+
+
+@pytest.mark.parametrize("model", ["a,b", "*"])
+def test_several_models_have_their_own_method(call: Call, model: str) -> None:
+    with pytest.raises(ValueError, match="names several models: call classify_by"):
+        call(Recorder(200, json=CAT), "classify", b"x", model=model)
+
+
+def test_models_of_an_answer_are_never_empty(call: Call) -> None:
+    with pytest.raises(ValueError, match="models is empty"):
+        call(Recorder(200, json=CAT), "classify_by", b"x", [])
+
+
+def test_one_name_is_one_model(call: Call) -> None:
+    server = Recorder(200, json={"models": {}, "timings_ms": CAT["timings_ms"]})
+    call(server, "classify_by", b"x", "pets")
+
+    assert server.request.url.params["model"] == "pets,pets"
+
+
+@pytest.mark.parametrize(
+    ("images", "concurrency", "error"), [("dog.jpg", 8, TypeError), ([b"x"], 0, ValueError)]
+)
+def test_wrong_streams_are_refused(images: Any, concurrency: int, error: type[Exception]) -> None:
+    async def collect() -> None:
+        async with AsyncClient("http://host") as client:
+            async for _ in client.stream(images, client.classify, concurrency=concurrency):
+                pass
+
+    with pytest.raises(error, match="expected"):
+        asyncio.run(collect())
+    with Client("http://host") as client, pytest.raises(error, match="expected"):
+        list(client.stream(images, client.classify, concurrency=concurrency))
 
 
 def test_plain_server_is_named_over_https() -> None:

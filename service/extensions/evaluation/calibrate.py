@@ -14,7 +14,12 @@ from model.extensions.datasets.split_record import SplitRecord, copy_record, dig
 from model.extensions.evaluation.calibration import Calibrated, calibrate, require_pictures
 from model.extensions.evaluation.datasets import EvaluationSet, open_evaluation_set
 from model.parameters import require_classes
-from service.cli.image_files import print_notes, require_empty, writing
+from service.cli.image_files import (
+    print_notes,
+    require_class_folders,
+    require_empty,
+    writing,
+)
 from service.cli.setting_flags import (
     CHECKPOINT_FLAGS,
     add_checkpoint,
@@ -121,8 +126,10 @@ def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
 
     Raises:
         DatasetError: the data cannot be read.
-        InputError: the checkpoint was trained on some pictures, and its training held out none.
+        InputError: the data are not a folder; or the checkpoint was trained on some pictures, and
+            its training held out none.
     """
+    require_class_folders(data)
     record = SplitRecord.read(checkpoint)
     splits = (VALIDATION, TEST) if record is None or record.holds_out else (TEST, VALIDATION)
     pictures = open_evaluation_set(data, splits, "calibrate")
@@ -183,6 +190,8 @@ def _require_own_folder(settings: Settings) -> None:
     if changed:
         why = f"--{changed[0].replace('_', '-')} makes another model of it"
     elif settings.checkpoint != "bundled" and not folder.exists():
+        if "/" not in settings.checkpoint:
+            raise InputError("checkpoint", f"{settings.checkpoint}: no such folder")
         why = "no such folder on this machine"
     elif settings.checkpoint == "bundled" or of_hub or not recognises(Files(folder, str(folder))):
         why = "not a folder of yours"

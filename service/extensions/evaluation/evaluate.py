@@ -8,14 +8,13 @@ from typing import Final
 
 import numpy as np
 
-from model.errors import InputError
 from model.extensions.datasets.pictures import PictureFiles
 from model.extensions.datasets.split_record import SplitRecord, digests_of
 from model.extensions.evaluation.calibration import MeasuredSets
 from model.extensions.evaluation.datasets import open_evaluation_set
 from model.outputs import RequestedOutputs
 from model.parameters import require_classes
-from service.cli.image_files import find_images, print_notes
+from service.cli.image_files import find_images, print_notes, require_class_folders
 from service.cli.setting_flags import (
     CHECKPOINT_FLAGS,
     add_checkpoint,
@@ -52,13 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the result."""
-    if arguments.data is not None and not arguments.data.is_dir():
-        wrong = "not a folder" if arguments.data.exists() else "no such folder"
-        raise InputError(
-            "data",
-            f"{arguments.data}: {wrong}: give a folder with one subfolder of pictures per class, "
-            f"or the unpacked binary version of CIFAR-10 ({CIFAR10_HOME})",
-        )
+    if arguments.data is not None:
+        require_class_folders(arguments.data)
     known = None if arguments.data is None else open_evaluation_set(arguments.data)
     print_notes([] if known is None else known.notes)
     unknown = [] if arguments.unknown is None else find_images(arguments.unknown)

@@ -9,7 +9,7 @@ from model.extensions.datasets.split_names import TRAIN
 from model.images.listing import list_folder
 from model.label_texts import checked_label
 from service.cli.answers import add_server_flags, answers_from
-from service.cli.image_files import handle_answers, print_notes
+from service.cli.image_files import handle_answers, print_notes, require_class_folders
 from service.cli.setting_flags import add_setting_flags
 from service.extensions.teach.teachers import teacher_of
 from service.models.folder import check_name
@@ -74,13 +74,7 @@ def _labelled(folder: Path, name: str) -> dict[Path, str]:
         DatasetError: `train` would refuse the folder, for a reason other than a single class.
         InputError: the folder is missing, or without class folders.
     """
-    if folder.is_file():
-        raise InputError(
-            "path",
-            f"{folder}: a file: expected a folder that has one folder of pictures for each label",
-        )
-    if not folder.is_dir():
-        raise InputError("path", f"{folder}: no such folder")
+    require_class_folders(folder)
     if not list_folder(folder).folders:
         raise InputError("path", f"{folder}: expected one folder of pictures for each label")
     pick = f"vitserve teach {name}"

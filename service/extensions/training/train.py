@@ -9,6 +9,7 @@ from typing import Any
 
 from model.calibration import CALIBRATION_FILE
 from model.errors import TrainingError
+from service.cli.image_files import require_class_folders
 from service.cli.setting_flags import serve_command
 from service.observe import logs
 from service.setting_values import parse_size
@@ -103,11 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
     if arguments.probe and given:
         raise TrainingError(f"--probe: --{given[0]} does not apply")
-    if not arguments.data.is_dir():
-        what = "not a folder" if arguments.data.exists() else "no such folder"
-        raise TrainingError(
-            f"--data {arguments.data}: {what}: expected one subfolder of pictures per class"
-        )
+    require_class_folders(arguments.data)
     from model.extensions.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
     from model.extensions.training.recipe import read_recipe  # noqa: PLC0415
 

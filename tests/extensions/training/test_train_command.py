@@ -143,7 +143,7 @@ def test_a_recipe_is_named_by_file_or_name(
         (["--validation", "24"], "cannot set 24 of 24 pictures aside for validation"),
         (
             ["--data", "./nowhere"],
-            "--data nowhere: no such folder: expected one subfolder of pictures per class",
+            "nowhere: no such folder: give a folder with one subfolder of pictures per class",
         ),
         (["--from", "./nowhere"], "./nowhere: no such folder"),
         (["--device", "cuda:99"], "device 'cuda:99'"),

@@ -108,6 +108,17 @@ def test_numpy_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_full_disk_is_one_line(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "service", "classify", str(REPOSITORY / "examples/dog.jpg")]
+    command += ["--checkpoint", str(checkpoint)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "vitserve: standard output: No space left on device\n",
+    )
+
+
 def test_closed_pipe_ends_a_command_quietly(checkpoint: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -193,6 +204,9 @@ def test_pillow_does_not_log_in_commands(
         (["classify", "absent/*.jpg"], "no such file or folder: no file matches this pattern"),
         (["classify", "https://example.org/dog.jpg"], "download the picture first"),
         (["classify", "-"], "standard input is not read"),
+        (["classify", "@README.md"], "leave out the @, which is only for curl"),
+        (["classify", "a" * 300], f"{'a' * 300}: File name too long"),
+        (["embed", "examples/dog.jpg", "-o", f"{'a' * 300}.npy"], "File name too long"),
         pytest.param(
             ["evaluate", "--data", "README.md"],
             "README.md: not a folder: give a folder with one subfolder of pictures per class",
@@ -200,7 +214,7 @@ def test_pillow_does_not_log_in_commands(
         ),
         pytest.param(
             ["teach", "dogs", "README.md"],
-            "README.md: a file: expected a folder",
+            "README.md: not a folder: give a folder",
             marks=needs("teach"),
         ),
         (
