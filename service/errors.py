@@ -53,6 +53,18 @@ class MethodNotAllowed(ServiceError):
         self.allowed = tuple(allowed)
 
 
+class NotAcceptable(ServiceError):
+    """The request accepts no media type of the answer."""
+
+
+class PreconditionFailed(ServiceError):
+    """The request depends on a version of the resource, and resources have none."""
+
+
+class ExpectationFailed(ServiceError):
+    """The request expects something other than `100-continue`."""
+
+
 class RequestTimeout(ServiceError):
     """The body did not arrive before the request's deadline."""
 

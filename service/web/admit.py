@@ -24,6 +24,7 @@ from model.outputs import Outputs
 from service.errors import ClientDisconnected, DeadlineExceeded, RequestTimeout
 from service.http.connection import connection_of
 from service.models.lease import Lease
+from service.web.digests import DeclaredDigests
 from service.web.lanes import Lane
 from service.web.limits import CountedBytes, Permit
 from service.web.middleware import request_context
@@ -178,6 +179,7 @@ class AdmittedRequest:
         self._needs_slot = needs_slot
         self._cancellation = Cancellation()
         self._body = CountedBytes(sender.caller)
+        self._digests = DeclaredDigests(sender.headers.raw)
 
     async def __aenter__(self) -> Self:
         if self._needs_slot:
@@ -221,9 +223,17 @@ class AdmittedRequest:
         service.metrics.observe_stage("read", service.clock() - started)
 
     async def receive(self) -> Message:
-        """Return the next part of the body, and count its bytes; raises `ReceivingFull`."""
+        """Return the next part of the body, and count its bytes.
+
+        Raises:
+            ReceivingFull: the memory for bodies is full.
+            MalformedRequest: the body has another digest than its headers declare.
+        """
         message = await self.sender.receive()
-        self.service.byte_budget.add(self._body, len(message.get("body", b"")))
+        part = message.get("body", b"")
+        self.service.byte_budget.add(self._body, len(part))
+        if message["type"] == "http.request":
+            self._digests.add(part, is_last=not message.get("more_body", False))
         return message
 
     def _give_way(self) -> None:

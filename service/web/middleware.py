@@ -23,15 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.addresses import network_of
-from service.errors import (
-    ClientDisconnected,
-    EngineUnavailable,
-    MalformedRequest,
-    QueueFull,
-    ReceivingFull,
-    ServiceError,
-    Unauthorized,
-)
+from service.errors import ClientDisconnected, ServiceError, Unauthorized
 from service.http.application import AnswerRoom, Header
 from service.http.connection import connection_of
 from service.lifecycle import Lifecycle
@@ -383,11 +375,9 @@ class ProblemMiddleware:
             # A 503 to a probe is a state, not a refusal.
             if scope["path"] not in self._rules.probes or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
-                # Callers that retry at once would take the processors from a busy engine.
-                if isinstance(error, QueueFull | EngineUnavailable):
-                    await asyncio.sleep(self._pace.delay(connection_of(scope)))
-                elif isinstance(error, ReceivingFull | MalformedRequest | Unauthorized):
-                    await asyncio.sleep(self._pace.delay_of(request_context(scope).caller))
+                caller = request_context(scope).caller
+                delay = self._pace.delay_after(error, connection_of(scope), caller)
+                await asyncio.sleep(delay)
             answer = self._answer_of(problem, scope)
             await answer(scope, receive, send)
             if problem.code == problems.INTERNAL_ERROR:

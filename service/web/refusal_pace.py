@@ -5,6 +5,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from service.errors import (
+    EngineUnavailable,
+    MalformedRequest,
+    QueueFull,
+    ReceivingFull,
+    Unauthorized,
+)
 from service.http.connection import HttpConnection
 
 LONGEST_WAIT: Final = 1.0
@@ -39,6 +46,17 @@ class RefusalPace:
         self._counted_at = clock()
         self._mistakes: Counter[str] = Counter()  # of each caller in the current second
         self._second = 0
+
+    def delay_after(
+        self, error: Exception, connection: HttpConnection | None, caller: str
+    ) -> float:
+        """Return the seconds for which the answer to an error is to wait."""
+        # Callers that retry at once would take the processors from a busy engine.
+        if isinstance(error, QueueFull | EngineUnavailable):
+            return self.delay(connection)
+        if isinstance(error, ReceivingFull | MalformedRequest | Unauthorized):
+            return self.delay_of(caller)
+        return 0.0
 
     def delay(self, connection: HttpConnection | None) -> float:
         """Return the seconds for which a refusal on this connection is to wait."""

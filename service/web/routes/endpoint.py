@@ -23,7 +23,7 @@ The fields of a form complete the query:
 """
 
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, Final, Protocol, TypeVar, get_type_hints
 
 from pydantic import BaseModel
 from starlette.convertors import FloatConvertor, IntegerConvertor
@@ -44,6 +44,7 @@ from service.web.picture import require_file
 from service.web.routes.not_found import nearest_path
 from service.web.routes.openapi import Json, Operation, openapi_document
 from service.web.routes.query import merged, parameters_of, parse_query, require_no_parameters
+from service.web.routes.request_headers import check_headers, require_acceptable
 from service.web.service import model_of
 from service.web.upload import UploadedFile, UploadLimits
 from vitserve.documents import FIELD
@@ -57,6 +58,8 @@ pydantic model.
 
 _PATH_TYPES = {IntegerConvertor: "integer", FloatConvertor: "number"}
 """JSON types of parameters of paths by their convertors; others are strings."""
+
+_UNDESCRIBED_TYPES: Final = frozenset(["application/json", "application/octet-stream"])
 
 F = TypeVar("F", bound=Function)
 Q = TypeVar("Q", bound=BaseModel)
@@ -102,6 +105,11 @@ class Endpoint:
             method, self.path_format, function, query_model, path_types, **description
         )
 
+        self._media_types = frozenset[str]() if is_loose else self.operation.media_types
+        if not (is_loose or is_described):
+            self._media_types = _UNDESCRIBED_TYPES
+        self._has_formats = query_model is not None and "format" in query_model.model_fields
+
     @property
     def has_path_parameters(self) -> bool:
         """Return whether the path has parameters."""
@@ -120,6 +128,7 @@ class Endpoint:
         """Answer a request to this path; raises as `parse_query` and the function."""
         context = request_context(scope)
         context.endpoint = self.path_format
+        check_headers(scope["headers"], scope["method"], self._media_types)
         request = Request(scope, receive)
         query_model = self.operation.query_model
         query_string = scope["query_string"]
@@ -136,6 +145,10 @@ class Endpoint:
         if isinstance(answer, BaseModel):
             content = answer.model_dump_json(exclude_none=self._omit_none, by_alias=True)
             answer = Response(content, self.operation.status, media_type="application/json")
+        if self._has_formats and "accept" in request.headers:
+            accept = ", ".join(request.headers.getlist("accept"))
+            remedy = "; the parameter format chooses"
+            require_acceptable(accept, [str(answer.media_type)], remedy)
         await answer(scope, receive, send)
 
 

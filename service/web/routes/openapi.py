@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from inspect import getdoc
 from typing import Any, Final
 
@@ -77,6 +78,19 @@ class Operation:
     status: int = 200
     responses: Mapping[int, Json] = field(default_factory=dict)
     body: Json | None = None
+
+    @property
+    def media_types(self) -> frozenset[str]:
+        """Return the media types of the answers without an error."""
+        media_types = set[str]()
+        if self.answer is not None:
+            media_types.add("application/json")
+        for status, response in self.responses.items():
+            if status < HTTPStatus.BAD_REQUEST:
+                media_types.update(response.get("content", ()))
+                if "model" in response:
+                    media_types.add("application/json")
+        return frozenset(media_types)
 
 
 def openapi_document(

@@ -152,7 +152,7 @@ FORMS: dict[str, Form] = {
     "a request behind what is none": refused(b"\r\nx\r\n\r\n" + GET),
     "what is none behind a request": closes(GET + b"x\r\n\r\n", 200, 400),
     "expect with the body": kept(post(PNG, FITS, b"Expect: 100-continue"), 100, 200),
-    "another expectation": kept(post(PNG, FITS, b"Expect: 200-ok"), 200),
+    "another expectation": Form(post(PNG, FITS, b"Expect: 200-ok"), (417,), kept=False),
     "TLS": refused(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(60))),
     "an answer": refused(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"),
     "target in absolute form": kept(get(line=b"GET http://y.example/healthz HTTP/1.1"), 200),
