@@ -37,7 +37,10 @@ def main() -> str | None:
         None if the service is ready, else the reason.
     """
     # Not urllib.request, which would use a proxy of the environment.
-    connection = Connection(address(), int(os.environ.get("VIT_PORT", "8000")), timeout=4)
+    # The service takes PORT, too; see service.setting_warnings.
+    port = os.environ.get("VIT_PORT") or os.environ.get("PORT", "")
+    port = port.strip(" \t\"'")
+    connection = Connection(address(), int(port) if port.isdigit() else 8000, timeout=4)
     try:
         # The service always answers for this host.
         connection.request("GET", "/readyz", headers={"Host": "127.0.0.1"})

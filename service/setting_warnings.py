@@ -2,7 +2,8 @@
 
 import ipaddress
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, MutableMapping
 
 from model.errors import nearest
 from service.addresses import UNIX
@@ -50,6 +51,28 @@ def _meant_by(variable: str) -> str:
         return ""
     name = variable.upper().removeprefix(ENV_PREFIX)
     return nearest(name, [name.upper() for name in settings_class().model_fields], 0.75)
+
+
+def take_platform_port(
+    flags: Collection[str], environment: MutableMapping[str, str] = os.environ
+) -> list[str]:
+    """Set VIT_PORT to PORT, which hosting platforms set, unless the operator chose a port.
+
+    Args:
+        flags: names of the settings that flags set.
+
+    Returns:
+        The warning that says whether PORT has an effect; none without PORT.
+    """
+    port = environment.get("PORT", "")
+    if not port or "port" in flags or environment.get("VIT_PORT") == port:
+        return []
+    if environment.get("VIT_PORT"):
+        return [f"PORT={port} is ignored, because VIT_PORT={environment['VIT_PORT']} is set"]
+    if not re.fullmatch(r"[0-9]{1,5}", port):
+        return [f"PORT={port!r:.50} is not a port and is ignored; set VIT_PORT"]
+    environment["VIT_PORT"] = port
+    return [f"listening on PORT={port}, because VIT_PORT is not set"]
 
 
 def proxy_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:

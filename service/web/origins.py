@@ -65,7 +65,9 @@ class OriginMiddleware:
                     f"{host!r} is not a host of this service; "
                     "the operator can add it to VIT_ALLOWED_HOSTS"
                 )
-            if scope["method"] not in _SAFE_METHODS:
+            # The preflight of an allowed origin has its answer already.
+            is_preflight = "access-control-request-method" in headers
+            if is_preflight or scope["method"] not in _SAFE_METHODS:
                 self._check_origin(headers, scope)
         await self._app(scope, receive, send)
 

@@ -1,5 +1,6 @@
 """The path prefix under which a proxy shows the service, whether or not the proxy removes it."""
 
+import logging
 from collections.abc import Iterable
 from typing import Final
 
@@ -7,6 +8,8 @@ from starlette.types import Scope
 
 from service.server import TRUSTED_PROXY
 from service.setting_values import parse_root_path
+
+logger = logging.getLogger("vitserve")
 
 _PREFIX_HEADER: Final = b"x-forwarded-prefix"
 
@@ -25,6 +28,10 @@ class Prefixes:
     def __init__(self, root_path: str, routes: Iterable[str]) -> None:
         self._root_path = root_path
         self._first_segments = frozenset(_first_segment(path) for path in routes)
+        if root_path and _first_segment(root_path) in self._first_segments:
+            logger.warning(
+                "VIT_ROOT_PATH=%s begins like a route: only a proxy can remove it", root_path
+            )
 
     def take_off(self, scope: Scope) -> str | None:
         """Remove the prefix from a request's path, and return the prefix for links.

@@ -15,6 +15,7 @@ from service.setting_values import ApiKey
 from service.setting_warnings import (
     proxy_warnings,
     require_keys_as_meant,
+    take_platform_port,
     unused_warnings,
     variable_warnings,
 )
@@ -310,6 +311,26 @@ def test_untrusted_item_of_proxies_is_named() -> None:
         "FORWARDED_ALLOW_IPS: 'nginx'",
         "FORWARDED_ALLOW_IPS: '10.0.0.0/33'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "port", "told"),
+    [
+        ({"PORT": "8080"}, [], "8080", "listening on PORT=8080"),
+        ({"PORT": "8080", "VIT_PORT": ""}, [], "8080", "listening on PORT=8080"),
+        ({"PORT": "8080", "VIT_PORT": "9000"}, [], "9000", "PORT=8080 is ignored"),
+        ({"PORT": "tcp://10.0.0.1"}, [], None, "is not a port"),
+        ({"PORT": "8080"}, ["port"], None, None),
+        ({"VIT_PORT": "9000"}, [], "9000", None),
+    ],
+)
+def test_port_of_a_platform_is_taken(
+    environment: dict[str, str], flags: list[str], port: str | None, told: str | None
+) -> None:
+    warnings = take_platform_port(flags, environment)
+    assert environment.get("VIT_PORT") == port
+    assert len(warnings) == (told is not None)
+    assert all(str(told) in line for line in warnings)
 
 
 def test_a_slip_of_the_pen_is_noticed() -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
 from service.web.base64_pictures import SPACES, bare_base64, from_base64, has_lost_plus
-from service.web.json_bodies import explained
+from service.web.json_bodies import count_names, explained, require_names_once
 from service.web.upload import remove_mark
 
 _LENGTH: Final = struct.Struct("<I")
@@ -141,6 +141,12 @@ class InferenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decode = msgspec.json.Decoder(InferenceRequest, float_hook=float).decode
 
 
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_tensors = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+_decode_any = msgspec.json.Decoder(float_hook=float).decode
+_NO_FIELDS: Final = msgspec.Raw(b"{}")
+_NO_TENSORS: Final = msgspec.Raw(b"[]")
+
 _OBJECT: Final = re.compile(rb"\s*\{")
 
 
@@ -154,6 +160,17 @@ def _header_remedy(body: bytearray) -> str:
             "with the header Inference-Header-Content-Length: 0"
         )
     return ""
+
+
+def _count_names(request: memoryview) -> int:
+    """Return the number of names in the objects of a valid request, without parsing its data."""
+    fields = _decode_fields(request)
+    count = len(fields) + count_names(_decode_any(fields.get("parameters", _NO_FIELDS)))
+    for name in ("inputs", "outputs"):
+        for tensor in _decode_tensors(fields.get(name, _NO_TENSORS)):
+            parameters = _decode_any(tensor.get("parameters", _NO_FIELDS))
+            count += len(tensor) + count_names(parameters)
+    return count
 
 
 def decode_request(body: bytearray, header_length: int | None) -> InferenceRequest:
@@ -186,6 +203,7 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
         )
     try:
         request = _decode(whole[:length])
+        require_names_once(whole[:length], _count_names(whole[:length]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         wrong = explained(error, InferenceRequest)
         remedy = "" if header_length else _header_remedy(body)

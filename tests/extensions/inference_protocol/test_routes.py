@@ -175,6 +175,25 @@ EMBEDDING = [{"name": "embedding"}]
 
 
 @on_a_loop
+@pytest.mark.parametrize("padding", [0, 20_000])
+async def test_a_repeated_name_is_refused(padding: int) -> None:
+    tensor = json.dumps(encoded(7))
+    space = " " * padding
+    documents = [
+        f'{{"inputs": [{tensor}], "inputs": {space}[]}}',
+        f'{{"inputs": [{tensor[:-1]}, "shape": {space}[1]}}]}}',
+        f'{{"inputs": [{tensor}], "parameters": {{"top_k": 1, "top_k": {space}2}}}}',
+        f'{{"inputs": [{tensor}], "outputs": [{{"name": "label", "name": {space}"index"}}]}}',
+    ]
+    for document in documents:
+        answer = await post(app(), document.encode())
+        assert answer.status == 400
+        assert "twice" in answer.json["error"]
+    text = json.dumps({"id": ":5", "inputs": [encoded(7)], "parameters": {"top_k": 1}})
+    assert (await post(app(), text.encode() + space.encode())).status == 200
+
+
+@on_a_loop
 @pytest.mark.parametrize(
     ("request_", "status", "words"),
     [

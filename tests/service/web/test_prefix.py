@@ -48,8 +48,9 @@ async def test_the_bare_prefix_leads_to_the_page() -> None:
 
 
 @on_a_loop
-async def test_a_prefix_hides_no_route() -> None:
+async def test_a_prefix_hides_no_route(caplog: pytest.LogCaptureFixture) -> None:
     service = app(root_path="/models", admin_key="ADMIN")
+    assert "VIT_ROOT_PATH=/models begins like a route" in caplog.text
     assert (await service.get("/models")).json[0]["default"]
     service = app(root_path="/vit", api_keys="web:KEY", admin_key="ADMIN")
     answer = await service.request(
