@@ -42,16 +42,12 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     """Serve until a signal, then exit: with 0 after an orderly stop, with 1 after a failure."""
     gc.set_threshold(NEW_OBJECTS)  # imported objects live until the end
     bound_heaps()
-    port_warnings = take_platform_port(vars(arguments))
+    warnings = take_platform_port(vars(arguments))
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
     logs.never_wait()
-    for line in (
-        *port_warnings,
-        *variable_warnings(),
-        *proxy_warnings(),
-        *unused_warnings(settings),
-    ):
+    warnings += [*variable_warnings(), *proxy_warnings(), *unused_warnings(settings)]
+    for line in warnings:
         logger.warning("%s", line)
     require_keys_as_meant(settings)
     if not settings.api_keys and not settings.is_local:
