@@ -22,16 +22,6 @@ COMMON: Final = (
     *("BLIS_*", "GOMP_*", "KMP_*", "MKL_*", "OMP_*", "OPENBLAS_*"),
 )
 
-# Variables for a child that reads checkpoints: caches, the network, the token of the hub.
-LOADING: Final = (
-    *("CUDA_*", "NVIDIA_*", "PYTORCH_*", "TORCH*", "TRITON_*", "DNNL_*", "ONEDNN_*"),
-    *("HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TIMM_*"),
-    *("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY"),
-    *("all_proxy", "https_proxy", "http_proxy", "no_proxy"),
-    *("CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR", "SSL_CERT_FILE", "VIT_CACHE_DIR"),
-)
-
-
 # The folder of the packages `service` and `model`.
 _PACKAGES: Final = Path(__file__).resolve().parents[1]
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Settings that change a graph, or the checkpoint's outputs that it is compared with, or whether the
 # checkpoint is read at all.
-GRAPH_SETTINGS: Final = (
+_GRAPH_SETTINGS: Final = (
     "checkpoint",
     "image_size",
     "preprocess",
@@ -51,7 +51,7 @@ def graph_entry(settings: Settings) -> KeptEntry | None:
         return None
     from model.runtime.openvino.kept import KeptEntry  # noqa: PLC0415  an optional package
 
-    return KeptEntry(folder, {name: _resolved(getattr(settings, name)) for name in GRAPH_SETTINGS})
+    return KeptEntry(folder, {name: _resolved(getattr(settings, name)) for name in _GRAPH_SETTINGS})
 
 
 def keep_kernels(settings: Settings, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -2,11 +2,6 @@
 
 No other file of the service loads a model, or torch.
 
-Torch stays resident once it is imported. It takes 300 MiB, and the bundled model 210 MiB. So a
-process that serves with OpenVINO does not load another checkpoint itself. It starts a child
-(`python -m service.engine.loading`) that makes the graphs with torch and keeps them, and then loads
-these graphs.
-
 If a predictor of this process already has the backbone of a model, the model becomes another head
 of that predictor.
 """
@@ -14,33 +9,27 @@ of that predictor.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
-import subprocess
-import sys
-import threading
 import time
 import zlib
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from model.errors import CheckpointError, VitError
+from model.errors import CheckpointError
 from model.heads import Head
 from model.outputs import embedding_width
 from model.runtime.backend import WITHOUT_GRAPHS
-from service.children import COMMON, LOADING, start_python
-from service.engine.cache import GRAPH_SETTINGS, graph_entry, keep_kernels
+from service.engine.cache import graph_entry, keep_kernels
 from service.engine.checkpoint_files import checkpoint_from
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
 from service.extension import extensions, naming
-from service.settings import Settings, load_settings
+from service.settings import Settings
 
 if TYPE_CHECKING:
     from model.calibration import LabelSets
@@ -64,77 +53,7 @@ def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
         DeviceError: the device, dtype or backend is not available here.
     """
     kept = _load_kept(settings)
-    if kept is not None:
-        return kept
-    if PREDICTORS and "torch" not in sys.modules and graph_entry(settings) is not None:
-        _keep_in_child(settings)
-        kept = _load_kept(settings)
     return kept or _load(settings)
-
-
-# In a child
-
-
-def _keep_in_child(settings: Settings) -> None:
-    """Start a child that makes and keeps the graphs of a checkpoint.
-
-    Raises:
-        CheckpointError: the child could not load the checkpoint.
-    """
-    written = settings.model_dump(
-        mode="json", include={*GRAPH_SETTINGS, "cache_dir", "compile", "coverage", "device"}
-    )
-    with start_python(
-        __name__,
-        allowed=(*COMMON, *LOADING),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # keeps the signals of this process's terminal from the child
-    ) as child:
-        assert child.stdin is not None, "it is a pipe"
-        assert child.stdout is not None, "it is a pipe"
-        # The pipe stays open, because the child ends when it is closed.
-        line = json.dumps([written, list(PREDICTORS), str(Path.cwd())])
-        print(line, file=child.stdin, flush=True)
-        lines = child.stdout.read().splitlines()
-    reason = ""
-    if child.returncode:
-        reason = f"the process that loaded it ended with {child.returncode}"
-        if lines:
-            reason = lines.pop()
-    for line in lines:
-        logger.warning("%s", line)
-    if reason:
-        raise CheckpointError(reason)
-
-
-def _keep() -> None:
-    """Make and keep the graphs of the settings on standard input; runs in the child.
-
-    If the parent has the backbone, only the head is kept.
-    """
-    written, live_keys, folder = json.loads(sys.stdin.readline())
-    os.chdir(folder)  # paths in the settings are relative to it; no module is imported from it
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        settings = load_settings(written)
-        read = _read(settings)
-        if read.key in live_keys:
-            read.keep_head("float32")
-        else:
-            _build(settings, read)
-    except VitError as error:
-        sys.exit(str(error))
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
-
-
-# In this process
 
 
 def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
@@ -177,11 +96,6 @@ class _Read(NamedTuple):
     head: Head | None
     keep: Keep | None
 
-    def keep_head(self, dtype: str, parameters: int = 0) -> None:
-        """Keep only the head, because another model of the same backbone has the graph."""
-        if self.keep is not None:
-            self.keep(None, self.checkpoint, parameters, dtype)
-
 
 def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     """Load the predictor from the checkpoint, with torch."""
@@ -190,7 +104,8 @@ def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
     if shared is None:
         return _build(settings, read)
     info = _add_model(settings, read.checkpoint, shared, read.key, read.head)
-    read.keep_head(shared.dtype, info.parameters)
+    if read.keep is not None:  # only the head, because the other model has kept the graph
+        read.keep(None, read.checkpoint, info.parameters, shared.dtype)
     return shared, info
 
 
@@ -341,7 +256,3 @@ def _thresholds(settings: Settings, checkpoint: Description) -> Floats | None:
     if unknown is not None:
         raise CheckpointError(f"thresholds: {checkpoint.source} has no label {unknown!r:.80}")
     return np.array([thresholds.get(label, 0.0) for label in checkpoint.labels], np.float32)
-
-
-if __name__ == "__main__":
-    _keep()
