@@ -302,5 +302,10 @@ class SingleFile(Files):
         return None
 
     def content(self) -> Any:
-        """Return the content of the file, as `read_tensor_file` does."""
+        """Return the content of the file, as `read_tensor_file` does; refuse a shard."""
+        if _SHARD.fullmatch(self.file.name):
+            raise CheckpointError(
+                f"{self.title}: one shard of several: give the folder that holds all of them, or "
+                "save the weights in one file"
+            )
         return read_tensor_file(self.file)

@@ -38,6 +38,10 @@ _GRAPH: Final = (
     "that it was exported from, saved where it was trained with torch.save(model.state_dict(), "
     "FILE)"
 )
+_DISTRIBUTED: Final = (
+    "a part of a distributed checkpoint: make one file of all parts, with python -m "
+    "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE, and give that file"
+)
 _CONVERSION: Final = "a conversion for another program: give the model that it was converted from"
 _ARCHIVE: Final = "an archive: unpack it, and give the folder or the file of weights in it"
 _OTHER_LIBRARY: Final = (
@@ -53,6 +57,7 @@ _WEIGHTS_BY_ADVICE: Final = {
     _ARCHIVE: ".zip .gz .tgz .xz .bz2 .7z .rar .mar",
     _OTHER_LIBRARY: ".h5 .hdf5 .keras .pb .msgpack",
     _CONVERSION: ".gguf .ot",
+    _DISTRIBUTED: ".distcp",
 }
 # Weights in forms that are not read, by suffix, and the way from them to a state dict.
 _FOREIGN_WEIGHTS: Final = {

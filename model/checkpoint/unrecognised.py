@@ -75,7 +75,7 @@ def _lone_weights(files: Files) -> str:
             f"{adapter} is an adapter without its {ADAPTER_CONFIG}: add that file to the folder, "
             "and name the base with --base CHECKPOINT (VIT_BASE); else "
         )
-    every = [name for name in files.names() if "/" not in name]
+    every = sorted(files.names(), key=lambda name: name.count("/"))
     names = [name for name in every if PurePath(name).suffix.lower() in SUFFIXES]
     if names and not isinstance(files, Repository):
         return f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else "

@@ -178,13 +178,20 @@ def _adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
         name.removeprefix("base_model.model."): tensor
         for name, tensor in adapter.part(weights).items()
     }
+    modules = config.get("modules_to_save") or []
+    if modules and not any(f".{module}." in f".{name}" for module in modules for name in changes):
+        raise CheckpointError(
+            f"{adapter.where(weights)}: holds none of modules_to_save, {', '.join(modules):.100}, "
+            "which were trained: save the adapter again, or merge it where it was trained"
+        )
     head = head_of(changes)
     if head is not None:
         _take_classes(base, adapter, head.shape[0], options)
     renaming: Renaming = dict
-    if huggingface.recognises(base):
+    is_timms = timm.recognises(base)  # also transformers' wrapper around timm's models
+    if huggingface.recognises(base) and not is_timms:
         renaming = _transformers_renaming(base, config)
-    elif head is not None and timm.recognises(base):
+    elif head is not None and is_timms:
         _resize_timm_head(base.config, head.shape[0])
     elif head is not None and native.recognises(base):
         _resize_native_head(base.config, head.shape[0])

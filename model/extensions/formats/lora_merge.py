@@ -149,6 +149,11 @@ def _scale(config: Mapping[str, Any], module: str, down: Tensor, where: str) -> 
     alphas = [alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
     alpha = alphas[0] if alphas else required(config, "lora_alpha", where)
     rank = down.shape[0] if down.ndim else 0
+    if not config.get("rank_pattern") and config.get("r") not in (None, rank):
+        raise CheckpointError(
+            f"{where}: r is {config['r']!r:.100}, but the adapter of {module!r} has {rank}: give "
+            "the adapter_config.json of this adapter"
+        )
     if not isinstance(alpha, int | float) or not rank:
         raise CheckpointError(f"{where}: lora_alpha {alpha!r:.100}: expected a number")
     return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)

@@ -161,6 +161,34 @@ def test_adapters_head_replaces_timms(classes: int, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("saved_modules", [None, ["head"]])
+def test_adapter_of_a_timm_wrapper_is_merged(
+    saved_modules: list[str] | None, tmp_path: Path
+) -> None:
+    hub = transformers()
+    pretrained = timm().create_model("vit_tiny_patch16_224", depth=1).pretrained_cfg
+    config = hub.TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224",
+        model_args={"img_size": 48, "depth": 1},
+        pretrained_cfg=pretrained | {"input_size": (3, 48, 48)},
+        id2label={0: "a", 1: "b", 2: "c"},
+    )
+    model = hub.TimmWrapperForImageClassification(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path / "base")
+    library = peft()
+    options = library.LoraConfig(r=4, target_modules=["qkv"], modules_to_save=saved_modules)
+    adapted = library.get_peft_model(model, options).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    folder = saved(adapted, tmp_path / "adapter", str(tmp_path / "base"))
+    merged = adapted.merge_and_unload().eval()
+    checkpoint = load_checkpoint(str(folder), labels="x,y,z")
+    assert_same_logits(checkpoint, lambda pixels: merged(pixels).logits, "LoRA on a wrapper")
+
+
 def test_a_missing_base_is_asked_for(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "adapter", "/elsewhere/vit")
     with pytest.raises(
@@ -250,6 +278,8 @@ def plain_adapter(folder: Path, base: Path, **fields: Any) -> dict[str, torch.Te
         ({"use_dora": True}, r"in part: lora_magnitude_vector is missing: save it again"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not read; LORA is: merge the adapter"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not read"),
+        ({"r": 8}, "r is 8, but the adapter of 'blocks.0.mlp.fc1' has 2: give the adapter_config"),
+        ({"modules_to_save": ["head"]}, "holds none of modules_to_save, head, which were trained"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is not read"),
         ({"base_model_name_or_path": None}, "set VIT_BASE"),
         ({"lora_alpha": None}, "lora_alpha is missing"),
@@ -272,7 +302,7 @@ def test_unmergeable_adapter_is_refused(
     [
         ("blocks.9.mlp.fc1.lora_A.weight", (2, 16), "changes 'blocks.9.mlp.fc1' in part"),
         ("blocks.0.mlp.fc1.lora_A.weight", (2, 9), r"is not for .*: .*set VIT_BASE \(--base\)"),
-        ("blocks.0.mlp.fc1.lora_A.weight", (5, 16), "is not for"),
+        ("blocks.0.mlp.fc1.lora_A.weight", (5, 16), "r is 2, but the adapter of .* has 5"),
         ("blocks.0.mlp.fc1.lora_embedding_A", (2, 16), "is not of plain LoRA"),
         ("blocks.0.mlp.fc1.lora_magnitude_vector", (2,), "is not stated by use_dora"),
         ("", (), "has no tensors of LoRA"),

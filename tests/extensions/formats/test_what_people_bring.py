@@ -294,6 +294,12 @@ def _script(folder: Path) -> Path:
     return folder / "net.pt"
 
 
+def _weights_in_a_subfolder(folder: Path) -> Path:
+    (folder / "data").mkdir()
+    (folder / "data" / "model.pth").write_text("x")
+    return folder
+
+
 def _pointer_in_a_folder(folder: Path) -> Path:
     (FOLDERS["huggingface"](folder) / "model.safetensors").write_text(POINTER)
     return folder
@@ -323,6 +329,18 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "Keras": (_text("net.keras"), "weights of TensorFlow, Keras or Flax: .*from_tf=True"),
     "Flax": (_text("flax_model.msgpack"), "from_flax=True"),
     "GGUF": (_text("net.gguf"), "give the model that it was converted from"),
+    "a distributed checkpoint": (
+        _text("__0_0.distcp"),
+        "dcp_to_torch FOLDER FILE, and give that file",
+    ),
+    "a shard": (
+        _held(nn.Module.state_dict, "model-00001-of-00002.bin"),
+        "one shard of several: give the folder that holds all of them",
+    ),
+    "weights in a subfolder": (
+        _weights_in_a_subfolder,
+        r"it holds data/model\.pth: give .*/data/model\.pth",
+    ),
     "a renamed GGUF": (_text("net.pth", "GGUF"), "give the model that it was converted from"),
     "TensorRT": (_text("net.plan"), "give the model that it was exported from"),
     "a web page": (_text("net.pth", "<!DOCTYPE html>"), "a web page, .* download the file again"),
