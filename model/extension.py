@@ -54,6 +54,8 @@ class Extension:
 
     Attributes:
         name: unique name of the extension.
+        sources: dotted names of functions that open a remote checkpoint; see
+            `model.checkpoint.sources.open_remote`.
         readers: dotted names of checkpoint readers; see `model.checkpoint.Reader`.
         label_readers: dotted names of readers of label files; see
             `model.checkpoint.label_forms.LabelReader`.
@@ -61,6 +63,7 @@ class Extension:
     """
 
     name: str
+    sources: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
     label_readers: tuple[str, ...] = ()
     methods: tuple[ExplanationMethod, ...] = ()

@@ -15,7 +15,6 @@ from typing import Any, Final
 from model.checkpoint import huggingface, native, timm
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.files import ADAPTER_CONFIG, Files
-from model.checkpoint.hub import Repository
 from model.checkpoint.labels import LABEL_PRESETS, read_labels
 from model.checkpoint.options import PREPROCESS_PRESETS, CheckpointOptions, read_preprocess
 from model.checkpoint.sources import BUNDLED, open_source
@@ -115,8 +114,6 @@ def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions)
         )
     checkpoint = activated(checkpoint, options.activation)
     notes = checkpoint.notes + files.notes + unread_files(files)
-    if isinstance(files, Repository) and files.from_cache:
-        notes += (files.title,)
     parts = (
         files.digest,
         checkpoint.config.model_dump_json(),

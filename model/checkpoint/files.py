@@ -1,4 +1,4 @@
-"""The files of a checkpoint on this machine: a folder, or a single file; `hub` has a repository.
+"""The files of a checkpoint on this machine: a folder, or a single file.
 
 `Files.prepared` sees all tensors of a checkpoint, whatever file and format hold them.
 """
@@ -44,12 +44,13 @@ class Files:
         source: the source as the operator wrote it.
         title: name of the folder, file or repository in messages.
         folder: path of the folder.
-        revision: commit of a hub repository; None for a folder on this machine.
+        revision: commit of a repository; None for a folder on this machine.
+        is_remote: whether the files come from elsewhere, and thus may not name a path of here.
         digest: hash of the tensors, once they have been read.
         parent: outer folder, which gives the model its name.
         overlay: an adapter's files, whose name and preprocessing come before these files' own.
         merge: function that merges the adapter into the tensors.
-        notes: changes to the names of the tensors, once they have been read.
+        notes: where the files come from, and changes to the names of the tensors, once read.
         assumed: choices about the head.
         read_names: names of the files that have been read.
         weights: names of files of weights in order of preference, which is transformers'.
@@ -57,6 +58,7 @@ class Files:
 
     weights: tuple[str, ...] = (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE, PICKLE_INDEX_FILE)
     revision: str | None = None
+    is_remote: bool = False
     digest: str = ""
     notes: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
@@ -171,7 +173,8 @@ class Files:
         Raises:
             CheckpointError: they are only a part of a network, or the adapter does not fit.
         """
-        unwrapped, self.notes = without_wrappers(stored, self.title)
+        unwrapped, notes = without_wrappers(stored, self.title)
+        self.notes += notes
         refuse_incomplete(unwrapped, self.title)
         floats = {name: tensor for name, tensor in unwrapped.items() if tensor.is_floating_point()}
         others = {name: tensor for name, tensor in unwrapped.items() if name not in floats}

@@ -1,13 +1,13 @@
-"""What the operator names as a checkpoint: the bundled one, a folder, a file, or a hub id."""
+"""What the operator names as a checkpoint: the bundled one, a folder, a file, or a remote one."""
 
 import re
 from pathlib import Path
 from typing import Final
 
 from model.checkpoint.files import Files, SingleFile
-from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.local_files import resolved_source
 from model.errors import CheckpointError
+from model.extension import extensions, resolve
 from model.head_files import is_taught_head
 
 # The checkpoint that travels with the code.
@@ -20,7 +20,7 @@ _HUB_ADDRESS: Final = re.compile(
 
 
 def open_source(source: str) -> Files:
-    """Return the files of a source; an existing path is never looked for on the hub.
+    """Return the files of a source; an existing path is never looked for elsewhere.
 
     Args:
         source: `bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`.
@@ -31,8 +31,9 @@ def open_source(source: str) -> Files:
     path = BUNDLED if source == "bundled" else Path(source).expanduser()
     resolved = resolved_source(path, source)
     if resolved is None:
-        if is_hub_id(source):
-            return Repository(source)
+        remote = open_remote(source)
+        if remote is not None:
+            return remote
         raise CheckpointError(
             f"{source}: no such folder or file, and not a hub id (owner/name){_meant(source)}"
         )
@@ -42,6 +43,16 @@ def open_source(source: str) -> Files:
             "backbone"
         )
     return Files(path, source) if resolved.is_dir() else SingleFile(path, source)
+
+
+def open_remote(source: str) -> Files | None:
+    """Return the files that an extension finds under this name; None if it is not a name of any."""
+    for extension in extensions():
+        for name in extension.sources:
+            files: Files | None = resolve(name, extension)(source)
+            if files is not None:
+                return files
+    return None
 
 
 def _meant(source: str) -> str:

@@ -12,7 +12,6 @@ from model.checkpoint.files import (
     Files,
     SingleFile,
 )
-from model.checkpoint.hub import Repository
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.tensor_files import SUFFIXES, foreign_advice, is_foreign_weights
 from model.errors import CheckpointError
@@ -53,7 +52,7 @@ def _inner_models(files: Files) -> str:
     names = sorted(files.models_within(), key=_steps, reverse=True)
     if not names:
         return _lone_weights(files)
-    separator = ":" if isinstance(files, Repository) else "/"
+    separator = ":" if files.is_remote else "/"
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (
         f"there is a model in {', '.join(names[:5])}{more}: "
@@ -77,7 +76,7 @@ def _lone_weights(files: Files) -> str:
         )
     every = sorted(files.names(), key=lambda name: name.count("/"))
     names = [name for name in every if PurePath(name).suffix.lower() in SUFFIXES]
-    if names and not isinstance(files, Repository):
+    if names and not files.is_remote:
         return f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else "
     foreign = next(filter(is_foreign_weights, every), None)
     return f"{foreign} is {foreign_advice(foreign)}; else " if foreign else ""

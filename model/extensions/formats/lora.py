@@ -14,11 +14,10 @@ from torch import Tensor
 
 from model.checkpoint import huggingface, native, timm
 from model.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, Files
-from model.checkpoint.hub import Repository, is_hub_id
 from model.checkpoint.label_forms import UNNAMED
 from model.checkpoint.local_files import resolved_source
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.sources import open_source
+from model.checkpoint.sources import open_remote, open_source
 from model.checkpoint.tensors import renamed
 from model.errors import CheckpointError
 from model.extensions.formats.lora_merge import MERGE, Renaming, head_of, merged
@@ -123,28 +122,27 @@ def _open_base(adapter: Files, options: CheckpointOptions) -> Files:
     name = _base_name(adapter, options.base)
     if options.base is not None:
         return open_source(name)
-    _require_below(adapter, name, options)
     is_here = resolved_source(Path(name).expanduser(), name) is not None
-    if not is_hub_id(name) and not is_here:
-        raise CheckpointError(
-            f"{adapter.title}: an adapter, whose base {name!r:.200} is not on this machine: set "
-            "VIT_BASE (--base) to the checkpoint that it adapts"
-        )
+    _require_below(adapter, name, options, is_here=is_here)
     is_cached = any(part.startswith("models--") for part in Path(adapter.title).parts)
-    if not isinstance(adapter, Repository) and not is_cached:
+    is_from_hub = adapter.is_remote or is_cached
+    if is_here and not is_from_hub:
         return open_source(name)
-    if not is_hub_id(name):
+    base = open_remote(name)
+    if base is None:
+        place = "not on this machine"
+        if is_from_hub:
+            place = "not a hub id, as its own is"
         raise CheckpointError(
-            f"{adapter.title}: comes from the hub and names {name!r:.200} as its base, which is "
-            "not a hub id: set VIT_BASE to the checkpoint that it adapts"
+            f"{adapter.title}: an adapter, whose base {name!r:.200} is {place}: set VIT_BASE "
+            "(--base) to the checkpoint that it adapts"
         )
-    return Repository(name)
+    return base
 
 
-def _require_below(adapter: Files, name: str, options: CheckpointOptions) -> None:
+def _require_below(adapter: Files, name: str, options: CheckpointOptions, *, is_here: bool) -> None:
     """Refuse the base that an adapter names if it is outside the folders that may contain it."""
-    is_on_hub = is_hub_id(name) and resolved_source(Path(name), name) is None
-    if options.bases_below is None or (options.hub_bases and is_on_hub):
+    if options.bases_below is None or (options.hub_bases and not is_here):
         return
     path = Path(os.path.realpath(name))
     if any(path.is_relative_to(os.path.realpath(folder)) for folder in options.bases_below):

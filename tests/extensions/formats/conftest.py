@@ -1,3 +1,3 @@
-from tests.model.checkpoint.conftest import hub, load
+from tests.extensions.hub.conftest import hub, load
 
 __all__ = ["hub", "load"]

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
+from tests.extensions.hub.local_hub import MAIN, Hub, Load
 from tests.model.checkpoint.folders import adapter_folder, huggingface_folder
-from tests.model.checkpoint.local_hub import MAIN, Hub, Load
 
 
 def test_cached_adapter_needs_no_network(hub: Hub, load: Load, tmp_path: Path) -> None:
@@ -24,4 +24,4 @@ def test_cached_adapter_needs_no_network(hub: Hub, load: Load, tmp_path: Path) -
 def test_hub_adapters_name_no_local_base(hub: Hub, load: Load, tmp_path: Path) -> None:
     base = huggingface_folder(tmp_path / "base")
     hub.repositories["owner/adapter"] = {MAIN: adapter_folder(tmp_path / "adapter", str(base))}
-    assert "as its base, which is not a hub id: set VIT_BASE" in load("owner/adapter", hub)["error"]
+    assert "is not a hub id, as its own is: set VIT_BASE" in load("owner/adapter", hub)["error"]

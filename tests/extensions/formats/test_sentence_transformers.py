@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint import load_checkpoint
+from tests.extensions.hub.local_hub import MAIN, Hub, Load
 from tests.model.checkpoint.folders import huggingface_folder, refusal
-from tests.model.checkpoint.local_hub import MAIN, Hub, Load
 
 
 def sentence_folder(folder: Path, *further: str) -> Path:

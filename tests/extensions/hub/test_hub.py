@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint import hub as hub_module
+from model.extensions.hub import repository as hub_module
+from tests.extensions.hub.local_hub import MAIN, OLD, Hub, Load
 from tests.model.checkpoint.folders import huggingface_folder, native_folder
-from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, Load
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
+from tests.extensions.hub.local_hub import MAIN, OLD, Hub, Load, running
 from tests.model.checkpoint.folders import native_folder
-from tests.model.checkpoint.local_hub import MAIN, OLD, Hub, Load, running
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Checkpoints from the Hugging Face Hub, through `huggingface_hub` (the optional extra `hub`).
+"""A repository of the Hugging Face Hub as the files of a checkpoint.
 
 The client's cache, offline mode (HF_HUB_OFFLINE), endpoint (HF_ENDPOINT), token (HF_TOKEN or `hf
 auth login`) and progress bars apply as everywhere. A file is fetched when a reader asks for it, the
@@ -26,9 +26,9 @@ _METADATA_TIMEOUT: Final = 10.0  # seconds to wait for a file's metadata
 PROBE_TIMEOUT: Final = 5.0  # seconds to wait for the hub before only the cache is read
 
 
-def is_hub_id(source: str) -> bool:
-    """Return whether a source has the form `owner/name[@revision][:subfolder]`."""
-    return _HUB_ID.fullmatch(source) is not None
+def open_id(source: str) -> Files | None:
+    """Return the repository `owner/name[@revision][:subfolder]`; None for another source."""
+    return Repository(source) if _HUB_ID.fullmatch(source) else None
 
 
 class Repository(Files):
@@ -46,6 +46,8 @@ class Repository(Files):
         CheckpointError: `huggingface_hub` is not installed, or only the cache is read and does not
             have the repository.
     """
+
+    is_remote = True
 
     def __init__(self, source: str) -> None:
         match = _HUB_ID.fullmatch(source)
@@ -89,6 +91,7 @@ class Repository(Files):
         self.folder = Path(snapshot) / self._subfolder
         self.revision = Path(snapshot).name
         self.title += f" (from the cache: {self.from_cache})"
+        self.notes = (self.title,)
 
     @property
     def name(self) -> str:
