@@ -312,16 +312,12 @@ class RequestContextMiddleware:
         if path in self._probes:
             self.log.answered(logging.DEBUG, answered)
             return
-        if self._lifecycle.stopping:
-            self._count_while_stopping(is_refusal)
+        if self._lifecycle.stopping and is_refusal:
+            self._lifecycle.refused += 1
+        elif self._lifecycle.stopping:
+            self._lifecycle.answered += 1
         if not is_refusal or self.log.has_own_line(answered.code or ""):
             self.log.answered(logging.INFO, answered)
-
-    def _count_while_stopping(self, is_refusal: bool) -> None:
-        if is_refusal:
-            self._lifecycle.refused += 1
-        else:
-            self._lifecycle.answered += 1
 
     def refuse(
         self, error: ServiceError, headers: Iterable[Header]

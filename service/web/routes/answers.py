@@ -3,7 +3,7 @@
 import io
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,24 +13,15 @@ from starlette.responses import Response
 
 from model.errors import ImageError
 from model.images.preprocess import Region
-from model.outputs import AttentionMap, RequestedOutputs
-from service.engine.messages import InferenceResult
+from model.outputs import AttentionMap
 from service.errors import ServiceError
 from service.models.lease import Lease
 from service.web.admit import AdmittedRequest
-from service.web.decoders import Decoded
 from service.web.gather import all_of
 from service.web.picture import require_file
 from service.web.problems import INTERNAL_ERROR, problem_of
 from service.web.upload import UploadedFile
-from vitserve.documents import (
-    Attention,
-    RegionDocument,
-    Timings,
-    ranked,
-    set_fields,
-    significant,
-)
+from vitserve.documents import RegionDocument, significant
 
 logger = logging.getLogger("vitserve")
 
@@ -50,89 +41,6 @@ def npy_response(values: NDArray[np.float32], headers: Mapping[str, str] | None 
     buffer = io.BytesIO()
     np.save(buffer, values, allow_pickle=False)
     return Response(buffer.getvalue(), media_type="application/x-npy", headers=headers)
-
-
-# Classifications
-
-
-class Classified(NamedTuple):
-    """A picture that a model has classified.
-
-    Attributes:
-        image_id: the id of the kept picture, or None if it is not kept.
-    """
-
-    model: Lease
-    requested: RequestedOutputs
-    decoded: Decoded
-    result: InferenceResult
-    image_id: str | None
-
-
-def classification_fields(
-    admitted: AdmittedRequest, classified: Classified, min_score: float | None
-) -> dict[str, Any]:
-    """Return the fields of `ModelClassification`.
-
-    Args:
-        min_score: the lowest score of a prediction, if there is a limit.
-    """
-    model = classified.model
-    outputs = classified.result.outputs
-    labels = classified.requested.labels or model.info.labels
-    predicted = outputs.are_predicted(min_score)
-    indices = outputs.indices[predicted].tolist()
-    scores = outputs.scores[predicted].tolist()
-    label_set = None if outputs.label_set is None else outputs.label_set.tolist()
-    abstained_by = outputs.reason_to_abstain(min_score)
-    fields = {
-        "model": model.info.name,
-        "predictions": ranked(labels, indices, scores),
-        **set_fields(labels, label_set),
-        "abstained": abstained_by is not None,
-        "abstained_by": abstained_by,
-        "attention": _attention_fields(admitted, classified),
-        "embedding": None if outputs.embedding is None else outputs.embedding.tolist(),
-        "batch_size": classified.result.batch_size,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _attention_fields(admitted: AdmittedRequest, classified: Classified) -> dict[str, Any] | None:
-    attention = classified.result.outputs.map
-    if attention is None:
-        return None
-    labels = classified.requested.labels
-    url = None
-    # A map of a label of the request cannot be requested again by the picture's id.
-    is_of_label = bool(labels) and attention.request.class_index is not None
-    if classified.image_id is not None and not is_of_label:
-        url = f"{admitted.sender.prefix}/attention?id={classified.image_id}"
-        if attention.request.method == "cls":
-            url += "&method=cls"
-        url += model_parameter(admitted, classified.model)
-    region = region_document(classified.decoded.picture.region)
-    fields = map_fields(attention, labels or classified.model.info.labels)
-    document = Attention(url=url, region=region, **fields)
-    return document.model_dump(exclude_none=True, by_alias=True)
-
-
-def timings(
-    admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, InferenceResult]]
-) -> dict[str, float]:
-    """Return the milliseconds of each stage, of its slowest pass, and of the request so far."""
-    seconds = (0.0, 0.0, 0.0)
-    if passes:
-        stages = [
-            (decoded.seconds, result.queue_seconds, result.inference_seconds)
-            for decoded, result in passes
-        ]
-        seconds = tuple(map(max, zip(*stages, strict=True)))
-    total = admitted.service.clock() - admitted.sender.started
-    return {
-        stage: round(1000 * duration, 2)
-        for stage, duration in zip(Timings.model_fields, (*seconds, total), strict=True)
-    }
 
 
 # Maps

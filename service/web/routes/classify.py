@@ -1,6 +1,8 @@
-"""POST /classify: the classes of one picture, by one model."""
+"""POST /classify: the classes of one picture, by one model or by several."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field, WithJsonSchema
@@ -10,17 +12,38 @@ from starlette.responses import Response
 from model.label_texts import labels_of_request, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, MapRequest, RequestedOutputs
 from model.parameters import parse_maps
-from service.engine.messages import ModelInfo
+from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.web.admit import AdmittedRequest, admit
+from service.web.decoders import Decoded
+from service.web.gather import all_of
+from service.web.image_stores import new_image_id
 from service.web.picture import infer_file
-from service.web.routes.answers import Classified, classification_fields, timings
+from service.web.routes.answers import (
+    map_fields,
+    model_parameter,
+    problem_item,
+    region_document,
+)
 from service.web.routes.endpoint import Router, check_early, read_picture, use_named_model
 from service.web.routes.openapi import ONE_PICTURE, problems
 from service.web.routes.query import Absent, ModelQuery
-from service.web.routes.several_models import answer_by_several, classify_by_several
+from service.web.routes.several_models import (
+    Classified,
+    Pass,
+    SeveralModels,
+    find_models,
+    infer_by_group,
+)
 from service.web.service import model_of
-from vitserve.documents import Classification, Classifications
+from vitserve.documents import (
+    Attention,
+    Classification,
+    Classifications,
+    Timings,
+    ranked,
+    set_fields,
+)
 
 router = Router("classify")
 
@@ -111,13 +134,14 @@ async def classify(request: Request, query: ClassifyQuery) -> Response:
     The picture is a multipart field `file`, or the body itself.
     """
     if query.names_several:
-        return await classify_by_several(request, query)
+        return await _classify_by_several(request, query)
     model = await model_of(request, query.model)
     check_early(request, query, model)
     async with admit(request, model) as admitted:
         picture, query = await read_picture(request, admitted, query)
         if query.names_several:  # the form does
-            return await answer_by_several(request, admitted, query, picture)
+            models = await find_models(request, query)
+            return await _answer_by_several(admitted, models, picture, query.min_score)
         await use_named_model(request, admitted, query.model)
         requested = query.requested(admitted.model.info)
         await admitted.take_slots(1)
@@ -140,10 +164,123 @@ async def classify_file(
 
     def write() -> bytes:
         fields = classification_fields(admitted, classified, min_score)
-        fields["timings_ms"] = timings(admitted, [(decoded, result)])
+        fields["timings_ms"] = _timings(admitted, [(decoded, result)])
         if image_id is not None:
             fields = {"id": image_id, **fields}
         return msgspec.json.encode(fields)
 
     # A document of many classes is large, and a batch has many of them: each is written at once.
     return await admitted.convert(write, size=requested.top_k)
+
+
+async def _classify_by_several(request: Request, query: ClassifyQuery) -> Response:
+    """Answer a request whose address names several models."""
+    models = await find_models(request, query)
+    async with admit(request, models.first) as admitted:
+        picture, completed = await read_picture(request, admitted, query)
+        if completed != query:
+            models = await find_models(request, completed)
+        return await _answer_by_several(admitted, models, picture, completed.min_score)
+
+
+async def _answer_by_several(
+    admitted: AdmittedRequest,
+    models: SeveralModels,
+    picture: bytearray,
+    min_score: float | None,
+) -> Response:
+    """Answer with the `Classifications` of a picture; each pass takes one slot."""
+    image_id = new_image_id()
+    passes: list[Pass] = []
+    if models.groups:
+        await admitted.take_slots(len(models.groups))
+        passes = await all_of(
+            infer_by_group(admitted, picture, group, image_id) for group in models.groups
+        )
+    answers: dict[str, dict[str, Any]] = {}
+    for errors in (models.failed, *(finished.failed for finished in passes)):
+        answers |= {name: problem_item(admitted, error) for name, error in errors.items()}
+    size = 0
+    for finished in passes:
+        for classified in finished.classified:
+            name = classified.model.info.name
+            admitted.count_image(name, classified.result.outputs)
+            answers[name] = classification_fields(admitted, classified, min_score)
+            size += classified.requested.top_k
+    document: dict[str, object] = {}
+    if any(finished.is_kept for finished in passes):
+        document["id"] = image_id
+    document["models"] = {name: answers[name] for name in models.names}
+    took = [finished.took for finished in passes if finished.took is not None]
+    document["timings_ms"] = _timings(admitted, took)
+    content = await admitted.convert(partial(msgspec.json.encode, document), size=size)
+    return Response(content, media_type="application/json")
+
+
+# The fields of an answer
+
+
+def classification_fields(
+    admitted: AdmittedRequest, classified: Classified, min_score: float | None
+) -> dict[str, Any]:
+    """Return the fields of `ModelClassification`.
+
+    Args:
+        min_score: the lowest score of a prediction, if there is a limit.
+    """
+    model = classified.model
+    outputs = classified.result.outputs
+    labels = classified.requested.labels or model.info.labels
+    predicted = outputs.are_predicted(min_score)
+    indices = outputs.indices[predicted].tolist()
+    scores = outputs.scores[predicted].tolist()
+    label_set = None if outputs.label_set is None else outputs.label_set.tolist()
+    abstained_by = outputs.reason_to_abstain(min_score)
+    fields = {
+        "model": model.info.name,
+        "predictions": ranked(labels, indices, scores),
+        **set_fields(labels, label_set),
+        "abstained": abstained_by is not None,
+        "abstained_by": abstained_by,
+        "attention": _attention_fields(admitted, classified),
+        "embedding": None if outputs.embedding is None else outputs.embedding.tolist(),
+        "batch_size": classified.result.batch_size,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _attention_fields(admitted: AdmittedRequest, classified: Classified) -> dict[str, Any] | None:
+    attention = classified.result.outputs.map
+    if attention is None:
+        return None
+    labels = classified.requested.labels
+    url = None
+    # A map of a label of the request cannot be requested again by the picture's id.
+    is_of_label = bool(labels) and attention.request.class_index is not None
+    if classified.image_id is not None and not is_of_label:
+        url = f"{admitted.sender.prefix}/attention?id={classified.image_id}"
+        if attention.request.method == "cls":
+            url += "&method=cls"
+        url += model_parameter(admitted, classified.model)
+    region = region_document(classified.decoded.picture.region)
+    fields = map_fields(attention, labels or classified.model.info.labels)
+    document = Attention(url=url, region=region, **fields)
+    return document.model_dump(exclude_none=True, by_alias=True)
+
+
+def _timings(
+    admitted: AdmittedRequest, passes: Sequence[tuple[Decoded, InferenceResult]]
+) -> dict[str, float]:
+    """Return the milliseconds of each stage, of its slowest pass, and of the request so far."""
+    seconds = (0.0, 0.0, 0.0)
+    if passes:
+        stages = [
+            (decoded.seconds, result.queue_seconds, result.inference_seconds)
+            for decoded, result in passes
+        ]
+        seconds = tuple(map(max, zip(*stages, strict=True)))
+    total = admitted.service.clock() - admitted.sender.started
+    return {
+        stage: round(1000 * duration, 2)
+        for stage, duration in zip(Timings.model_fields, (*seconds, total), strict=True)
+    }
