@@ -1,34 +1,38 @@
-"""An admitted request: its slots, its body, its deadline, its caller's disconnect, and its model.
+"""Admission: which requests a service takes, and what an admitted request holds.
 
-    async with admit(request, await model_of(request)) as admitted:
+    model = await model_of(request, name)                   the model, held until the answer
+    async with admit(request, model) as admitted:           room, a deadline, the disconnect
         picture, query = await read_picture(request, admitted, query)
-        await admitted.take_slots(1)
+        await admitted.take_slots(1)                        a slot for each picture
         decoded, result = await infer_file(admitted, picture, requested)
 
-The end of the context gives back the request's slots and the bytes of its body. The model's version
-is held until the endpoint has an answer, see `model_of`.
+The end of the context gives back the request's slots and the bytes of its body.
 """
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar, cast
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from model.outputs import Outputs
-from service.errors import ClientDisconnected, DeadlineExceeded, RequestTimeout
+from service.errors import (
+    ClientDisconnected,
+    DeadlineExceeded,
+    Draining,
+    ModelLoading,
+)
 from service.http.connection import connection_of
 from service.models.lease import Lease
-from service.web.digests import DeclaredDigests
-from service.web.lanes import Lane
+from service.web.lanes import Deadline, Lane
 from service.web.limits import CountedBytes, Permit
 from service.web.middleware import request_context
-from service.web.service import Service, service_of
+from service.web.service import Service
 from service.web.upload import RIGHT_CALLS
 
 T = TypeVar("T")
@@ -150,6 +154,8 @@ class AdmittedRequest:
         sender: the sender of the request.
         deadline: the end of the request's time.
         permit: the slots of the request.
+        body: counts the bytes of the body.
+        cancellation: ends the request.
         loading: held while the model of the request is loaded.
         embedding: held while texts of the request are computed.
         right_call: how to send a picture to the route, for messages.
@@ -169,7 +175,7 @@ class AdmittedRequest:
     ) -> None:
         self.service = service
         self.sender = sender
-        self.deadline = service.deadline(sender.started)
+        self.deadline = deadline_of(service, sender.started)
         self.permit = Permit(service.limiter, sender.caller)
         self.loading = asyncio.Lock()
         self.embedding = asyncio.Lock()
@@ -177,15 +183,14 @@ class AdmittedRequest:
             self.model = model
         self._needs_engine = model is not None
         self._needs_slot = needs_slot
-        self._cancellation = Cancellation()
-        self._body = CountedBytes(sender.caller)
-        self._digests = DeclaredDigests(sender.headers.raw)
+        self.cancellation = Cancellation()
+        self.body = CountedBytes(sender.caller)
 
     async def __aenter__(self) -> Self:
         if self._needs_slot:
             await self.service.limiter.wait_for_lenders(caller=self.sender.caller)
-            self.service.check_room(self.sender.caller, needs_engine=self._needs_engine)
-        await self._cancellation.__aenter__()
+            check_room(self.service, self.sender.caller, needs_engine=self._needs_engine)
+        await self.cancellation.__aenter__()
         return self
 
     async def __aexit__(
@@ -195,52 +200,16 @@ class AdmittedRequest:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            await self._cancellation.__aexit__(kind, error, traceback)
+            await self.cancellation.__aexit__(kind, error, traceback)
         finally:
             self.permit.close()
-            self.service.byte_budget.give_back(self._body)
+            self.service.byte_budget.give_back(self.body)
 
     def with_model(self, model: Lease) -> Self:
         """Return the same request with another model that answers."""
         other = copy.copy(self)
         other.model = model
         return other
-
-    @contextmanager
-    def receiving(self) -> Iterator[None]:
-        """Bound the time in which the body arrives, and end it if it keeps others out."""
-        service = self.service
-        cancellation = self._cancellation
-        started = service.clock()
-        timeout_error = cancellation.timeout_error
-        cancellation.timeout_error = RequestTimeout(
-            f"the body did not arrive within {service.settings.request_timeout:g} s"
-        )
-        cancellation.end_in(self.deadline.remaining())
-        with service.byte_budget.arriving(self._body, self._give_way):
-            yield
-        cancellation.timeout_error = timeout_error
-        service.metrics.observe_stage("read", service.clock() - started)
-
-    async def receive(self) -> Message:
-        """Return the next part of the body, and count its bytes.
-
-        Raises:
-            ReceivingFull: the memory for bodies is full.
-            MalformedRequest: the body has another digest than its headers declare.
-        """
-        message = await self.sender.receive()
-        part = message.get("body", b"")
-        self.service.byte_budget.add(self._body, len(part))
-        if message["type"] == "http.request":
-            self._digests.add(part, is_last=not message.get("more_body", False))
-        return message
-
-    def _give_way(self) -> None:
-        self._cancellation.timeout_error = RequestTimeout(
-            "the body came too slowly while others waited for its room"
-        )
-        self._cancellation.end_in(0.0)
 
     async def take_slots(self, slots: int) -> None:
         """Take a slot for each picture, now that the body is here; raises `QueueFull`.
@@ -249,8 +218,8 @@ class AdmittedRequest:
         """
         await self.service.limiter.wait_for_lenders(slots, self.sender.caller)
         self.permit.extend(slots)
-        self._cancellation.end_in(self.deadline.remaining() + LATE_SECONDS)
-        self._cancellation.watch(self.sender)
+        self.cancellation.end_in(self.deadline.remaining() + LATE_SECONDS)
+        self.cancellation.watch(self.sender)
 
     @asynccontextmanager
     async def turn(self, lane: Lane, size: float = 1) -> AsyncIterator[None]:
@@ -305,3 +274,95 @@ def admit(
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def check_open(service: Service, *, needs_engine: bool = True) -> None:
+    """Raise `Draining` or `EngineUnavailable` if the service does not take requests."""
+    if service.lifecycle.draining:
+        raise Draining("the service is about to stop: try another instance")
+    if needs_engine and not service.models.default.current.engine.ready:
+        service.models.require_ready(service.models.default_name)
+
+
+def check_room(service: Service, caller: str = "", *, needs_engine: bool = True) -> None:
+    """Raise `QueueFull` if a request would not get a slot, without taking one.
+
+    Bodies that have just begun to arrive will take slots. Without counting them, many callers would
+    be admitted for each free slot, and most of them refused once their bodies are here. Such bodies
+    reserve at most half of the slots, because a caller can begin a body and never end it.
+
+    Raises:
+        Draining, EngineUnavailable: as `check_open`.
+        ReceivingFull: the caller leaves too many answers unread.
+    """
+    check_open(service, needs_engine=needs_engine)
+    limiter = service.limiter
+    limiter.check(caller=caller)
+    service.byte_budget.check_unread(caller)
+    free = limiter.capacity - limiter.in_use
+    if free <= limiter.capacity // 2:
+        limiter.check(1 + service.byte_budget.newcomers(free))
+
+
+# The service and the model of a request
+
+
+def service_of(request: Request) -> Service:
+    """Return the service that a request came to."""
+    return cast(Service, request.app.state.service)
+
+
+async def model_of(request: Request, name: str | None = None, *, share: float = 1.0) -> Lease:
+    """Return the model that a request names, or the default; held until the answer is ready.
+
+    Args:
+        share: part of the request's time that loading may take.
+
+    Raises as `acquire`.
+    """
+    service = service_of(request)
+    context = request_context(request.scope)
+    lease = await acquire(service, name, deadline_of(service, context.started, share))
+    context.leases.append(lease)
+    return lease
+
+
+def deadline_of(service: Service, started: float, share: float = 1.0) -> Deadline:
+    """Return the end of a part of a request's time.
+
+    Args:
+        started: reading of the clock at which the request's headers had been read.
+        share: the part of the time.
+    """
+    return Deadline(started + share * service.settings.request_timeout, service.clock)
+
+
+async def acquire(service: Service, name: str | None, deadline: Deadline) -> Lease:
+    """Hold a model until its release; an unloaded model is described, and not loaded.
+
+    Raises:
+        What `Models.acquire` raises; and for a model that is still to be described, what `load`
+        raises.
+    """
+    if service.models.needs_load(name):
+        async with waiting_for_model(service, name, deadline):
+            await service.models.load(name)
+    return service.models.acquire(name)
+
+
+@asynccontextmanager
+async def waiting_for_model(
+    service: Service, name: str | None, deadline: Deadline
+) -> AsyncIterator[None]:
+    """Hold a slot while a request waits for a model; these are at most a quarter of all.
+
+    Raises:
+        ModelLoading: too many requests wait for models, or the time for loading is up.
+        QueueFull: every slot is taken.
+    """
+    with service.limiter.waiting():
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                yield
+        except TimeoutError:
+            raise ModelLoading(f"{name!r:.200} was not loaded in the request's time") from None

@@ -3,7 +3,8 @@
 A body that is too large is refused as soon as it exceeds the limit, not at its end.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -15,12 +16,14 @@ from service.errors import (
     ClientDisconnected,
     MalformedRequest,
     MissingImage,
+    RequestTimeout,
     ServiceError,
     UnsupportedMediaType,
     UploadTooLarge,
 )
 from service.web.admit import AdmittedRequest
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_json
+from service.web.digests import DeclaredDigests
 from service.web.multipart import Form, form_parser
 from service.web.upload import RIGHT_CALL, Upload, UploadLimits, parse_header
 
@@ -77,10 +80,10 @@ async def read_files(admitted: AdmittedRequest, limits: UploadLimits) -> Upload:
     raw = bytearray()
     parse: Callable[[bytes], object] = raw.extend
     form: Form | None = None
-    if is_form:
+    if is_form and refusal is None:
         form = Form(limits, admitted.permit)
         parse = form_parser(boundary, form)
-    with admitted.receiving():
+    with _arriving(admitted):
         received_bytes = await _receive(
             admitted, bound, parse, refusal, is_declared=declared_bytes > 0
         )
@@ -110,9 +113,33 @@ async def read_whole(admitted: AdmittedRequest, limit: int | None = None) -> byt
     if refusal := _compressed(headers, "body"):
         raise refusal
     body = bytearray()
-    with admitted.receiving():
+    with _arriving(admitted):
         await _receive(admitted, bound, body.extend)
     return body
+
+
+@contextmanager
+def _arriving(admitted: AdmittedRequest) -> Iterator[None]:
+    """Bound the time in which the body arrives, and end it if it keeps others out."""
+    service = admitted.service
+    cancellation = admitted.cancellation
+
+    def give_way() -> None:
+        cancellation.timeout_error = RequestTimeout(
+            "the body came too slowly while others waited for its room"
+        )
+        cancellation.end_in(0.0)
+
+    started = service.clock()
+    timeout_error = cancellation.timeout_error
+    cancellation.timeout_error = RequestTimeout(
+        f"the body did not arrive within {service.settings.request_timeout:g} s"
+    )
+    cancellation.end_in(admitted.deadline.remaining())
+    with service.byte_budget.arriving(admitted.body, give_way):
+        yield
+    cancellation.timeout_error = timeout_error
+    service.metrics.observe_stage("read", service.clock() - started)
 
 
 def _bound(limits: UploadLimits, *, is_form: bool, is_json: bool) -> Bound:
@@ -182,23 +209,27 @@ async def _receive(
 
     Raises:
         ClientDisconnected, UploadTooLarge: the body did not arrive, or is too large.
+        MalformedRequest: the body has another digest than its headers declare.
         The error of `parse`, or `refusal` unless the body is empty.
     """
+    digests = DeclaredDigests(admitted.sender.headers.raw)
     received_bytes = 0
     more = True
     while more:
-        message = await admitted.receive()
+        message = await admitted.sender.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected("the caller went away")
         chunk: bytes = message.get("body", b"")
+        admitted.service.byte_budget.add(admitted.body, len(chunk))
         received_bytes += len(chunk)
         if received_bytes > bound.limit:
             raise UploadTooLarge(f"more than {bound.limit} bytes{bound.setting}")
+        more = message.get("more_body", False)
+        digests.add(chunk, is_last=not more)
         if refusal is None:
             refusal = _error_of(parse, chunk)
         if refusal is not None and is_declared:
             raise refusal
-        more = message.get("more_body", False)
     if refusal is not None and received_bytes:
         raise refusal
     return received_bytes

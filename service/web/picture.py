@@ -8,6 +8,7 @@ Each function takes the admitted request, whose model answers. Everything scarce
 `service.web.lanes`.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,13 +30,18 @@ from service.errors import (
     MissingImage,
     UploadTooLarge,
 )
+from service.models.lease import Lease
 from service.models.residency import UNNAMED
 from service.settings import Settings
-from service.web.admit import AdmittedRequest
+from service.web.admit import AdmittedRequest, deadline_of, waiting_for_model
 from service.web.base64_pictures import BYTES_A_VALUE, is_text, picture_of_text
 from service.web.decoders import Decoded
+from service.web.image_stores import id_of_kind, new_image_id
 from service.web.lanes import Job
+from service.web.service import Service
 from service.web.upload import UploadedFile
+
+logger = logging.getLogger("vitserve")
 
 T = TypeVar("T")
 
@@ -178,7 +184,7 @@ async def load_model(admitted: AdmittedRequest, *, share: float = 1.0) -> None:
         share: part of the request's time that loading may take.
 
     Raises:
-        What `Service.load` raises.
+        What `waiting_for_model` and `Lease.load` raise.
     """
     model = admitted.model
     if model.is_loaded:
@@ -186,8 +192,10 @@ async def load_model(admitted: AdmittedRequest, *, share: float = 1.0) -> None:
     with admitted.permit.lent():
         async with admitted.loading:
             if not model.is_loaded:
-                deadline = admitted.service.deadline(admitted.sender.started, share)
-                await admitted.service.load(model, deadline, admitted.sender.caller or UNNAMED)
+                service = admitted.service
+                deadline = deadline_of(service, admitted.sender.started, share)
+                async with waiting_for_model(service, model.info.name, deadline):
+                    await model.load(admitted.sender.caller or UNNAMED)
 
 
 # Infer
@@ -286,3 +294,32 @@ def require_file(file: UploadedFile) -> bytearray:
     if isinstance(file, UploadTooLarge):
         raise file
     return file
+
+
+# Keep
+
+
+async def keep(
+    admitted: AdmittedRequest, picture: ModelInput, image_id: str | None = None
+) -> str | None:
+    """Store a picture as the model sees it, and return its id, or None if it is not stored.
+
+    Models with different preprocessing store a picture each under the same id.
+    """
+    image_id = image_id or new_image_id()
+    key = id_of_kind(image_id, admitted.model.info.preprocess)
+    try:
+        stored = await admitted.service.images.put(picture, key)
+    except Exception:  # any error of a store costs the answer only its id
+        logger.exception("the picture is not kept")
+        return None
+    return stored and image_id
+
+
+async def kept_picture(service: Service, image_id: str, model: Lease) -> ModelInput | None:
+    """Return the stored picture of an id as a model sees it, or None if it is not stored."""
+    picture = await service.images.get(id_of_kind(image_id, model.info.preprocess))
+    # Another replica may have stored anything under this id.
+    if picture is None or picture.pixels.shape != model.info.input_shape:
+        return None
+    return picture

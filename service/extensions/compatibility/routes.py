@@ -14,13 +14,13 @@ from starlette.responses import JSONResponse, Response
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import ModelInfo
 from service.errors import NotFound, UnknownModel
-from service.web.admit import admit
+from service.web.admit import admit, model_of, service_of
 from service.web.picture import infer_file
 from service.web.routes.classify import ClassifyQuery, classify
 from service.web.routes.endpoint import Router, check_early, read_picture
 from service.web.routes.openapi import ONE_PICTURE, problems
 from service.web.routes.query import Absent
-from service.web.service import Service, model_of, service_of
+from service.web.service import Service
 from vitserve.documents import FIELD, Classification, significant
 
 router = Router("other servers")

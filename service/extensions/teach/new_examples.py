@@ -18,7 +18,7 @@ from service.settings import Settings, settings_of
 from service.web.admit import AdmittedRequest
 from service.web.body import read_whole
 from service.web.gather import of_each
-from service.web.picture import infer_file, infer_pixels, require_file
+from service.web.picture import infer_file, infer_pixels, kept_picture, require_file
 from service.web.routes.embed import embedding_of
 from service.web.routes.endpoint import read_pictures, use_named_model
 from service.web.routes.query import Absent
@@ -84,7 +84,7 @@ async def read_features(
                 "id: the request has a body too: send pictures, or the id of a kept picture"
             )
         _check_file_name(query, settings, count=1)
-        picture = await admitted.service.kept(query.id, admitted.model)
+        picture = await kept_picture(admitted.service, query.id, admitted.model)
         if picture is None:
             raise InvalidParameter(
                 "id: no kept picture of this id in the form that the head's backbone reads"

@@ -29,13 +29,12 @@ from service.extensions.teach.new_examples import (
 from service.extensions.teach.settings import TeachSettings
 from service.models.folder import check_name
 from service.settings import settings_of
-from service.web.admit import AdmittedRequest, admit
+from service.web.admit import AdmittedRequest, admit, model_of, service_of
 from service.web.api_keys import holds_admin_key
 from service.web.middleware import request_context
 from service.web.routes.answers import to_json
 from service.web.routes.endpoint import Router, check_early
 from service.web.routes.openapi import BINARY, SEVERAL_PICTURES, problems
-from service.web.service import model_of, service_of
 from vitserve.head_documents import (
     AddedExamples,
     ExampleCounts,

@@ -23,9 +23,9 @@ from model.outputs import (
 from model.parameters import parse_maps
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.web.admit import AdmittedRequest, admit
+from service.web.admit import AdmittedRequest, admit, model_of, service_of
 from service.web.gather import all_of
-from service.web.picture import decode_file, decode_photo, infer_pixels
+from service.web.picture import decode_file, decode_photo, infer_pixels, keep, kept_picture
 from service.web.routes.answers import (
     map_fields,
     model_parameter,
@@ -35,7 +35,6 @@ from service.web.routes.answers import (
 from service.web.routes.endpoint import Router, check_early, read_picture, use_named_model
 from service.web.routes.openapi import BINARY, ONE_PICTURE, problems
 from service.web.routes.query import Absent, ModelName
-from service.web.service import model_of, service_of
 from vitserve.documents import MAPS, AttentionDocument
 
 router = Router("attention")
@@ -198,7 +197,7 @@ async def attention_of_kept_picture(request: Request, query: StoredPictureQuery)
     service = service_of(request)
     model = await model_of(request, query.model)
     requests = query.requested(model.info)
-    picture = await service.kept(query.id, model)
+    picture = await kept_picture(service, query.id, model)
     if picture is None:
         raise NotFound(
             "no picture of this id is kept for this model: it is unknown, expired or pushed out"
@@ -231,7 +230,7 @@ async def attention(request: Request, query: AttentionQuery) -> Response:
         admitted.service.metrics.count_image(
             info.name, outputs[0] if info.config.num_classes else None
         )
-        image_id = await admitted.service.keep(picture, admitted.model)
+        image_id = await keep(admitted, picture)
         photo = None
         if _is_over_photo(query, info):
             # The file is decoded again, so that no photo is in memory while its map is computed.

@@ -14,11 +14,11 @@ from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, MapRequest, Requested
 from model.parameters import parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
-from service.web.admit import AdmittedRequest, admit
+from service.web.admit import AdmittedRequest, admit, model_of
 from service.web.decoders import Decoded
 from service.web.gather import all_of
 from service.web.image_stores import new_image_id
-from service.web.picture import infer_file
+from service.web.picture import infer_file, keep
 from service.web.routes.answers import (
     map_fields,
     model_parameter,
@@ -35,7 +35,6 @@ from service.web.routes.several_models import (
     find_models,
     infer_by_group,
 )
-from service.web.service import model_of
 from vitserve.documents import (
     Attention,
     Classification,
@@ -158,7 +157,7 @@ async def classify_file(
     """Return the `Classification` of a picture as JSON, and keep the picture."""
     decoded, result = await infer_file(admitted, picture, requested)
     model = admitted.model
-    image_id = await admitted.service.keep(decoded.picture, model)
+    image_id = await keep(admitted, decoded.picture)
     admitted.count_image(model.info.name, result.outputs)
     classified = Classified(model, requested, decoded, result, image_id)
 

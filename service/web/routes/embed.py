@@ -18,10 +18,10 @@ from model.parameters import parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.models.lease import Lease
-from service.web.admit import AdmittedRequest, admit
+from service.web.admit import AdmittedRequest, admit, model_of
 from service.web.body import read_whole
 from service.web.gather import of_each
-from service.web.picture import embed_texts, infer_file, require_file
+from service.web.picture import embed_texts, infer_file, keep, require_file
 from service.web.routes.answers import answer_each, npy_response, to_json
 from service.web.routes.endpoint import (
     Router,
@@ -32,7 +32,6 @@ from service.web.routes.endpoint import (
 )
 from service.web.routes.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
 from service.web.routes.query import ModelQuery
-from service.web.service import model_of
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
 
@@ -156,7 +155,7 @@ async def _embed_file(
 ) -> bytes:
     """Return the `Embedding` of a picture as JSON, and keep the picture."""
     picture, values = await infer_embedding(admitted, requested, file)
-    image_id = await admitted.service.keep(picture, admitted.model)
+    image_id = await keep(admitted, picture)
     name = admitted.model.info.name
     embedding = _formatted(values, query)
     return to_json(Embedding(id=image_id, model=name, pool=query.pool, embedding=embedding))

@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from service.engine.messages import ModelInfo
 from service.errors import MethodNotAllowed, NotFound
 from service.models.lease import Lease
-from service.web.admit import AdmittedRequest
+from service.web.admit import AdmittedRequest, model_of
 from service.web.body import read_files
 from service.web.middleware import request_context
 from service.web.picture import require_file
@@ -45,7 +45,6 @@ from service.web.routes.not_found import nearest_path
 from service.web.routes.openapi import Json, Operation, openapi_document
 from service.web.routes.query import merged, parameters_of, parse_query, require_no_parameters
 from service.web.routes.request_headers import check_headers, require_acceptable
-from service.web.service import model_of
 from service.web.upload import UploadedFile, UploadLimits
 from vitserve.documents import FIELD
 

@@ -17,14 +17,14 @@ from service.errors import Forbidden, InvalidParameter, NameTaken, Unauthorized,
 from service.model_settings import PATHS
 from service.models.folder import check_name, located, model_settings
 from service.settings import Settings
-from service.web.admit import admit
+from service.web.admit import admit, service_of
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.body import read_whole
 from service.web.json_bodies import decoded
 from service.web.routes.answers import to_json
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import problems
-from service.web.service import Service, service_of
+from service.web.service import Service
 from vitserve.documents import ListedModel
 
 router = Router("models")

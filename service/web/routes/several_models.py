@@ -17,11 +17,10 @@ from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MissingImage, ServiceError, UploadTooLarge
 from service.models.lease import Lease
-from service.web.admit import AdmittedRequest
+from service.web.admit import AdmittedRequest, model_of, service_of
 from service.web.decoders import Decoded
 from service.web.gather import all_of
-from service.web.picture import answer_by_head, compute, decode_file, infer_file, load_model
-from service.web.service import model_of, service_of
+from service.web.picture import answer_by_head, compute, decode_file, infer_file, keep, load_model
 
 if TYPE_CHECKING:
     from service.web.routes.classify import ClassifyQuery
@@ -159,7 +158,7 @@ async def infer_by_group(
         raise
     except Exception as error:  # noqa: BLE001  it is the answer of these models
         return Pass(failed | {model.info.name: error for model, _ in group})
-    kept_id = await admitted.service.keep(decoded.picture, with_first.model, image_id)
+    kept_id = await keep(with_first, decoded.picture, image_id)
     classified: list[Classified] = []
     for (model, requested), outputs in zip(group, outputs_by_model, strict=True):
         if isinstance(outputs, Exception):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from service.errors import QueueFull, ReceivingFull
+from service.web.admit import check_room
 from service.web.limits import MIN_BODY_RATE as RATE
 from service.web.limits import ByteBudget, CountedBytes
 from service.web.refusal_pace import RefusalPace
@@ -233,14 +234,14 @@ async def test_new_bodies_reserve_half_the_slots() -> None:
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(service.byte_budget.arriving(CountedBytes(), lambda: None))
-        service.check_room()  # two of four slots are reserved, two are free
+        check_room(service)  # two of four slots are reserved, two are free
         with service.limiter.permit():
-            service.check_room()
+            check_room(service)
             with service.limiter.permit():
                 with pytest.raises(QueueFull):
-                    service.check_room()
+                    check_room(service)
                 clock.now += 0.2
-                service.check_room()
+                check_room(service)
 
 
 class Connection:

@@ -1,20 +1,25 @@
 """Bodies of requests, and a channel that sends them chunk by chunk."""
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from service.errors import ServiceError
 from service.web.admit import Sender
 from service.web.body import read_files
+from service.web.lanes import Deadline
+from service.web.limits import ByteBudget, CountedBytes
 from service.web.upload import Upload, UploadLimits
+from tests.service.fakes import PATIENCE
 
 T = TypeVar("T")
 
@@ -58,20 +63,21 @@ class Receiver:
     """
 
     def __init__(self, headers: Headers, receive: Receive) -> None:
-        settings = SimpleNamespace(max_request_bytes=100_000)
-        self.service = SimpleNamespace(settings=settings)
+        self.service = SimpleNamespace(
+            settings=SimpleNamespace(max_request_bytes=100_000, request_timeout=PATIENCE),
+            byte_budget=ByteBudget(1 << 30),
+            metrics=Mock(),
+            clock=time.monotonic,
+        )
         self.sender = Sender("caller", 0.0, receive, headers=headers)
+        self.deadline = Deadline(math.inf)
+        self.cancellation = Mock()
+        self.body = CountedBytes()
         self.permit = self
         self.checked: list[int] = []
 
     def check(self, count: int) -> None:
         self.checked.append(count)
-
-    def receiving(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    async def receive(self) -> Message:
-        return await self.sender.receive()
 
     async def convert(self, work: Callable[[], T], size: int) -> T:
         return work()

@@ -31,7 +31,7 @@ from service.extensions.inference_protocol.inference import (
     infer,
     read,
 )
-from service.web.admit import AdmittedRequest, Sender
+from service.web.admit import AdmittedRequest, Sender, acquire, check_open
 from service.web.body import read_whole
 from service.web.lanes import Lane
 from service.web.service import Service
@@ -100,7 +100,7 @@ def _described(
     async def method(service: Service, call: Call) -> bytes:
         request = await call.model_request()
         check_version(request.version)
-        with await service.acquire(request.name or None, call.deadline) as model:
+        with await acquire(service, request.name or None, call.deadline) as model:
             return _encode(describe(model.info, service), kind())
 
     return method
@@ -109,14 +109,14 @@ def _described(
 async def _model_infer(service: Service, call: Call) -> bytes:
     """Classify the pictures of the tensor `image` or `pixels`."""
     sender = Sender(call.caller, call.started, call.receive)
-    service.check_open()
+    check_open(service)
     async with AdmittedRequest(service, None, sender) as admitted:
         body = await read_whole(admitted)
         target, request = await admitted.convert(
             partial(decode_request, body), size=len(body) // BYTES_A_VALUE
         )
         check_version(target.version)
-        with await service.acquire(target.name or None, call.deadline) as model:
+        with await acquire(service, target.name or None, call.deadline) as model:
             admitted.model = model
             inference = await read(admitted, body, lambda _: request)
             return await infer(admitted, inference, encode_answer)
