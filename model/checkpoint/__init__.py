@@ -105,7 +105,7 @@ def _read_core_format(files: Files, options: CheckpointOptions) -> Checkpoint | 
 
 
 def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions) -> Checkpoint:
-    """Add the operator's activation, notes about the files, and a hash of the content."""
+    """Add the operator's activation, notes about the files, their revision, and a hash."""
     require_use_of_labels(checkpoint, options.labels)
     if options.base is not None and files.overlay is None:
         raise CheckpointError(
@@ -113,7 +113,6 @@ def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions)
             "effect; leave the setting out, or name the adapter's folder as the checkpoint"
         )
     checkpoint = activated(checkpoint, options.activation)
-    notes = checkpoint.notes + files.notes + unread_files(files)
     parts = (
         files.digest,
         checkpoint.config.model_dump_json(),
@@ -126,7 +125,8 @@ def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions)
     )
     return replace(
         checkpoint,
-        notes=notes,
+        revision=files.revision,
+        notes=checkpoint.notes + files.notes + unread_files(files),
         assumed=checkpoint.assumed + files.assumed,
         content=hashlib.sha256(repr(parts).encode()).hexdigest()[:16],
     )

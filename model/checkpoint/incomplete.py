@@ -1,4 +1,4 @@
-"""Tensors that people take for a checkpoint: a lone head, a lone adapter, quantised weights."""
+"""Tensors that people take for a checkpoint: a lone adapter, quantised weights."""
 
 import re
 from collections.abc import Mapping
@@ -12,25 +12,26 @@ from model.errors import CheckpointError
 _LORA: Final = re.compile(
     r"(^|[._])lora[._](A|B|down|up|embedding|magnitude|linear_layer)", re.IGNORECASE
 )
-# Names that bitsandbytes, GPTQ, compressed-tensors, EETQ, HQQ, quanto, torchao and torch give to
+# Names that bitsandbytes, GPTQ, compressed-tensors, EETQ, quanto, torchao and torch give to
 # parts of quantised weights.
 _QUANTISED: Final = re.compile(
-    r".+[._](qweight|qzeros|g_idx|SCB|absmax|quant_map|zero_point|weight_scales?(_inv)?|W_q|"
+    r".+[._](qweight|qzeros|g_idx|SCB|absmax|quant_map|zero_point|weight_scales?(_inv)?|"
     r"weight\._(data|scale)|weight:_.+|(in|out)put_scale|weight_packed|quant_state\..+|"
     r"packed_params\..+)"
 )
-# Names of the two factors of a weight, as torch's weight norm saves them.
-_FACTORED: Final = re.compile(r".+\.(weight_g|parametrizations\.weight\.original0)")
 QUANTISED_REMEDY: Final = (
     "quantised weights are not read: save floating-point weights, "
     "model.dequantize().save_pretrained(FOLDER), or give the model that was quantised"
 )
-# Names of linear layers that do not look like parts of a backbone.
-_LAYER: Final = re.compile(
-    r"(?!.*(conv|norm|bn\d|embed|block|attn|qkv|kqv|token))(.+\.)?(weight|bias)"
+# Names of tensors that are not read, and the remedy; torch's weight norm saves two factors.
+_UNREAD: Final = (
+    (_QUANTISED, QUANTISED_REMEDY),
+    (
+        re.compile(r".+\.(weight_g|parametrizations\.weight\.original0)"),
+        "weights in two factors are not read: save the model after "
+        "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')",
+    ),
 )
-# A head of four layers has eight tensors; a block alone has more.
-_MAX_HEAD_TENSORS: Final = 8
 
 
 def refuse_incomplete(tensors: Mapping[str, Tensor], where: str) -> None:
@@ -41,33 +42,19 @@ def refuse_incomplete(tensors: Mapping[str, Tensor], where: str) -> None:
         where: name of the file in messages.
 
     Raises:
-        CheckpointError: a head alone, an adapter without its base, an adapter that is not merged,
-            quantised or factored weights, or tensors without numbers.
+        CheckpointError: an adapter without its base, an adapter that is not merged, quantised or
+            factored weights, or tensors without numbers.
     """
     _refuse_adapter(tensors, where)
-    quantised = next(filter(_QUANTISED.fullmatch, tensors), None)
-    if quantised is not None:
-        raise CheckpointError(f"{where}: holds {quantised!r:.100}: {QUANTISED_REMEDY}")
-    factored = next(filter(_FACTORED.fullmatch, tensors), None)
-    if factored is not None:
-        raise CheckpointError(
-            f"{where}: holds {factored!r:.100}: weights in two factors are not read: save the "
-            "model after torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
-        )
+    for pattern, remedy in _UNREAD:
+        name = next(filter(pattern.fullmatch, tensors), None)
+        if name is not None:
+            raise CheckpointError(f"{where}: holds {name!r:.100}: {remedy}")
     empty = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if empty is not None:
         raise CheckpointError(
             f"{where}: {empty!r:.100} is on the meta device, without its numbers: load the weights "
             "where it was made, and save it again"
-        )
-    is_small = 0 < len(tensors) <= _MAX_HEAD_TENSORS
-    if is_small and all(
-        tensor.ndim <= 2 and _LAYER.fullmatch(name) for name, tensor in tensors.items()
-    ):
-        shown = ", ".join(f"{name!r:.100} {list(tensor.shape)}" for name, tensor in tensors.items())
-        raise CheckpointError(
-            f"{where}: a head alone, {shown}, without the backbone whose features it reads: save "
-            "both in one file, torch.save(model.state_dict(), FILE) of the whole model"
         )
 
 

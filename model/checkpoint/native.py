@@ -75,7 +75,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         form=native.form,
         multi_label=native.multi_label,
         assumed=native.assumed,
-        revision=files.revision,
     )
     if files.path(CALIBRATION_FILE) is None:
         return checkpoint

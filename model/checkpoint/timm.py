@@ -139,7 +139,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         labels=labels.names,
         tensors=network.tensors,
         multi_label=head.multi_label,
-        revision=files.revision,
         notes=labels.notes,
         assumed=labels.assumed,
     )

@@ -96,7 +96,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         multi_label=texts.zero_shot.independent if texts else stated.multi_label,
         zero_shot=texts and texts.zero_shot,
         embed_texts=texts and texts.tower,
-        revision=files.revision,
         antialias=family.antialias,
         stored=stored,
         notes=labels.notes + _code_notes(config),

@@ -24,45 +24,31 @@ PROCESSOR_FILE: Final = "processor_config.json"
 # PIL.Image.Resampling, by the numbers that the files hold.
 _RESAMPLING: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 
+_SQUARE: Final = {"height": 224, "width": 224}
 _HALF: Final = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _OPENAI: Final = {
+    "do_center_crop": True,
+    "default_to_square": False,
+    "size": {"shortest_edge": 224},
+    "crop_size": _SQUARE,
+    "resample": 3,
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-_SQUARE: Final = {"height": 224, "width": 224}
-_SHORTEST: Final = {"shortest_edge": 224}
-
-
-class _Defaults(NamedTuple):
-    """Attributes of a class for fields that the file leaves out (models/*/image_processing_*.py).
-
-    Attributes:
-        center_crop: whether the centre is cropped.
-        square: whether a `size` of one number means a square instead of the shorter edge
-            (`default_to_square`).
-        numbers: sizes, filter and statistics.
-    """
-
-    center_crop: bool
-    square: bool
-    numbers: dict[str, Any]
-
-
-_PROCESSORS: Final = {
-    "ViT": _Defaults(False, True, _HALF | {"size": _SQUARE, "resample": 2}),
-    "DeiT": _Defaults(
-        True,
-        True,
-        _HALF | {"size": {"height": 256, "width": 256}, "crop_size": _SQUARE, "resample": 3},
-    ),
-    "Bit": _Defaults(
-        True, False, _OPENAI | {"size": _SHORTEST, "crop_size": _SQUARE, "resample": 3}
-    ),
-    "Beit": _Defaults(False, True, _HALF | {"size": _SQUARE, "crop_size": _SQUARE, "resample": 3}),
-    "CLIP": _Defaults(
-        True, False, _OPENAI | {"size": _SHORTEST, "crop_size": _SQUARE, "resample": 3}
-    ),
-    "Siglip": _Defaults(False, False, _HALF | {"size": _SQUARE, "resample": 3}),
+# Attributes of each class for fields that the file leaves out (models/*/image_processing_*.py).
+_PROCESSORS: Final[dict[str, dict[str, Any]]] = {
+    "ViT": _HALF | {"size": _SQUARE, "resample": 2},
+    "DeiT": _HALF
+    | {
+        "do_center_crop": True,
+        "size": {"height": 256, "width": 256},
+        "crop_size": _SQUARE,
+        "resample": 3,
+    },
+    "Bit": _OPENAI,
+    "Beit": _HALF | {"size": _SQUARE, "crop_size": _SQUARE, "resample": 3},
+    "CLIP": _OPENAI,
+    "Siglip": _HALF | {"default_to_square": False, "size": _SQUARE, "resample": 3},
 }
 # Files of transformers 4 name classes that transformers 5 does not have: FeatureExtractor and Fast.
 _SUFFIXES: Final = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
@@ -90,10 +76,11 @@ class _Processor(BaseModel):
     do_resize: Literal[True] | None = None
     do_rescale: bool = True
     do_normalize: bool = True
-    do_center_crop: bool | None = None
+    do_center_crop: bool = False
     do_pad: Literal[False] | None = None
     use_square_size: Literal[False] | None = None
-    default_to_square: bool | None = None
+    # Whether a `size` of one number is a square instead of the shorter edge.
+    default_to_square: bool = True
     rescale_factor: Annotated[float, Field(gt=0, le=1e3)] = 1 / 255
     size: Any
     crop_size: Any = None
@@ -180,14 +167,12 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
         for name, value in json.items()
     }
     with validating(where):
-        processor = _Processor.model_validate(defaults.numbers | stated)
+        processor = _Processor.model_validate(defaults | stated)
     if processor.do_normalize and None in (processor.image_mean, processor.image_std):
         raise CheckpointError(f"{where}: image_mean or image_std is null: state both")
-    is_square = _stated(processor.default_to_square, defaults.square)
-    has_crop = _stated(processor.do_center_crop, defaults.center_crop)
-    resize, resize_size = _sized(processor.size, is_square, f"{where}: size")
+    resize, resize_size = _sized(processor.size, processor.default_to_square, f"{where}: size")
     size = resize_size
-    if has_crop:
+    if processor.do_center_crop:
         crop, size = _sized(processor.crop_size, True, f"{where}: crop_size")
         if crop == "shortest_edge":
             raise CheckpointError(
@@ -213,13 +198,13 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
         "std": std,
     }
     used = {"size", "resample"}
-    if has_crop:
+    if processor.do_center_crop:
         used.add("crop_size")
     if processor.do_normalize:
         used |= {"image_mean", "image_std"}
     with validating(where, "image_"):
         preprocess = PreprocessConfig.model_validate(fields)
-    names = [name for name in defaults.numbers if name in used - stated.keys()]
+    names = [name for name in defaults if name in used - stated.keys()]
     if not names:
         return Carried(preprocess, ())
     assumed = (
@@ -237,11 +222,6 @@ def _class_name(json: dict[str, Any], family: Family, files: Files) -> Any:
         files.config.get("image_processor_type"),
     )
     return next((name for name in stated if name is not None), family.image_processor)
-
-
-def _stated(value: bool | None, default: bool) -> bool:
-    """Return a flag of the file, or the class's default if the file leaves it out."""
-    return default if value is None else value
 
 
 def _channels(files: Files) -> int:

@@ -29,8 +29,12 @@ _AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", 
 _MAX_DEPTH: Final = 5
 # Two parts with this many names in common are copies of one network; a block alone has twelve.
 _MIN_COMMON_NAMES: Final = 8
-# A head of four layers has this many tensors.
+# A head of four layers has this many tensors; a block alone has more.
 _MAX_HEAD_TENSORS: Final = 8
+# Names of linear layers that do not look like parts of a backbone.
+_LAYER: Final = re.compile(
+    r"(?!.*(conv|norm|bn\d|embed|block|attn|qkv|kqv|token))(.+\.)?(weight|bias)"
+)
 
 Tensors = dict[str, Tensor]
 
@@ -81,6 +85,18 @@ def network_in(content: Any, copy: str | None, where: str) -> Network:
         f'(weights = "{others[0]}" in the file of VIT_KEYS)'
     )
     return _without_prefix(copies[averaged[0]], notes, (assumed,))
+
+
+def refuse_lone_head(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise `CheckpointError` for a head without the backbone whose features it reads."""
+    if 0 < len(tensors) <= _MAX_HEAD_TENSORS and all(
+        tensor.ndim <= 2 and _LAYER.fullmatch(name) for name, tensor in tensors.items()
+    ):
+        shown = ", ".join(f"{name!r:.100} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise CheckpointError(
+            f"{where}: a head alone, {shown}, without the backbone whose features it reads: save "
+            "both in one file, torch.save(model.state_dict(), FILE) of the whole model"
+        )
 
 
 def _weights(items: Mapping[str, Any], content: Any, where: str) -> Tensors:

@@ -164,7 +164,6 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
         labels=(),
         tensors=native_tensors(tensors, network, files.title),
         multi_label=False,
-        revision=files.revision,
         notes=(_NOTE,),
         assumed=assumed,
     )

@@ -21,7 +21,7 @@ from model.checkpoint.tensors import shape_of
 from model.checkpoint.timm_architectures import runs_in_library
 from model.config import NetworkConfig
 from model.errors import CheckpointError
-from model.extensions.formats.containers import Network, network_in
+from model.extensions.formats.containers import Network, network_in, refuse_lone_head
 from model.extensions.formats.inferred import InferredNetwork
 from model.extensions.formats.key_map import KeyMap, mapped, read_key_map
 from model.extensions.formats.layouts import in_layout
@@ -47,7 +47,9 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
     if options.architecture:
         name, arguments = parse_architecture(options.architecture)
     network = network_in(files.content(), keys.weights, files.title)
-    tensors = mapped(files.prepared(network.tensors), keys)
+    prepared = files.prepared(network.tensors)
+    refuse_lone_head(prepared, files.title)
+    tensors = mapped(prepared, keys)
     state_dict = _StateDict(files, options, network, name, arguments)
     if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
         return state_dict.of_library(tensors)

@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     ),
     **{
         name: ("huggingface", _tensor(f"{LAYER}.{name}", 1), "quantised weights are not read")
-        for name in ("weight._data", "W_q", "weight_scales", "input_scale", "weight:_qdata")
+        for name in ("weight._data", "weight_scales", "input_scale", "weight:_qdata")
     },
     "no statistics": (
         "huggingface",
