@@ -15,7 +15,6 @@ from model.checkpoint.local_files import read_json, reading, resolved_part
 from model.checkpoint.tensor_files import (
     SUFFIXES,
     foreign_advice,
-    is_foreign_weights,
     read_tensor_file,
 )
 from model.checkpoint.tensors import digest_of
@@ -32,7 +31,7 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 # Files that describe the model of a folder.
 MODEL_FILES: Final = (CONFIG_FILE, ADAPTER_CONFIG, OPEN_CLIP_CONFIG)
-_SHARD: Final = re.compile(r"([^/]+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
+SHARD: Final = re.compile(r"([^/]+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 # Buffers of integers that modules save with their weights.
 _BUFFERS: Final = r"(.*\.)?(position_ids|num_batches_tracked|relative_position_index)"
 
@@ -211,7 +210,7 @@ class Files:
         if name is not None:
             return self.part(name)
         names = self.names()
-        shard = next(filter(None, map(_SHARD.fullmatch, names)), None)
+        shard = next(filter(None, map(SHARD.fullmatch, names)), None)
         if shard is not None:
             return self._parts(_complete_shards(shard, names, self.title))
         raise CheckpointError(
@@ -258,7 +257,7 @@ def _complete_shards(shard: re.Match[str], names: Sequence[str], title: str) -> 
     start, count, suffix = shard.groups()
     expected = [f"{start}-{number + 1:05}-of-{count}{suffix}" for number in range(int(count))]
     missing = next((name for name in expected if name not in names), None)
-    others = [name for name in names if _SHARD.fullmatch(name) and name not in expected]
+    others = [name for name in names if SHARD.fullmatch(name) and name not in expected]
     if missing is not None:
         raise CheckpointError(
             f"{title}: no weights but shards such as {shard[0]}, without {missing}: copy or "
@@ -273,7 +272,7 @@ def _complete_shards(shard: re.Match[str], names: Sequence[str], title: str) -> 
 
 
 def _remedy_without_weights(names: Sequence[str]) -> str:
-    foreign = next(filter(is_foreign_weights, names), None)
+    foreign = next(filter(foreign_advice, names), None)
     if foreign is not None:
         return f"{foreign} is {foreign_advice(foreign)}"
     files = [name for name in names if name.endswith(SUFFIXES) and "/" not in name]
@@ -303,12 +302,3 @@ class SingleFile(Files):
     def path(self, name: str) -> Path | None:
         """Return None: no other file is looked at."""
         return None
-
-    def content(self) -> Any:
-        """Return the content of the file, as `read_tensor_file` does; refuse a shard."""
-        if _SHARD.fullmatch(self.file.name):
-            raise CheckpointError(
-                f"{self.title}: one shard of several: give the folder that holds all of them, or "
-                "save the weights in one file"
-            )
-        return read_tensor_file(self.file)

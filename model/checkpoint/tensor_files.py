@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, torch.save's, and NumPy's `.npz`. Code in them is never run.
+"""Files of tensors: safetensors and torch.save's. Code in them is never run.
 
 Each file is read whole into memory, so that a later change of the file changes nothing.
 """
@@ -63,14 +63,6 @@ _WEIGHTS_BY_ADVICE: Final = {
 _FOREIGN_WEIGHTS: Final = {
     suffix: advice for advice, suffixes in _WEIGHTS_BY_ADVICE.items() for suffix in suffixes.split()
 }
-_SETTINGS: Final = dict.fromkeys(
-    (".json", ".yaml", ".yml", ".txt", ".csv", ".tsv"),
-    "a file of settings or labels, not of weights: give the folder that holds it and the "
-    "weights; give labels as --labels {} (VIT_LABELS) with --checkpoint",
-) | {
-    ".toml": "a file of settings, not of weights: give a map of keys as --keys {} (VIT_KEYS) with "
-    "--checkpoint FILE; settings of a model belong into the folder of --models"
-}
 SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz")
 # Beginnings of files that have the name of another kind.
 _FOREIGN_STARTS: Final = {
@@ -80,7 +72,7 @@ _FOREIGN_STARTS: Final = {
     b"\x89HDF": _OTHER_LIBRARY,
     b"GGUF": _CONVERSION,
 }
-_DAMAGED: Final = (
+DAMAGED: Final = (
     ", or damaged, or it holds more than arrays: compare its size and checksum with the original's"
 )
 _NOT_TORCHS: Final = (
@@ -89,7 +81,7 @@ _NOT_TORCHS: Final = (
     "where it was made with torch.save(STATE_DICT, FILE)"
 )
 # Exceptions of torch, safetensors, NumPy and the standard library for damaged files.
-_MALFORMED: Final = (
+MALFORMED: Final = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -129,25 +121,15 @@ def read_tensor_file(path: Path, where: str | None = None) -> Any:
 
     Args:
         path: path of the file.
-        where: name of the file in messages; its suffix tells the format.
+        where: name of the file in messages.
 
     Returns:
         Tensors by name, or the object that was given to `torch.save`.
 
     Raises:
-        CheckpointError: the file does not exist, its format is not read, it is damaged, or it holds
-            more than data.
+        CheckpointError: the file does not exist, is damaged, or holds more than data.
     """
     where = where or str(path)
-    suffix = PurePath(where).suffix.lower()
-    advice = foreign_advice(where)
-    if advice:
-        raise CheckpointError(f"{where}: {advice}")
-    if suffix not in SUFFIXES:
-        raise CheckpointError(
-            f"{where}: a name that ends in one of {', '.join(SUFFIXES)} is expected: rename the "
-            "file to say what it is, or save it as one of these"
-        )
     with open_file(path, where) as file:
         start = file.peek(16)
         for foreign, advice in _FOREIGN_STARTS.items():
@@ -155,42 +137,24 @@ def read_tensor_file(path: Path, where: str | None = None) -> Any:
                 raise CheckpointError(f"{where}: {advice}")
         # The names of both kinds are often mistaken; safetensors begins with a length and a brace.
         is_pickle = start.startswith((b"PK", b"\x80"))
-        if start[8:9] == b"{" or (suffix == ".safetensors" and not is_pickle):
+        if start[8:9] == b"{" or (where.lower().endswith(".safetensors") and not is_pickle):
             return _read_safetensors(file, where)
-        if suffix == ".npz":
-            return _read_npz(file, where)
         return _unpickled(file, where)
 
 
 def foreign_advice(name: str) -> str:
-    """Return the way from a file of another kind to a state dict; empty for a file of tensors."""
+    """Return the way from weights of another kind to a state dict; empty for a file of tensors."""
     path = PurePath(name)
-    advice = (_FOREIGN_WEIGHTS | _SETTINGS).get(path.suffix.lower(), "")
-    return advice.format(repr(path.name))
-
-
-def is_foreign_weights(name: str) -> bool:
-    """Return whether a file holds weights in a form that is not read, by its name."""
-    return PurePath(name).suffix.lower() in _FOREIGN_WEIGHTS
+    return _FOREIGN_WEIGHTS.get(path.suffix.lower(), "").format(repr(path.name))
 
 
 def _read_safetensors(file: BinaryIO, where: str) -> dict[str, torch.Tensor]:
-    with reading(where, f"not a valid safetensors file{_DAMAGED}", *_MALFORMED):
+    with reading(where, f"not a valid safetensors file{DAMAGED}", *MALFORMED):
         return safetensors.torch.load(file.read())
 
 
-def _read_npz(file: BinaryIO, where: str) -> dict[str, torch.Tensor]:
-    with (
-        reading(where, f"not a valid .npz file{_DAMAGED}", *_MALFORMED),
-        np.load(file, allow_pickle=False) as arrays,
-    ):
-        return {
-            name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
-        }
-
-
 def _unpickled(file: BinaryIO, where: str) -> Any:
-    with reading(where, _NOT_TORCHS, *_MALFORMED), torch.serialization.safe_globals(_DATA_TYPES):
+    with reading(where, _NOT_TORCHS, *MALFORMED), torch.serialization.safe_globals(_DATA_TYPES):
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:

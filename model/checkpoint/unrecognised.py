@@ -13,7 +13,7 @@ from model.checkpoint.files import (
     SingleFile,
 )
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
-from model.checkpoint.tensor_files import SUFFIXES, foreign_advice, is_foreign_weights
+from model.checkpoint.tensor_files import SUFFIXES, foreign_advice
 from model.errors import CheckpointError
 
 
@@ -78,5 +78,5 @@ def _lone_weights(files: Files) -> str:
     names = [name for name in every if PurePath(name).suffix.lower() in SUFFIXES]
     if names and not files.is_remote:
         return f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else "
-    foreign = next(filter(is_foreign_weights, every), None)
+    foreign = next(filter(foreign_advice, every), None)
     return f"{foreign} is {foreign_advice(foreign)}; else " if foreign else ""

@@ -19,6 +19,7 @@ from model.errors import CheckpointError
 from model.extensions.formats.containers import network_in
 from model.extensions.formats.inferred import InferredNetwork
 from model.extensions.formats.layouts import Layout
+from model.extensions.formats.single_files import content_of
 
 FORMAT: Final = "jax"
 
@@ -64,7 +65,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
         return None
     refuse_unread(files, options)
     where = files.title
-    arrays = _network_arrays(files.prepared(network_in(files.content(), None, where).tensors))
+    arrays = _network_arrays(files.prepared(network_in(content_of(files), None, where).tensors))
     if "conv_root/kernel" in arrays:
         raise CheckpointError(
             f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz"

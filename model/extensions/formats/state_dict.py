@@ -25,6 +25,7 @@ from model.extensions.formats.containers import Network, network_in, refuse_lone
 from model.extensions.formats.inferred import InferredNetwork
 from model.extensions.formats.key_map import KeyMap, mapped, read_key_map
 from model.extensions.formats.layouts import in_layout
+from model.extensions.formats.single_files import content_of
 from model.extensions.formats.stated_architecture import OWN, USUAL, parse_architecture
 from model.network import library
 
@@ -46,7 +47,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
     arguments: dict[str, Any] = {}
     if options.architecture:
         name, arguments = parse_architecture(options.architecture)
-    network = network_in(files.content(), keys.weights, files.title)
+    network = network_in(content_of(files), keys.weights, files.title)
     prepared = files.prepared(network.tensors)
     refuse_lone_head(prepared, files.title)
     tensors = mapped(prepared, keys)
