@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -56,6 +57,7 @@ def _listen_host(text: str) -> str:
     )
 
 
+@lru_cache(maxsize=1024)
 def network_of(address: str) -> str:
     """Return an IPv4 address, or the /64 of an IPv6 address: one subscriber controls all of it."""
     if address.count(":") > 1:

@@ -23,6 +23,7 @@ from service.errors import (
 )
 from service.web.admit import AdmittedRequest
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_json
+from service.web.digests import HEADERS as DIGEST_HEADERS
 from service.web.digests import DeclaredDigests
 from service.web.multipart import Form, form_parser
 from service.web.upload import RIGHT_CALL, Upload, UploadLimits, parse_header
@@ -212,7 +213,10 @@ async def _receive(
         MalformedRequest: the body has another digest than its headers declare.
         The error of `parse`, or `refusal` unless the body is empty.
     """
-    digests = DeclaredDigests(admitted.sender.headers.raw)
+    headers = admitted.sender.headers.raw
+    digests: DeclaredDigests | None = None
+    if any(name in DIGEST_HEADERS for name, _ in headers):
+        digests = DeclaredDigests(headers)
     received_bytes = 0
     more = True
     while more:
@@ -225,7 +229,8 @@ async def _receive(
         if received_bytes > bound.limit:
             raise UploadTooLarge(f"more than {bound.limit} bytes{bound.setting}")
         more = message.get("more_body", False)
-        digests.add(chunk, is_last=not more)
+        if digests is not None:
+            digests.add(chunk, is_last=not more)
         if refusal is None:
             refusal = _error_of(parse, chunk)
         if refusal is not None and is_declared:

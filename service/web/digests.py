@@ -11,7 +11,9 @@ from service.errors import MalformedRequest
 from service.http.application import Header
 
 _ALGORITHMS: Final = {"sha-256": "sha256", "sha-512": "sha512", "sha": "sha1", "md5": "md5"}
-_HEADERS: Final = frozenset([b"content-md5", b"digest", b"content-digest", b"repr-digest"])
+HEADERS: Final = frozenset([b"content-md5", b"digest", b"content-digest", b"repr-digest"])
+"""Request headers that declare digests."""
+
 _DIGEST: Final = re.compile(r"\s*([A-Za-z0-9-]{1,20})\s*=\s*:?([A-Za-z0-9+/]{1,120}={0,2}):?\s*")
 
 
@@ -25,7 +27,7 @@ class DeclaredDigests:
     def __init__(self, headers: Iterable[Header]) -> None:
         self._declared: list[tuple[str, bytes, Any]] = []
         for header, value in headers:
-            if header in _HEADERS:
+            if header in HEADERS:
                 self._declare(header.decode(), value.decode("latin-1"))
 
     def _declare(self, header: str, value: str) -> None:

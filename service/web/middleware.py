@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,12 +29,11 @@ from service.http.connection import connection_of
 from service.lifecycle import Lifecycle
 from service.models.lease import Lease
 from service.observe.metrics import Metrics, stage_seconds
+from service.server import TRUSTED_PROXY
 from service.web import problems
 from service.web.path_rules import PathRules
+from service.web.prefix import Prefixes
 from service.web.refusal_pace import RefusalPace
-
-if TYPE_CHECKING:
-    from service.web.prefix import Prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +244,7 @@ class RequestContextMiddleware:
         endpoints: Iterable[str],
         lifecycle: Lifecycle,
         answer_room: AnswerRoom,
-        prefixes: "Prefixes",
+        prefixes: Prefixes,
         probes: frozenset[str],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -270,7 +269,8 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
-        context.prefix = self._prefixes.take_off(scope)
+        if self._prefixes.root_path or scope.get("root_path") or scope.get(TRUSTED_PROXY):
+            context.prefix = self._prefixes.take_off(scope)
         scope[_CONTEXT] = context
         stage_seconds.set(context.stages)
         counted = scope["path"] not in self._probes

@@ -26,7 +26,7 @@ class Prefixes:
     """
 
     def __init__(self, root_path: str, routes: Iterable[str]) -> None:
-        self._root_path = root_path
+        self.root_path = root_path
         self._first_segments = frozenset(_first_segment(path) for path in routes)
         if root_path and _first_segment(root_path) in self._first_segments:
             logger.warning(
@@ -41,7 +41,7 @@ class Prefixes:
         """
         server_prefix = scope.get("root_path", "")
         scope["root_path"] = ""  # otherwise Starlette would expect it in the path
-        prefix: str | None = self._root_path or server_prefix
+        prefix: str | None = self.root_path or server_prefix
         if scope.get(TRUSTED_PROXY):
             values = [
                 value.decode("latin-1")
@@ -50,7 +50,7 @@ class Prefixes:
             ]
             if values:
                 prefix = _joined(values)
-        for candidate in (prefix, self._root_path, server_prefix):
+        for candidate in (prefix, self.root_path, server_prefix):
             if candidate and self._has(scope["path"], candidate):
                 scope["path"] = scope["path"].removeprefix(candidate)
                 break
