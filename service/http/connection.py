@@ -9,7 +9,6 @@ import fcntl
 import socket
 import sys
 import termios
-import urllib.parse
 from typing import TYPE_CHECKING, Any, Final
 
 import httptools
@@ -19,8 +18,7 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
 
 from service.errors import MalformedRequest, RequestTimeout, ServiceError
-from service.http.application import Header
-from service.http.exchange import Exchange, encode_headers
+from service.http.exchange import Exchange, RequestHeaders, encode_headers
 
 if TYPE_CHECKING:
     from service.http.connections import Connections
@@ -40,8 +38,6 @@ LINGER_SECONDS: Final = 10.0
 LAST_CALLERS_SECONDS: Final = 1.0
 """Time after the listener is closed for the requests of clients that have just connected."""
 
-_MAX_HEADER_BYTES = 64 << 10
-_MAX_HEADERS = 256  # in memory, each takes thirty times its shortest form
 _PAUSE_BYTES = 64 << 10  # of a body that the application has not read
 _UNSENT_BYTES = 128 << 10  # of a connection's answers in the kernel, whose default is 2.5 MiB
 _SCOPE = {
@@ -67,97 +63,6 @@ def _reason(received: bytes, error: Exception) -> str:
         if received.startswith(start):
             return message
     return f"this is not HTTP/1.1: {error}"
-
-
-class RequestHeaders:
-    """Parses request headers, of one request after the other.
-
-    Attributes:
-        received: received bytes of the headers.
-        headers: names in lower case, and values.
-        keep_alive: whether the connection stays open after the answer; None until all headers have
-            arrived.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin with the next request."""
-        self._parser = httptools.HttpRequestParser(self)
-        self.received = b""
-        self._url = b""
-        self.headers = list[Header]()
-        self.keep_alive: bool | None = None
-
-    def close(self) -> None:
-        """Drop the parser, which holds this object."""
-        del self._parser
-
-    def take(self, data: bytes) -> bytes:
-        """Parse up to the end of the request headers, and return the bytes after them.
-
-        The parser of the headers never sees the bytes after them.
-
-        Raises:
-            MalformedRequest: the headers are too long, too many, or not of HTTP/1.1.
-        """
-        parsed = len(self.received)
-        received = self.received + data
-        blank = 0  # bytes of empty lines before the request
-        if not self._url:
-            blank = len(received) - len(received.lstrip(b"\r\n"))
-        end = received.find(b"\r\n\r\n", max(blank, parsed - 3)) + 4
-        if end <= 3:
-            end = len(received)
-        self.received = received[:end]
-        # A server may ignore an offer of another protocol. Java's client makes one with each of its
-        # first requests.
-        try:
-            with contextlib.suppress(httptools.HttpParserUpgrade):
-                self._parser.feed_data(self.received[parsed : _MAX_HEADER_BYTES + 1])
-        except httptools.HttpParserError as error:
-            raise MalformedRequest(_reason(received, error)) from None
-        if end > _MAX_HEADER_BYTES or len(self.headers) > _MAX_HEADERS:
-            raise MalformedRequest(
-                f"the request headers have more than {_MAX_HEADER_BYTES} bytes "
-                f"or {_MAX_HEADERS} fields"
-            )
-        return received[end:]
-
-    def scope(self, scope_of_connection: Scope) -> Scope:
-        """Return the ASGI scope of the request whose headers are complete.
-
-        Raises:
-            MalformedRequest: the target has no path.
-        """
-        target = httptools.parse_url(self._url)
-        if target.path is None or not target.path.isascii():
-            raise MalformedRequest("the target of the request has no path in ASCII")
-        path = target.path.decode("ascii")
-        return {
-            **scope_of_connection,
-            "http_version": self._parser.get_http_version(),
-            "method": self._parser.get_method().decode("ascii"),
-            "path": urllib.parse.unquote(path) if "%" in path else path,
-            "raw_path": target.path,
-            "query_string": target.query or b"",
-            "headers": self.headers,
-        }
-
-    # Called by the parser.
-
-    def on_url(self, url: bytes) -> None:
-        """Keep a piece of the target."""
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header."""
-        self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        """Keep a flag that the parser forgets when a request without a body ends."""
-        self.keep_alive = self._parser.should_keep_alive()
 
 
 class HttpConnection(asyncio.BufferedProtocol):
@@ -276,7 +181,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         except MalformedRequest as error:
             self.refuse(error)
         except httptools.HttpParserError as error:
-            self.refuse(MalformedRequest(f"this is not HTTP/1.1: {error}"))
+            self.refuse(MalformedRequest(_reason(self.request_headers.received, error)))
         waiting = self.exchange.waiting if self.exchange else 0
         reads = self.is_refused or len(self._held) + waiting <= _PAUSE_BYTES
         if reads != self._is_reading:
@@ -368,11 +273,12 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def shutdown(self) -> None:
         """Close the connection after its answer; without one, soon, in case a request arrives."""
-        self._loop.call_later(LAST_CALLERS_SECONDS, self._close_idle)
 
-    def _close_idle(self) -> None:
-        if self.request is None:  # otherwise the end of the answer closes it
-            self.transport.close()
+        def close_idle() -> None:
+            if self.request is None:  # otherwise the end of the answer closes it
+                self.transport.close()
+
+        self._loop.call_later(LAST_CALLERS_SECONDS, close_idle)
 
     def check(self, now: float) -> None:
         """End the connection if request headers are late, or the client is idle or does not read.

@@ -1,11 +1,13 @@
-"""One request and its answer: the body that the application reads, the answer that it sends."""
+"""One request and its answer: its headers, the body for the application, and its answer."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import re
+import urllib.parse
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from service.http.connection import HttpConnection
 
 logger = logging.getLogger(__name__)
+
+_MAX_HEADER_BYTES = 64 << 10
+_MAX_HEADERS = 256  # in memory, each takes thirty times its shortest form
 
 # Largest body that is read after a refusal: a new connection costs both sides more.
 DISCARDED_BYTES: Final = 1 << 20
@@ -42,6 +47,95 @@ _MAX_LINE_BYTES = 1000
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status} {status.phrase}".encode() for status in HTTPStatus
 }
+
+
+class RequestHeaders:
+    """Parses request headers, of one request after the other.
+
+    Attributes:
+        received: received bytes of the headers.
+        headers: names in lower case, and values.
+        keep_alive: whether the connection stays open after the answer; None until all headers have
+            arrived.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin with the next request."""
+        self._parser = httptools.HttpRequestParser(self)
+        self.received = b""
+        self._url = b""
+        self.headers = list[Header]()
+        self.keep_alive: bool | None = None
+
+    def close(self) -> None:
+        """Drop the parser, which holds this object."""
+        del self._parser
+
+    def take(self, data: bytes) -> bytes:
+        """Parse up to the end of the request headers, and return the bytes after them.
+
+        The parser of the headers never sees the bytes after them.
+
+        Raises:
+            HttpParserError: the headers are not of HTTP/1.1.
+            MalformedRequest: the headers are too long, or too many.
+        """
+        parsed = len(self.received)
+        received = self.received + data
+        blank = 0  # bytes of empty lines before the request
+        if not self._url:
+            blank = len(received) - len(received.lstrip(b"\r\n"))
+        end = received.find(b"\r\n\r\n", max(blank, parsed - 3)) + 4
+        if end <= 3:
+            end = len(received)
+        self.received = received[:end]
+        # A server may ignore an offer of another protocol. Java's client makes one with each of its
+        # first requests.
+        with contextlib.suppress(httptools.HttpParserUpgrade):
+            self._parser.feed_data(self.received[parsed : _MAX_HEADER_BYTES + 1])
+        if end > _MAX_HEADER_BYTES or len(self.headers) > _MAX_HEADERS:
+            raise MalformedRequest(
+                f"the request headers have more than {_MAX_HEADER_BYTES} bytes "
+                f"or {_MAX_HEADERS} fields"
+            )
+        return received[end:]
+
+    def scope(self, scope_of_connection: Scope) -> Scope:
+        """Return the ASGI scope of the request whose headers are complete.
+
+        Raises:
+            MalformedRequest: the target has no path.
+        """
+        target = httptools.parse_url(self._url)
+        if target.path is None or not target.path.isascii():
+            raise MalformedRequest("the target of the request has no path in ASCII")
+        path = target.path.decode("ascii")
+        return {
+            **scope_of_connection,
+            "http_version": self._parser.get_http_version(),
+            "method": self._parser.get_method().decode("ascii"),
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": target.path,
+            "query_string": target.query or b"",
+            "headers": self.headers,
+        }
+
+    # Called by the parser.
+
+    def on_url(self, url: bytes) -> None:
+        """Keep a piece of the target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header."""
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Keep a flag that the parser forgets when a request without a body ends."""
+        self.keep_alive = self._parser.should_keep_alive()
 
 
 class Exchange:
