@@ -32,9 +32,10 @@ from benchmarks.servers import OURS, VITSERVE, running
 from model.checkpoint import load_checkpoint
 from model.config import PreprocessConfig
 from model.extensions.evaluation.cifar10 import TEST_FILES, read_files
-from model.extensions.taught.taught_heads import TaughtHead
+from model.extensions.taught.known_examples import KnownExamples
+from model.extensions.taught.taught_heads import Features, TaughtHead
 from model.images.preprocess import preprocess
-from model.outputs import EmbeddingRequest, Pooling, RequestedOutputs, embedding_parts
+from model.outputs import EmbeddingRequest, Pooling, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.extensions.teach.fit import taught_head
 from vitserve.client import Client
@@ -211,7 +212,7 @@ class Groups:
             x = self.features[pool]
             head, _ = self.learn(pool, own, y[own])
             known = head.head.known
-            assert known is not None
+            assert isinstance(known, KnownExamples)
             right = x[others][answers(head, x[others]) == y[others]]
             strangers = x[y < 0]
             limit = float(np.quantile(known.distances(right), _KEPT))
@@ -230,7 +231,7 @@ def groups_of(model: Path) -> dict[str, Groups]:
     checkpoint = load_checkpoint(str(model))
     predictor = Predictor(checkpoint)
     predictor.warm_up()
-    parts = embedding_parts(checkpoint.config, "transfer")
+    parts = Features.of(checkpoint.config).parts
     folder = _folder("teach")
     with (folder / "LABELS.csv").open() as file:
         rows = list(csv.DictReader(file))

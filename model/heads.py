@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from model.evidence import softmax_evidence
-from model.features import Floats, KnownExamples, normalized
+from model.features import Examples, Floats, normalized
 from model.outputs import (
     RIVALS,
     AttentionMap,
@@ -96,7 +96,7 @@ class Head:
     normalized: bool = False
     features: Pooling = "head"
     label_sets: Callable[[Floats], list[NDArray[np.int64]]] | None = None
-    known: KnownExamples | None = None
+    known: Examples | None = None
     thresholds: Floats | None = None
 
     @property

@@ -115,13 +115,6 @@ def transfer_pool(config: NetworkConfig) -> Pooling:
     return "transfer" if isinstance(config, ViTConfig) else "head"
 
 
-def embedding_parts(config: NetworkConfig, pool: Pooling) -> int:
-    """Return the number of equally long vectors in an embedding; see `model.network.transfer`."""
-    if pool != "transfer" or not isinstance(config, ViTConfig):
-        return 1
-    return embedding_width(config, pool) // config.width
-
-
 def embedding_width(config: NetworkConfig, pool: Pooling = "head") -> int:
     """Return the number of values in an embedding.
 

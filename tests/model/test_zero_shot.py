@@ -1,14 +1,17 @@
 """Labels in the forms of a request, and scores of an embedding against features of labels."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from model.calibration import scores_and_energies
 from model.config import ViTConfig
 from model.errors import InputError
 from model.explanation.frozen_gradients import with_rivals
-from model.features import KnownExamples
+from model.features import Floats
 from model.heads import Form, Head, ZeroShot
 from model.label_texts import MAX_CHARACTERS, MAX_TEXTS, labels_of_request, parse_labels
 from model.outputs import LITTLE_EVIDENCE, Outputs, RequestedOutputs
@@ -191,6 +194,17 @@ def test_only_a_full_score_is_whole_evidence() -> None:
     assert score.tolist() == evidence.tolist()
 
 
+@dataclass
+class SameDirection:
+    """Examples from which every picture of another direction is far."""
+
+    examples: Floats
+
+    def are_far(self, features: Floats) -> NDArray[np.bool_]:
+        far: NDArray[np.bool_] = (features @ self.examples.T).max(axis=1) < 0.5
+        return far
+
+
 def test_abstention_leaves_little_evidence() -> None:
     logits = np.array([[40.0, 0.0], [0.0, 40.0]], np.float32)
     of_sets = Head(
@@ -200,7 +214,7 @@ def test_abstention_leaves_little_evidence() -> None:
     of_thresholds = Head(("a", "b"), False, thresholds=np.array([0.9, 2.0], np.float32))
     assert of_thresholds.abstains(logits).tolist() == [False, True]
     features = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
-    taught = Head(("a", "b"), False, known=KnownExamples(features[:1], 0.5))
+    taught = Head(("a", "b"), False, known=SameDirection(features[:1]))
     assert taught.abstains(logits, features).tolist() == [False, True]
     _, evidence = taught.score_and_evidence(
         logits, np.array([0, 1]), taught.abstains(logits, features)

@@ -19,11 +19,11 @@ from safetensors.numpy import load, save
 
 from model.config import NetworkConfig
 from model.errors import CheckpointError, InputError
-from model.features import MAX_KNOWN_EXAMPLES, KnownExamples, part_weights
+from model.extensions.taught.known_examples import MAX_KNOWN_EXAMPLES, KnownExamples, part_weights
 from model.head_files import FORMAT
 from model.heads import Head
 from model.label_texts import checked_texts
-from model.outputs import POOLINGS, Pooling, embedding_parts, transfer_pool
+from model.outputs import POOLINGS, Pooling, embedding_width, transfer_pool
 
 _VERSION: Final = "1"
 # Most bytes of a file: 1,000 labels and 2,000 examples of 8,192 features take half of it.
@@ -48,7 +48,9 @@ class Features(NamedTuple):
     def of(cls, config: NetworkConfig) -> Self:
         """Return the features that new heads of a network read."""
         pool = transfer_pool(config)
-        return cls(pool, embedding_parts(config, pool))
+        if pool != "transfer":
+            return cls()
+        return cls(pool, embedding_width(config, pool) // config.width)
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -97,7 +99,7 @@ class TaughtHead(NamedTuple):
         """Return the file's content."""
         head = self.head
         assert head.weight is not None
-        assert head.known is not None
+        assert isinstance(head.known, KnownExamples)
         metadata = {
             "format": FORMAT,
             "version": _VERSION,
@@ -199,7 +201,7 @@ def _problem_of_arrays(labels: Sequence[str], arrays: Mapping[str, Array]) -> st
 
 def _problem_of_head(head: Head) -> str:
     """Return the problem with a head whose arrays are right, or an empty text."""
-    assert head.known is not None
+    assert isinstance(head.known, KnownExamples)
     if not (math.isfinite(head.temperature) and head.temperature > 0):
         return f"temperature is {head.temperature}, not a positive number"
     if not math.isfinite(head.known.limit):

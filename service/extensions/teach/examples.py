@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from model.extensions.taught.known_examples import equal_pairs, first_equal_indices
 from model.extensions.taught.taught_heads import Features
-from model.features import equal_pairs, first_equal_indices
 from service.errors import Forbidden, NotFound
 from service.extensions.teach.database import HeadsDatabase
 from service.extensions.teach.errors import HeadFull, HeadWithoutBackbone

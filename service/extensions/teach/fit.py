@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DatasetError, first_line
+from model.extensions.taught.known_examples import KnownExamples, part_weights
 from model.extensions.taught.linear_probe import FOLDS, Choice, fit_head, interval
 from model.extensions.taught.taught_heads import Features, TaughtHead
-from model.features import KnownExamples, part_weights
 from service.errors import SettingsError
 from service.extensions.teach.errors import HeadsUnavailable
 from service.extensions.teach.examples import Examples, HeadRow, too_few

@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from model.errors import CheckpointError
 from model.extensions.taught.taught_heads import TaughtHead
-from model.images.thumbnail import jpeg_thumbnail
 from model.label_texts import checked_label
 from service.errors import Forbidden, NameTaken, NotFound
 from service.extensions.teach.errors import HeadWithoutBackbone
@@ -27,6 +26,7 @@ from service.extensions.teach.new_examples import (
     read_features,
 )
 from service.extensions.teach.settings import TeachSettings
+from service.extensions.teach.thumbnail import jpeg_thumbnail
 from service.models.folder import check_name
 from service.settings import settings_of
 from service.web.admit import AdmittedRequest, admit, model_of, service_of

@@ -8,8 +8,8 @@ from typing import Final, Protocol
 import numpy as np
 
 from model.errors import InputError
+from model.extensions.taught.known_examples import first_equal_indices
 from model.extensions.taught.taught_heads import Features
-from model.features import first_equal_indices
 from service.cli.answers import Answers, Embedding, LocalAnswers, ServerAnswers
 from service.cli.image_files import writing
 from service.extensions.teach.fit import taught_head

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from model.features import KnownExamples
+from model.extensions.taught.known_examples import KnownExamples
 from model.heads import Head
 from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
 from service.models.served_heads import ServedHead

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load, save
 
 from model.errors import CheckpointError
+from model.extensions.taught.known_examples import KnownExamples, part_weights
 from model.extensions.taught.taught_heads import Features, TaughtHead
-from model.features import KnownExamples, part_weights
 from model.heads import Head
 
 
@@ -25,7 +25,7 @@ def taught(features: Features) -> TaughtHead:
 )
 def test_a_file_names_its_heads_features(features: Features) -> None:
     found = TaughtHead.from_bytes(taught(features).to_bytes(), "a file")
-    assert found.head.known is not None
+    assert isinstance(found.head.known, KnownExamples)
     assert found.head.features == features.pool
     assert found.head.known.weights == part_weights(features.parts)
     assert Features.named(found.backbone) == features

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model.features import first_equal_indices
+from model.extensions.taught.known_examples import first_equal_indices
 from service.errors import Forbidden, NotFound, SettingsError
 from service.extensions.teach import examples as module
 from service.extensions.teach.errors import HeadFull, HeadsUnavailable, HeadWithoutBackbone

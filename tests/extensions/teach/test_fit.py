@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from model.errors import CheckpointError, DatasetError
+from model.extensions.taught.known_examples import KnownExamples
 from model.extensions.taught.taught_heads import TaughtHead
-from model.features import KnownExamples
 from service.extensions.teach import fit as module
 from service.extensions.teach.examples import Examples
 from service.extensions.teach.fit import Clock, fit_changed, taught_head
@@ -35,7 +35,7 @@ def test_a_head_answers_unseen_pictures() -> None:
 
 def test_far_pictures_are_told_from_near() -> None:
     (head, *_), _ = taught()
-    assert head.known is not None
+    assert isinstance(head.known, KnownExamples)
     assert head.known.are_far(pictures(100, seed=1)[0]).mean() < 0.1
     elsewhere = np.roll(pictures(100, seed=2)[0], 5, axis=1)
     assert head.known.are_far(elsewhere).mean() > 0.9
@@ -90,8 +90,8 @@ def test_a_file_holds_all_of_a_head(tmp_path: Path) -> None:
     read = TaughtHead.from_bytes(written.to_bytes(), "pets")
     features = pictures(5, seed=3)[0]
     assert np.array_equal(read.head.logits(features), written.head.logits(features))
-    assert read.head.known is not None
-    assert written.head.known is not None
+    assert isinstance(read.head.known, KnownExamples)
+    assert isinstance(written.head.known, KnownExamples)
     assert np.array_equal(
         read.head.known.distances(features), written.head.known.distances(features)
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model.features import KnownExamples
+from model.extensions.taught.known_examples import KnownExamples
 from model.heads import Head
 from service.models.served_heads import ServedHead
 from tests.service.fakes import model_info, on_a_loop

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from model.images.thumbnail import MAX_BYTES, jpeg_thumbnail
+from service.extensions.teach.thumbnail import MAX_BYTES, jpeg_thumbnail
 
 
 @pytest.mark.parametrize("shape", [(224, 224, 3), (32, 96, 3), (40, 40, 1)])

@@ -1,0 +1,125 @@
+"""Known examples of a taught head: which pictures are far from them, and which are equal.
+
+No torch is needed.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.features import Floats, normalized
+
+# Share of pictures like the examples that a taught head does not call far.
+NEAR_SHARE: Final = 0.95
+
+# Number of nearest examples whose mean distance is used. On CIFAR-10's classes three did as well
+# as five, and better than one.
+_NEAREST: Final = 3
+
+# Examples that a head keeps. Comparing a picture with them takes less than a millisecond.
+MAX_KNOWN_EXAMPLES: Final = 2000
+
+# Two features of equal length belong to one picture from this cosine on, because batches of
+# different sizes round differently.
+_EQUAL: Final = 1 - 1e-6
+
+# Number of features that are compared with all others at once.
+_BLOCK: Final = 256
+
+# Weights of the CLS tokens of the last three blocks, and of the last block's patches. The token of
+# the block before the last tells new classes apart best; see docs/decisions/transfer-features.md.
+_WEIGHTS: Final = (0.5, 1.0, 0.25, 0.5)
+
+
+def part_weights(parts: int) -> tuple[float, ...]:
+    """Return the weights of the parts of features; they are equal unless there are four parts."""
+    return _WEIGHTS if parts == len(_WEIGHTS) else (1.0,) * parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownExamples:
+    """The examples that a head was fitted to, and the distance from which a picture is unlike them.
+
+    The distance is one minus the mean cosine to the nearest examples: deep nearest neighbours (Sun
+    et al. 2022, https://arxiv.org/abs/2204.06507). Features of several parts use the weighted mean
+    of the parts' cosines, because a part with long vectors would decide alone. The limit is a
+    conformal threshold: at least a share of `NEAR_SHARE` of pictures like the examples is nearer.
+
+    Attributes:
+        examples: float32 [M, D] of float16 values, divided by their norms; a sample if there are
+            more than `MAX_KNOWN_EXAMPLES`.
+        limit: the distance above which a picture is far.
+        weights: weights of the parts of the features, which are equally long.
+    """
+
+    examples: Floats
+    limit: float
+    weights: tuple[float, ...] = (1.0,)
+
+    @classmethod
+    def of(cls, features: Floats, weights: tuple[float, ...] = (1.0,)) -> Self:
+        """Build from features [N, D]; the limit comes from the distance of each to the others."""
+        rows = np.linspace(0, len(features) - 1, min(len(features), MAX_KNOWN_EXAMPLES)).astype(
+            np.int64
+        )
+        examples = _with_unit_parts(features[rows], weights)
+        # A copy of an example is not a neighbour.
+        examples = examples[first_equal_indices(examples) == np.arange(len(rows))]
+        cosines = examples @ examples.T
+        np.fill_diagonal(cosines, -1)
+        distances = _nearest_distances(cosines, neighbours=len(examples) - 1)
+        rank = min(len(examples), math.ceil(round((len(examples) + 1) * NEAR_SHARE, 6)))
+        return cls(
+            examples.astype(np.float16).astype(np.float32),
+            float(np.sort(distances)[rank - 1]),
+            weights,
+        )
+
+    def are_far(self, features: Floats) -> NDArray[np.bool_]:
+        """Return whether the pictures of features [B, D] are far from all examples, bool [B]."""
+        return self.distances(features) > self.limit
+
+    def distances(self, features: Floats) -> Floats:
+        """Return the distances of features [B, D] from the nearest examples, float32 [B]."""
+        cosines = _with_unit_parts(features, self.weights) @ self.examples.T
+        return _nearest_distances(cosines, neighbours=len(self.examples))
+
+
+def _with_unit_parts(features: Floats, weights: tuple[float, ...]) -> Floats:
+    """Return features [N, D] of length 1 whose products are weighted means of parts' cosines."""
+    by_part = normalized(features.reshape(len(features), len(weights), -1))
+    lengths = np.sqrt(np.array(weights, np.float32))[:, np.newaxis]
+    return normalized((by_part * lengths).reshape(len(features), -1))
+
+
+def _nearest_distances(cosines: Floats, neighbours: int) -> Floats:
+    """Return the mean distances to the nearest of M examples, float32 [B], from cosines [B, M]."""
+    nearest = min(_NEAREST, neighbours)
+    distances: Floats = 1 - np.partition(cosines, -nearest, axis=1)[:, -nearest:].mean(axis=1)
+    return distances
+
+
+def first_equal_indices(features: Floats, since: int = 0) -> NDArray[np.int64]:
+    """Return the index of the first feature that each feature equals, up to rounding.
+
+    A feature without an earlier equal has its own index.
+
+    Args:
+        features: [N, D].
+        since: index of the first feature to look up; int64 [N - since] is returned.
+    """
+    exact = features.astype(np.float64)
+    firsts = [np.zeros(0, np.int64)]
+    for start in range(since, len(features), _BLOCK):
+        firsts.append(equal_pairs(exact[start : start + _BLOCK], exact).argmax(axis=1))
+    return np.concatenate(firsts)
+
+
+def equal_pairs(features: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which features [N, D] equal which others [M, D] up to rounding, bool [N, M]."""
+    squares = np.add.outer(np.square(features).sum(axis=1), np.square(others).sum(axis=1))
+    are_equal: NDArray[np.bool_] = 2 * features @ others.T >= _EQUAL * squares
+    return are_equal
