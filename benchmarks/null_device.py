@@ -35,12 +35,11 @@ from model.config import PreprocessConfig, ViTConfig
 from model.description import Description
 from model.outputs import RequestedOutputs
 from model.runtime.backend import (
-    Aim,
     Backend,
-    BatchOutputs,
     HostOutputs,
     Images,
     Parts,
+    TorchPasses,
     captured_sizes,
 )
 from model.runtime.batch_request import BatchRequest
@@ -92,15 +91,13 @@ class Null(Backend):
                 time.sleep(max(launched, _SMALLEST) / self._rate)
         self._slots.append(slot)
         scores = np.zeros((count, _CAPTURED_TOP_K), np.float32)
-        return BatchOutputs(
-            scores=scores, indices=scores.astype(np.int64), finite=np.ones(count, bool)
-        )
+        return {
+            "scores": scores,
+            "indices": scores.astype(np.int64),
+            "finite": np.ones(count, bool),
+        }
 
-    def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
-        """Compute no maps."""
-        raise NotImplementedError
-
-    def explain(self, *arguments: Any, **options: Any) -> Any:
+    def load_torch(self) -> TorchPasses:
         """Compute no maps."""
         raise NotImplementedError
 

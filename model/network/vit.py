@@ -19,7 +19,7 @@ from model.network.layers.block import Block, Kept, Mlp
 from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
 from model.network.layers.position import sincos2d_position_embedding
 from model.network.transfer import transfer_features
-from model.outputs import TRANSFER_BLOCKS, Pooling, embedding_width
+from model.outputs import TRANSFER_BLOCKS, embedding_width
 
 
 class KeptPass(NamedTuple):
@@ -50,7 +50,7 @@ class ViTOutput(NamedTuple):
     logits: Tensor
     attention: Tensor | None
     kept: KeptPass | None = None
-    embeddings: Mapping[Pooling, Tensor] = MappingProxyType({})
+    embeddings: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def pool_tokens(x: Tensor, config: ViTConfig) -> Tensor:
@@ -311,14 +311,12 @@ class VisionTransformer(nn.Module):
             logits = (logits + self.head_dist(x[:, 1])) / 2
         return logits
 
-    def _embeddings(
-        self, x: Tensor, pooled: Tensor, *, with_patches: bool
-    ) -> dict[Pooling, Tensor]:
+    def _embeddings(self, x: Tensor, pooled: Tensor, *, with_patches: bool) -> dict[str, Tensor]:
         """Return `ViTOutput.embeddings` from normed tokens, which may lack the patches."""
         config = self.config
         if config.distillation_head:  # two heads read two tokens; their mean, as in timm
             pooled = (pooled + x[:, 1]) / 2
-        embeddings: dict[Pooling, Tensor] = {"head": pooled}
+        embeddings: dict[str, Tensor] = {"head": pooled}
         if config.class_token:
             embeddings["cls"] = self.fc_norm(x[:, 0])
         if with_patches:

@@ -4,9 +4,9 @@ No torch is needed.
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,6 @@ from model.errors import DeviceError, NewProcessNeeded
 from model.heads import Head
 from model.outputs import BestClasses, MapRequest, Pooling
 from model.runtime.batch_request import BatchRequest
-
-T = TypeVar("T")
 
 # A batch: uint8 [B, H, W, C], or B separate arrays of uint8 [H, W, C].
 Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
@@ -48,50 +46,19 @@ class Aim(NamedTuple):
         return self.head.map_target(features[self.image], "relevance", self.class_index)
 
 
-class BatchOutputs(NamedTuple, Generic[T]):
-    """Outputs of a batch, with its images as the first axis; None if not computed.
-
-    They are tensors of torch on a device, and arrays of NumPy on the host.
-
-    Attributes:
-        logits: [B, num_classes], before the temperature.
-        attention: rows of at least the requested layers, float32 [B, layers, heads, N].
-        relevance: `class_relevance` of the best class, float32 [B, N].
-        head, cls, mean, transfer: embeddings of these names, [B, `embedding_width`]; see
-            `ViTOutput.embeddings`.
-        scores, indices, finite: see `model.outputs.BestClasses`; only if a graph ranks the classes.
-        aimed: `class_relevance` of each aim, float32 [aims, N].
-    """
-
-    logits: T | None = None
-    attention: T | None = None
-    relevance: T | None = None
-    head: T | None = None
-    cls: T | None = None
-    mean: T | None = None
-    transfer: T | None = None
-    scores: T | None = None
-    indices: T | None = None
-    finite: T | None = None
-    aimed: T | None = None
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, T]) -> Self:
-        """Build from computed outputs by name."""
-        return cls._make(tensors.get(name) for name in cls._fields)
-
-    def tensors(self) -> dict[str, T]:
-        """Return the computed outputs by name."""
-        return {
-            name: value for name, value in zip(self._fields, self, strict=True) if value is not None
-        }
+# Outputs of a batch by name, in host memory, with the images as the first axis. A pass gives those
+# that it computes:
+#
+#     logits                     float32 [B, num_classes], before the temperature
+#     attention                  rows of the requested layers or more, [B, layers, heads, N]
+#     relevance                  `class_relevance` of the best class, float32 [B, N]
+#     aimed                      `class_relevance` of each aim, float32 [aims, N]
+#     head, cls, mean, transfer  embeddings, float32 [B, `embedding_width`]; see `ViTOutput`
+#     scores, indices, finite    see `model.outputs.BestClasses`; only if a graph ranks the classes
+HostOutputs = dict[str, NDArray[Any]]
 
 
-# Outputs of a batch in host memory; floats are float32.
-HostOutputs = BatchOutputs[NDArray[Any]]
-
-
-def best_classes_of_graph(arrays: Mapping[str, NDArray[Any]]) -> BestClasses | None:
+def best_classes_of_graph(arrays: HostOutputs) -> BestClasses | None:
     """Return the best classes of the checkpoint's own head, or None if the host must rank them."""
     if "scores" not in arrays:
         return None
@@ -131,6 +98,26 @@ class Compilation:
         return f"{text}; {self.graphs}" if self.graphs else text
 
 
+class TorchPasses(Protocol):
+    """Passes that torch computes whatever runs the network; images are uint8 [B, H, W, C].
+
+    One more thread may call these methods while others call `Backend.predict`. They raise torch's
+    RuntimeError.
+    """
+
+    def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
+        """Return the outputs of a batch with logits, and the relevance of aims by the same pass."""
+
+    def explain(
+        self,
+        images: NDArray[np.uint8],
+        targets: NDArray[np.int64] | NDArray[np.float32],
+        request: MapRequest,
+        features: Pooling = "head",
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return `model.explanation.explain.explain` of a batch."""
+
+
 class Backend(Protocol):
     """Runs the network on its device; images are uint8 [B, H, W, C] in host memory.
 
@@ -162,25 +149,11 @@ class Backend(Protocol):
             RuntimeError: from the library (out of memory, a device fault).
         """
 
-    def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
-        """Return the outputs of a batch with logits, and from the same pass the relevance of aims.
-
-        Torch always computes this, as `explain`.
-        """
-
-    def explain(
-        self,
-        images: NDArray[np.uint8],
-        targets: NDArray[np.int64] | NDArray[np.float32],
-        request: MapRequest,
-        features: Pooling = "head",
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return `model.explanation.explain.explain` of a batch; torch always computes it.
-
-        One more thread may call this while others call `predict`.
+    def load_torch(self) -> TorchPasses:
+        """Return the passes that torch always computes.
 
         Raises:
-            RuntimeError: from torch.
+            RuntimeError: torch cannot be loaded; the next call tries again.
         """
 
     def covers(self, request: BatchRequest) -> bool:
@@ -244,10 +217,7 @@ def joined(parts: Sequence[HostOutputs]) -> HostOutputs:
     """Join the outputs of a batch's pieces."""
     if len(parts) == 1:
         return parts[0]
-    arrays = [part.tensors() for part in parts]
-    return BatchOutputs.of(
-        {name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]}
-    )
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:

@@ -19,12 +19,10 @@ For example, four images arrive at a backbone with its own head and another head
 5. The answers of one image are joined again: those to further questions are its `more`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from model.config import NetworkConfig, ViTConfig
 from model.explanation.maps import attention_maps, relevance_maps
@@ -39,10 +37,8 @@ from model.outputs import (
     Pooling,
     RequestedOutputs,
 )
-from model.runtime.backend import SIZES, Aim, Backend, Images, best_classes_of_graph
+from model.runtime.backend import SIZES, Aim, Backend, HostOutputs, Images, best_classes_of_graph
 from model.runtime.batch_request import HeadTable
-
-Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(slots=True, eq=False)
@@ -157,25 +153,25 @@ class _Launch:
             replace(first, more=tuple(more)) if more else first for first, *more in answers_by_image
         ]
 
-    def _pass(self) -> Arrays:
+    def _pass(self) -> HostOutputs:
         """Run the backbone once, and add maps of other heads' classes to their questions."""
         aimed = [
             question for question in self._questions if self._heads.needs_aim(question.requested)
         ]
         if not aimed or not isinstance(self._config, ViTConfig):
-            return self._backend.predict(self._images, self._request).tensors()
+            return self._backend.predict(self._images, self._request)
         aims: list[Aim] = []
         for question in aimed:
             assert question.requested.map is not None
             aims.append(Aim(question.image, question.map_head, question.requested.map.class_index))
-        arrays = self._backend.aim(self._images, self._request, aims).tensors()
+        arrays = self._backend.load_torch().aim(self._images, self._request, aims)
         labels = [aim.target(arrays[aim.head.features])[0] for aim in aims]
         maps = relevance_maps(arrays.pop("aimed"), labels, self._config)
         for question, attention_map in zip(aimed, maps, strict=True):
             question.map = attention_map
         return arrays
 
-    def _answer(self, head: Head, questions: Sequence[_Question], arrays: Arrays) -> None:
+    def _answer(self, head: Head, questions: Sequence[_Question], arrays: HostOutputs) -> None:
         """Answer the questions to one head.
 
         Args:
@@ -217,7 +213,7 @@ class _Launch:
             question.outputs = outputs
 
     def _add_maps_of_pass(
-        self, head: Head, questions: Sequence[_Question], arrays: Arrays, best: BestClasses
+        self, head: Head, questions: Sequence[_Question], arrays: HostOutputs, best: BestClasses
     ) -> None:
         """Add the maps that come out of the batch's pass.
 
@@ -242,7 +238,7 @@ class _Launch:
             questions[row].map = attention_map
 
     def _add_maps_of_own_passes(
-        self, questions: Sequence[_Question], arrays: Arrays, best: BestClasses
+        self, questions: Sequence[_Question], arrays: HostOutputs, best: BestClasses
     ) -> None:
         """Add the maps that need their own passes.
 
@@ -273,7 +269,7 @@ class _Launch:
             shared = replace(wanted, class_index=None, classifier=None)
             passes.setdefault((shared, features), []).append((question, label, target))
         for (shared, features), members in passes.items():
-            values, kept_mass = self._backend.explain(
+            values, kept_mass = self._backend.load_torch().explain(
                 np.stack([self._images[question.image] for question, _, _ in members]),
                 np.stack([target for _, _, target in members]),
                 shared,
@@ -286,7 +282,7 @@ class _Launch:
                 question.map = AttentionMap(shown, values[row], float(kept_mass[row]))
 
 
-def _embedding(arrays: Arrays, request: EmbeddingRequest, row: int) -> Floats:
+def _embedding(arrays: HostOutputs, request: EmbeddingRequest, row: int) -> Floats:
     """Return the requested embedding of an image, [D], in its own memory."""
     embedding: Floats = arrays[request.pool][row].copy()
     if request.normalize:

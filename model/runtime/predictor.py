@@ -235,7 +235,7 @@ class Predictor:
         for size in sizes:
             for turn in range(3):
                 images = trial_images(self.config, size, turn)
-                arrays = self._backend.predict(images, usual[turn % len(usual)]).tensors()
+                arrays = self._backend.predict(images, usual[turn % len(usual)])
                 best = best_classes_of_graph(arrays) or self.own.best_classes(arrays["logits"], 1)
                 if not best.finite.all():
                     raise NotFinite(
@@ -267,7 +267,7 @@ class Predictor:
         if not is_plain:
             return mixed_outputs(images, requests, heads, self._backend, self.config)
         top_k = max(requested.top_k for requested in requests)
-        arrays = self._backend.predict(images, BatchRequest(top_k)).tensors()
+        arrays = self._backend.predict(images, BatchRequest(top_k))
         return self.own.outputs(requests, arrays.get("logits"), best=best_classes_of_graph(arrays))
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:
@@ -289,7 +289,7 @@ class Predictor:
 
         Parity tests and calibration use them.
         """
-        arrays = self._backend.predict(images, BatchRequest(logits=True)).tensors()
+        arrays = self._backend.predict(images, BatchRequest(logits=True))
         logits: Floats = arrays["logits"]
         return logits
 

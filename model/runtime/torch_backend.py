@@ -3,9 +3,10 @@
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from model.runtime.backend import (
     SIZES,
     Aim,
     Backend,
-    BatchOutputs,
     Compilation,
     CompilationState,
     CompileMode,
@@ -39,6 +39,7 @@ from model.runtime.backend import (
 from model.runtime.batch_request import BatchRequest
 from model.runtime.cpu import ThreadPolicy, keep_freed_memory
 from model.runtime.torch_pass import (
+    DeviceOutputs,
     Network,
     Normalise,
     compiled_network,
@@ -136,7 +137,7 @@ class TorchBackend(Backend):
                 module.fix_bias()
         self._normalise = Normalise(options.checkpoint.preprocess, options.dtype).to(options.device)
 
-    def network(self, pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
+    def network(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         """Return the output of the uncompiled network for uint8 [B, H, W, C] on the device."""
         return run_network(self._plain, self._normalise(pixels), request, self._folded)
 
@@ -144,11 +145,20 @@ class TorchBackend(Backend):
         """Return images, or other values, on the device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
+    def load_torch(self) -> Self:
+        """See `Backend.load_torch`."""
+        return self
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Return the context of the passes that run beside `predict`."""
+        return nullcontext()
+
     @torch.inference_mode()
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
-        """See `Backend.aim`."""
-        pixels = self._normalise(self.upload(stacked(images)))
-        return on_host(run_network(self._plain, pixels, request, self._folded, aims))
+        """See `TorchPasses.aim`."""
+        with self.beside():
+            pixels = self._normalise(self.upload(stacked(images)))
+            return on_host(run_network(self._plain, pixels, request, self._folded, aims))
 
     def explain(
         self,
@@ -157,13 +167,14 @@ class TorchBackend(Backend):
         request: MapRequest,
         features: Pooling = "head",
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See `Backend.explain`."""
+        """See `TorchPasses.explain`."""
         assert isinstance(self._plain, VisionTransformer), "`parse_maps` refuses other networks"
-        pixels = self._normalise(self.upload(images))
-        maps, kept_mass = explain(
-            self._plain, pixels, self.upload(targets), request, self._folded, features
-        )
-        return maps.numpy(), kept_mass.numpy()
+        with self.beside():
+            pixels = self._normalise(self.upload(images))
+            maps, kept_mass = explain(
+                self._plain, pixels, self.upload(targets), request, self._folded, features
+            )
+            return maps.numpy(), kept_mass.numpy()
 
     def compile(self) -> None:
         """See `Backend.compile`; the compiled network shares the weights and takes over."""
@@ -227,23 +238,12 @@ class TorchCpu(TorchBackend):
                 stacked(images), lambda piece: on_host(network(self.upload(piece), request)), sizes
             )
 
-    def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
-        """See `Backend.aim`; it uses one thread, like `explain`."""
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Count the pass as a batch, on one thread; the others are for classification."""
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
-            return super().aim(images, request, aims)
-
-    def explain(
-        self,
-        images: NDArray[np.uint8],
-        targets: NDArray[np.int64] | NDArray[np.float32],
-        request: MapRequest,
-        features: Pooling = "head",
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See `Backend.explain`; it uses one thread and leaves the others to classification."""
-        with self.threads:
-            torch.set_num_threads(1)  # of the calling thread
-            return super().explain(images, targets, request, features)
+            yield
 
     def _take_compiled(self) -> None:
         compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=False)

@@ -9,7 +9,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.config import PreprocessConfig
@@ -26,7 +25,6 @@ from model.network.vit import KeptPass, VisionTransformer, ViTOutput
 from model.outputs import Pooling
 from model.runtime.backend import (
     Aim,
-    BatchOutputs,
     Compilation,
     CompilationState,
     CompileMode,
@@ -39,8 +37,11 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# (uint8 [B, H, W, C] on the device, request) -> the network's outputs on the device.
-Network = Callable[[Tensor, BatchRequest], BatchOutputs[Tensor]]
+# `model.runtime.backend.HostOutputs` that are still on the device, in the model's dtype.
+DeviceOutputs = dict[str, Tensor]
+
+# (uint8 [B, H, W, C] on the device, request) -> the network's outputs.
+Network = Callable[[Tensor, BatchRequest], DeviceOutputs]
 
 
 class Normalise(nn.Module):
@@ -74,7 +75,7 @@ def run_network(
     request: BatchRequest,
     folded: FoldedWeights | None = None,
     aims: Sequence[Aim] = (),
-) -> BatchOutputs[Tensor]:
+) -> DeviceOutputs:
     """Run a model on normalised pixels [B, C, H, W], without scores.
 
     Args:
@@ -85,20 +86,28 @@ def run_network(
         aims: classes of other heads whose relevance to compute.
     """
     if not (request.relevance or aims):
-        output = model(pixels, request.layers, 0, request.all_tokens, request.transfer)
-        return BatchOutputs(output.logits, output.attention, **output.embeddings)
+        return _by_name(model(pixels, request.layers, 0, request.all_tokens, request.transfer))
     assert isinstance(model, VisionTransformer), "`parse_maps` refuses other networks"
     assert folded is not None
     keep = kept_for_class(model.config)
     if any(aim.head.features == "transfer" for aim in aims):
         keep = kept_for_transfer(model.config)
     output = model(pixels, request.layers, keep, request.all_tokens, request.transfer)
+    outputs = _by_name(output)
     with one_thread():
-        relevance = class_relevance(model, output, folded) if request.relevance else None
-        aimed = _aimed(model, output, folded, aims) if aims else None
-    return BatchOutputs(
-        output.logits, output.attention, relevance, aimed=aimed, **output.embeddings
-    )
+        if request.relevance:
+            outputs["relevance"] = class_relevance(model, output, folded)
+        if aims:
+            outputs["aimed"] = _aimed(model, output, folded, aims)
+    return outputs
+
+
+def _by_name(output: ViTOutput) -> DeviceOutputs:
+    """Return the outputs of a pass besides relevance."""
+    outputs: DeviceOutputs = {"logits": output.logits, **output.embeddings}
+    if output.attention is not None:
+        outputs["attention"] = output.attention
+    return outputs
 
 
 def _aimed(
@@ -151,13 +160,13 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-def on_host(outputs: BatchOutputs[Tensor]) -> HostOutputs:
+def on_host(outputs: DeviceOutputs) -> HostOutputs:
     """Return outputs as arrays, floats as float32."""
-    arrays: dict[str, NDArray[Any]] = {}
-    for name, tensor in outputs.tensors().items():
+    arrays: HostOutputs = {}
+    for name, tensor in outputs.items():
         exact = tensor.float() if tensor.is_floating_point() else tensor
         arrays[name] = exact.cpu().numpy()
-    return BatchOutputs.of(arrays)
+    return arrays
 
 
 def plan_compilation(mode: CompileMode, device: torch.device) -> Compilation:
@@ -203,7 +212,7 @@ def compiled_network(
     for block in twin.blocks:
         block.forward = compiled(block.forward)
 
-    def network(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
+    def network(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         if any_batch and request.network_part == BatchRequest():
             return whole(pixels)
         return run_network(twin, pixels, request, folded)

@@ -42,14 +42,12 @@ def require_close(outputs: HostOutputs, expected: HostOutputs, *, exact: bool, s
     Raises:
         DeviceError: an output in `_TOLERANCES` is too far from torch's.
     """
-    ours = outputs.tensors()
-    theirs = expected.tensors()
-    count = len(ours["logits"])
-    our_margin = _classes_of_margin(ours["logits"])
-    same_margin = (our_margin == _classes_of_margin(theirs["logits"][:count])).all(axis=1)
-    for name in _TOLERANCES.keys() & ours.keys() & theirs.keys():
-        reference = theirs[name][:count].reshape(count, -1)
-        distances = np.linalg.norm(ours[name].reshape(count, -1) - reference, axis=1)
+    count = len(outputs["logits"])
+    margins = _classes_of_margin(outputs["logits"])
+    same_margin = (margins == _classes_of_margin(expected["logits"][:count])).all(axis=1)
+    for name in _TOLERANCES.keys() & outputs.keys() & expected.keys():
+        reference = expected[name][:count].reshape(count, -1)
+        distances = np.linalg.norm(outputs[name].reshape(count, -1) - reference, axis=1)
         # A head of zeros gives zeros in both, hence the smallest norm.
         relative = distances / np.maximum(np.linalg.norm(reference, axis=1), 1e-6)
         if name == "relevance":

@@ -15,7 +15,6 @@ from model.features import Floats
 from model.heads import Form, Head, ZeroShot
 from model.label_texts import MAX_CHARACTERS, MAX_TEXTS, labels_of_request, parse_labels
 from model.outputs import LITTLE_EVIDENCE, Outputs, RequestedOutputs
-from model.runtime.backend import BatchOutputs
 from model.runtime.cuda.backend import with_best
 
 CONFIG = ViTConfig(
@@ -133,7 +132,7 @@ def test_saturated_sigmoids_keep_their_order() -> None:
     logits = np.array([SATURATED, SATURATED[::-1]], np.float32)
     best = head.best_classes(logits, 3)
     assert best.indices.tolist() == [[1, 3, 0], [3, 1, 4]]
-    found = with_best(BatchOutputs(torch.from_numpy(logits)), head, 3).tensors()
+    found = with_best({"logits": torch.from_numpy(logits)}, head, 3)
     assert found["indices"].tolist() == best.indices.tolist()
     np.testing.assert_allclose(found["scores"], best.scores, atol=1e-6)
     assert found["finite"].tolist() == best.finite.tolist() == [True, True]
@@ -142,7 +141,7 @@ def test_saturated_sigmoids_keep_their_order() -> None:
 def test_first_of_equal_logits_are_best() -> None:
     logits = torch.randint(0, 3, (50, 200), generator=torch.Generator().manual_seed(0)).float()
     head = Head(tuple(map(str, range(200))), independent=False)
-    found = with_best(BatchOutputs(logits), head, 5).tensors()
+    found = with_best({"logits": logits}, head, 5)
     np.testing.assert_array_equal(found["indices"], head.best_classes(logits.numpy(), 5).indices)
 
 
@@ -153,7 +152,7 @@ def test_equal_logits_rank_alike_everywhere() -> None:
     for count in (1, 2, 3, 4):
         best = head.best_classes(logits.float().numpy(), count)
         assert best.indices.tolist() == [[200, 400, 600, 800][:count]] * 64
-    found = with_best(BatchOutputs(logits), Head(("",) * 1000, independent=False), 4).tensors()
+    found = with_best({"logits": logits}, Head(("",) * 1000, independent=False), 4)
     assert found["indices"].tolist() == best.indices.tolist()
     assert with_rivals(logits, None, 11)[:, 0].tolist() == [200] * 64
 
@@ -167,7 +166,7 @@ def test_host_scores_equal_device_scores(independent: bool, form: Form) -> None:
     logits[4, 3] = np.nan
     head = Head(tuple(map(str, range(40))), independent, temperature=1.7, form=form)
     best = head.best_classes(logits, 5)
-    found = with_best(BatchOutputs(torch.from_numpy(logits)), head, 5).tensors()
+    found = with_best({"logits": torch.from_numpy(logits)}, head, 5)
     assert found["finite"].tolist() == best.finite.tolist() == [True] * 4 + [False, True]
     sound = best.finite
     assert found["indices"].numpy()[sound].tolist() == best.indices[sound].tolist()

@@ -13,7 +13,6 @@ from model.errors import DeviceError, NewProcessNeeded, first_line
 from model.heads import SOFTMAX, Head
 from model.runtime.backend import (
     WITHOUT_GRAPHS,
-    BatchOutputs,
     Compilation,
     CompilationState,
     HostOutputs,
@@ -24,7 +23,7 @@ from model.runtime.backend import (
 from model.runtime.batch_request import BatchRequest
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Compute, DeviceOps
 from model.runtime.torch_backend import TorchBackend, TorchOptions
-from model.runtime.torch_pass import Network, compiled_network, on_host
+from model.runtime.torch_pass import DeviceOutputs, Network, compiled_network, on_host
 from model.runtime.trial import noise_images, require_close, trial_images
 
 logger = logging.getLogger(__name__)
@@ -175,22 +174,20 @@ class Cuda(TorchBackend):
         """
         request = replace(request, top_k=max(request.top_k, self._captured_k))
         size = launch_size(len(images), self.batch_sizes)
-        return on_host(
-            BatchOutputs.of(self._launcher.run(images, request, size=size, compute=compute))
-        )
+        return on_host(self._launcher.run(images, request, size=size, compute=compute))
 
-    def _compute(self, pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
+    def _compute(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         """Compute a request without a graph; the compiler handles only usual requests."""
         if request.network_part in self.usual and not self._options.graphs:
             return self._scored(pixels, request)
         return self._uncompiled(pixels, request)
 
-    def _uncompiled(self, pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
-        return with_best(self.network(pixels, request), self._head, request.top_k).tensors()
+    def _uncompiled(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
+        return with_best(self.network(pixels, request), self._head, request.top_k)
 
-    def _scored(self, pixels: Tensor, request: BatchRequest) -> dict[str, Tensor]:
+    def _scored(self, pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
         network = self._compiled or self.network
-        return with_best(network(pixels, request), self._head, request.top_k).tensors()
+        return with_best(network(pixels, request), self._head, request.top_k)
 
     def _take_compiled(self) -> None:
         compiled = compiled_network(self._plain, self._normalise, self._folded, any_batch=True)
@@ -201,7 +198,7 @@ class Cuda(TorchBackend):
         self._compiled = compiled
 
 
-def with_best(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOutputs[Tensor]:
+def with_best(outputs: DeviceOutputs, head: Head, top_k: int) -> DeviceOutputs:
     """Rank the `top_k` best classes on the device, by the rule of `Head.best_classes`.
 
     Args:
@@ -209,15 +206,15 @@ def with_best(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOut
         head: the checkpoint's own.
         top_k: number of classes.
     """
-    assert outputs.logits is not None
-    logits = outputs.logits.float()
+    logits = outputs["logits"].float()
     scores = _scores(logits, head)
     # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its position.
     finite = scores.isfinite().all(dim=-1)
     # Classes are ranked by logits, because several saturated sigmoids have a score of 1. Of equal
     # logits, of which bfloat16 has many, the first is best; `topk` does not specify that.
     indices = logits.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
-    return outputs._replace(scores=scores.gather(1, indices), indices=indices, finite=finite)
+    best = {"scores": scores.gather(1, indices), "indices": indices, "finite": finite}
+    return outputs | best
 
 
 def _scores(logits: Tensor, head: Head) -> Tensor:

@@ -26,8 +26,7 @@ from model.errors import first_line
 from model.runtime.backend import Images
 from model.runtime.batch_request import BatchRequest
 
-# (uint8 [B, H, W, C] on the device, request) -> outputs on the device, by the names of
-# `BatchOutputs`.
+# (uint8 [B, H, W, C] on the device, request) -> outputs on the device, by their names.
 Compute = Callable[[Tensor, BatchRequest], dict[str, Tensor]]
 
 # Outputs that every pass gives, and that are copied to the host only on request.

@@ -3,21 +3,22 @@
 Its fused kernels are faster than torch's operators, most of all for few images at a time.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from model.errors import DeviceError, VitError
-from model.outputs import MapRequest, Pooling
-from model.runtime.backend import SIZES, Aim, Backend, HostOutputs, Images, stacked
+from model.runtime.backend import SIZES, Backend, HostOutputs, Images, stacked
 from model.runtime.batch_request import BatchRequest, GraphKind
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.network import OpenVinoNetwork
+
+if TYPE_CHECKING:
+    from model.runtime.torch_backend import TorchBackend
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class OpenVino(Backend):
         self,
         network: OpenVinoNetwork,
         threads: ThreadPolicy,
-        make_torch: Callable[[], Backend],
+        make_torch: Callable[[], TorchBackend],
         make_network: Callable[[GraphKind], OpenVinoNetwork],
     ) -> None:
         keep_freed_memory()
@@ -61,7 +62,7 @@ class OpenVino(Backend):
         self._in_service = False
         self._preparing = threading.Lock()
         self._loading = threading.Lock()
-        self._torch: Backend | None = None
+        self._torch: TorchBackend | None = None
 
     def predict(self, images: Images, request: BatchRequest) -> HostOutputs:
         """See `Backend.predict`."""
@@ -81,12 +82,8 @@ class OpenVino(Backend):
                 logger.warning("torch computes a batch: %s", error)
         return self.load_torch().predict(images, request)
 
-    def load_torch(self) -> Backend:
-        """Return torch's backend.
-
-        Raises:
-            RuntimeError: it cannot be built; the next call tries again.
-        """
+    def load_torch(self) -> TorchBackend:
+        """See `Backend.load_torch`."""
         with self._loading:
             if self._torch is None:
                 try:
@@ -127,20 +124,6 @@ class OpenVino(Backend):
                 if threading.main_thread().is_alive():  # else a command ended before its graph
                     logger.warning("torch computes %s: %s", kind, error)
             self._prepared.add(kind)
-
-    def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
-        """See `Backend.aim`; the graph's relevance starts from the checkpoint's own head."""
-        return self.load_torch().aim(images, request, aims)
-
-    def explain(
-        self,
-        images: NDArray[np.uint8],
-        targets: NDArray[np.int64] | NDArray[np.float32],
-        request: MapRequest,
-        features: Pooling = "head",
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See `Backend.explain`."""
-        return self.load_torch().explain(images, targets, request, features)
 
     def compile(self) -> None:
         """Start a thread that compiles for the other sizes."""

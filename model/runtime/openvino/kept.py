@@ -38,7 +38,6 @@ from safetensors.numpy import load_file, save_file
 from model.description import Description
 from model.errors import first_line
 from model.heads import Head
-from model.runtime.backend import BatchOutputs
 from model.runtime.batch_request import BatchRequest, GraphKind
 from model.runtime.openvino.fingerprint import code_digest, digest, file_times, machine, versions
 from model.runtime.openvino.network import NetworkGraph, core, openvino_package
@@ -171,7 +170,7 @@ class KeptEntry:
         path = self.path(kind)
         try:
             request = BatchRequest.of_graph(manifest.kind, manifest.checkpoint.config)
-            reference = BatchOutputs.of(load_file(path / _REFERENCE))
+            reference = load_file(path / _REFERENCE)
             model = core().read_model(path / _GRAPH)  # maps the weights and does not copy them
         except (OSError, RuntimeError, ValueError) as error:
             _warn_unusable(path, error)
@@ -233,7 +232,7 @@ class KeptEntry:
         fields: dict[str, object] = {"key": self.facts, **facts}
         if graph is not None:
             openvino_package().save_model(graph.model, folder / _GRAPH, compress_to_fp16=False)
-            save_file(graph.reference.tensors(), folder / _REFERENCE)
+            save_file(graph.reference, folder / _REFERENCE)
             fields |= {"kind": graph.request.graph_kind, "outputs": graph.outputs}
         if head is not None and head.weight is not None:
             bias = np.asarray(head.bias, np.float32)

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from model.errors import DeviceError
 from model.runtime.backend import (
     SIZES,
-    BatchOutputs,
     HostOutputs,
     compute_in_pieces,
     joined,
@@ -182,7 +181,7 @@ class NetworkGraph(NamedTuple):
     Attributes:
         model: the graph, which takes any number of images, uint8 [B, H, W, C], and normalises them
             itself; its outputs are float32.
-        outputs: names of its outputs in `BatchOutputs`, in the model's order.
+        outputs: names of its outputs in `HostOutputs`, in the model's order.
         request: the outputs that it computes; see `BatchRequest.of_graph`.
         reference: torch's outputs for the first `REFERENCE_COUNT` of `noise_images`.
     """
@@ -308,7 +307,7 @@ class OpenVinoNetwork:
         return self._named(self._of(self._key(len(piece))).infer(piece))
 
     def _named(self, outputs: Sequence[NDArray[np.float32]]) -> HostOutputs:
-        return BatchOutputs.of(dict(zip(self._graph.outputs, outputs, strict=True)))
+        return dict(zip(self._graph.outputs, outputs, strict=True))
 
 
 def does_not_run(error: RuntimeError) -> DeviceError:

@@ -13,7 +13,6 @@ from model.errors import DeviceError
 from model.explanation.folded_weights import fold
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
-from model.runtime.backend import BatchOutputs
 from model.runtime.batch_request import BatchRequest, GraphKind
 from model.runtime.openvino.network import (
     REFERENCE_COUNT,
@@ -23,7 +22,7 @@ from model.runtime.openvino.network import (
     openvino_package,
 )
 from model.runtime.torch_backend import TorchOptions
-from model.runtime.torch_pass import Normalise, on_host, run_network
+from model.runtime.torch_pass import DeviceOutputs, Normalise, on_host, run_network
 from model.runtime.trial import noise_images
 
 if TYPE_CHECKING:
@@ -54,13 +53,13 @@ def trace(options: TorchOptions, kind: GraphKind = "plain") -> NetworkGraph:
     images = noise_images(REFERENCE_COUNT, (*config.image_size, config.in_channels))
     with torch.inference_mode():
         expected = module.outputs(torch.from_numpy(images))
-    if not expected.tensors()["logits"].isfinite().all():
+    if not expected["logits"].isfinite().all():
         raise DeviceError("the model's scores are not finite")
     try:
         model = convert(module, torch.from_numpy(images[:2]))
     except RuntimeError as error:
         raise does_not_run(error) from error
-    return NetworkGraph(model, tuple(expected.tensors()), request, on_host(expected))
+    return NetworkGraph(model, tuple(expected), request, on_host(expected))
 
 
 def traced_network(
@@ -125,8 +124,8 @@ class _Traced(nn.Module):
         if request.relevance and isinstance(model, VisionTransformer):
             self.folded = fold(model)
 
-    def outputs(self, images: Tensor) -> BatchOutputs[Tensor]:
+    def outputs(self, images: Tensor) -> DeviceOutputs:
         return run_network(self.model, self.normalise(images), self.request, self.folded)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.outputs(images).tensors().values())
+        return tuple(self.outputs(images).values())

@@ -9,7 +9,7 @@ import pytest
 
 from model.errors import DeviceError
 from model.runtime import cpu
-from model.runtime.backend import BatchOutputs, HostOutputs, compute_in_pieces
+from model.runtime.backend import HostOutputs, compute_in_pieces
 from model.runtime.trial import require_close
 
 
@@ -22,18 +22,16 @@ def test_outputs_of_pieces_keep_their_order(layers: int) -> None:
         seen.append(len(piece))
         logits = piece.reshape(-1, 1).astype(np.float32)
         rows = np.broadcast_to(logits.reshape(-1, 1, 1, 1), (len(piece), layers, 3, 4))
-        return BatchOutputs(logits, rows if layers else None)
+        return {"logits": logits, "attention": rows} if layers else {"logits": logits}
 
     output = compute_in_pieces(images, compute)
     assert seen == [8, 8, 2, 1]
-    assert output.logits is not None
-    assert output.logits[:, 0].tolist() == list(range(19))
+    assert output["logits"][:, 0].tolist() == list(range(19))
     if layers:
-        assert output.attention is not None
-        assert output.attention.shape == (19, 2, 3, 4)
-        assert output.attention[:, 1, 2, 3].tolist() == list(range(19))
+        assert output["attention"].shape == (19, 2, 3, 4)
+        assert output["attention"][:, 1, 2, 3].tolist() == list(range(19))
     else:
-        assert output.attention is None
+        assert "attention" not in output
 
 
 def outputs() -> HostOutputs:
@@ -44,7 +42,11 @@ def outputs() -> HostOutputs:
     logits, relevance = (
         sizes[:, None] * random.normal(size=(64, 20)).astype(np.float32) for _ in range(2)
     )
-    return BatchOutputs(logits, attention / attention.sum(axis=-1, keepdims=True), relevance)
+    return {
+        "logits": logits,
+        "attention": attention / attention.sum(axis=-1, keepdims=True),
+        "relevance": relevance,
+    }
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -52,33 +54,30 @@ def outputs() -> HostOutputs:
 @pytest.mark.parametrize("image", [0, 40, 63])
 def test_one_image_of_zeros_is_refused(name: str, image: int, exact: bool) -> None:
     expected = outputs()
-    spoilt = expected.tensors()[name].copy()
+    spoilt = expected[name].copy()
     spoilt[image] = 0
     with pytest.raises(DeviceError, match=f"OpenVINO's {name} of an image are"):
-        require_close(expected._replace(**{name: spoilt}), expected, exact=exact, source="OpenVINO")
+        require_close(expected | {name: spoilt}, expected, exact=exact, source="OpenVINO")
 
 
 def test_rounding_is_not() -> None:
     expected = outputs()
-    rounded = {name: value * np.float32(1.005) for name, value in expected.tensors().items()}
-    require_close(BatchOutputs.of(rounded), expected, exact=False, source="OpenVINO")
+    rounded = {name: value * np.float32(1.005) for name, value in expected.items()}
+    require_close(rounded, expected, exact=False, source="OpenVINO")
 
 
 def test_only_equal_classes_are_compared() -> None:
     logits = np.array([np.arange(20.0), np.arange(20.0)], np.float32)
     relevance = np.ones((2, 10), np.float32)
-    expected = BatchOutputs(logits, relevance=relevance)
+    expected = {"logits": logits, "relevance": relevance}
     other = logits.copy()
     other[0, [18, 19]] = 18.5 + np.array([0.01, 0])
     other[1, [8, 9]] = 8.5 + np.array([0.01, 0])
-    require_close(
-        BatchOutputs(other, relevance=-relevance), expected, exact=False, source="OpenVINO"
-    )
+    negated = {"logits": other, "relevance": -relevance}
+    require_close(negated, expected, exact=False, source="OpenVINO")
     other[1, [8, 9]] = 8.5 - np.array([0.01, 0])  # its margin has the same classes
     with pytest.raises(DeviceError, match="relevance"):
-        require_close(
-            BatchOutputs(other, relevance=-relevance), expected, exact=False, source="OpenVINO"
-        )
+        require_close(negated, expected, exact=False, source="OpenVINO")
 
 
 FAULTS_OF_A_PASS = """

@@ -260,9 +260,8 @@ class TestOpenVino:
 
         def with_other_reference(options: TorchOptions, kind: GraphKind) -> NetworkGraph:
             graph = trace(options, kind)
-            assert graph.reference.relevance is not None
-            other = np.flip(graph.reference.relevance, -1)
-            return graph._replace(reference=graph.reference._replace(relevance=other))
+            other = np.flip(graph.reference["relevance"], -1)
+            return graph._replace(reference=graph.reference | {"relevance": other})
 
         monkeypatch.setattr(tracing, "trace", with_other_reference)
         with caplog.at_level(logging.WARNING):

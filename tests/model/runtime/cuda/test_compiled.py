@@ -16,11 +16,11 @@ from model.errors import NewProcessNeeded
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest
 from model.runtime import torch_backend
-from model.runtime.backend import BatchOutputs, CompilationState
+from model.runtime.backend import CompilationState
 from model.runtime.batch_request import BatchRequest
 from model.runtime.cuda import backend as cuda
 from model.runtime.predictor import Predictor
-from model.runtime.torch_pass import Network, compiled_network
+from model.runtime.torch_pass import DeviceOutputs, Network, compiled_network
 from tests.model.runtime.cuda.device_stand_in import StandInOps, StandInStream
 from tests.model.runtime.cuda.launched import plain, same
 from tests.model.runtime.predictions import predict
@@ -148,14 +148,11 @@ def test_a_wrong_kernel_is_not_served(
     def wrong(*arguments: Any, **options: Any) -> Network:
         network = compiled_network(*arguments, **options)
 
-        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
+        def run(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
             outputs = network(pixels, request)
-            tensor = getattr(outputs, name)
-            return (
-                outputs
-                if tensor is None or len(pixels) != 4
-                else outputs._replace(**{name: factor * tensor})
-            )
+            if name not in outputs or len(pixels) != 4:
+                return outputs
+            return outputs | {name: factor * outputs[name]}
 
         return run
 
@@ -190,10 +187,10 @@ class SlowCompiler:
         assert self.done.wait(60)
         network = compiled_network(*arguments, **options)
 
-        def run(pixels: Tensor, request: BatchRequest) -> BatchOutputs[Tensor]:
+        def run(pixels: Tensor, request: BatchRequest) -> DeviceOutputs:
             outputs = network(pixels, request)
             factor = self._factor if len(pixels) == 4 else 1.0
-            return outputs._replace(logits=factor * outputs.tensors()["logits"])
+            return outputs | {"logits": factor * outputs["logits"]}
 
         return run
 

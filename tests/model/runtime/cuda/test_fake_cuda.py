@@ -12,12 +12,11 @@ from model.config import Pool, ViTConfig
 from model.heads import Head
 from model.layer_config import Activation
 from model.network.layers.patch_embed import PatchEmbed
-from model.runtime.backend import BatchOutputs
 from model.runtime.batch_request import BatchRequest
 from model.runtime.cuda import backend as cuda_backend
 from model.runtime.cuda.backend import Cuda, with_best
 from model.runtime.torch_backend import TorchOptions
-from model.runtime.torch_pass import compiled_network
+from model.runtime.torch_pass import DeviceOutputs, compiled_network
 from tests.model.families import HUGGING_FACE, NATIVE, families
 from tests.model.runtime.cuda.fake_cuda import META, MetaOps, NotCapturable, captured
 from tests.support.random_checkpoint import random_checkpoint
@@ -120,8 +119,8 @@ def test_a_planted_fault_is_found(
 ) -> None:
     whole = with_best
 
-    def faulty(outputs: BatchOutputs[Tensor], head: Head, top_k: int) -> BatchOutputs[Tensor]:
-        fault(outputs.tensors()["logits"])
+    def faulty(outputs: DeviceOutputs, head: Head, top_k: int) -> DeviceOutputs:
+        fault(outputs["logits"])
         return whole(outputs, head, top_k)
 
     backend = started(BEIT, torch.float16)

@@ -292,7 +292,7 @@ def test_any_batch_size_has_torchs_logits(
     images = np.random.default_rng(3).integers(0, 256, (21, 32, 32, 3), dtype=np.uint8)
     for count in (1, 3, 8, 21):
         for alone in (True, False):
-            found = network(made)(images[:count], alone=alone).tensors()["logits"]
+            found = network(made)(images[:count], alone=alone)["logits"]
             np.testing.assert_allclose(found, both[0].logits(images[:count]), atol=1e-4)
 
 
