@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from model.checkpoint.files import OPEN_CLIP_CONFIG, Files
+from model.checkpoint.files import CONFIG_FILE, OPEN_CLIP_CONFIG, Files
 from model.checkpoint.huggingface.names import ENCODER
 from model.checkpoint.own_heads import with_head
 from model.checkpoint.tensors import Rules, join_parts, renamed, taken
@@ -114,14 +114,41 @@ _TORCH: Final = Layout(
     ),
     {"norm_eps": 1e-5, "qkv_order": "3hd"},
 )
-_TIMM: Final = Layout("timm", r"blocks\.0\.attn\.(qkv|q_proj|q)\.weight", (), {"qkv_order": "3hd"})
-LAYOUTS: Final = (_VIT_PYTORCH, _TRANSFORMERS, _TORCHVISION, _TORCH, _TIMM)
-
-_OF_OPEN_CLIP: Final = (
-    "visual.conv1.weight",
-    "visual.trunk.patch_embed.proj.weight",
-    "visual.class_embedding",
+_MMPRETRAIN: Final = Layout(
+    "mmpretrain",
+    r"layers\.0\.ffn\.layers\.0\.0\.weight",
+    (
+        (r"^layers\.(\d+)\.ln([12])\.", r"blocks.\1.norm\2."),
+        (r"^layers\.(\d+)\.attn\.", r"blocks.\1.attn."),
+        (r"^layers\.(\d+)\.ffn\.layers\.0\.0\.", r"blocks.\1.mlp.fc1."),
+        (r"^layers\.(\d+)\.ffn\.layers\.1\.", r"blocks.\1.mlp.fc2."),
+        (r"^ln1\.", "norm."),
+        (r"^patch_embed\.projection\.", "patch_embed.proj."),
+        (r"^head\.layers\.head\.", "head."),
+    ),
+    {
+        "norm_order": "pre",
+        "act_layer": "gelu",
+        "norm_eps": 1e-6,
+        "global_pool": "token",
+        "qkv_order": "3hd",
+    },
 )
+_TIMM: Final = Layout("timm", r"blocks\.0\.attn\.(qkv|q_proj|q)\.weight", (), {"qkv_order": "3hd"})
+LAYOUTS: Final = (_VIT_PYTORCH, _TRANSFORMERS, _TORCHVISION, _TORCH, _MMPRETRAIN, _TIMM)
+
+# Names of libraries whose folders are read, but not their files alone; and what to give.
+_FOLDERS: Final = {
+    r"visual\.(conv1\.weight|trunk\.patch_embed\.proj\.weight|class_embedding)": (
+        "names of open_clip: give its folder, where it is called open_clip_pytorch_model.bin or "
+        f"open_clip_model.safetensors, together with {OPEN_CLIP_CONFIG}: json.dump({{'model_cfg': "
+        "open_clip.get_model_config(NAME), 'preprocess_cfg': model.visual.preprocess_cfg}, FILE)"
+    ),
+    r"(\w+\.)*encoder\.layers?\.0\.(norm1|layer_norm1)\.weight": (
+        "names of transformers: give the folder that save_pretrained writes for the model, with "
+        f"{CONFIG_FILE}, which says more than the names of this class"
+    ),
+}
 
 
 def in_layout(tensors: Mapping[str, Tensor], files: Files) -> tuple[Layout, dict[str, Tensor]]:
@@ -154,13 +181,9 @@ def _layout_of(tensors: Mapping[str, Tensor], where: str) -> Layout:
     for layout in LAYOUTS:
         if any(re.fullmatch(layout.marker, name) for name in tensors):
             return layout
-    if not tensors.keys().isdisjoint(_OF_OPEN_CLIP):
-        raise CheckpointError(
-            f"{where}: names of open_clip: give its folder, where it is called "
-            "open_clip_pytorch_model.bin or open_clip_model.safetensors, together with "
-            f"{OPEN_CLIP_CONFIG}: json.dump({{'model_cfg': open_clip.get_model_config(NAME), "
-            "'preprocess_cfg': model.visual.preprocess_cfg}, FILE)"
-        )
+    for pattern, advice in _FOLDERS.items():
+        if any(re.fullmatch(pattern, name) for name in tensors):
+            raise CheckpointError(f"{where}: {advice}")
     _refuse_beside(tensors, where)
     examples: dict[str, str] = {}
     for name in tensors:

@@ -501,6 +501,36 @@ def test_transformers_weights_without_config(original: bool, tmp_path: Path) -> 
     )
 
 
+_MMPRETRAIN = (
+    (r"^blocks\.(\d+)\.norm([12])", r"backbone.layers.\1.ln\2"),
+    (r"^blocks\.(\d+)\.mlp\.fc1", r"backbone.layers.\1.ffn.layers.0.0"),
+    (r"^blocks\.(\d+)\.mlp\.fc2", r"backbone.layers.\1.ffn.layers.1"),
+    (r"^blocks\.", "backbone.layers."),
+    (r"^norm\.", "backbone.ln1."),
+    (r"^patch_embed\.proj", "backbone.patch_embed.projection"),
+    (r"^(cls_token|pos_embed)$", r"backbone.\1"),
+    (r"^head\.", "head.layers.head."),
+)
+
+
+def test_mmpretrain(tmp_path: Path) -> None:
+    model = made()
+    state = {}
+    for name, tensor in model.state_dict().items():
+        rules = (rule for rule in _MMPRETRAIN if re.search(rule[0], name))
+        state[re.sub(*next(rules), name)] = tensor
+    content = {"meta": {"mmpretrain_version": "1.2.0"}, "state_dict": state}
+    checkpoint = load(content, tmp_path, "vit,num_heads=3")
+    assert_same_logits(checkpoint, model, "mmpretrain")
+
+
+@pytest.mark.parametrize("case", ["dinov2", "clip"])
+def test_transformers_folder_is_asked_for(case: str, tmp_path: Path) -> None:
+    model = transformers_models.make(case, tmp_path)
+    with pytest.raises(CheckpointError, match="names of transformers: give the folder that save_"):
+        load(model.state_dict(), tmp_path, "vit,num_heads=4")
+
+
 @pytest.mark.parametrize(
     "names", [["conv1.weight", "bn1.weight"], ["patch_embed.proj.weight", "h.0.kqv.weight"]]
 )
