@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint.local_files import validating
-from model.checkpoint.resizing import resized_config, resized_positions, resized_preprocess
+from model.checkpoint.resizing import resized_network, resized_preprocess
 from model.checkpoint.tensors import checked, digest_of
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.description import Description
@@ -106,8 +106,9 @@ class Checkpoint(Description):
             raise CheckpointError(
                 f"{self.source}: relative position biases are not resized; keep {old.image_size}"
             )
-        new = resized_config(old, size, self.source)
-        tensors = resized_positions(self.tensors, old, new, antialias=self.antialias)
+        new, tensors = resized_network(
+            self.tensors, old, size, self.source, antialias=self.antialias
+        )
         return replace(self, config=new, preprocess=preprocess, tensors=tensors)
 
     def require_one_size(self) -> "Checkpoint":

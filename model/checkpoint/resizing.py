@@ -1,18 +1,40 @@
 """Another input size for a model: architecture, position embeddings and preprocessing."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from model.checkpoint.local_files import validating
-from model.config import PreprocessConfig, ViTConfig, cropped_from
+from model.config import NetworkConfig, PreprocessConfig, ViTConfig, cropped_from
 from model.layer_config import Size
 from model.network.layers.position import resize_position_embedding, resize_relative_table
 from model.network.vit import meta_model
 
 
-def resized_config(config: ViTConfig, size: Size, source: str) -> ViTConfig:
-    """Return `config` for another input size, validated again as a whole; a remainder is dropped.
+class StoredNetwork(NamedTuple):
+    """An architecture and its tensors."""
+
+    config: NetworkConfig
+    tensors: Mapping[str, Tensor]
+
+
+def resized_network(
+    tensors: Mapping[str, Tensor],
+    config: ViTConfig,
+    size: Size,
+    source: str,
+    *,
+    antialias: bool = True,
+) -> tuple[ViTConfig, dict[str, Tensor]]:
+    """Return an architecture and its tensors for another input size; a remainder is dropped.
+
+    Args:
+        tensors: tensors of the architecture.
+        config: the architecture, which is validated again as a whole.
+        size: (rows, columns) in pixels.
+        source: name of the checkpoint in messages.
+        antialias: as for `resize_position_embedding`.
 
     Raises:
         CheckpointError: more tokens than are allowed, or smaller than a patch.
@@ -20,34 +42,26 @@ def resized_config(config: ViTConfig, size: Size, source: str) -> ViTConfig:
     rows, columns = size
     remainder = bool(rows % config.patch_size or columns % config.patch_size)
     with validating(f"{source}: image size {rows}x{columns}"):
-        return ViTConfig.model_validate(
+        new = ViTConfig.model_validate(
             {**config.model_dump(), "image_size": size, "drop_remainder": remainder}
         )
-
-
-def resized_positions(
-    tensors: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig, *, antialias: bool = True
-) -> dict[str, Tensor]:
-    """Return the tensors of a model of configuration `old` for `new`, which has another grid.
-
-    Args:
-        antialias: as for `resize_position_embedding`.
-    """
     resized = dict(tensors)
-    if old.position_embedding == "sincos2d":
+    if new.grid == config.grid:
+        return new, resized
+    if config.position_embedding == "sincos2d":
         resized["pos_embed"] = meta_model(new).fixed_position_embedding()
-    elif old.position_embedding == "learned":
+    elif config.position_embedding == "learned":
         resized["pos_embed"] = resize_position_embedding(
             tensors["pos_embed"],
-            prefix_tokens=old.prefix_tokens if old.position_prefix else 0,
-            old_grid=old.grid,
+            prefix_tokens=config.prefix_tokens if config.position_prefix else 0,
+            old_grid=config.grid,
             new_grid=new.grid,
             antialias=antialias,
         )
     for name in tensors:
         if name.endswith(".relative_position_bias_table"):
-            resized[name] = resize_relative_table(tensors[name], old.grid, new.grid)
-    return resized
+            resized[name] = resize_relative_table(tensors[name], config.grid, new.grid)
+    return new, resized
 
 
 def resized_preprocess(preprocess: PreprocessConfig, size: Size) -> PreprocessConfig:

@@ -152,26 +152,6 @@ def _remedy_of_shape(name: str) -> str:
     return "the architecture is of another model: correct its sizes, or give its weights"
 
 
-def shape_of(
-    tensors: Mapping[str, Tensor], name: str, where: str, *dimensions: int
-) -> tuple[int, ...]:
-    """Return the shape of a tensor.
-
-    Raises:
-        CheckpointError: missing, empty, or of another number of dimensions.
-    """
-    if name not in tensors:
-        raise CheckpointError(f"{where}: missing key {name!r}")
-    shape = tuple(tensors[name].shape)
-    if len(shape) not in dimensions or 0 in shape:
-        wanted = " or ".join(map(str, dimensions))
-        raise CheckpointError(
-            f"{where}: {name} has shape {list(shape)}, expected {wanted} dimensions that are not "
-            "empty"
-        )
-    return shape
-
-
 def checked(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],

@@ -5,7 +5,7 @@ Source of names and defaults: timm/models/_hub.py and timm/data/transforms_facto
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -17,12 +17,12 @@ from model.checkpoint.labels import imagenet_labels
 from model.checkpoint.local_files import advising, required, validating
 from model.checkpoint.options import SET_PREPROCESS, CheckpointOptions
 from model.checkpoint.own_heads import with_head
-from model.checkpoint.resizing import resized_config, resized_positions
+from model.checkpoint.resizing import StoredNetwork, resized_network
 from model.checkpoint.stated_head import HeadLabels, stated_head
 from model.checkpoint.timm_architectures import architectures, runs_in_library, split_name
 from model.checkpoint.timm_arguments import parse_arguments
 from model.checkpoint.timm_names import native_names
-from model.config import CropShare, Interpolation, NetworkConfig, PreprocessConfig, ViTConfig
+from model.config import CropShare, Interpolation, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.network import library
 
@@ -89,13 +89,6 @@ class Pretrained(_Described):
         }
         stated = self.model_dump(include={"crop_pct", "interpolation", "mean", "std"})
         return PreprocessConfig.model_validate(fields | stated)
-
-
-class _Network(NamedTuple):
-    """A network and its tensors."""
-
-    config: NetworkConfig
-    tensors: Mapping[str, Tensor]
 
 
 def recognises(files: Files) -> bool:
@@ -189,7 +182,7 @@ def _refuse_processor(files: Files) -> None:
         )
 
 
-def _vit(files: Files, config: Mapping[str, Any], pretrained: _Described) -> _Network:
+def _vit(files: Files, config: Mapping[str, Any], pretrained: _Described) -> StoredNetwork:
     """Return a network that vitserve itself computes."""
     where = files.where(CONFIG_FILE)
     channels, rows, columns = pretrained.input_size
@@ -208,15 +201,14 @@ def _vit(files: Files, config: Mapping[str, Any], pretrained: _Described) -> _Ne
         stored = with_head(stored, files, "head")
     tensors = native_tensors(native_names(stored, parsed, vit, files.title), vit, files.title)
     if not parsed.dynamic_img_size or vit.relative_position_bias:
-        return _Network(vit, tensors)
+        return StoredNetwork(vit, tensors)
     # timm's `dynamic_img_size` resizes positions at each forward pass; once is enough.
-    resized = resized_config(vit, (rows, columns), files.source)
-    if resized.image_size != vit.image_size:
-        tensors = resized_positions(tensors, vit, resized)
-    return _Network(resized, tensors)
+    return StoredNetwork(*resized_network(tensors, vit, (rows, columns), files.source))
 
 
-def _library_network(files: Files, config: Mapping[str, Any], pretrained: _Described) -> _Network:
+def _library_network(
+    files: Files, config: Mapping[str, Any], pretrained: _Described
+) -> StoredNetwork:
     """Return a network that timm's own code computes."""
     where = files.where(CONFIG_FILE)
     channels, rows, columns = pretrained.input_size
@@ -243,7 +235,7 @@ def _library_network(files: Files, config: Mapping[str, Any], pretrained: _Descr
             fixed_size=pretrained.fixed_input_size,
         )
     tensors = library.renamed_by_library(network, _stored(files))
-    return _Network(network, native_tensors(tensors, network, files.title))
+    return StoredNetwork(network, native_tensors(tensors, network, files.title))
 
 
 def _stored(files: Files) -> dict[str, Tensor]:
@@ -280,7 +272,7 @@ def _head_fields(config: Mapping[str, Any], pretrained: Mapping[str, Any]) -> di
     return inner | {key: value for key, value in config.items() if value}
 
 
-def _is_projection(architecture: str, network: _Network) -> bool:
+def _is_projection(architecture: str, network: StoredNetwork) -> bool:
     """Return whether the head is the projection of a tower of CLIP.
 
     timm stores the projection as a head with a bias of zeros. A trained classifier has another
@@ -293,14 +285,14 @@ def _is_projection(architecture: str, network: _Network) -> bool:
     return bias is not None and not bias.any()
 
 
-def _projecting(network: _Network) -> _Network:
+def _projecting(network: StoredNetwork) -> StoredNetwork:
     """Return the network without classes, whose embedding is the output of its former head."""
     tensors = {
         name: tensor for name, tensor in network.tensors.items() if not name.startswith("head.")
     }
     tensors["projection.weight"] = network.tensors["head.weight"]
     fields = {"num_classes": 0, "projection_width": network.config.num_classes}
-    return _Network(network.config.model_copy(update=fields), tensors)
+    return StoredNetwork(network.config.model_copy(update=fields), tensors)
 
 
 def _assumed_labels(

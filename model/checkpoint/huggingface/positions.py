@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from model.checkpoint.resizing import resized_config, resized_positions
+from model.checkpoint.resizing import resized_network
 from model.checkpoint.tensors import taken
 from model.config import ViTConfig
 from model.errors import CheckpointError
@@ -43,8 +43,7 @@ def place_dinov2(
     tensors["pos_embed"] = positions[:, 1:]
     pixels = edge * config.patch_size
     square = config.model_copy(update={"image_size": (pixels, pixels)})
-    resized = resized_config(config, size, where)
-    return resized, resized_positions(tensors, square, resized, antialias=antialias)
+    return resized_network(tensors, square, size, where, antialias=antialias)
 
 
 def place_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:
@@ -63,8 +62,7 @@ def place_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> P
     if config.position_embedding == "learned":
         positions = (1, config.position_tokens, config.width)
         tensors["pos_embed"] = taken(tensors, "pos_embed", positions, where)
-    resized = resized_config(config, size, where)
-    return resized, resized_positions(tensors, config, resized, antialias=False)
+    return resized_network(tensors, config, size, where, antialias=False)
 
 
 def place_tower(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:

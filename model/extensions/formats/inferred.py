@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.local_files import validating
-from model.checkpoint.tensors import shape_of
 from model.checkpoint.timm_architectures import architectures
 from model.checkpoint.timm_arguments import POOL, EvaArguments, TimmArguments, parse_arguments
 from model.checkpoint.timm_names import native_names
@@ -25,6 +24,7 @@ from model.extensions.formats.row_order import (
     with_patches_in_order,
     with_projections_in_order,
 )
+from model.extensions.formats.shapes import shape_of
 from model.extensions.formats.stated_architecture import OF_LAYOUT, OWN, is_eva
 from model.layer_config import Size
 from model.network.vit import meta_model

@@ -13,12 +13,13 @@ from torch import Tensor
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.tensors import Rules, join_parts, renamed, shape_of
+from model.checkpoint.tensors import Rules, join_parts, renamed
 from model.checkpoint.unread_files import refuse_unread
 from model.errors import CheckpointError
 from model.extensions.formats.containers import network_in
 from model.extensions.formats.inferred import InferredNetwork
 from model.extensions.formats.layouts import Layout
+from model.extensions.formats.shapes import shape_of
 from model.extensions.formats.single_files import content_of
 
 FORMAT: Final = "jax"

@@ -6,7 +6,7 @@ transformer.py (VisionTransformer), timm_model.py and transform.py.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -15,6 +15,7 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import OPEN_CLIP_CONFIG, Files
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.resizing import StoredNetwork
 from model.checkpoint.tensors import Rules, renamed
 from model.checkpoint.timm_architectures import architectures, runs_in_library
 from model.checkpoint.timm_arguments import POOL, Pair, TimmPool, parse_arguments
@@ -110,13 +111,6 @@ class _Preprocess(BaseModel):
     std: Statistics | float = (0.26862954, 0.26130258, 0.27577711)
     interpolation: Literal["bicubic", "bilinear", "random"] = "bicubic"
     resize_mode: Literal["shortest", "squash", "longest"] = "shortest"
-
-
-class _Tensors(NamedTuple):
-    """An architecture and its tensors."""
-
-    config: ViTConfig
-    tensors: Mapping[str, Tensor]
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
@@ -217,7 +211,7 @@ def _visual(files: Files) -> dict[str, Tensor]:
     }
 
 
-def _own_tower(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _Tensors:
+def _own_tower(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> StoredNetwork:
     """Return open_clip's own Vision Transformer; raises pydantic.ValidationError."""
     rows, columns = tower.image_size
     patch = tower.patch_size
@@ -251,10 +245,10 @@ def _own_tower(files: Files, tower: _Tower, width: int, *, is_quick: bool) -> _T
             tensors[name] = stored.reshape(1, -1, stored.shape[-1])
     if _PROJECTION in tensors and tensors[_PROJECTION].ndim == 2:
         tensors[_PROJECTION] = tensors[_PROJECTION].T.contiguous()
-    return _Tensors(config, tensors)
+    return StoredNetwork(config, tensors)
 
 
-def _timm_tower(files: Files, tower: _Tower, width: int, name: str) -> _Tensors:
+def _timm_tower(files: Files, tower: _Tower, width: int, name: str) -> StoredNetwork:
     """Return a Vision Transformer of timm; raises pydantic.ValidationError."""
     where = files.where(OPEN_CLIP_CONFIG)
     if runs_in_library(name, where):
@@ -286,4 +280,4 @@ def _timm_tower(files: Files, tower: _Tower, width: int, name: str) -> _Tensors:
         bias = tensors.pop("head.bias", None)
         if bias is not None and bias.any():
             raise CheckpointError(f"{files.title}: its projection has a bias, which is not read")
-    return _Tensors(config, native_names(tensors, parsed, config, files.title))
+    return StoredNetwork(config, native_names(tensors, parsed, config, files.title))

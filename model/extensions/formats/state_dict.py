@@ -17,7 +17,6 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.tensors import shape_of
 from model.checkpoint.timm_architectures import runs_in_library
 from model.config import NetworkConfig
 from model.errors import CheckpointError
@@ -25,6 +24,7 @@ from model.extensions.formats.containers import Network, network_in, refuse_lone
 from model.extensions.formats.inferred import InferredNetwork
 from model.extensions.formats.key_map import KeyMap, mapped, read_key_map
 from model.extensions.formats.layouts import in_layout
+from model.extensions.formats.shapes import shape_of
 from model.extensions.formats.single_files import content_of
 from model.extensions.formats.stated_architecture import OWN, USUAL, parse_architecture
 from model.network import library
