@@ -8,7 +8,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
-from model.extension import CORE, ExplanationMethod, claim, extensions, resolve
+from model.extension import CORE, ExplanationMethod, Extension, claim, extensions, resolve
 
 _CORE: Final = (
     ExplanationMethod(
@@ -41,8 +41,8 @@ def is_class_specific(name: str) -> bool:
     return name in methods() and methods()[name].class_specific
 
 
-def load_method(name: str) -> Any:
-    """Import the function of an extension's method; see `model.explanation.explain`.
+def load_method(name: str) -> tuple[Extension, Any]:
+    """Import the function of an extension's method, and return both.
 
     Raises:
         ExtensionError: the function cannot be imported.
@@ -50,5 +50,5 @@ def load_method(name: str) -> Any:
     for extension in extensions():
         for method in extension.methods:
             if method.name == name:
-                return resolve(method.function, extension)
+                return extension, resolve(method.function, extension)
     raise KeyError(name)

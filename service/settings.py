@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsError as UnreadableSetting
 
 from model.errors import ExtensionError, first_problem
 from model.extension import CORE, claim, resolve
@@ -375,6 +376,10 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = F
     """
     try:
         return settings_class()(**(flags or {}))
+    except UnreadableSetting as error:  # of a list or dictionary
+        name = str(error).split('"')[1]
+        written = os.environ.get(_variable(name))
+        raise SettingsError(f"{_variable(name)}={written!r}: expected JSON") from None
     except ValidationError as error:
         where, _, message = first_problem(error).partition(": ")
         name = where.split(".")[0]

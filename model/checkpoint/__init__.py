@@ -45,8 +45,9 @@ _FORMATS: Final = (native, timm, huggingface)
 def load_checkpoint(source: str, **fields: Any) -> Checkpoint:
     """Read a checkpoint of any format.
 
-    The core's readers are asked first, then the readers of the extensions in the order of the
-    extensions' names. Nothing about the tensors' values is checked until the model is built.
+    The core's readers are asked first, then those of other packages in the order of the extensions'
+    names, then those of built-in extensions. Nothing about the tensors' values is checked until the
+    model is built.
 
     Args:
         source: the source, as for `open_source`.
@@ -79,6 +80,8 @@ def _read(files: Files, options: CheckpointOptions) -> Checkpoint | Files:
     if result is not None:
         return result
     with_readers = [extension for extension in extensions() if extension.readers]
+    # The built-in readers come last, because they refuse each single file that they do not read.
+    with_readers.sort(key=lambda extension: extension.readers[0].startswith("model."))
     for extension in with_readers:
         for name in extension.readers:
             reader: Reader = resolve(name, extension)

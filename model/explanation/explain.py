@@ -5,9 +5,11 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from model.errors import ExtensionError
 from model.explanation.class_relevance import class_relevance, kept_for_class
 from model.explanation.folded_weights import FoldedWeights, fold
 from model.explanation.maps import sharpened_maps, token_maps
+from model.extension import naming
 from model.methods import load_method
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest, Pooling
@@ -65,14 +67,37 @@ def explain(
             weights = folded or fold(model)
             of_parts = [_relevance(model, part, weights, target) for part, target in parts]
         else:
-            function: TokenFunction = load_method(request.method)
-            of_parts = [function(model, part, target, features) for part, target in parts]
+            of_parts = [
+                _tokens_of_extension(request.method, model, part, target, features)
+                for part, target in parts
+            ]
     tokens = torch.cat(of_parts).float().cpu().numpy()
     if request.method == "relevance":  # may be negative
         maps, mass = sharpened_maps(tokens, config)
     else:
         maps, mass = token_maps(tokens, config)
     return torch.from_numpy(maps), torch.from_numpy(mass)
+
+
+def _tokens_of_extension(
+    method: str, model: VisionTransformer, pixels: Tensor, targets: Tensor, features: Pooling
+) -> Tensor:
+    """Return the result of an extension's method.
+
+    Raises:
+        RuntimeError: the method failed, which fails the image instead of the engine.
+    """
+    try:
+        extension, loaded = load_method(method)
+        function: TokenFunction = loaded
+        with naming(extension, f"methods, {method}", (RuntimeError, MemoryError)):
+            tokens = function(model, pixels, targets, features)
+            expected = (len(pixels), model.config.tokens)
+            if tuple(tokens.shape) != expected:
+                raise ValueError(f"shape {tuple(tokens.shape)}: expected {expected}")
+    except ExtensionError as error:
+        raise RuntimeError(str(error)) from error
+    return tokens
 
 
 def _relevance(

@@ -59,7 +59,7 @@ def test_extension_adds_a_method(monkeypatch):
     install(monkeypatch, "OCCLUSION")
 
     assert list(methods()) == ["relevance", "cls", "occlusion"]
-    assert load_method("occlusion") is occlusion
+    assert load_method("occlusion")[1] is occlusion
 
 
 def test_method_name_is_unique(monkeypatch):

@@ -21,6 +21,7 @@ from model.errors import ExtensionError
 from model.extension import GROUP
 from model.extension import extensions as installed
 from service.cli.main import commands, main
+from service.errors import SettingsError
 from service.extension import Command, Extension, Routes, check, extensions_by_scheme
 from service.observe.metrics import Metrics
 from service.settings import load_settings, settings_class
@@ -40,6 +41,10 @@ class Hosts(BaseModel):
 
 class Color(BaseModel):
     color: str = ""
+
+
+class Sizes(BaseModel):
+    sizes: tuple[int, ...] = ()
 
 
 class Required(BaseModel):
@@ -153,6 +158,14 @@ def test_wrong_settings_are_refused(install, added, message):
     install(*added)
 
     with pytest.raises(ExtensionError, match=message):
+        load_settings()
+
+
+def test_unreadable_list_is_one_line(install, monkeypatch):
+    install(setting("a", "Sizes"))
+    monkeypatch.setenv("VIT_SIZES", "1,2")
+
+    with pytest.raises(SettingsError, match=r"^VIT_SIZES='1,2': expected JSON$"):
         load_settings()
 
 
@@ -321,6 +334,37 @@ async def test_failing_middleware_gets_500(install):
     failed = await running.get("/healthz")
 
     assert (failed.status, failed.json["code"]) == (500, "internal_error")
+    assert (await running.get("/readyz")).status == 200
+
+
+def faulty_route(answer: Callable[[], object]) -> Callable[[Any], Routes]:
+    router = Router("x")
+
+    @router.get("/x")
+    async def x(request: Request) -> Any:
+        return answer()
+
+    return lambda _: Routes(router.routes)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (fail, "KeyError: 'boom'"),
+        (sys.exit, "test_faulty_extensions.faulty_route.<locals>.x called sys.exit"),
+        (dict, "test_faulty_extensions.faulty_route.<locals>.x returned a dict"),
+    ],
+    ids=["error", "exit", "wrong type"],
+)
+@on_a_loop
+async def test_faulty_route_gets_500(install, caplog, answer, message):
+    install(Extension(name="a", routes=faulty_route(answer)))
+    running = app()
+
+    failed = await running.get("/x")
+
+    assert (failed.status, failed.json["code"]) == (500, "internal_error")
+    assert message in caplog.text
     assert (await running.get("/readyz")).status == 200
 
 

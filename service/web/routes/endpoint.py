@@ -123,6 +123,11 @@ class Endpoint:
             name: self._convertors[name].convert(value) for name, value in match.groupdict().items()
         }
 
+    @property
+    def _name(self) -> str:
+        """Return the name of the function, for messages about its faults."""
+        return f"{self._function.__module__}.{self._function.__qualname__}"
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to this path; raises as `parse_query` and the function."""
         context = request_context(scope)
@@ -138,12 +143,16 @@ class Endpoint:
                 if query_string and not self._is_loose:
                     require_no_parameters(scope["path"], query_string)
                 answer = await self._function(request)
+        except SystemExit as error:  # it would end the service
+            raise RuntimeError(f"{self._name} called sys.exit") from error
         finally:
             for lease in context.leases:
                 lease.release()
         if isinstance(answer, BaseModel):
             content = answer.model_dump_json(exclude_none=self._omit_none, by_alias=True)
             answer = Response(content, self.operation.status, media_type="application/json")
+        elif not callable(answer):
+            raise TypeError(f"{self._name} returned a {type(answer).__name__}, see `Function`")
         if self._has_formats and "accept" in request.headers:
             accept = ", ".join(request.headers.getlist("accept"))
             remedy = "; the parameter format chooses"
