@@ -9,7 +9,7 @@ from model.errors import nearest
 from service.addresses import UNIX
 from service.errors import SettingsError
 from service.setting_values import without_quotes
-from service.settings import ENV_PREFIX, Settings, settings_class
+from service.settings import ENV_PREFIX, Settings, settings_class, variable_of
 
 _NEEDS = {
     "key_max_requests": ("api_keys",),
@@ -28,8 +28,8 @@ def unused_warnings(settings: Settings) -> list[str]:
         if name in settings.model_fields_set and not any(
             getattr(settings, other, None) for other in needed
         ):
-            others = " or ".join(f"{ENV_PREFIX}{other.upper()}" for other in needed)
-            lines.append(f"{ENV_PREFIX}{name.upper()} has no effect without {others}")
+            others = " or ".join(variable_of(other) for other in needed)
+            lines.append(f"{variable_of(name)} has no effect without {others}")
     return lines
 
 

@@ -281,8 +281,14 @@ class Settings(ModelSettings, BaseSettings):
         return self.workers == 1 and len(self.devices) == 1
 
 
-def _variable(name: str) -> str:
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting."""
     return f"{ENV_PREFIX}{name.upper()}"
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 @cache
@@ -292,7 +298,7 @@ def settings_class() -> type[Settings]:
     Raises:
         ExtensionError: an extension's settings cannot be loaded, or two settings have one name.
     """
-    owners = dict.fromkeys(map(_variable, [*dir(Settings), *Settings.model_fields]), CORE)
+    owners = dict.fromkeys(map(variable_of, [*dir(Settings), *Settings.model_fields]), CORE)
     added = []
     for extension in extensions():
         if extension.settings is None:
@@ -302,7 +308,7 @@ def settings_class() -> type[Settings]:
             raise ExtensionError(
                 f"the extension {extension.name!r}: {extension.settings} is not a pydantic model"
             )
-        claim(map(_variable, fields.model_fields), "the setting", extension, owners)
+        claim(map(variable_of, fields.model_fields), "the setting", extension, owners)
         _require_optional(fields, extension)
         added.append(fields)
     bases: Any = (*added, Settings)
@@ -321,7 +327,7 @@ def _require_optional(fields: type[BaseModel], extension: Extension) -> None:
     required = [name for name, field in fields.model_fields.items() if field.is_required()]
     if required:
         raise ExtensionError(
-            f"the extension {extension.name!r}: the setting {_variable(required[0])} has no "
+            f"the extension {extension.name!r}: the setting {variable_of(required[0])} has no "
             "default: give it one, such as None"
         )
     options = fields.model_config.keys() - Settings.model_config.keys()
@@ -378,18 +384,18 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = F
         return settings_class()(**(flags or {}))
     except UnreadableSetting as error:  # of a list or dictionary
         name = str(error).split('"')[1]
-        written = os.environ.get(_variable(name))
-        raise SettingsError(f"{_variable(name)}={written!r}: expected JSON") from None
+        written = os.environ.get(variable_of(name))
+        raise SettingsError(f"{variable_of(name)}={written!r}: expected JSON") from None
     except ValidationError as error:
         where, _, message = first_problem(error).partition(": ")
         name = where.split(".")[0]
-        variable = f"{ENV_PREFIX}{name.upper()}"
+        variable = variable_of(name)
         # The operator's text, before any parsing.
         written = (flags or {}).get(name, os.environ.get(variable, error.errors()[0]["input"]))
         value = "***" if _is_secret(name) else repr(written)
         message = f"{message[:1].lower()}{message[1:]}{_remedy(str(written))}"
         is_flag = are_typed and flags is not None and name in flags
-        source = f"--{name.replace('_', '-')}" if is_flag else variable
+        source = flag_of(name) if is_flag else variable
         raise SettingsError(f"{source}={value}: {message}") from None
 
 

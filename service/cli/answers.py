@@ -23,7 +23,7 @@ from model.outputs import DEFAULT_TOP_K, AttentionMap, Outputs, Pooling, Request
 from model.parameters import parse_embedding, parse_maps
 from service.cli.image_files import read_input
 from service.cli.setting_flags import predictor_from
-from service.settings import settings_class
+from service.settings import flag_of, settings_class
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
 from vitserve.documents import ranked, set_fields
 
@@ -98,7 +98,7 @@ def answers_from(
 def _refuse_server_flags(arguments: argparse.Namespace) -> None:
     for name in _SERVER_FLAGS:
         if getattr(arguments, name):
-            raise InputError(name, f"{_flag(name)}: applies only to a server; add its --url")
+            raise InputError(name, f"{flag_of(name)}: applies only to a server; add its --url")
 
 
 def _refuse_local_settings(arguments: argparse.Namespace, sent_settings: Collection[str]) -> None:
@@ -106,13 +106,9 @@ def _refuse_local_settings(arguments: argparse.Namespace, sent_settings: Collect
         if hasattr(arguments, name) and name not in sent_settings:
             raise InputError(
                 name,
-                f"{_flag(name)}: applies only to a model loaded here; "
+                f"{flag_of(name)}: applies only to a model loaded here; "
                 "with --url, leave it out, or choose one of the server's models with --model",
             )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _remedy(error: Exception) -> str:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from model.errors import InputError
 from service.engine.loading import load_predictor
 from service.engine.messages import ModelInfo
-from service.settings import ENV_PREFIX, Settings, described, load_settings, settings_class
+from service.settings import (
+    Settings,
+    described,
+    flag_of,
+    load_settings,
+    settings_class,
+    variable_of,
+)
 
 if TYPE_CHECKING:
     from model.runtime.predictor import Predictor
@@ -61,7 +68,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def require_checkpoint(arguments: argparse.Namespace, command: str) -> None:
     """Raise `InputError` if neither the arguments nor the environment name a checkpoint."""
-    if not hasattr(arguments, "checkpoint") and f"{ENV_PREFIX}CHECKPOINT" not in os.environ:
+    if not hasattr(arguments, "checkpoint") and variable_of("checkpoint") not in os.environ:
         raise InputError(
             "checkpoint",
             f"the checkpoint is missing: vitserve {command} CHECKPOINT, such as {command} bundled",
@@ -72,9 +79,9 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MO
     """Add a flag for each of these settings, with its environment variable in the help."""
     for name in names:
         meaning, default = described(name)
-        shown = f"{meaning}. Default: {default}. [{ENV_PREFIX}{name.upper()}]"
+        shown = f"{meaning}. Default: {default}. [{variable_of(name)}]"
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
+            flag_of(name),
             dest=name,
             action=_Checkpoint if name == "checkpoint" else "store",
             metavar="VALUE",

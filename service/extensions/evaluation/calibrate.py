@@ -30,7 +30,7 @@ from service.cli.setting_flags import (
 )
 from service.engine.checkpoint_files import checkpoint_from
 from service.engine.loading import load_predictor
-from service.settings import Settings
+from service.settings import Settings, flag_of
 
 _COVERAGE: Final = 0.95
 # Most pictures that a calibration uses.
@@ -188,7 +188,7 @@ def _require_own_folder(settings: Settings) -> None:
         part.startswith("models--") for part in folder.absolute().parts
     )  # the cache, which is not ours
     if changed:
-        why = f"--{changed[0].replace('_', '-')} makes another model of it"
+        why = f"{flag_of(changed[0])} makes another model of it"
     elif settings.checkpoint != "bundled" and not folder.exists():
         if "/" not in settings.checkpoint:
             raise InputError("checkpoint", f"{settings.checkpoint}: no such folder")

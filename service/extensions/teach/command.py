@@ -8,10 +8,10 @@ from model.extensions.datasets.folders import find_pictures
 from model.extensions.datasets.split_names import TRAIN
 from model.images.listing import list_folder
 from model.label_texts import checked_label
-from service.cli.answers import add_server_flags, answers_from
+from service.cli.answers import LocalAnswers, add_server_flags, answers_from
 from service.cli.image_files import handle_answers, print_notes, require_class_folders
 from service.cli.setting_flags import add_setting_flags
-from service.extensions.teach.teachers import teacher_of
+from service.extensions.teach.teachers import LocalTeacher, ServerTeacher
 from service.models.folder import check_name
 from vitserve.head_documents import Knowledge
 
@@ -43,7 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(f"{arguments.name}.safetensors")
     labels = _labelled(arguments.folder, name)
     with answers_from(arguments) as source:
-        teacher = teacher_of(source)
+        teacher: LocalTeacher | ServerTeacher
+        if isinstance(source, LocalAnswers):
+            teacher = LocalTeacher(source, output)
+        else:
+            teacher = ServerTeacher(source)
         answers = teacher.teach(name, labels)
         files: dict[int, Path] = {}
 
@@ -51,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             files[number] = file
 
         code = handle_answers(answers, len(labels), add, "example number")
-        known = teacher.finish(name, labels, output)
+        known = teacher.finish(name, labels)
     print(f"{name}: {_in_words(known)}")
     for suspect in known.suspects:
         example = files.get(suspect.number, f"example {suspect.number}")

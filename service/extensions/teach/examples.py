@@ -61,8 +61,8 @@ class HeadRow(NamedTuple):
         id: unique for all time, even if a later head has the same name.
         backbone: name of the features that its examples have.
         model: name of the model that it was begun with.
-        owner: name of the key that began it, or a digest (see `owner_of`); empty without keys, and
-            for the admin key.
+        owner: name of the key that began it, or a digest (see `HeadsDatabase.owner_of`); empty
+            without keys, and for the admin key.
         revision: raised by every change of its examples.
         fitted_revision: revision of the last fit, even if that failed.
         reason: why the fit failed, or an empty text.
@@ -81,25 +81,15 @@ class HeadRow(NamedTuple):
 class Examples:
     """The examples of all heads in a folder, which is created if absent.
 
+    Attributes:
+        database: the file of the heads.
+
     Raises:
         SettingsError: the folder cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
         self.database = HeadsDatabase(folder)
-
-    @property
-    def path(self) -> Path:
-        """Return the path of the file."""
-        return self.database.path
-
-    def version(self) -> tuple[int, int]:
-        """See `HeadsDatabase.version`."""
-        return self.database.version()
-
-    def owner_of(self, key_owner: str) -> str:
-        """See `HeadsDatabase.owner_of`."""
-        return self.database.owner_of(key_owner)
 
     def add(
         self,
@@ -118,7 +108,7 @@ class Examples:
 
         Args:
             name: name of the head, which is created if absent.
-            who: name of the caller's key, or a digest: see `owner_of`.
+            who: name of the caller's key, or a digest: see `HeadsDatabase.owner_of`.
             backbone: name of the features, and name of the model that gives them.
             known: id of the head when the caller's permission was checked; None if it was absent.
             creator: key or address that counts the head in its share; empty for the operator.

@@ -286,7 +286,7 @@ class TaughtHeads:
             failed, ended = self._failed
             waits = stale == failed and time.monotonic() < ended + _PAUSE_SECONDS
             if self.examples is not None and stale and not waits and self.child is None:
-                self.child = await self._start(self.examples.path.parent)
+                self.child = await self._start(self.examples.database.path.parent)
             elif self.child is not None and self.child.returncode is not None:
                 if self.child.returncode:
                     logger.error(
@@ -305,7 +305,7 @@ class TaughtHeads:
             for path in paths
             if path.suffix == ".safetensors" and path.name[0] != "."
         }
-        seen = (self.examples and self.examples.version(), signatures)
+        seen = (self.examples and self.examples.database.version(), signatures)
         if seen == self._seen:
             return self.heads
         files = self._files

@@ -323,7 +323,7 @@ def _require_own(request: Request, head: HeadRow) -> None:
 
 def _owner(request: Request) -> str:
     """Return the owner that heads store for a request; empty without keys or for the admin key."""
-    return _examples(request).owner_of(request_context(request.scope).key_owner or "")
+    return _examples(request).database.owner_of(request_context(request.scope).key_owner or "")
 
 
 def _require_admin(request: Request) -> None:

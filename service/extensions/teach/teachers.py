@@ -3,14 +3,14 @@
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from model.errors import InputError
 from model.extensions.taught.known_examples import first_equal_indices
 from model.extensions.taught.taught_heads import Features
-from service.cli.answers import Answers, Embedding, LocalAnswers, ServerAnswers
+from service.cli.answers import Embedding, LocalAnswers, ServerAnswers
 from service.cli.image_files import writing
 from service.extensions.teach.fit import taught_head
 from service.extensions.teach.heads import features_of
@@ -28,32 +28,17 @@ Teaching is forbidden or off, the name is taken, or the head is full.
 """
 
 
-class Teacher(Protocol):
-    """Adds pictures to a head as examples, then fits it."""
+class LocalTeacher:
+    """Fits a head here, to the features of a loaded model, and writes it to `output`."""
 
-    def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
-        """Yield each file with its number among the examples, or why it is not one."""
-
-    def finish(self, head: str, labels: Mapping[Path, str], output: Path) -> Knowledge:
-        """Fit the head, and return its statistics."""
-
-
-def teacher_of(answers: Answers) -> Teacher:
-    """Return the teacher that a source of answers makes possible."""
-    if isinstance(answers, LocalAnswers):
-        return _LocalTeacher(answers)
-    return _ServerTeacher(answers)
-
-
-class _LocalTeacher:
-    """Fits a head here, to the features of a loaded model, and writes it to a file."""
-
-    def __init__(self, answers: LocalAnswers) -> None:
+    def __init__(self, answers: LocalAnswers, output: Path) -> None:
+        self._output = output
         self._answers = answers
         self._features = Features.of(answers.info.config)
         self._examples: dict[Path, Embedding] = {}
 
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
+        """Yield each file with its number among the examples, or why it is not one."""
         for file, row in self._answers.embed(list(labels), self._features.pool, normalize=False):
             if isinstance(row, str):
                 yield file, row
@@ -61,8 +46,12 @@ class _LocalTeacher:
             self._examples[file] = row
             yield file, len(self._examples) - 1
 
-    def finish(self, head: str, labels: Mapping[Path, str], output: Path) -> Knowledge:
-        """Write the head to `output`; raises `InputError` if no picture could be read."""
+    def finish(self, head: str, labels: Mapping[Path, str]) -> Knowledge:
+        """Fit and write the head, and return its statistics.
+
+        Raises:
+            InputError: no picture could be read, or the file cannot be written.
+        """
         if not self._examples:
             raise InputError("path", "no picture can be read")
         rows = np.stack(list(self._examples.values()))
@@ -78,20 +67,22 @@ class _LocalTeacher:
         info = self._answers.info
         backbone = features_of(info, self._features)
         taught = taught_head(rows[numbers], row_labels, numbers, backbone, info.name)
-        with writing(output):
-            part = output.with_name(f".{output.name}")  # a server reads the folder at any moment
+        with writing(self._output):
+            # A server reads the folder at any moment.
+            part = self._output.with_name(f".{self._output.name}")
             part.write_bytes(taught.to_bytes())
-            part.replace(output)
+            part.replace(self._output)
         return Knowledge.model_validate_json(taught.statistics)
 
 
-class _ServerTeacher:
+class ServerTeacher:
     """Sends examples to a server, which fits the head."""
 
     def __init__(self, answers: ServerAnswers) -> None:
         self._answers = answers
 
     def teach(self, head: str, labels: Mapping[Path, str]) -> Iterator[tuple[Path, int | str]]:
+        """Yield each file with its number among the examples, or why it is not one."""
         client = self._answers.client
         backbone = self._answers.model
         client.model(backbone)  # an unreachable service fails once, not for each file
@@ -106,8 +97,8 @@ class _ServerTeacher:
 
         return self._answers.stream(list(labels), add)
 
-    def finish(self, head: str, labels: Mapping[Path, str], output: Path) -> HeadDescription:
-        """Wait until the server has fitted the head; `output` is not written."""
+    def finish(self, head: str, labels: Mapping[Path, str]) -> HeadDescription:
+        """Wait until the server has fitted the head, and return its description."""
         deadline = time.monotonic() + _FIT_SECONDS
         while True:
             description = self._answers.client.head(head)

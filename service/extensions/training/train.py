@@ -13,7 +13,7 @@ from service.cli.image_files import require_class_folders
 from service.cli.setting_flags import serve_command
 from service.observe import logs
 from service.setting_values import parse_size
-from service.settings import ENV_PREFIX
+from service.settings import variable_of
 
 logger = logging.getLogger("vitserve")
 
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     logs.configure("text", "info", waits=True)
     recipe = read_recipe(_recipe_path(arguments)).override(_overrides(arguments))
-    device = getattr(arguments, "device", None) or os.environ.get(f"{ENV_PREFIX}DEVICE", "auto")
+    device = getattr(arguments, "device", None) or os.environ.get(variable_of("device"), "auto")
     if arguments.probe:
         new_head.run(arguments.data, arguments.out, recipe, device=device)
     else:

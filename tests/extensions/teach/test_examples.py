@@ -51,7 +51,7 @@ def test_examples_are_numbered_in_order(store: Examples) -> None:
     dog = rows(1)
     assert store.add("pets", "cat", cats, "alice", BACKBONE) == ({"cat": 2}, [1, 2])
     assert store.add("pets", "a dog", dog, "alice", BACKBONE) == ({"cat": 2, "a dog": 1}, [3])
-    again = Examples(store.path.parent)
+    again = Examples(store.database.path.parent)
     head = again.head("pets")
     assert [(each.number, each.label, each.who) for each in again.listed(head)] == [
         (1, "cat", "alice"),
@@ -133,14 +133,14 @@ def test_comparison_takes_little_memory(store: Examples) -> None:
 
 def test_a_replaced_file_is_seen(store: Examples) -> None:
     add(store)
-    shutil.copy(store.path, store.path.with_name("backup"))
-    before = store.version()
-    assert store.version() == before
-    store.path.with_name("backup").replace(store.path)
-    restored = store.version()
+    shutil.copy(store.database.path, store.database.path.with_name("backup"))
+    before = store.database.version()
+    assert store.database.version() == before
+    store.database.path.with_name("backup").replace(store.database.path)
+    restored = store.database.version()
     assert restored != before
-    add(Examples(store.path.parent), "dog")
-    assert store.version() not in (before, restored)
+    add(Examples(store.database.path.parent), "dog")
+    assert store.database.version() not in (before, restored)
 
 
 def test_a_fit_of_a_deleted_head_is_not_kept(store: Examples) -> None:
@@ -245,7 +245,10 @@ def test_one_creator_leaves_heads_to_others(store: Examples) -> None:
 
 def test_shown_owners_reveal_no_key(store: Examples, tmp_path: Path) -> None:
     digest = f"key-{hashlib.sha256(b'hunter2').hexdigest()[:16]}"
-    with closing(sqlite3.connect(store.path)) as db, db:  # the owner's format of earlier versions
+    with (
+        closing(sqlite3.connect(store.database.path)) as db,
+        db,
+    ):  # the owner's format of earlier versions
         db.execute("DELETE FROM secrets")
         db.execute(
             "INSERT INTO heads (name, backbone, model, owner, creator) "
@@ -253,24 +256,24 @@ def test_shown_owners_reveal_no_key(store: Examples, tmp_path: Path) -> None:
             [digest],
         )
         db.execute("INSERT INTO examples VALUES (1, 1, 'cat', 0, ?, x'00000000')", [digest])
-    again = Examples(store.path.parent)
-    owner = again.owner_of(ApiKey("key1", b"hunter2").owner)
+    again = Examples(store.database.path.parent)
+    owner = again.database.owner_of(ApiKey("key1", b"hunter2").owner)
     head = again.head("pets")
     assert (head.owner, [each.who for each in again.listed(head)]) == (owner, [owner])
     assert digest[4:] not in owner
-    assert Examples(store.path.parent).owner_of(digest) == owner, (
+    assert Examples(store.database.path.parent).database.owner_of(digest) == owner, (
         "workers and restarts share the secret"
     )
-    assert Examples(tmp_path / "other").owner_of(digest) != owner
-    assert again.owner_of("alice") == "alice"
-    assert again.owner_of("") == ""
-    assert Examples(tmp_path / "new").path.stat().st_mode & 0o777 == 0o600
+    assert Examples(tmp_path / "other").database.owner_of(digest) != owner
+    assert again.database.owner_of("alice") == "alice"
+    assert again.database.owner_of("") == ""
+    assert Examples(tmp_path / "new").database.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_of_the_last_version_is_used(tmp_path: Path) -> None:
     store = Examples(tmp_path)
     add(store)
-    with sqlite3.connect(store.path) as db:
+    with sqlite3.connect(store.database.path) as db:
         db.execute("ALTER TABLE heads DROP COLUMN creator")
         db.execute("DROP INDEX examples_by_label")
         db.execute("DROP TABLE pictures")
@@ -293,7 +296,7 @@ def test_thumbnails_go_with_their_examples(
     store.remove(head, 1)
     store.add("pets", "dog", rows(1), "", BACKBONE, pictures=[picture])
     store.remove(head)
-    with sqlite3.connect(store.path) as db:
+    with sqlite3.connect(store.database.path) as db:
         assert db.execute("SELECT count(*) FROM pictures").fetchone() == (0,)
 
 
@@ -339,7 +342,7 @@ def test_a_kill_leaves_the_last_whole_state(tmp_path: Path) -> None:
         assert len(numbers) % 7 == 0, "a request's pictures are kept together"
         assert len(numbers) >= said, "what was answered is kept"
         assert numbers == list(range(1, len(numbers) + 1))
-        with sqlite3.connect(store.path) as db:
+        with sqlite3.connect(store.database.path) as db:
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
@@ -363,15 +366,15 @@ def test_a_full_disk_loses_nothing(store: Examples, monkeypatch: pytest.MonkeyPa
 
 def test_a_lost_or_damaged_folder_is_told(store: Examples) -> None:
     add(store)
-    content = store.path.read_bytes()
-    store.path.write_bytes(content[:100] + b"damaged" * 1000)
+    content = store.database.path.read_bytes()
+    store.database.path.write_bytes(content[:100] + b"damaged" * 1000)
     with pytest.raises(HeadsUnavailable, match=r"^taught heads cannot be read or written: "):
         add(store)
-    shutil.rmtree(store.path.parent)
+    shutil.rmtree(store.database.path.parent)
     for call in (
         store.heads,
         lambda: add(store),
-        lambda: asyncio.run(TaughtHeads(store, store.path, FixedModels({})).look()),
+        lambda: asyncio.run(TaughtHeads(store, store.database.path, FixedModels({})).look()),
     ):
         with pytest.raises(HeadsUnavailable, match=r"^taught heads cannot be read or written: "):
             call()

@@ -146,7 +146,7 @@ def test_deleted_examples_leave_no_trace(tmp_path: Path, monkeypatch: pytest.Mon
         store.remove(store.head("pets"), number)
     fit_changed(store)
     assert store.state(store.head("pets"))[1] is None
-    assert features[0].tobytes() not in store.path.read_bytes()
+    assert features[0].tobytes() not in store.database.path.read_bytes()
 
 
 def test_an_unusable_folder_is_one_line(tmp_path: Path) -> None:

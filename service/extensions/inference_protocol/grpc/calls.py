@@ -13,7 +13,7 @@ import grpc
 from service.errors import ModelFailed
 from service.extensions.inference_protocol import GRPC_PROBES
 from service.extensions.inference_protocol.grpc.call import Call
-from service.extensions.inference_protocol.grpc.methods import METHODS, STREAMS
+from service.extensions.inference_protocol.grpc.methods import METHODS, STREAMS, Streams
 from service.web.api_keys import KeyGuard
 from service.web.lanes import Lane
 from service.web.limits import RECEIVING_BYTES
@@ -80,18 +80,13 @@ class Calls:
         arrivals = max(
             _MIN_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers
         )
-        self.watches = Lane(
-            "watchers", lambda: _WATCHES, clock=service.clock, per_caller=_WATCHES_PER_CALLER
+        lane = partial(Lane, clock=service.clock)
+        self._streams = Streams(
+            service,
+            watches=lane("watchers", lambda: _WATCHES, per_caller=_WATCHES_PER_CALLER),
+            reflections=lane("reflection", lambda: _REFLECTIONS, per_caller=ARRIVALS_PER_CALLER),
         )
-        self.reflections = Lane(
-            "reflection",
-            lambda: _REFLECTIONS,
-            clock=service.clock,
-            per_caller=ARRIVALS_PER_CALLER,
-        )
-        self._arrivals = Lane(
-            "messages", lambda: arrivals, clock=service.clock, per_caller=ARRIVALS_PER_CALLER
-        )
+        self._arrivals = lane("messages", lambda: arrivals, per_caller=ARRIVALS_PER_CALLER)
         self._pace = RefusalPace(service.clock, REFUSALS_PER_SECOND)
 
     async def answer(self, path: str, _: object, context: Any) -> bytes:
@@ -100,12 +95,7 @@ class Calls:
 
     async def converse(self, path: str, _: object, context: Any) -> None:
         """Answer a call with a stream of messages; the signature is grpcio's."""
-        await self._handled(path, context, partial(STREAMS[path], self))
-
-    @property
-    def service(self) -> Service:
-        """Return the service behind the calls."""
-        return self._service
+        await self._handled(path, context, partial(STREAMS[path], self._streams))
 
     async def _handled(self, path: str, context: Any, work: Callable[[Call], Awaitable[T]]) -> T:
         metrics = self._service.metrics

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
@@ -41,20 +41,18 @@ Method = Callable[[Service, Call], Awaitable[bytes]]
 """Returns the encoded answer to a call."""
 
 
-class Streams(Protocol):
+class Streams(NamedTuple):
     """The shared objects of streaming methods.
 
     Attributes:
+        service: the service behind the calls.
         watches: lane of the calls that watch the health.
         reflections: lane of the calls that ask for services.
     """
 
+    service: Service
     watches: Lane
     reflections: Lane
-
-    @property
-    def service(self) -> Service:
-        """Return the service."""
 
 
 def _encode(document: Mapping[str, Any], message: Message) -> bytes:
