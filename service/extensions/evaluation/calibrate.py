@@ -98,9 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     coverages = (coverage, *(other for other in (0.8, 0.9, 0.95, 0.99) if other != coverage))
     before = Fit(checkpoint.temperature, checkpoint.form)
-    found = calibrate(logits, truth[drawn], before, arguments.data.name, coverages)
-    calibration = found.calibration
-    left = len(drawn) - found.fitted
+    result = calibrate(logits, truth[drawn], before, arguments.data.name, coverages)
+    calibration = result.calibration
     folder = arguments.out or Path(settings.checkpoint).expanduser()
     with writing(folder):
         if arguments.out is None:
@@ -116,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
             native.write(folder, calibrated)
             copy_record(settings.checkpoint, folder)
-    _print(info.name, found, left)
+    _print(info.name, result, len(drawn) - result.fitted)
     print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")
     return 0
 
@@ -156,24 +155,28 @@ def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
     return replace(pictures, files=pictures.files.take(left), notes=(*pictures.notes, note))
 
 
-def _print(name: str, found: Calibrated, left: int) -> None:
+def _print(name: str, result: Calibrated, held_out: int) -> None:
     """Print the quality of the scores on held-out pictures, and of the sets of each coverage."""
-    why = ": nothing fits better" if found.fitted else ": too few, or all right"
-    how = f"by {found.form}, fitted to {found.fitted}" if found.form else f"as they were{why}"
-    loss, error = found.before
-    calibrated_loss, calibrated_error = found.after
-    print(f"{name}: {left + found.fitted} pictures; scores {how}")
+    if result.form:
+        how = f"by {result.form}, fitted to {result.fitted}"
+    elif result.fitted:
+        how = "as they were: nothing fits better"
+    else:
+        how = "as they were: too few, or all right"
+    loss, error = result.before
+    calibrated_loss, calibrated_error = result.after
+    print(f"{name}: {held_out + result.fitted} pictures; scores {how}")
     print(
-        f"  on the other {left}: log loss {loss:.4f} -> {calibrated_loss:.4f}, "
+        f"  on the other {held_out}: log loss {loss:.4f} -> {calibrated_loss:.4f}, "
         f"calibration error {error:.2%} -> {calibrated_error:.2%}"
     )
-    if found.sets:
+    if result.sets:
         print(
-            f"sets of labels, measured on halves of {left} pictures while the other halves "
+            f"sets of labels, measured on halves of {held_out} pictures while the other halves "
             "calibrate:"
         )
         print("  coverage  holds the right label  labels in a set  abstained")
-    for coverage, sets in found.sets.items():
+    for coverage, sets in result.sets.items():
         print(f"  {coverage:8g}  {sets.covered:21.2%}  {sets.labels:15.2f}  {sets.abstained:9.2%}")
 
 

@@ -4,9 +4,10 @@ class, how sure it is.
 
 import argparse
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from model.extensions.datasets.pictures import PictureFiles
 from model.extensions.datasets.split_record import SplitRecord, digests_of
@@ -21,6 +22,10 @@ from service.cli.setting_flags import (
     add_setting_flags,
     predictor_from,
 )
+from service.engine.messages import ModelInfo
+
+if TYPE_CHECKING:
+    from model.runtime.predictor import Predictor
 
 CIFAR10_HOME: Final = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
@@ -51,39 +56,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the result."""
-    if arguments.data is not None:
-        require_class_folders(arguments.data)
-    known = None if arguments.data is None else open_evaluation_set(arguments.data)
-    print_notes([] if known is None else known.notes)
-    unknown = [] if arguments.unknown is None else find_images(arguments.unknown)
-    files = (
-        PictureFiles.of(unknown, np.zeros(len(unknown), np.int64)) if known is None else known.files
+    if arguments.data is None:
+        _measure_certainty(arguments)
+    else:
+        _measure_accuracy(arguments)
+    return 0
+
+
+def _measure_certainty(arguments: argparse.Namespace) -> None:
+    """Print how sure the model is of pictures of none of its classes."""
+    paths = find_images(arguments.unknown)
+    files = PictureFiles.of(paths, np.zeros(len(paths), np.int64))
+    predictor, info, _ = predictor_from(arguments)
+    require_classes(info.config)
+    scores, members = _scores_and_members(predictor, info, files)
+    best = scores.max(axis=1)
+    abstained = ""
+    if info.coverage is not None:
+        abstained = f"; {(~members.any(axis=1)).mean():.1%} abstained"
+    print(
+        f"{len(files)} pictures of none of its classes: the best score is {best.mean():.1%} "
+        f"on average, and above {_SURE:.0%} for {(best > _SURE).mean():.1%}{abstained}"
     )
-    from model.extensions.evaluation.evaluate import measure, outputs_of, scores_and_members  # noqa: PLC0415  torch is slow
+
+
+def _measure_accuracy(arguments: argparse.Namespace) -> None:
+    """Print the accuracy and the calibration error on labelled pictures."""
+    require_class_folders(arguments.data)
+    labelled = open_evaluation_set(arguments.data)
+    print_notes(labelled.notes)
+    from model.extensions.evaluation.evaluate import measure  # noqa: PLC0415  torch is slow
 
     predictor, info, settings = predictor_from(arguments)
     require_classes(info.config)
-    truth = None if known is None else known.truth(info.labels, info.name)
-    requested = RequestedOutputs(len(info.labels), label_set=info.coverage is not None)
-    outputs = outputs_of(predictor, files, requested)
-    scores, members = scores_and_members(outputs, len(files), len(info.labels))
-    if known is None or truth is None:
-        best = scores.max(axis=1)
-        abstained = (
-            "" if info.coverage is None else f"; {(~members.any(axis=1)).mean():.1%} abstained"
-        )
-        print(
-            f"{len(files)} pictures of none of its classes: the best score is {best.mean():.1%} "
-            f"on average, and above {_SURE:.0%} for {(best > _SURE).mean():.1%}{abstained}"
-        )
-        return 0
-    found = measure(scores, truth, info.labels)
-    images = f"{found.count} {known.split} images".replace("  ", " ")
-    print(f"{info.name} on {info.device} in {info.dtype}: {found.accuracy:.2%} of {images} right")
-    print(f"loss {found.loss:.4f} nats, expected calibration error {found.calibration_error:.2%}")
-    _print_trained_on(known.files, settings.checkpoint)
-    width = max(12, *(len(label) for label in found.per_class))
-    for label, accuracy in found.per_class.items():
+    truth = labelled.truth(info.labels, info.name)
+    scores, members = _scores_and_members(predictor, info, labelled.files)
+    result = measure(scores, truth, info.labels)
+    images = f"{result.count} {labelled.split} images".replace("  ", " ")
+    print(f"{info.name} on {info.device} in {info.dtype}: {result.accuracy:.2%} of {images} right")
+    print(f"loss {result.loss:.4f} nats, expected calibration error {result.calibration_error:.2%}")
+    _print_trained_on(labelled.files, settings.checkpoint)
+    width = max(12, *(len(label) for label in result.per_class))
+    for label, accuracy in result.per_class.items():
         print(f"  {label:{width}} {accuracy:.1%}")
     if info.coverage is not None:
         sets = MeasuredSets.of(members, truth)
@@ -91,7 +105,17 @@ def run(arguments: argparse.Namespace) -> int:
             f"sets for a coverage of {info.coverage:g}: {sets.covered:.2%} hold the right label, "
             f"{sets.labels:.2f} labels on average, {sets.abstained:.2%} abstained"
         )
-    return 0
+
+
+def _scores_and_members(
+    predictor: "Predictor", info: ModelInfo, files: PictureFiles
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Return the score of each class for each picture, and whether the label set has it."""
+    from model.extensions.evaluation.evaluate import outputs_of, scores_and_members  # noqa: PLC0415  torch is slow
+
+    requested = RequestedOutputs(len(info.labels), label_set=info.coverage is not None)
+    outputs = outputs_of(predictor, files, requested)
+    return scores_and_members(outputs, len(files), len(info.labels))
 
 
 def _print_trained_on(files: PictureFiles, checkpoint: str) -> None:

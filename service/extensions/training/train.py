@@ -99,11 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or fit a head alone, measure, and write the folder."""
-    given = [name for name in _NOT_OF_PROBE if getattr(arguments, name.replace("-", "_"))]
+    refused = [name for name in _NOT_OF_PROBE if getattr(arguments, name.replace("-", "_"))]
     if arguments.probe and arguments.checkpoint is None:
         raise TrainingError("--probe: needs --from CHECKPOINT, whose features it reads")
-    if arguments.probe and given:
-        raise TrainingError(f"--probe: --{given[0]} does not apply")
+    if arguments.probe and refused:
+        raise TrainingError(f"--probe: --{refused[0]} does not apply")
     require_class_folders(arguments.data)
     from model.extensions.training import new_head, train  # noqa: PLC0415  torch takes seconds to import
     from model.extensions.training.recipe import read_recipe  # noqa: PLC0415
@@ -135,34 +135,34 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
         if bundled.parent == RECIPES and bundled.is_file():
             return bundled
         if not Path(arguments.recipe).exists():
-            names = ", ".join(sorted(each.stem for each in RECIPES.glob("*.toml")))
+            names = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.toml")))
             raise TrainingError(
                 f"--recipe {arguments.recipe}: no such file, and not one of {names}"
             )
         return Path(arguments.recipe)
     if arguments.resume:  # any other recipe would be a guess
-        begun: Path = arguments.out / RECIPE_FILE
-        if not begun.is_file():
+        recipe: Path = arguments.out / RECIPE_FILE
+        if not recipe.is_file():
             raise TrainingError(
                 f"--resume: {arguments.out} holds no run ({RECIPE_FILE}): "
                 "leave --resume out to begin one"
             )
-        return begun
+        return recipe
     return default_recipe(arguments.data, arguments.checkpoint)
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     fields = ("checkpoint", "image_size", *(name.replace("-", "_") for name in OVERRIDES))
-    given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
-    if "checkpoint" in given:
+    overrides = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
+    if "checkpoint" in overrides:
         # The recipe's name, which is for any pictures, would name all results alike.
-        given = {"name": arguments.out.resolve().name} | given
+        overrides.setdefault("name", arguments.out.resolve().name)
     for text in arguments.set:
         name, equals, value = text.partition("=")
         if not equals:
             raise TrainingError(f"--set {text}: expected FIELD=VALUE")
-        given[name.strip()] = _value(value.strip())
-    return given
+        overrides[name.strip()] = _value(value.strip())
+    return overrides
 
 
 def _value(text: str) -> Any:

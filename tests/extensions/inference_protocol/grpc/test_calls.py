@@ -388,7 +388,7 @@ async def test_accepted_calls_survive_a_stop() -> None:
 
 
 def test_every_error_has_a_grpc_status_code() -> None:
-    only_http = {405, 417, 501, 505}
+    only_http = {405, 406, 412, 417, 501, 505}
     assert {status for status, _ in TABLE.values()} - only_http <= {
         int(status) for status in STATUS_CODES
     }
