@@ -23,6 +23,10 @@ def significant(value: float) -> float:
     return float(f"{value:.7g}")
 
 
+Pooling = Literal["head", "cls", "mean", "transfer"]
+"""Which of the model's features an embedding has."""
+
+
 class Prediction(BaseModel):
     """One class and its score."""
 
@@ -239,7 +243,7 @@ class Embedding(Kept):
     """The answer of POST /embed."""
 
     model: str
-    pool: Literal["head", "cls", "mean"]
+    pool: Pooling
     embedding: Annotated[
         list[float] | str, Field(description="float32; `base64`: their bytes, little-endian")
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import wraps
 from types import MethodType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Unpack, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Unpack, overload
 from urllib.parse import quote
 
 from vitserve import requests
@@ -18,6 +18,7 @@ from vitserve.documents import (
     Labels,
     ListedModel,
     ModelDescription,
+    Pooling,
 )
 from vitserve.head_documents import AddedExamples, HeadDescription
 from vitserve.requests import (
@@ -32,7 +33,6 @@ from vitserve.requests import (
 
 _Arguments = ParamSpec("_Arguments")
 
-Pooling = Literal["head", "cls", "mean", "transfer"]
 """The parameter `pool` of /embed."""
 
 

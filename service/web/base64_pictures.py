@@ -37,6 +37,7 @@ _NOT_BASE64: Final = "not base64; the service does not fetch URLs: send the pict
 SPACES: Final = (
     "base64 with spaces: its '+' was decoded as in a form; percent-encode it, or send base64url"
 )
+_URL_ENCODED: Final = re.compile(r"[\w.\[\]-]{1,50}=[^=]")
 _URL: Final = re.compile(r"(https?|s3|gs|file)://", re.IGNORECASE)
 
 
@@ -163,6 +164,8 @@ def _mistake_in_text(text: str) -> str:
     if _PICTURE_NAME.fullmatch(text[:100]):
         name = text[:50]
         return f"{name!r} is a file's name, not its content (curl needs an @): send its bytes"
+    if _URL_ENCODED.match(text):
+        return "this is a URL-encoded form, not a picture: send its bytes"
     kind = "JSON" if text.startswith(("{", "[")) else "text"
     return f"this is {kind}, not a picture: send its bytes"
 

@@ -24,6 +24,13 @@ _MAX_FIELDS: Final = 64
 _MAX_FIELD_BYTES: Final = 1 << 18  # a thousand labels of 256 characters
 
 
+_READ_HEADERS: Final = frozenset(
+    [b"content-disposition", b"content-transfer-encoding", b"content-type"]
+)
+_IDENTITIES: Final = (b"", b"7bit", b"8bit", b"binary")
+_CHARSETS: Final = (b"utf-8", b"utf8", b"us-ascii", b"ascii")
+
+
 def form_parser(boundary: bytes, form: "Form") -> Callable[[bytes], object]:
     """Return a function that parses the chunks of a body into a form.
 
@@ -63,6 +70,7 @@ class Form:
         self._header = bytearray()
         self._value = bytearray()
         self._name = ""
+        self._encoding = ""
         self._file: bytearray | None = None
         self._parameter: str | None = None
         self._text = bytearray()
@@ -78,6 +86,7 @@ class Form:
     def on_part_begin(self) -> None:
         """Forget the previous part."""
         self._name = ""
+        self._encoding = ""
         self._file = None
         self._parameter = None
 
@@ -90,10 +99,20 @@ class Form:
         self._value += data[start:end]
 
     def on_header_end(self) -> None:
-        """Keep the field's name if this header has it."""
-        if self._header.lower() == b"content-disposition":
-            _, parameters = parse_header(bytes(self._value))
+        """Keep the field's name or its encoding; raises `MalformedRequest` for a second name."""
+        header = bytes(self._header.lower())
+        if header not in _READ_HEADERS:
+            self._value.clear()
+        value, parameters = parse_header(bytes(self._value))
+        if header == b"content-disposition":
+            if self._name:
+                raise MalformedRequest("multipart: a part has two names: send two parts")
             self._name = parameters.get(b"name", b"").decode("utf-8", "replace")
+        charset = parameters.get(b"charset", b"utf-8")
+        if header == b"content-transfer-encoding" and value.lower() not in _IDENTITIES:
+            self._encoding = f"Content-Transfer-Encoding {value.decode('latin-1')!r:.50}"
+        elif header == b"content-type" and charset.lower() not in _CHARSETS:
+            self._encoding = f"charset {charset.decode('latin-1')!r:.50}"
         self._header.clear()
         self._value.clear()
 
@@ -131,6 +150,8 @@ class Form:
             if known:
                 message += f"; parameters: {', '.join(by_likeness(name, known))}"
             raise MalformedRequest(message)
+        if self._encoding:
+            raise MalformedRequest(f"{name}: {self._encoding}: send plain text in UTF-8")
         if sum(map(len, self._fields.values())) >= _MAX_FIELDS:
             raise MalformedRequest(f"multipart: more than {_MAX_FIELDS} fields besides the files")
         self._parameter = name

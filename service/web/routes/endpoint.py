@@ -104,9 +104,7 @@ class Endpoint:
             method, self.path_format, function, query_model, path_types, **description
         )
 
-        self._media_types = frozenset[str]() if is_loose else self.operation.media_types
-        if not (is_loose or is_described):
-            self._media_types = _UNDESCRIBED_TYPES
+        self._media_types = self.operation.media_types if is_described else _UNDESCRIBED_TYPES
         self._has_formats = query_model is not None and "format" in query_model.model_fields
 
     @property
@@ -132,7 +130,8 @@ class Endpoint:
         """Answer a request to this path; raises as `parse_query` and the function."""
         context = request_context(scope)
         context.endpoint = self.path_format
-        check_headers(scope["headers"], scope["method"], self._media_types)
+        if not self._is_loose:
+            check_headers(scope["headers"], scope["method"], self._media_types)
         request = Request(scope, receive)
         query_model = self.operation.query_model
         query_string = scope["query_string"]

@@ -7,18 +7,18 @@ from typing import Final
 from service.errors import ExpectationFailed, MalformedRequest, NotAcceptable, PreconditionFailed
 from service.http.application import Header
 
-_CHECKED: Final = frozenset(
+_DEMANDS: Final = frozenset(
     [
-        b"accept",
-        b"content-range",
-        b"expect",
-        b"if-match",
-        b"if-none-match",
-        b"x-http-method",
-        b"x-http-method-override",
-        b"x-method-override",
+        "content-range",
+        "expect",
+        "if-match",
+        "if-none-match",
+        "x-http-method",
+        "x-http-method-override",
+        "x-method-override",
     ]
 )
+_CHECKED: Final = frozenset([b"accept", b"content-type", *(name.encode() for name in _DEMANDS)])
 
 
 def check_headers(headers: Iterable[Header], method: str, media_types: Collection[str]) -> None:
@@ -27,28 +27,30 @@ def check_headers(headers: Iterable[Header], method: str, media_types: Collectio
     Headers that a server may ignore are ignored, such as `Range` and `Prefer`.
 
     Args:
-        media_types: media types of the route's answers; empty if `Accept` is not checked.
+        media_types: media types of the route's answers; empty if answers have no body.
 
     Raises:
         NotAcceptable: `Accept` excludes every media type.
         PreconditionFailed: the request depends on a version of the resource.
         ExpectationFailed: `Expect` is not `100-continue`.
-        MalformedRequest: the body is a part of a file, or a header names another method.
+        MalformedRequest: the body is a part of a file, or a header names another media type or
+            method.
     """
-    accepted = []
-    for header, sent in headers:
-        if header not in _CHECKED:
-            continue
-        value = sent.decode("latin-1").strip()
-        if header == b"accept":
-            accepted.append(value)
-        elif value:
-            _check_header(header.decode(), value, method)
-    if accepted and media_types:
-        require_acceptable(", ".join(accepted), media_types)
+    sent: dict[str, list[str]] = {}
+    for header, value in headers:
+        if header in _CHECKED:
+            sent.setdefault(header.decode(), []).append(value.decode("latin-1").strip())
+    if "accept" in sent and media_types:
+        require_acceptable(", ".join(sent["accept"]), media_types)
+    if len(set(sent.get("content-type", ()))) > 1:
+        raise MalformedRequest(f"Content-Type: {sent['content-type']!s:.100}: send one")
+    for name, values in sent.items():
+        if name in _DEMANDS and values[0]:
+            _check_demand(name, values[0], method)
 
 
-def _check_header(name: str, value: str, method: str) -> None:
+def _check_demand(name: str, value: str, method: str) -> None:
+    """Refuse a demand that this service does not fulfil; raises as `check_headers`."""
     if name == "expect":
         if value.lower() != "100-continue":
             raise ExpectationFailed(f"Expect: {value!r:.50} is unknown; only 100-continue is met")

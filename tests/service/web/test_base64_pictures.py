@@ -138,6 +138,7 @@ def test_text_may_hold_a_picture(
         ('{"image": "AAAA"}', "this is JSON, not a picture"),
         ("aGVsbG8gd29ybGQsIHRoaXMgaXMgbm8gcGljdHVyZQ==", "text, not a picture"),
         ("hello", "text, not a picture"),
+        ("top_k=1&image=aGVsbG8", "URL-encoded form, not a picture"),
         ("%PDF-1.7\n%\u00b5\n1 0 obj", "send a page as PNG or JPEG"),
         ("--x\r\nContent-Type: image/jpeg\r\n\r\n\u00b5", "declare it as multipart/form-data"),
         (b"\xff\xd8\xff\xe0\0\x10JFIF".decode("latin-1"), "binary mode"),

@@ -216,3 +216,33 @@ def test_excess_file_is_refused_on_arrival() -> None:
     with pytest.raises(TooManyImages, match="2 file"):
         read(channel, limits=limits)
     assert channel.received == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("Content-Transfer-Encoding: base64\r\n", "Content-Transfer-Encoding 'base64'"),
+        ("content-transfer-encoding: Quoted-Printable\r\n", "send plain text in UTF-8"),
+        ("Content-Type: text/plain; charset=utf-16\r\n", "charset 'utf-16'"),
+        ('Content-Disposition: form-data; name="file"\r\n', "two names"),
+    ],
+)
+def test_a_parameter_is_plain_text_of_one_name(extra: str, message: str) -> None:
+    for headers in (extra, f"X-Other: base64\r\n{extra}"):
+        body = form(part(b"picture"), part(b"Mw==", "top_k", extra=headers))
+        with pytest.raises(MalformedRequest, match=message):
+            upload_of(body, limits=WITH_PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "Content-Transfer-Encoding: 8bit\r\n",
+        "Content-Transfer-Encoding: Binary\r\nContent-Type: text/plain; charset=UTF-8\r\n",
+        "Content-Type: application/json\r\n",
+        "X-Encoding: base64\r\n",
+    ],
+)
+def test_usual_headers_of_a_parameter_pass(extra: str) -> None:
+    body = form(part(b"picture"), part(b"3", "top_k", extra=extra))
+    assert upload_of(body, limits=WITH_PARAMETERS).fields == {"top_k": ["3"]}

@@ -52,6 +52,7 @@ async def test_an_embedding_is_json_by_default(service: App) -> None:
         ("pool=cls", EmbeddingRequest("cls")),
         ("pool=mean&normalize=true", EmbeddingRequest("mean", True)),
         ("normalize=1", EmbeddingRequest("head", True)),
+        ("pool=transfer", EmbeddingRequest("transfer")),
     ],
 )
 async def test_every_format_has_what_was_asked_for(query: str, requested: EmbeddingRequest) -> None:

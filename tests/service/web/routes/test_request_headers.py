@@ -127,3 +127,12 @@ async def test_a_demand_is_refused(name: str, value: str, status: int, remedy: s
 )
 async def test_other_headers_pass(name: str, value: str) -> None:
     assert (await post("/classify", **{name: value})).status == 200
+
+
+@on_a_loop
+async def test_two_types_of_a_body_are_refused() -> None:
+    communicator = app().communicator("POST", "/classify", body=PNG)
+    types = [b"image/png", b"multipart/form-data; boundary=b"]
+    communicator.scope["headers"] = [(b"content-type", value) for value in types]
+    answer = await communicator.run()
+    assert (answer.status, answer.code) == (400, "malformed_request")
