@@ -110,8 +110,10 @@ test-ray: $(VENV)/.test
 	$(PIP) --quiet -e '.[ray]'
 	$(BIN)/pytest -m "ray or not ray" tests/extensions/ray/test_replicas.py tests/e2e/test_ray_serve.py
 
+DAMAGED := tests/model/checkpoint/test_damaged_files.py tests/extensions/formats/test_damaged_single_files.py
+
 fuzz: $(VENV)/.test
-	EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/pytest -n0 --timeout 0 tests/fuzz $(if $(SEED),--hypothesis-seed $(SEED))
+	EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/pytest -n0 --timeout 0 tests/fuzz $(DAMAGED) $(if $(SEED),--hypothesis-seed $(SEED))
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

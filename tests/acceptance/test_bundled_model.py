@@ -5,6 +5,7 @@ The images are CIFAR-10's, also enlarged, compressed and turned, as users send t
 
 import csv
 import io
+import itertools
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +36,8 @@ from vitserve.documents import Classification
 
 pytestmark = pytest.mark.timeout(400)  # servers, checkpoints and many pictures
 
-COUNT = 1000
-SERVED = 400
+COUNT = 500
+SERVED = 200
 """Number of images that are sent to a server."""
 CONCURRENCY = 32
 
@@ -116,13 +117,12 @@ def test_the_model_card_tells_the_accuracy(images: Images, offline: NDArray[np.f
     assert found is not None
     told = float(found[1]) / 100
     measured = measure(offline, images.labels, load_checkpoint("bundled").labels).accuracy
-    # A tolerance of three standard errors of a share, because a thousand images represent all ten
-    # thousand.
+    # A tolerance of three standard errors of a share, because a part of the images represents all.
     assert measured == pytest.approx(told, abs=3 * (told * (1 - told) / COUNT) ** 0.5)
     assert told >= 0.65
 
 
-SENT = 500
+SENT = 250
 SIDE = 256
 """Side of the sent pictures in pixels."""
 STORED_AS = {
@@ -177,7 +177,7 @@ def test_picture_variants_keep_their_answer(
     right = answers["as stored"] == truth
     right_as_sent = answers[variant] == truth
     lost = right.mean() - right_as_sent.mean()
-    # Five hundred images represent all ten thousand. Only images with a changed answer move the
+    # A part of the images represents all ten thousand. Only images with a changed answer move the
     # difference, each by one. The tolerance adds two standard errors of such a sum to the promised
     # loss.
     changed = (right != right_as_sent).sum()
@@ -209,11 +209,12 @@ def folder(shared: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(shared: Path) -> list[Sample]:
+    """Return every second photograph, which are of as many classes."""
     pictures = shared / "data" / "imagenet-samples"
     with (pictures / "LABELS.csv").open(encoding="utf-8") as labels:
         return [
             Sample(row["file"], (pictures / row["file"]).read_bytes(), int(row["class_index"]))
-            for row in csv.DictReader(labels)
+            for row in itertools.islice(csv.DictReader(labels), 0, None, 2)
         ]
 
 
@@ -248,7 +249,8 @@ def pixels(folder: Path, samples: list[Sample]) -> NDArray[np.uint8]:
 
 @pytest.fixture(scope="module")
 def timm_logits(folder: Path, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return timm's model with the same weights on the same pixels, in float32."""
+    """Return logits of timm's model with these weights, in float32, for every fifth sample."""
+    pixels = pixels[::5]
     model = timm().create_model("deit_tiny_patch16_224", pretrained=False).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"))
     mean = torch.tensor(model.pretrained_cfg["mean"]).reshape(1, 3, 1, 1)
@@ -267,8 +269,8 @@ def test_real_photographs_get_their_labels(
         scores.argmax() == sample.class_index
         for scores, sample in zip(served, samples, strict=True)
     ]
-    assert len(right) == 50
-    assert sum(right) >= 39
+    assert len(right) == 25
+    assert sum(right) >= 19
 
 
 @pytest.mark.slow
@@ -276,4 +278,4 @@ def test_the_scores_over_http_are_timms(
     served: NDArray[np.float32], timm_logits: NDArray[np.float32]
 ) -> None:
     expected = torch.from_numpy(timm_logits).softmax(dim=-1).numpy()
-    np.testing.assert_allclose(served, expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(served[::5], expected, rtol=0, atol=1e-4)

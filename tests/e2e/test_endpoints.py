@@ -176,12 +176,13 @@ from vitserve_client.api.classify import classify
 from vitserve_client.models import ClassifyFilesBody
 from vitserve_client.types import File
 
-url, key, picture = sys.argv[1:]
+url, picture, *keys = sys.argv[1:]
 raw = lambda: File(payload=open(picture, "rb"), file_name="picture.png")
-with AuthenticatedClient(url, token=key) as client:
-    bodies = (ClassifyFilesBody(file=raw()), raw())
-    answers = [classify.sync_detailed(client=client, body=body) for body in bodies]
-print(json.dumps([[answer.status_code, answer.parsed.to_dict()] for answer in answers]))
+for key in keys:
+    with AuthenticatedClient(url, token=key) as client:
+        bodies = (ClassifyFilesBody(file=raw()), raw())
+        answers = [classify.sync_detailed(client=client, body=body) for body in bodies]
+    print(json.dumps([[answer.status_code, answer.parsed.to_dict()] for answer in answers]))
 """
 
 
@@ -220,32 +221,28 @@ def generated(keyed: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("key", "status"), [(KEY, 200), ("another", 401)], ids=["a key", "a wrong key"]
-)
 def test_a_generated_client_classifies(
-    keyed: Served, pictures: Pictures, generated: Path, tmp_path: Path, key: str, status: int
+    keyed: Served, pictures: Pictures, generated: Path, tmp_path: Path
 ) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(pictures.files[0])
 
-    done = run("-c", CALL, keyed.url, key, picture, folder=generated)
+    done = run("-c", CALL, keyed.url, picture, KEY, "another", folder=generated)
 
     assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout)
-    assert [answer[0] for answer in answers] == [status, status]
-    for _, document in answers:
-        if status == 200:
-            pictures.check(0, document)
-        else:
-            assert document["code"] == "unauthorized"
+    answers, refusals = map(json.loads, done.stdout.splitlines())
+    for status, document in answers:
+        assert status == 200
+        pictures.check(0, document)
+    for status, document in refusals:
+        assert (status, document["code"]) == (401, "unauthorized")
 
 
 def test_schemathesis_finds_nothing(keyed: Served, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
     done = schemathesis(
-        keyed.url, "--max-examples=3", key=KEY, seed=1, folder=tmp_path, timeout=2 * PATIENCE
+        keyed.url, "--max-examples=1", key=KEY, seed=1, folder=tmp_path, timeout=2 * PATIENCE
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

@@ -115,7 +115,6 @@ def test_an_engine_restart_keeps_the_swap(serve: Serve, pictures: Pictures, fold
         checkpoint=folder / CHECKPOINT_NAME,
         checkpoint_folder=folder,
         admin_key="admin",
-        compile="auto",
     )
     in_turns(server, pictures, folder, swaps=1)
     until(lambda: len(Processes(server).all) == 3)  # the replaced engines have ended

@@ -5,8 +5,6 @@ import http.client
 import os
 import pty
 import signal
-import subprocess
-import sys
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,12 +15,13 @@ import pytest
 
 from tests.e2e.serving import client, together
 from tests.launcher import PATIENCE, free_port, until
+from tests.template import ForkedProcess
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURE = REPOSITORY / "examples" / "dog.jpg"
-MANY = 5_000
+MANY = 1_200
 FEW = 500  # their lines already fill the pipe or the terminal
 CALLERS = 8
 
@@ -68,14 +67,8 @@ def test_nothing_waits_for_a_log_reader(
         "VIT_COMPILE": "off",
     }
     with standard_error() as descriptor:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "service", "serve"],
-            cwd=REPOSITORY,
-            env={**os.environ, **settings},
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=descriptor,
-        )
+        output = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+        process = ForkedProcess(("serve",), {**os.environ, **settings}, output)
         try:
             with client(url) as caller:
                 until(lambda: process.poll() is not None or is_ready(caller))
@@ -106,7 +99,7 @@ def ask_many(url: str, requests: int) -> int:
     picture = PICTURE.read_bytes()
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
     for number in range(requests):
-        if number % 125 == 0:
+        if number % 50 == 0:
             connection.request("POST", "/classify", picture)
         else:
             connection.request("GET", "/labels")

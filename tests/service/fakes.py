@@ -63,9 +63,12 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 
 async def until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds; look less often the longer it takes."""
+    seconds = 0.001
     async with asyncio.timeout(PATIENCE):
         while not condition():
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(seconds)
+            seconds = min(1.2 * seconds, 0.05)
 
 
 def start(model: LocalModel, on_change: Callable[[], None]) -> None:

@@ -407,7 +407,7 @@ class ModelMachine(RuleBasedStateMachine):
 
 TestModels = ModelMachine.TestCase
 TestModels.settings = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

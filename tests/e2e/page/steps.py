@@ -51,6 +51,13 @@ def pixels(page: Page, selector: str) -> np.ndarray:
     )
 
 
+def require_no_overflow(page: Page) -> None:
+    """Check that the page is not wider than a desktop's window or than a phone's."""
+    for width, height in ((1280, 900), (360, 740)):
+        page.set_viewport_size({"width": width, "height": height})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def send_event(page: Page, kind: str, files: list[Path], place: str = "#drop") -> None:
     """Drop or paste files on an element: send the event with its data."""
     content = [[path.name, base64.b64encode(path.read_bytes()).decode()] for path in files]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from tests.model.checkpoint.folders import refusal, tiny
-from tests.model.checkpoint.fuzzing import FUZZ, right_or_refused
+from tests.model.checkpoint.fuzzing import FUZZ, TIMEOUT_SECONDS, right_or_refused
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:

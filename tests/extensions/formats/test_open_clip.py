@@ -128,7 +128,7 @@ def test_open_clips_own_towers_are_read(case: str, tmp_path: Path) -> None:
 
 
 TIMMS: Final[dict[str, tuple[str, str, str | None]]] = {
-    "SigLIP": ("vit_base_patch32_siglip_256", "map", "none"),
+    "SigLIP": ("test_vit3", "map", "none"),
     "a head that projects": ("vit_tiny_patch16_224", "token", None),
     "a projection": ("vit_relpos_medium_patch16_cls_224", "", "linear"),
 }

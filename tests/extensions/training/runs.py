@@ -17,21 +17,21 @@ CPU = torch.device("cpu")
 
 TAUGHT: Mapping[str, Any] = {
     "architecture.conv_stem": {
-        "widths": (24, 24, 24, 16, 16),
+        "widths": (24, 24, 24, 8, 8),
         "kernels": (3, 3, 3, 3, 3),
         "strides": (1, 1, 1, 1, 1),
         "pools": (1, 2, 1, 2, 1),
         "activation": "gelu",
     },
     "teacher": {
-        "epochs": 2,
+        "epochs": 1,
         "batch_size": 80,
-        "widths": (24, 16, 16),
+        "widths": (24, 8, 8),
         "resample": 0.2,
         "weight": 0.8,
     },
 }
-"""Return a tiny teacher, and a stem that begins with its first layers."""
+"""A tiny teacher, and a stem that begins with its first layers."""
 
 EVERYTHING: Mapping[str, Any] = {
     **TAUGHT,

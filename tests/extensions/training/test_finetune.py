@@ -139,7 +139,7 @@ def test_every_kind_can_be_fine_tuned(
     tmp_path: Path, tuning: Recipe, fields: dict[str, Any]
 ) -> None:
     start = write_checkpoint(tmp_path / "start", **fields)
-    recipe = tuning.override({"checkpoint": str(start), "epochs": 4, "batch_size": 4})
+    recipe = tuning.override({"checkpoint": str(start), "epochs": 2, "batch_size": 4})
     result = run(write_folder(tmp_path / "data", 6), tmp_path / "out", recipe, device="cpu")
     checkpoint = load_checkpoint(str(tmp_path / "out"))
     assert checkpoint.config == load_checkpoint(str(start)).config.model_copy(

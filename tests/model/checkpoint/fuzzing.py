@@ -1,5 +1,6 @@
-"""The check of randomly damaged files."""
+"""The check of randomly damaged files; `make fuzz` draws more examples."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,12 @@ from hypothesis import HealthCheck, settings
 from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
 
+EXAMPLES = os.environ.get("EXAMPLES")
+
+TIMEOUT_SECONDS = 0 if EXAMPLES else 120
+
 FUZZ = settings(
-    max_examples=60,
+    max_examples=int(EXAMPLES or 25),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

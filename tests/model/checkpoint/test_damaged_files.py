@@ -30,9 +30,9 @@ from tests.model.checkpoint.folders import (
     refusal,
     tiny,
 )
-from tests.model.checkpoint.fuzzing import FUZZ, right_or_refused
+from tests.model.checkpoint.fuzzing import FUZZ, TIMEOUT_SECONDS, right_or_refused
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)
 
 
 BASE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)

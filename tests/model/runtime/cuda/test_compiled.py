@@ -112,22 +112,20 @@ def test_no_request_compiles_anything(
     assert traced() > 0
 
 
-KINDS = {"mlp": "swiglu", "qk_norm": True, "layer_scale": True}
-
-
 @pytest.mark.usefixtures("tracer")
 def test_every_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, dynamo compiles a function eight times, and then silently runs it uncompiled."""
-    for name, value in KINDS.items():
-        before = traced()
-        config = make_checkpoint(depth=1).vit.model_copy(update={name: value})
-        model = VisionTransformer(config)
-        model.reset_parameters(torch.Generator().manual_seed(0))
-        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    """By default, dynamo compiles a function a few times, and then silently runs it uncompiled."""
+    usual_limit = 2
+    before = traced()
+    config = make_checkpoint(depth=1).vit.model_copy(update={"mlp": "swiglu", "qk_norm": True})
+    model = VisionTransformer(config)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    with torch._dynamo.config.patch(recompile_limit=usual_limit):
         predictor = warm(not_strict(), make_checkpoint(config=config, tensors=tensors))
-        assert predictor.compiled == "compiled", name
-        assert traced() - before >= 3, name
-    assert torch._dynamo.config.recompile_limit == 8, "functions of others keep their limit"
+        assert torch._dynamo.config.recompile_limit == usual_limit, "others keep their limit"
+    assert predictor.compiled == "compiled"
+    assert traced() - before > usual_limit
 
     monkeypatch.setattr(torch_backend, "RECOMPILE_LIMIT", 1)
     predictor = warm(not_strict(), graphs=False)
