@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from torch import Tensor
+
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP
@@ -67,21 +69,17 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     tensors = files.without(tensors, family.unused)
     stored = stored_names(tensors, family.rules)
     tensors = renamed(tensors, family.rules, files.title)
-    if texts is None and not is_backbone:
+    if is_backbone:
+        classes = 0
+        # A class without a head gives only the CLS token.
+        pool = "cls" if vit.pool == "cls_mean" else vit.pool
+        vit = vit.model_copy(update={"pool": pool})
+    elif texts is not None:
+        classes = len(texts.labels)
+    else:
         tensors = with_head(tensors, files, "classifier")
-    classes = 0
-    if not is_backbone and (texts is None or texts.labels):
-        head = tensors.get("head.weight")
-        classes = head.shape[0] if head is not None and head.ndim else 0
-        if not classes:
-            name = stored.get("head.weight", "classifier.weight")
-            raise CheckpointError(
-                f"{files.title}: missing key {name!r}, the head, or it has no classes: save the "
-                'model with its head, under PEFT with modules_to_save=["classifier"]'
-            )
-    # A class without a head gives only the CLS token.
-    pool = "cls" if is_backbone and vit.pool == "cls_mean" else vit.pool
-    vit = vit.model_copy(update={"num_classes": classes, "pool": pool})
+        classes = _classes(tensors, stored.get("head.weight", "classifier.weight"), files.title)
+    vit = vit.model_copy(update={"num_classes": classes})
     labels = HeadLabels(texts.labels) if texts else _labels(stated, classes, options)
     vit, native = family.native(tensors, vit, options.image_size or preprocess.size, files.title)
     return Checkpoint(
@@ -101,6 +99,17 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         notes=labels.notes + _code_notes(config),
         assumed=(carried.assumed if carried else ()) + labels.assumed,
     )
+
+
+def _classes(tensors: Mapping[str, Tensor], stored_name: str, where: str) -> int:
+    """Return the number of classes of the head; raise `CheckpointError` without any."""
+    head = tensors.get("head.weight")
+    if head is None or not head.ndim or not len(head):
+        raise CheckpointError(
+            f"{where}: missing key {stored_name!r}, the head, or it has no classes: save the model "
+            'with its head, under PEFT with modules_to_save=["classifier"]'
+        )
+    return len(head)
 
 
 def _code_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
