@@ -1,10 +1,19 @@
-"""Admission: bounds on the slots and the bytes that requests take of a process.
+"""Limits of a process: the slots and the bytes that requests may take.
 
     request headers are here    a slot must be free, but the request does not take it yet
     the body arrives            its bytes are counted until the answer; slow bodies give way
     the body is here            the request takes a slot for each picture, until it is answered
     the answer is sent          unread bytes are counted; the slowest reader gives way
-    a bound is reached          the request is refused at once; fast repeats are answered late
+    a limit is reached          the request is refused at once
+
+With 8 slots:
+
+    0.0 s    A sends 7 pictures in a batch, which take 7 slots
+    0.1 s    A sends another picture: refused, because the last slot is for other callers
+    0.2 s    B sends a picture, which takes the last slot
+    0.3 s    C sends a picture: refused, because every slot is taken
+    0.4 s    a picture of A is answered, and gives its slot back
+    0.5 s    C sends its picture again, which takes that slot
 
 A body is slow when it arrives below `MIN_BODY_RATE`. Every object belongs to one event loop.
 """
