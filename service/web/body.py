@@ -1,17 +1,28 @@
 """Read the body of a request into memory, within limits that hold at every step.
 
 A body that is too large is refused as soon as it exceeds the limit, not at its end.
+
+The fields of a form complete the query:
+
+    check_early(request, query, model)                                   the query of the address
+    async with admit(request, model) as admitted:
+        picture, query = await read_picture(request, admitted, query)    and of the form
+        await use_named_model(request, admitted, query.model)
+        requested = query.requested(admitted.model.info)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, TypeVar
 
+from pydantic import BaseModel
 from python_multipart.exceptions import FormParserError
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from model.images.formats import is_picture
+from service.engine.messages import ModelInfo
 from service.errors import (
     ClientDisconnected,
     MalformedRequest,
@@ -21,12 +32,17 @@ from service.errors import (
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.web.admit import AdmittedRequest
+from service.models.lease import Lease
+from service.web.admit import AdmittedRequest, model_of
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_json
 from service.web.digests import HEADERS as DIGEST_HEADERS
 from service.web.digests import DeclaredDigests
 from service.web.multipart import Form, form_parser
-from service.web.upload import RIGHT_CALL, Upload, UploadLimits, parse_header
+from service.web.query import merged, parameters_of
+from service.web.upload import RIGHT_CALL, Upload, UploadedFile, UploadLimits, parse_header
+from vitserve.documents import FIELD
+
+Q = TypeVar("Q", bound=BaseModel)
 
 WHOLE_BODY: Final = " (VIT_MAX_REQUEST_BYTES)"
 _ONE_FILE: Final = " (VIT_MAX_UPLOAD_BYTES)"
@@ -45,6 +61,81 @@ class Bound(NamedTuple):
 
     limit: int
     setting: str = ""
+
+
+class PictureQuery(Protocol):
+    """The query of a route for pictures."""
+
+    def requested(self, info: ModelInfo) -> object:
+        """Return what the query requests of a model; raises `InvalidParameter`, `InputError`."""
+
+
+def check_early(request: Request, query: PictureQuery, model: Lease) -> None:
+    """Refuse a wrong query before the body is read; raises as `PictureQuery.requested`.
+
+    An address without parameters is not checked if the body is a form, which may have them.
+    """
+    kind = request.headers.get("content-type", "").lower()
+    if request.scope["query_string"] or not kind.startswith("multipart/form-data"):
+        query.requested(model.info)
+
+
+async def read_picture(
+    request: Request, admitted: AdmittedRequest, query: Q, *, fields: Collection[str] = (FIELD,)
+) -> tuple[bytearray, Q]:
+    """Return the only picture in the body, and the completed query; raises as `read_pictures`."""
+    files, query = await _read(request, admitted, query, 1, fields)
+    return require_file(files[0]), query
+
+
+async def read_pictures(
+    request: Request, admitted: AdmittedRequest, query: Q
+) -> tuple[list[UploadedFile], Q]:
+    """Return the pictures in the body, and the query completed by the other fields of a form.
+
+    Raises:
+        MalformedRequest: a field has another value in the address.
+        InvalidParameter: a value is wrong.
+        What `read_files` raises.
+    """
+    most = admitted.service.settings.max_images_per_request
+    return await _read(request, admitted, query, most, setting="VIT_MAX_IMAGES_PER_REQUEST")
+
+
+async def _read(
+    request: Request,
+    admitted: AdmittedRequest,
+    query: Q,
+    most: int,
+    fields: Collection[str] = (FIELD,),
+    setting: str = "",
+) -> tuple[list[UploadedFile], Q]:
+    settings = admitted.service.settings
+    limits = UploadLimits(
+        settings.max_upload_bytes,
+        settings.max_request_bytes,
+        most,
+        fields,
+        parameters_of(type(query)),
+        setting,
+    )
+    upload = await read_files(admitted, limits)
+    if upload.fields:
+        query = merged(query, request.scope["query_string"], upload.fields)
+    return upload.files, query
+
+
+def require_file(file: UploadedFile) -> bytearray:
+    """Return the bytes of a file; raises `UploadTooLarge` if it has too many."""
+    if isinstance(file, UploadTooLarge):
+        raise file
+    return file
+
+
+async def use_named_model(request: Request, admitted: AdmittedRequest, name: str | None) -> None:
+    """Let another model answer if the form names one; raises as `model_of`."""
+    if name is not None and name != admitted.model.info.name:
+        admitted.model = await model_of(request, name)
 
 
 async def read_files(admitted: AdmittedRequest, limits: UploadLimits) -> Upload:

@@ -28,7 +28,6 @@ from service.engine.messages import InferenceRequest, InferenceResult
 from service.errors import (
     InferenceFailed,
     MissingImage,
-    UploadTooLarge,
 )
 from service.models.lease import Lease
 from service.models.residency import UNNAMED
@@ -39,7 +38,6 @@ from service.web.decoders import Decoded
 from service.web.image_stores import id_of_kind, new_image_id
 from service.web.lanes import Job
 from service.web.service import Service
-from service.web.upload import UploadedFile
 
 logger = logging.getLogger("vitserve")
 
@@ -287,13 +285,6 @@ async def embed_texts(admitted: AdmittedRequest, texts: Sequence[str]) -> NDArra
                 features = await engine.embed_texts(texts, timeout=admitted.deadline.remaining())
             service.texts.add(engine, texts)
             return features
-
-
-def require_file(file: UploadedFile) -> bytearray:
-    """Return the bytes of a file; raises `UploadTooLarge` if it has too many."""
-    if isinstance(file, UploadTooLarge):
-        raise file
-    return file
 
 
 # Keep

@@ -15,11 +15,12 @@ from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import ModelInfo
 from service.errors import NotFound, UnknownModel
 from service.web.admit import admit, model_of, service_of
+from service.web.body import check_early, read_picture
 from service.web.picture import infer_file
+from service.web.query import Absent
 from service.web.routes.classify import ClassifyQuery, classify
-from service.web.routes.endpoint import Router, check_early, read_picture
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import ONE_PICTURE, problems
-from service.web.routes.query import Absent
 from service.web.service import Service
 from vitserve.documents import FIELD, Classification, significant
 

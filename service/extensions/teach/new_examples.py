@@ -16,12 +16,11 @@ from service.extensions.teach.examples import HeadRow
 from service.extensions.teach.settings import TeachSettings
 from service.settings import Settings, settings_of
 from service.web.admit import AdmittedRequest
-from service.web.body import read_whole
+from service.web.body import read_pictures, read_whole, require_file, use_named_model
 from service.web.gather import of_each
-from service.web.picture import infer_file, infer_pixels, kept_picture, require_file
+from service.web.picture import infer_file, infer_pixels, kept_picture
+from service.web.query import Absent
 from service.web.routes.embed import embedding_of
-from service.web.routes.endpoint import read_pictures, use_named_model
-from service.web.routes.query import Absent
 from service.web.upload import UploadedFile
 
 

@@ -17,8 +17,8 @@ from model.outputs import AttentionMap
 from service.errors import ServiceError
 from service.models.lease import Lease
 from service.web.admit import AdmittedRequest
+from service.web.body import require_file
 from service.web.gather import all_of
-from service.web.picture import require_file
 from service.web.problems import INTERNAL_ERROR, problem_of
 from service.web.upload import UploadedFile
 from vitserve.documents import RegionDocument, significant

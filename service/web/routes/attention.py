@@ -24,17 +24,18 @@ from model.parameters import parse_maps
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.admit import AdmittedRequest, admit, model_of, service_of
+from service.web.body import check_early, read_picture, use_named_model
 from service.web.gather import all_of
 from service.web.picture import decode_file, decode_photo, infer_pixels, keep, kept_picture
+from service.web.query import Absent, ModelName
 from service.web.routes.answers import (
     map_fields,
     model_parameter,
     npy_response,
     region_document,
 )
-from service.web.routes.endpoint import Router, check_early, read_picture, use_named_model
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, ONE_PICTURE, problems
-from service.web.routes.query import Absent, ModelName
 from vitserve.documents import MAPS, AttentionDocument
 
 router = Router("attention")

@@ -15,19 +15,20 @@ from model.parameters import parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.web.admit import AdmittedRequest, admit, model_of
+from service.web.body import check_early, read_picture, use_named_model
 from service.web.decoders import Decoded
 from service.web.gather import all_of
 from service.web.image_stores import new_image_id
 from service.web.picture import infer_file, keep
+from service.web.query import Absent, ModelQuery
 from service.web.routes.answers import (
     map_fields,
     model_parameter,
     problem_item,
     region_document,
 )
-from service.web.routes.endpoint import Router, check_early, read_picture, use_named_model
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import ONE_PICTURE, problems
-from service.web.routes.query import Absent, ModelQuery
 from service.web.routes.several_models import (
     Classified,
     Pass,

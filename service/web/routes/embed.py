@@ -19,19 +19,20 @@ from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.models.lease import Lease
 from service.web.admit import AdmittedRequest, admit, model_of
-from service.web.body import read_whole
-from service.web.gather import of_each
-from service.web.picture import embed_texts, infer_file, keep, require_file
-from service.web.routes.answers import answer_each, npy_response, to_json
-from service.web.routes.endpoint import (
-    Router,
+from service.web.body import (
     check_early,
     read_picture,
     read_pictures,
+    read_whole,
+    require_file,
     use_named_model,
 )
+from service.web.gather import of_each
+from service.web.picture import embed_texts, infer_file, keep
+from service.web.query import ModelQuery
+from service.web.routes.answers import answer_each, npy_response, to_json
+from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
-from service.web.routes.query import ModelQuery
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
 

@@ -12,18 +12,10 @@ A framework's layers between a route and its function would cost a request as mu
 loop's time as all of our code; see docs/decisions/endpoints.md. Here a function is called with a
 query that the pydantic model validates, which OpenAPI shows too. Errors rise to
 `service.web.middleware.ProblemMiddleware`.
-
-The fields of a form complete the query:
-
-    check_early(request, query, model)                                   the query of the address
-    async with admit(request, model) as admitted:
-        picture, query = await read_picture(request, admitted, query)    and of the form
-        await use_named_model(request, admitted, query.model)
-        requested = query.requested(admitted.model.info)
 """
 
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar, get_type_hints
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, TypeVar, get_type_hints
 
 from pydantic import BaseModel
 from starlette.convertors import FloatConvertor, IntegerConvertor
@@ -34,19 +26,12 @@ from starlette.routing import Router as LifespanRouter
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
-from service.engine.messages import ModelInfo
 from service.errors import MethodNotAllowed, NotFound
-from service.models.lease import Lease
-from service.web.admit import AdmittedRequest, model_of
-from service.web.body import read_files
 from service.web.middleware import request_context
-from service.web.picture import require_file
+from service.web.query import parse_query, require_no_parameters
 from service.web.routes.not_found import nearest_path
 from service.web.routes.openapi import Json, Operation, openapi_document
-from service.web.routes.query import merged, parameters_of, parse_query, require_no_parameters
 from service.web.routes.request_headers import check_headers, require_acceptable
-from service.web.upload import UploadedFile, UploadLimits
-from vitserve.documents import FIELD
 
 Function = Callable[..., Coroutine[Any, Any, Response | BaseModel]]
 """A coroutine function of the request, or of the request and its query.
@@ -157,74 +142,6 @@ class Endpoint:
             remedy = "; the parameter format chooses"
             require_acceptable(accept, [str(answer.media_type)], remedy)
         await answer(scope, receive, send)
-
-
-class PictureQuery(Protocol):
-    """The query of a route for pictures."""
-
-    def requested(self, info: ModelInfo) -> object:
-        """Return what the query requests of a model; raises `InvalidParameter`, `InputError`."""
-
-
-def check_early(request: Request, query: PictureQuery, model: Lease) -> None:
-    """Refuse a wrong query before the body is read; raises as `PictureQuery.requested`.
-
-    An address without parameters is not checked if the body is a form, which may have them.
-    """
-    kind = request.headers.get("content-type", "").lower()
-    if request.scope["query_string"] or not kind.startswith("multipart/form-data"):
-        query.requested(model.info)
-
-
-async def read_picture(
-    request: Request, admitted: AdmittedRequest, query: Q, *, fields: Collection[str] = (FIELD,)
-) -> tuple[bytearray, Q]:
-    """Return the only picture in the body, and the completed query; raises as `read_pictures`."""
-    files, query = await _read(request, admitted, query, 1, fields)
-    return require_file(files[0]), query
-
-
-async def read_pictures(
-    request: Request, admitted: AdmittedRequest, query: Q
-) -> tuple[list[UploadedFile], Q]:
-    """Return the pictures in the body, and the query completed by the other fields of a form.
-
-    Raises:
-        MalformedRequest: a field has another value in the address.
-        InvalidParameter: a value is wrong.
-        What `read_files` raises.
-    """
-    most = admitted.service.settings.max_images_per_request
-    return await _read(request, admitted, query, most, setting="VIT_MAX_IMAGES_PER_REQUEST")
-
-
-async def _read(
-    request: Request,
-    admitted: AdmittedRequest,
-    query: Q,
-    most: int,
-    fields: Collection[str] = (FIELD,),
-    setting: str = "",
-) -> tuple[list[UploadedFile], Q]:
-    settings = admitted.service.settings
-    limits = UploadLimits(
-        settings.max_upload_bytes,
-        settings.max_request_bytes,
-        most,
-        fields,
-        parameters_of(type(query)),
-        setting,
-    )
-    upload = await read_files(admitted, limits)
-    if upload.fields:
-        query = merged(query, request.scope["query_string"], upload.fields)
-    return upload.files, query
-
-
-async def use_named_model(request: Request, admitted: AdmittedRequest, name: str | None) -> None:
-    """Let another model answer if the form names one; raises as `model_of`."""
-    if name is not None and name != admitted.model.info.name:
-        admitted.model = await model_of(request, name)
 
 
 class Router:

@@ -21,9 +21,9 @@ from service.errors import InvalidParameter, ServiceError
 from service.models.version import Version
 from service.observe.metrics import CONTENT_TYPE
 from service.web.admit import model_of, service_of
+from service.web.query import ModelQuery
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import problems
-from service.web.routes.query import ModelQuery
 from vitserve.documents import Labels, ModelDescription
 
 logger = logging.getLogger("vitserve")

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from service.web.query import parameters_of
 from service.web.routes.endpoint import Endpoint
-from service.web.routes.query import parameters_of
 from tests.needs import TEACH
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.web.apps import App, app, budget_of, form, inside, service_in, settle
