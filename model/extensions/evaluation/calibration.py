@@ -1,4 +1,4 @@
-"""How a checkpoint is calibrated on labelled pictures, and how well its scores and sets then do."""
+"""Calibrate a checkpoint on labelled pictures, and measure its scores and sets of labels."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from model.calibration import (
 from model.errors import DatasetError
 from model.extensions.taught.score_fit import MIN_PICTURES, choose_fit, losses
 
-# How often pictures are halved at random to measure sets of labels.
+# Number of random halvings of the pictures that measure sets of labels.
 _HALVINGS: Final = 20
 
 
@@ -28,8 +28,8 @@ class MeasuredSets:
     """Sets of labels, measured on labelled pictures that they were not calibrated on.
 
     Attributes:
-        covered: share of the pictures whose right label is in the set.
-        labels: mean number of labels in a set, empty ones included.
+        covered: share of the pictures whose set includes the right label.
+        labels: mean number of labels in a set.
         abstained: share of the pictures whose set is empty.
     """
 
@@ -61,7 +61,7 @@ def require_pictures(count: int, coverage: float, data: str) -> None:
 
 
 class MeasuredScores(NamedTuple):
-    """Scores, measured on labelled pictures that they were not fitted to.
+    """Quality of the scores of labelled pictures that they were not fitted to.
 
     Attributes:
         loss: mean negative log-likelihood of the right class, in nats.
@@ -104,8 +104,8 @@ class Calibrated(NamedTuple):
     Attributes:
         calibration: the content of `calibration.json`.
         fitted: number of pictures that the scores were fitted to.
-        form: a name of `FORMS`; empty if the scores stayed as they were.
-        before, after: scores of the pictures that they were not fitted to.
+        form: a name of `FORMS`; empty if the scores did not change.
+        before, after: quality of the scores of the other pictures.
         sets: measured sets of labels, by coverage.
     """
 
@@ -126,20 +126,19 @@ def calibrate(
     *,
     seed: int = 0,
 ) -> Calibrated:
-    """Return a calibration, and how well scores and sets of these coverages do with it.
+    """Return a calibration, and measure its scores and sets.
 
     The scores are fitted to a random fifth, if it has enough pictures and some errors. The other
     pictures calibrate the sets, so that they relate to the fitted scores like all future pictures.
-    Sets are measured by the mean over random halvings of them: one half calibrates, the other is
-    measured.
+    Sets are measured on random halvings of them: one half calibrates, the other is measured.
 
     Args:
-        logits: [N, K], of pictures that the model was not trained on.
-        truth: int64 [N], their classes.
-        fit: the checkpoint's fit, which stays if there are too few pictures for a new fit.
+        logits: logits of pictures that the model was not trained on, [N, K].
+        truth: their classes, int64 [N].
+        fit: the checkpoint's fit, which stays if there are too few pictures for a new one.
         data: name of the pictures.
-        coverages: the first must be possible; others are measured if half of the pictures is
-            enough for them.
+        coverages: the pictures must be enough for the first. Others are measured if half of the
+            pictures is enough.
         seed: seed of the random split.
 
     Raises:
@@ -184,7 +183,7 @@ def _measured_sets(
     temperature: float,
     generator: np.random.Generator,
 ) -> MeasuredSets:
-    """Return the mean measures of sets over random halvings of the pictures."""
+    """Return the mean measurement of sets over random halvings of the pictures."""
     runs: list[tuple[float, float, float]] = []
     for _ in range(_HALVINGS):
         some, others = np.split(generator.permutation(len(truth)), [len(truth) // 2])
@@ -200,14 +199,14 @@ def _measured_sets(
 def calibration_of(
     data: str, logits: NDArray[np.float32], truth: NDArray[np.int64], fit: Fit, *, fitted: int = 0
 ) -> Calibration:
-    """Return the calibration from the logits of labelled pictures; it keeps `MAX_PICTURES`.
+    """Return the calibration of labelled pictures; it keeps at most `MAX_PICTURES`.
 
     Args:
         data: name of the pictures.
-        logits: [N, K], of pictures that the model was not trained on.
-        truth: int64 [N], their classes.
+        logits: logits of pictures that the model was not trained on, [N, K].
+        truth: their classes, int64 [N].
         fit: fit of the scores.
-        fitted: number of further pictures, which only the scores were fitted to.
+        fitted: number of further pictures that the scores were fitted to.
     """
     scores, energies = scores_and_energies(logits[:MAX_PICTURES], *fit)
     right = scores[np.arange(len(scores)), truth[: len(scores)]]

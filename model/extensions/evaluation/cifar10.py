@@ -1,4 +1,4 @@
-"""CIFAR-10's binary version: 3,073 bytes an image, a label and 32 x 32 pixels plane by plane.
+"""CIFAR-10's binary version: an image is a label and 32 x 32 pixels, plane by plane.
 
 Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
 """
@@ -31,7 +31,7 @@ def read(folder: Path, names: tuple[str, ...]) -> Images:
     """Read the images of some files, in file order.
 
     Raises:
-        DatasetError: a file is missing, empty, cut short, or has a label without a class.
+        DatasetError: a file is missing, empty or cut short, or has an unknown label.
     """
     parts = []
     for path in (folder / name for name in names):
@@ -55,7 +55,7 @@ def read(folder: Path, names: tuple[str, ...]) -> Images:
 
 
 def read_files(folder: Path, names: tuple[str, ...]) -> PictureFiles:
-    """Read the images of some files as pictures that were uploaded; raises as `read`."""
+    """Read the images of some files as files of pictures; see `read`."""
     images = read(folder, names)
 
     def encode(number: int) -> bytes:
@@ -73,7 +73,7 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     """Read the names of the classes, in index order.
 
     Raises:
-        DatasetError: the file is missing or does not name ten classes.
+        DatasetError: the file cannot be read, or does not name ten classes.
     """
     path = folder / LABELS_FILE
     try:

@@ -29,7 +29,7 @@ class Dataset:
         labels: names of the classes, in index order.
         train, validation: disjoint sets of pictures; each has every class.
         test: not used for training, nor for any choice during training; may be None.
-        own_validation: whether the data have a validation set; if not, it was split off.
+        own_validation: whether the data have a validation set; else it was split off.
         image_size: (rows, columns) of all pictures; None if sizes differ.
     """
 
@@ -46,13 +46,6 @@ class Dataset:
         sets = {TRAIN: self.train, VALIDATION: self.validation}
         return sets if self.test is None else {**sets, TEST: self.test}
 
-    def split(self) -> dict[str, list[str]]:
-        """Return the names of the pictures of each set."""
-        return {
-            name: [files.name(number) for number in range(len(files))]
-            for name, files in self.sets().items()
-        }
-
 
 def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
     """Open a folder of pictures or of CIFAR-10, and log the use of its splits.
@@ -60,8 +53,9 @@ def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
     Without a validation set, a part of the training pictures becomes one.
 
     Args:
+        root: the folder.
         validation: size of the validation set, a number or a share of the training pictures.
-        seed: decides which pictures are in it.
+        seed: seed of the draw of its pictures.
 
     Raises:
         DatasetError: the folder is of neither kind, or its data cannot be trained on.
@@ -99,18 +93,18 @@ def _uses(folder: PictureFolder) -> str:
 def stratify(
     files: PictureFiles, names: Sequence[str], validation: int | float, seed: int
 ) -> tuple[PictureFiles, PictureFiles]:
-    """Split pictures into training and validation pictures, each class with about the same share.
+    """Split pictures into training and validation pictures, with the same share of each class.
 
-    Each class is on both sides.
+    Both sides have every class.
 
     Args:
-        names: of the classes.
-        validation: number of pictures, or share of them.
-        seed: decides which pictures.
+        files: the pictures.
+        names: names of the classes.
+        validation: number or share of the validation pictures.
+        seed: seed of the draw.
 
     Raises:
-        DatasetError: a class with less than two pictures, or a number that leaves no picture on one
-        side.
+        DatasetError: a class has less than two pictures, or a side would be empty.
     """
     counts = np.bincount(files.labels, minlength=len(names))
     if counts.min() < 2:
@@ -137,7 +131,7 @@ class EvaluationSet:
         source: the path as the user wrote it, for messages.
         split: `test` or `validation`; empty without splits.
         names: names of the classes, in index order.
-        files: the pictures; their labels are indices of `names`.
+        files: the pictures, labelled by indices of `names`.
         notes: lines about the split in use, and about skipped files.
     """
 
@@ -151,11 +145,11 @@ class EvaluationSet:
         """Return the right class of each picture as an index of the model's labels: int64 [N].
 
         Args:
-            labels: the model's, in index order; it may know more classes than there are here.
-            model: its name, for messages.
+            labels: labels of the model, in index order; they may include further classes.
+            model: name of the model, for messages.
 
         Raises:
-            DatasetError: a class that the model does not know, or knows twice.
+            DatasetError: the model lacks a class, or has it twice.
         """
         known = [unicodedata.normalize("NFC", label) for label in labels]
         unknown = [name for name in self.names if known.count(name) != 1]
@@ -165,9 +159,8 @@ class EvaluationSet:
                 f"{listed(unknown)}: rename the folders to its labels ({listed(known)}), or name "
                 "the labels like the folders with --labels FILE (VIT_LABELS)"
             )
-        return np.array([known.index(name) for name in self.names], dtype=np.int64)[
-            self.files.labels
-        ]
+        indices = np.array([known.index(name) for name in self.names], dtype=np.int64)
+        return indices[self.files.labels]
 
 
 def open_evaluation_set(

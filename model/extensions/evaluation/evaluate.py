@@ -27,9 +27,8 @@ class Evaluation:
         accuracy: share of images whose top-1 answer is right.
         per_class: the same for the images of each class, by its label.
         loss: mean negative log-likelihood of the right class, in nats.
-        calibration_error: expected calibration error of the top-1 score; see `calibration_error`.
-        confusion: [K][K] images of the class of the row that were answered with the class of the
-        column.
+        calibration_error: expected calibration error of the top-1 score.
+        confusion: number of images by right class (row) and answered class (column), [K][K].
     """
 
     count: int
@@ -50,9 +49,9 @@ def measure(
     """Evaluate scores against the right labels.
 
     Args:
-        scores: [N, K], each row summing to 1.
-        labels: [N].
-        names: names of the K classes, all different.
+        scores: [N, K]; each row sums to 1.
+        labels: index of the right class of each image, [N].
+        names: distinct names of the K classes.
 
     Raises:
         DatasetError: no images.
@@ -71,7 +70,7 @@ def measure(
         per_class={
             name: float(confusion[i, i] / images[i]) for i, name in enumerate(names) if images[i]
         },
-        # A score that underflowed to 0 costs as much as the smallest number above it, not infinity.
+        # A score that underflowed to 0 counts as the smallest number above 0.
         loss=float(-np.log(right_class.clip(np.finfo(np.float32).tiny)).mean()),
         calibration_error=calibration_error(scores.max(axis=1), answers == labels),
         confusion=tuple(tuple(row) for row in confusion.tolist()),
@@ -84,8 +83,10 @@ def outputs_of(
     """Yield the outputs of pictures in order.
 
     Args:
-        pictures: files, which go through the service's own preprocessing; or uint8 [N, C, H, W] of
-        the model's size.
+        predictor: the model.
+        pictures: files, which get the preprocessing of the service; or uint8 [N, C, H, W] of the
+            model's size.
+        requested: the request for each picture.
 
     Raises:
         DatasetError: a file cannot be read or decoded.
@@ -112,42 +113,45 @@ def outputs_of(
 def scores_and_members(
     outputs: Iterable[Outputs], count: int, classes: int
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the score of each class, and whether it is in the set of labels.
+    """Return the score of each class, and whether the class is in the set of labels.
 
-    They are float32 and bool, [count, classes].
+    Returns:
+        float32 and bool, [count, classes].
     """
     scores = np.empty((count, classes), dtype=np.float32)
     members = np.zeros((count, classes), dtype=np.bool_)
-    for row, each in enumerate(outputs):
-        scores[row, each.indices] = each.scores
-        if each.label_set is not None:
-            members[row, each.label_set] = True
+    for row, answer in enumerate(outputs):
+        scores[row, answer.indices] = answer.scores
+        if answer.label_set is not None:
+            members[row, answer.label_set] = True
     return scores, members
 
 
 def predict_logits(
     predictor: Predictor, pictures: PictureFiles | NDArray[np.uint8]
 ) -> NDArray[np.float32]:
-    """Return the logits, float32 [N, K] in class order, of pictures as `outputs_of` takes them."""
-    outputs = outputs_of(predictor, pictures, RequestedOutputs(1, logits=True))
-    return np.stack([each.logits for each in outputs if each.logits is not None])
+    """Return the logits of pictures (see `outputs_of`), float32 [N, K]."""
+    answers = outputs_of(predictor, pictures, RequestedOutputs(1, logits=True))
+    return np.stack([answer.logits for answer in answers if answer.logits is not None])
 
 
 def predict_embeddings(
     predictor: Predictor, pixels: NDArray[np.uint8], pool: Pooling = "head"
 ) -> NDArray[np.float32]:
-    """Compute the embeddings of images, float32 [N, D].
+    """Return the embeddings of images, float32 [N, D].
 
     Args:
+        predictor: the model.
         pixels: uint8 [N, C, H, W].
-        pool: the name of the embedding.
+        pool: name of the embedding.
 
     Raises:
         DatasetError: an embedding is not finite.
     """
-    outputs = outputs_of(predictor, pixels, RequestedOutputs(1, embedding=EmbeddingRequest(pool)))
+    requested = RequestedOutputs(1, embedding=EmbeddingRequest(pool))
+    answers = outputs_of(predictor, pixels, requested)
     features: NDArray[np.float32] = np.stack(
-        [each.embedding for each in outputs if each.embedding is not None]
+        [answer.embedding for answer in answers if answer.embedding is not None]
     )
     if not np.isfinite(features).all():
         raise DatasetError(f"{predictor.checkpoint.source}: gives features that are not finite")

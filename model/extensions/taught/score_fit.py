@@ -52,9 +52,9 @@ def fit_scores(
     right, because a lower temperature would always look better on them.
 
     Args:
-        logits: [N, K], of pictures that the model was not trained on.
-        truth: int64 [N], their classes.
-        numbers: 1 ... 3; see `FORMS`.
+        logits: logits of pictures that the model was not trained on, [N, K].
+        truth: their classes, int64 [N].
+        numbers: number of fitted numbers, 1 ... 3; see `FORMS`.
         start: start of the search.
     """
     if len(truth) < MIN_PICTURES or bool((logits.argmax(axis=1) == truth).all()):

@@ -1,7 +1,7 @@
-"""The training loop: batches in, weights out, resumable at every epoch.
+"""The training loop, which resumes at every epoch.
 
-Each epoch draws all its random numbers from (seed, epoch), so that a resumed run gives the same
-bits as an uninterrupted run.
+Each epoch draws its random numbers from the seed and its own number, so a resumed run gives the
+same bits as an uninterrupted one.
 """
 
 import math
@@ -33,18 +33,19 @@ from model.network.layers.attention import Attention, plain_attention
 from model.network.layers.position import sincos2d_position_embedding
 from model.network.vit import VisionTransformer
 
-# The lowest frequency of the code is above 1/_TEMPERATURE; grids are small, so it is far below the
-# papers' 10,000.
+# The papers use 10,000, but grids are small here: the lowest frequency is just above
+# 1 / _TEMPERATURE.
 _TEMPERATURE: Final = 100.0
 _POSITION_SCALE: Final = 0.3
 
 
 @dataclass(frozen=True)
 class BestWeights:
-    """The weights with the best validation accuracy, float32 on the CPU.
+    """The weights after the epoch with the best validation accuracy.
 
     Attributes:
-        epoch: their epoch, counted from 1.
+        epoch: the epoch, counted from 1.
+        weights: float32 on the CPU, by parameter name.
     """
 
     epoch: int
@@ -55,17 +56,18 @@ class Trainer:
     """One run of a recipe.
 
     Args:
+        recipe: the choices of the run.
         config: the architecture, fitted to the data.
-        data: at least a batch of training images.
-        folder: folder for state and metrics; created if absent.
-        initial: all weights by the model's parameter names, instead of the recipe's initialisation.
+        data: at least one batch of training images.
+        folder: folder for state and metrics, created if absent.
+        device: device of the computation.
+        initial: weights by parameter name; None: see `initial_model`.
 
     Attributes:
         epoch: number of finished epochs.
         history: metrics of each finished epoch.
-        best: weights of the epoch with the best validation accuracy, and among equals with the
-            lowest loss; None before the first epoch.
-        teacher: accuracy and cost of the teacher; None without a teacher, and before `run`.
+        best: the best weights so far; equal accuracies compare by validation loss.
+        teacher: accuracy and cost of the teacher, once it is trained.
 
     Raises:
         TrainingError: the architecture does not fit the recipe.
@@ -107,7 +109,7 @@ class Trainer:
         if recipe.teacher is not None:
             self._teacher = TeacherNet(recipe.teacher.widths, config.num_classes)
             self._inherit_stem(self._teacher)  # refuses a stem that does not fit before training
-        self.steps_per_epoch = len(data.train) // recipe.batch_size
+        self._steps_per_epoch = len(data.train) // recipe.batch_size
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -116,13 +118,14 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Return the wall time of the epochs done, in seconds, without the teacher's."""
+        """Return the wall time of the finished epochs in seconds, without the teacher's."""
         return self.history[-1]["seconds"] if self.history else 0.0
 
     def run(self, on_epoch: Callable[[EpochMetrics], None] = lambda _: None) -> BestWeights:
-        """Train the teacher, then train from `epoch` to the recipe's end.
+        """Train the teacher if there is one, and then the remaining epochs.
 
-        State and metrics are written after each epoch.
+        Args:
+            on_epoch: called after each epoch, whose state and metrics are then on the disk.
 
         Raises:
             TrainingError: the loss has become infinite or NaN.
@@ -137,7 +140,7 @@ class Trainer:
             metrics = self._run_epoch()
             self.history.append(metrics)
             self.epoch += 1
-            # Of equals the first.
+            # `max` returns the first of equal epochs.
             best = max(
                 self.history, key=lambda row: (row["validation_accuracy"], -row["validation_loss"])
             )
@@ -153,7 +156,7 @@ class Trainer:
 
     @torch.no_grad()
     def validation_logits(self) -> Tensor:
-        """Return float32 [M, num_classes] on the CPU, for the validation images."""
+        """Return the logits of the validation images, float32 [M, num_classes] on the CPU."""
         self.model.eval()
         with self.arithmetic.autocast:
             logits = [
@@ -164,7 +167,7 @@ class Trainer:
         return torch.cat(logits)
 
     def save(self) -> None:
-        """Write state and metrics; an interruption leaves files that can be resumed from."""
+        """Write state and metrics; an interruption leaves the files of the previous call."""
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             "epoch": self.epoch,
@@ -180,10 +183,10 @@ class Trainer:
         write_metrics(self.folder, self.history)
 
     def load(self) -> None:
-        """Continue where the folder's state stopped.
+        """Continue from the state in the folder.
 
         Raises:
-            TrainingError: no state there, unreadable, or of another recipe.
+            TrainingError: the state is missing, unreadable, or of another recipe.
         """
         state = read_state(self.folder, self.recipe, self.device)
         with torch.no_grad():
@@ -201,12 +204,11 @@ class Trainer:
     def _run_epoch(self) -> EpochMetrics:
         began = time.monotonic()
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(
-                self.recipe.seed * 1_000_003 + self.epoch
-            )  # PatchDropout draws from it
+            # Patch dropout draws from this generator.
+            torch.manual_seed(self.recipe.seed * 1_000_003 + self.epoch)
             loss_sum, correct, rate = self._train()
         trained = time.monotonic()
-        images = self.steps_per_epoch * self.recipe.batch_size
+        images = self._steps_per_epoch * self.recipe.batch_size
         logits = self.validation_logits()
         labels = torch.from_numpy(self.data.validation.labels)
         metrics = EpochMetrics(
@@ -219,7 +221,7 @@ class Trainer:
             images_per_second=images / (trained - began),
             seconds=self.seconds + time.monotonic() - began,
         )
-        # The outcome of the last step is in no training loss yet, and must not be saved either.
+        # Only the validation loss shows whether the last step diverged.
         if not (math.isfinite(metrics["train_loss"]) and math.isfinite(metrics["validation_loss"])):
             raise TrainingError(
                 f"epoch {self.epoch + 1}: the loss is not finite; lower the learning rate"
@@ -227,9 +229,10 @@ class Trainer:
         return metrics
 
     def _train(self) -> tuple[float, float, float]:
-        """Do the steps of an epoch.
+        """Train one epoch.
 
-        Return summed losses, the number of right answers, and the last learning rate.
+        Returns:
+            The sum of the losses, the number of right answers, and the last learning rate.
         """
         sums = torch.zeros(2, device=self.device)
         rate = 0.0
@@ -239,7 +242,7 @@ class Trainer:
         batches = self.data.epoch(self.recipe.batch_size, self.recipe.augmentation, generators[0])
         begin = self._position(0)
         bar = tqdm(
-            total=self.steps_per_epoch,
+            total=self._steps_per_epoch,
             desc=f"epoch {self.epoch + 1}/{self.recipe.epochs}",
             disable=None,
         )
@@ -259,14 +262,14 @@ class Trainer:
         return loss_sum, correct, rate
 
     def _position(self, step: int) -> Position:
-        """Return where the schedule is at a step of the epoch under way."""
-        steps = self.recipe.epochs * self.steps_per_epoch
+        """Return the position of a step of this epoch in the schedule."""
+        steps = self._steps_per_epoch
         return position(
-            self.epoch * self.steps_per_epoch + step, steps, self.recipe.optimiser.restart
+            self.epoch * steps + step, self.recipe.epochs * steps, self.recipe.optimiser.restart
         )
 
     def _follow(self, where: Position) -> None:
-        """Set patch dropout and the frozen stem for this point of the schedule."""
+        """Set patch dropout, and freeze or thaw the stem, as this position demands."""
         dropout = self.recipe.patch_dropout
         teacher = self.recipe.teacher
         self.model.patch_dropout = dropout.rate if where.progress < dropout.until else 0.0
@@ -282,9 +285,10 @@ class Trainer:
         )
 
     def _step(self, pixels: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-        """Do one update.
+        """Update the weights once.
 
-        Return the sum of the losses and the number of right answers, float32 [2] on the device.
+        Returns:
+            The sum of the losses and the number of right answers, float32 [2] on the device.
         """
         with self.arithmetic.autocast:
             logits = self.model(pixels.contiguous(memory_format=torch.channels_last)).logits.float()
@@ -302,9 +306,13 @@ class Trainer:
 
 
 def distillation_loss(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
-    """Return the mean divergence of scores from a teacher's (Hinton et al.
+    """Return the mean divergence of a model's scores from its teacher's.
 
-    2015), both from logits [B, num_classes].
+    Knowledge distillation (Hinton et al. 2015, https://arxiv.org/abs/1503.02531).
+
+    Args:
+        logits, answers: logits of model and teacher, [B, num_classes].
+        temperature: divisor of both logits.
     """
     scores, taught = (F.log_softmax(x / temperature, dim=1) for x in (logits, answers))
     return F.kl_div(scores, taught, reduction="batchmean", log_target=True) * temperature**2
@@ -313,11 +321,12 @@ def distillation_loss(logits: Tensor, answers: Tensor, temperature: float) -> Te
 def initial_model(
     config: ViTConfig, seed: int, initial: Mapping[str, Tensor] | None
 ) -> VisionTransformer:
-    """Make the float32 model that training starts with, on the CPU.
+    """Return the float32 model that training starts with, on the CPU.
 
     Args:
-        initial: all weights by the model's parameter names; None: drawn by the seed, and positions
-        a sine-cosine code.
+        config: the architecture.
+        seed: seed of the random weights.
+        initial: weights by parameter name; None draws them, and positions get a sine-cosine code.
     """
     model = VisionTransformer(config)
     if initial is not None:

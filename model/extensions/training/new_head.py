@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.calibration import Fit, scores_and_energies
+from model.calibration import Fit
 from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.errors import CheckpointError, DatasetError, TrainingError
@@ -48,30 +48,29 @@ from model.runtime.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
+# Largest difference between the logits of the network and of its last layer, relative to their
+# norm. In bfloat16 the difference is some percent.
 _ROUNDING: Final = 0.1
-"""Largest difference between the network's logits and the head's, relative to the norm.
-
-In bfloat16 the difference is some percent.
-"""
 
 
 def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evaluation:
-    """Fit a head to a folder of pictures, and leave a folder that the service loads.
+    """Fit a head to a folder of pictures, and write a folder that the service loads.
+
+    Unreadable pictures are left out.
 
     Args:
         data, out, device: see `model.extensions.training.train.run`.
-        recipe: names the model, the checkpoint with its size and preprocessing, and the precision
-            of its features; the seed decides the folds. Fields on training are not used.
+        recipe: names the model, and the checkpoint with its size and precision. Its seed draws the
+            folds. Fields about training have no effect.
 
     Returns:
         The evaluation on held-out pictures.
 
     Raises:
         DatasetError: the data cannot be read, or a class has less than two readable pictures.
-            Other unreadable pictures are left out.
         CheckpointError: the checkpoint cannot be read, or its head cannot be replaced.
         DeviceError: the device is not available here.
-        TrainingError: `out` holds something already.
+        TrainingError: `out` is not empty.
     """
     began = time.monotonic()
     if recipe.checkpoint is None:
@@ -80,7 +79,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     prepare_folder(out, data, resume=False)
     start = rounded(read_start(recipe, recipe.checkpoint))
     if isinstance(start.config, LibraryConfig):
-        library_head(start.config)  # refuses before pictures are decoded
+        library_head(start.config)  # raises before pictures are decoded
     predictor = Predictor(
         start,
         device=device,
@@ -111,31 +110,27 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     head, choice = _fitted(
         features, truth, dataset.labels, folds, Features.of(start.config), recipe
     )
-    fit, _ = choose_fit(choice.logits, truth[choice.rows], Fit(choice.temperature))
-    if dataset.test is None:
-        split = "held-out"
-        measured = _measured(choice.logits, truth[choice.rows], fit, dataset)
-    else:
+    logits = choice.logits
+    labels = truth[choice.rows]
+    fit, _ = choose_fit(logits, labels, Fit(choice.temperature))
+    head = replace(head, temperature=fit.temperature, form=fit.form)
+    split = "held-out"
+    if dataset.test is not None:
         split = "test"
         test = decode(dataset.test, start.preprocess, out, leave_out=True)
         logits = head.logits(predict_embeddings(predictor, test.pixels, pool))
-        measured = _measured(logits, test.labels, fit, dataset)
+        labels = test.labels
+    measured = measure(head.scores(logits), labels, dataset.labels)
     logger.info("%s", _in_words(measured, split))
 
-    served = replace(
-        with_head(start, head),
-        name=recipe.name,
-        source=str(out),
-        temperature=fit.temperature,
-        form=fit.form,
-    )
+    served = replace(with_head(start, head), name=recipe.name, source=str(out))
     served.network()  # checks names, shapes and values of the weights
     write_confusion(out, measured, dataset.labels)
     record = {
         "probe_of": start.name,
         "data": dataset.name,
         "images": len(features),
-        "penalty": choice.penalty,
+        "shrinkage": choice.shrinkage,
         "seed": recipe.seed,
         split: measured.record(),
         "seconds": time.monotonic() - began,
@@ -177,18 +172,20 @@ def _fitted(
     kind: Features,
     recipe: Recipe,
 ) -> tuple[Head, Choice]:
-    """Fit a head with the very numbers that are stored, and return it with its cross-validation.
+    """Fit a head, round it to the dtype on disk, and return it with its cross-validation.
 
     Args:
-        kind: kind of the features, whose parts are weighted.
         features, truth, labels, folds: see `model.extensions.taught.linear_probe.fit_head`.
+        kind: kind of the features, whose parts are weighted.
+        recipe: its seed draws the folds.
     """
-    scales = kind.scales(features)
-    fitted, choice = fit_head(features / scales, truth, labels, folds, seed=recipe.seed)
+    fitted, choice = fit_head(
+        features, truth, labels, folds, scales=kind.scales(features), seed=recipe.seed
+    )
     assert fitted.weight is not None, "it was fitted"
     head = replace(
         fitted,
-        weight=_as_stored(fitted.weight / scales),
+        weight=_as_stored(fitted.weight),
         bias=_as_stored(np.asarray(fitted.bias)),
         features=kind.pool,
     )
@@ -199,14 +196,6 @@ def _as_stored(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Round values to the dtype on disk."""
     rounded_values: NDArray[np.float32] = torch.from_numpy(values).to(STORED_DTYPE).float().numpy()
     return rounded_values
-
-
-def _measured(
-    logits: NDArray[np.float32], truth: NDArray[np.int64], fit: Fit, dataset: Dataset
-) -> Evaluation:
-    """Evaluate logits [N, K] by the scores of a fit."""
-    scores, _ = scores_and_energies(logits, *fit)
-    return measure(scores.astype(np.float32), truth, dataset.labels)
 
 
 def _write_split(out: Path, dataset: Dataset, start: str) -> None:
@@ -235,7 +224,7 @@ def library_head(config: LibraryConfig) -> str:
 
 
 def with_head(checkpoint: Checkpoint, head: Head) -> Checkpoint:
-    """Return a checkpoint with another head, which reads `transfer_pool` of the network.
+    """Return a checkpoint with another head, which reads the features `transfer_pool`.
 
     Raises:
         CheckpointError: a library's network does not end in one linear layer.
@@ -251,9 +240,9 @@ def with_head(checkpoint: Checkpoint, head: Head) -> Checkpoint:
     else:
         assert isinstance(old, ViTConfig)
         config = old.model_copy(update={"num_classes": len(head.labels), **_WITHOUT_OLD_HEAD})
-        # Without the old head, and what only that reads: a projection, an attention pooling.
+        # A projection and an attention pooling go with the old head, because only it reads them.
         names = meta_model(config).state_dict().keys() & checkpoint.tensors.keys()
-        tensors = {each: checkpoint.tensors[each] for each in names}
+        tensors = {tensor_name: checkpoint.tensors[tensor_name] for tensor_name in names}
     for kind in ("weight", "bias"):
         tensors[f"{name}.{kind}"] = torch.from_numpy(getattr(head, kind))
     return replace(
@@ -263,6 +252,8 @@ def with_head(checkpoint: Checkpoint, head: Head) -> Checkpoint:
         labels=head.labels,
         tensors=tensors,
         multi_label=False,
+        temperature=head.temperature,
+        form=head.form,
         zero_shot=None,
         embed_texts=None,
     )
@@ -283,9 +274,13 @@ _WITHOUT_OLD_HEAD: Final = {
 def _require_linear(
     predictor: Predictor, tensors: Mapping[str, Tensor], name: str, images: Images
 ) -> None:
-    """Raise CheckpointError unless this layer of a library's network gives the logits.
+    """Raise CheckpointError unless a layer is the only step from the embedding to the logits.
 
-    It must be the only step from the embedding to them.
+    Args:
+        predictor: a library's network.
+        tensors: its weights by name.
+        name: name of the layer.
+        images: images to compare the logits on.
     """
     weight = tensors[f"{name}.weight"].numpy()
     bias = tensors[f"{name}.bias"].numpy()

@@ -11,7 +11,7 @@ from model.errors import TrainingError
 from model.extensions.training.recipe import Optimiser
 from model.network.vit import VisionTransformer
 
-# What the names of a stem's parameters begin with.
+# Prefix of the names of a stem's parameters.
 _STEM: Final = "patch_embed.backbone."
 
 
@@ -19,7 +19,7 @@ class Position(NamedTuple):
     """A point of a schedule.
 
     Attributes:
-        progress: the share of the cycle that is done, from 0 to below 1.
+        progress: share of the cycle that is done, from 0 to below 1.
         restarted: whether the cycle is the second one.
     """
 
@@ -41,8 +41,9 @@ def position(step: int, steps: int, restart: float) -> Position:
 def rate_factor(progress: float, warmup: float) -> float:
     """Return the share of the peak learning rate: a linear warm-up, then a cosine to zero.
 
-    Both arguments are shares of the schedule, 0...1: the part that is done, and the part that the
-    warm-up takes.
+    Args:
+        progress: share of the schedule that is done, 0...1.
+        warmup: share of the schedule that the warm-up takes.
     """
     if progress < warmup:
         return max(progress / warmup, 1e-3)
@@ -52,7 +53,7 @@ def rate_factor(progress: float, warmup: float) -> float:
 def layer_of(name: str, depth: int) -> int:
     """Return a parameter's layer: 0 for embeddings, i + 1 for block i, then `depth` + 1.
 
-    BEiT's numbering (Bao et al. 2021, https://arxiv.org/abs/2106.08254), also timm's.
+    BEiT (Bao et al. 2021, https://arxiv.org/abs/2106.08254) and timm number layers like this.
     """
     part, _, rest = name.partition(".")
     if part == "blocks":
@@ -62,27 +63,25 @@ def layer_of(name: str, depth: int) -> int:
 
 
 def muon(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return torch's Muon; raises TrainingError if this version of torch lacks it."""
+    """Return torch's Muon.
+
+    Raises:
+        TrainingError: this version of torch lacks it.
+    """
     if not hasattr(torch.optim, "Muon"):
         raise TrainingError(f"recipe: muon needs torch 2.9 or later, this is {torch.__version__}")
     return torch.optim.Muon(groups, **settings)
 
 
 def set_rates(optimisers: Iterable[torch.optim.Optimizer], factor: float) -> None:
-    """Set all learning rates to this share of their peaks.
-
-    The peaks become `initial_lr` of their groups.
-    """
+    """Set all learning rates to a share of their peaks, which stay as `initial_lr`."""
     for optimiser in optimisers:
         for group in optimiser.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
 
 def as_matrices(filters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Return matrices for Muon whose rows are the filters of convolutions.
-
-    They are the same numbers in memory.
-    """
+    """Return a matrix for Muon per convolution: its rows are the filters, in the same memory."""
     return {each: each.detach().flatten(1) for each in filters}
 
 
@@ -90,7 +89,8 @@ def step_all(optimisers: Iterable[torch.optim.Optimizer], filters: Mapping[Tenso
     """Update the weights by their gradients, and clear the gradients.
 
     Args:
-        filters: matrix of each convolution's filters; the matrix gets the gradient.
+        optimisers: the optimisers of all weights.
+        filters: matrix of each convolution's filters, which gets their gradient.
     """
     for parameter, matrix in filters.items():
         matrix.grad = None if parameter.grad is None else parameter.grad.flatten(1)
@@ -101,13 +101,10 @@ def step_all(optimisers: Iterable[torch.optim.Optimizer], filters: Mapping[Tenso
 
 
 class ModelOptimiser:
-    """AdamW, and Muon if the recipe asks for it, on the weights of a model.
-
-    With layer-wise decay each layer has its own rate. Muon takes matrices: a stem's filters are the
-    rows of one.
+    """AdamW on the weights of a model, and Muon on its matrices if the recipe asks for it.
 
     Attributes:
-        all: both, or AdamW alone.
+        all: the optimisers.
     """
 
     def __init__(self, model: VisionTransformer, settings: Optimiser) -> None:
@@ -142,7 +139,7 @@ class ModelOptimiser:
             )
 
     def set_rate(self, where: Position) -> float:
-        """Set learning rates for this point of the schedule and return AdamW's for the head."""
+        """Set the learning rates of a position, and return AdamW's rate for the head."""
         factor = rate_factor(where.progress, self._settings.warmup)
         if where.restarted:
             factor *= self._settings.restart_rate
@@ -150,7 +147,7 @@ class ModelOptimiser:
         return self._settings.learning_rate * factor
 
     def step(self) -> None:
-        """Update the model by its gradients, which are cleared."""
+        """Update the model by its gradients, and clear them."""
         if self._settings.clip_norm:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip_norm)
         step_all(self.all, self._filters)

@@ -1,4 +1,4 @@
-"""A training recipe: every choice of a run, read from TOML or JSON, recorded as JSON."""
+"""A training recipe: every choice of a run, read from TOML or JSON and recorded as JSON."""
 
 import json
 import tomllib
@@ -12,7 +12,7 @@ from model.config import ViTConfig
 from model.errors import TrainingError, first_problem
 from model.layer_config import ConvolutionalStem, Frozen, Size
 
-# The recipes that travel with the code.
+# Folder of the bundled recipes.
 RECIPES: Final = Path(__file__).resolve().parent / "recipes"
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -25,8 +25,8 @@ class Architecture(Frozen):
     """The part of a `ViTConfig` that the data do not decide.
 
     Attributes:
-        conv_stem: convolutions before the patch embedding. With a teacher they start as its first
-        layers.
+        conv_stem: convolutions before the patch embedding. With a teacher, they start as its first
+            layers.
     """
 
     patch_size: Annotated[int, Field(ge=1)]
@@ -37,7 +37,11 @@ class Architecture(Frozen):
     conv_stem: ConvolutionalStem | None = None
 
     def config(self, image_size: Size, num_classes: int) -> ViTConfig:
-        """Return the whole architecture; raises TrainingError if it does not fit the data."""
+        """Return the whole architecture.
+
+        Raises:
+            TrainingError: the architecture does not fit the data.
+        """
         try:
             return ViTConfig(**self.model_dump(), image_size=image_size, num_classes=num_classes)
         except ValidationError as error:
@@ -45,23 +49,22 @@ class Architecture(Frozen):
 
 
 class Optimiser(Frozen):
-    """`adamw` for all parameters; or `muon` for matrices of blocks and stem, AdamW for the rest.
+    """`adamw` for all parameters, or `muon` for matrices of blocks and stem, AdamW for the rest.
 
     Attributes:
-        learning_rate: the peak rate of AdamW.
-        muon_learning_rate: the peak rate of Muon, scaled to match AdamW's step sizes (Liu et al.
-        2025).
-        weight_decay: the decay is decoupled; biases and LayerNorm weights are spared.
-        warmup: share of all steps over which the rate rises linearly; then it falls to zero along a
-        cosine.
-        restart: share of the schedule after which a second cycle begins, whose rates are
-            `restart_rate` of the first's (warm restarts, Loshchilov & Hutter 2016). 0: there is one
-            cycle. Shares of the schedule are then shares of each cycle.
-        layer_decay: both learning rates are multiplied by this once for each layer between a
-            parameter and the head (Clark et al. 2020; for fine-tuning, 0.65...0.9). 1: all layers
-            learn at the same rate.
-        clip_norm: gradients of all parameters together are scaled down to this 2-norm where they
-        exceed it; 0: never.
+        learning_rate: peak rate of AdamW.
+        muon_learning_rate: peak rate of Muon, scaled to AdamW's step sizes (Liu et al. 2025).
+        weight_decay: decoupled decay of all weights except biases and LayerNorm weights.
+        warmup: share of all steps during which the rate rises linearly. Then it falls to zero along
+            a cosine.
+        restart: share of the schedule after which a second cycle begins (warm restarts, Loshchilov
+            & Hutter 2016). Other shares of the schedule are then shares of each cycle. 0: one
+            cycle.
+        restart_rate: rates of the second cycle, relative to the first.
+        layer_decay: factor of both rates for each layer between a parameter and the head (Clark et
+            al. 2020; for fine-tuning, 0.65...0.9). 1: all layers learn at the same rate.
+        clip_norm: largest 2-norm of all gradients together; larger gradients are scaled down. 0: no
+            limit.
     """
 
     name: Literal["adamw", "muon"] = "muon"
@@ -77,17 +80,15 @@ class Optimiser(Frozen):
 
 
 class Augmentation(Frozen):
-    """Random changes to each image by itself, in the order of the fields.
-
-    They are drawn anew in every epoch.
+    """Random changes of each image, drawn again in each epoch, in the order of the fields.
 
     Attributes:
-        crop_padding: pixels of black around an image before a random part of the model's input size
-            is cut out of it; not used with `resized_crop`.
-        resized_crop: a random part of the image is resized to the input: at least this share of its
-            area, sides 3:4 to 4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`). 0:
-            parts are cut out, not resized.
-        flip: half of the images are mirrored left to right.
+        crop_padding: width in pixels of a black border, before a random part of the model's input
+            size is cut out. No effect with `resized_crop`.
+        resized_crop: smallest share of the image's area in a random part that is resized to the
+            input, with sides 3:4 to 4:3 (Szegedy et al. 2014, torchvision's `RandomResizedCrop`).
+            0: parts are cut out, not resized.
+        flip: whether half of the images are mirrored left to right.
         resample: share of the images that are enlarged and shrunk again, which blurs them like
             pictures from users.
         trivial_augment: share of the images that get a random operation (TrivialAugment).
@@ -103,16 +104,16 @@ class Augmentation(Frozen):
 class Mixing(Frozen):
     """Mixing of a batch's images in pairs, and of their labels in the same proportion.
 
-    Where both alphas are given, each batch takes one of the two with equal probability.
+    If both alphas are set, each batch uses one of the two with equal probability.
 
     Attributes:
-        mixup: alpha of the Beta(alpha, alpha) that the share of the first image is drawn from, all
-            pixels being blended (Zhang et al. 2017); 0: off.
-        cutmix: alpha for the share of the area that stays, a rectangle coming from the other image
-            (Yun et al. 2019); 0: off.
+        mixup: alpha of the distribution Beta(alpha, alpha) of the first image's share, if all
+            pixels are blended (Zhang et al. 2017). 0: off.
+        cutmix: alpha for the first image's share of the area, if a rectangle comes from the other
+            image (Yun et al. 2019). 0: off.
         probability: share of the batches that are mixed.
-        until: share of the schedule after which nothing is mixed, from the next epoch on, so that
-            the model ends on pictures as they are: mixed ones make it say less than it knows.
+        until: share of the schedule after which no epoch mixes. Scores would be too low if the
+            model ended on mixed pictures.
     """
 
     mixup: NotNegative = 0.0
@@ -125,9 +126,8 @@ class PatchDropout(Frozen):
     """Training on a part of the patches: cheaper steps, and a regulariser (Liu et al. 2022).
 
     Attributes:
-        rate: share of the patches left out.
-        until: share of the schedule after which all patches are used, so that the model ends on
-        whole images.
+        rate: share of the patches that are left out.
+        until: share of the schedule after which no patch is left out.
     """
 
     rate: Share = 0.0
@@ -135,22 +135,23 @@ class PatchDropout(Frozen):
 
 
 class Teacher(Frozen):
-    """A small convolutional network, trained first, whose answers the model then learns.
+    """A small convolutional network that is trained first, and whose answers the model learns.
 
-    It answers the very views that the model is shown (Hinton et al. 2015). See
+    Teacher and model see the same augmented images (Hinton et al. 2015). See
     `model.extensions.training.teacher`.
 
     Attributes:
-        widths: channels of its three groups of convolutions.
-        learning_rate: the peak rate of Muon for the convolutions: an update's share of the filters'
-            norm; it falls linearly to zero.
-        resample: as in `Augmentation`, over the whole schedule.
-        weight: share of the divergence from the teacher's scores in the model's loss; the rest is
-            the loss of the labels.
-        temperature: both logits are divided by it before the softmax; the divergence is multiplied
-        by its square.
-        frozen_stem: share of the schedule, or of its first cycle, over which the model's stem stays
-        as it started.
+        epochs, batch_size: size of the teacher's own training.
+        widths: numbers of channels of its three groups of convolutions.
+        learning_rate: peak rate of Muon, as a share of the filters' norm. It falls linearly to
+            zero.
+        resample: see `Augmentation`.
+        weight: weight of the divergence from the teacher's scores in the model's loss. The loss of
+            the labels has the rest.
+        temperature: divisor of both logits before the softmax; its square multiplies the
+            divergence.
+        frozen_stem: share of the schedule, or of its first cycle, during which the model's stem
+            does not learn.
     """
 
     epochs: Annotated[int, Field(ge=1, le=1_000_000)]
@@ -170,26 +171,21 @@ class Teacher(Frozen):
 
 
 class Recipe(Frozen):
-    """All choices that determine a run's result; written into its checkpoint.
+    """All choices that determine a run's result, written into its checkpoint.
 
     Attributes:
-        validation: size of the validation set, a number or a share of the training images. It
-            decides choices and the temperature, and no gradient uses it. No effect if the data
+        validation: size of the validation set, a number or a share of the training images. The set
+            decides the best epoch and the temperature; no gradient uses it. No effect if the data
             have a validation split.
         label_smoothing: share of each target that is spread evenly over all classes (Szegedy et al.
-        2015).
-        precision: dtype of activations and gradients; weights and optimiser state are always
-            float32.
-        threads: threads of one operator on the CPU; 0: torch's own choice.
-        checkpoint: the checkpoint to fine-tune (a folder or a hub id), instead of an `architecture`
-            from scratch.
-        image_size: (rows, columns) of the model's input in pixels; absent: size of the
-            checkpoint, or of the data.
-        architecture: the architecture to train from scratch; not used for fine-tuning.
-        teacher: absent: the model learns from the labels alone.
-
-    Raises:
-        pydantic.ValidationError: a field is missing, unknown, or out of range.
+            2015).
+        precision: dtype of activations and gradients. Weights and optimiser state are float32.
+        threads: threads of one operator on the CPU; 0: torch's choice.
+        checkpoint: the checkpoint to fine-tune, a folder or a hub id.
+        image_size: (rows, columns) of the model's input in pixels. Without it, the size of the
+            checkpoint or of the data.
+        architecture: the architecture to train from scratch. No effect with a checkpoint.
+        teacher: the teacher. Without one, the model learns from the labels alone.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -220,12 +216,11 @@ class Recipe(Frozen):
         return self
 
     def override(self, values: Mapping[str, Any] | None = None, /, **fields: Any) -> "Recipe":
-        """Return the recipe with some fields replaced and all checked again.
+        """Return the recipe with other values of some fields.
 
         Args:
-            values: by name; a field of a table is named with a dot, as in
-            `optimiser.learning_rate`.
-            fields: the same for names without a dot. A whole table is replaced by a mapping.
+            values: values by name, with dots for fields of tables: `optimiser.learning_rate`.
+            fields: the same for names without dots. A mapping replaces a whole table.
 
         Raises:
             TrainingError: a field is unknown, or its value is not allowed.
@@ -233,12 +228,12 @@ class Recipe(Frozen):
         changed = self.model_dump(exclude_none=True)
         for name, value in {**(values or {}), **fields}.items():
             *tables, field = name.split(".")
-            place: Any = changed
+            target: Any = changed
             for table in tables:
-                place = place.setdefault(table, {})
-                if not isinstance(place, dict):
+                target = target.setdefault(table, {})
+                if not isinstance(target, dict):
                     raise TrainingError(f"recipe: {name}: {table} is not a table")
-            place[field] = value
+            target[field] = value
         return _validated(changed, "recipe")
 
 

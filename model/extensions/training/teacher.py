@@ -1,12 +1,12 @@
 """The teacher: a small convolutional network that is trained first, for the model to imitate.
 
-Convolutions learn from few pictures in few epochs, which a Vision Transformer does not; its answers
-on the augmented pictures hand that on (Touvron et al. 2020, https://arxiv.org/abs/2012.12877,
-section 5.4). The network and its training follow Jordan 2024, https://arxiv.org/abs/2404.00498, and
-its variant with Muon (https://github.com/KellerJordan/cifar10-airbench): whitening filters as a
-fixed first layer, convolutions that start at the identity and keep their norm, batch norms without
-scale, and mirroring that alternates from epoch to epoch. The teacher is a part of the recipe: its
-weights are not served.
+Convolutions learn from few pictures in few epochs, and a Vision Transformer does not. It learns
+from the teacher's answers on the augmented pictures instead (Touvron et al. 2020,
+https://arxiv.org/abs/2012.12877, section 5.4). The network and its training follow Jordan 2024,
+https://arxiv.org/abs/2404.00498, and its variant with Muon
+(https://github.com/KellerJordan/cifar10-airbench). The first layer is fixed whitening filters.
+Convolutions start at the identity and keep their norm, batch norms have no scale, and mirroring
+alternates from epoch to epoch. The teacher itself is not served.
 """
 
 import logging
@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 
 _WHITENING_EDGE: Final = 2
 _WHITENING_IMAGES: Final = 5000
-# Added to the patches' variances, so that directions without content are not blown up.
+# Added to the patches' variances, so that directions without content are not amplified.
 _WHITENING_FLOOR: Final = 1e-2
-# Share of the schedule over which the first layer's biases are learned; from then on nothing
-# reaches back to it.
+# Share of the schedule during which the first layer's biases learn. After it, gradients stop before
+# that layer.
 _LEARN_WHITENING_BIAS: Final = 0.2
 _HEAD_RATE: Final = 0.67
 _BIAS_RATE: Final = 0.053
 _DECAY: Final = 4e-3
 _SMOOTHING: Final = 0.1
-# Pixels a side that three poolings and the first layer leave something of.
+# Smallest side in pixels of which the first layer and three poolings leave at least one.
 _SMALLEST: Final = 9
 
 
 class TeacherNet(nn.Module):
-    """Whitening filters, three groups of two convolutions that halve the resolution, and a maximum.
+    """Whitening filters, three groups that halve the resolution, a maximum, and a linear head.
 
     Args:
-        widths: channels of the groups.
-        num_classes: length of the answers.
+        widths: numbers of channels of the groups.
+        num_classes: number of logits.
     """
 
     def __init__(self, widths: tuple[int, int, int], num_classes: int) -> None:
@@ -70,12 +70,10 @@ class TeacherNet(nn.Module):
         for convolution in self.convolutions():
             bound = 1 / math.sqrt(convolution.weight[0].numel())
             nn.init.uniform_(convolution.weight, -bound, bound, generator=generator)
-            nn.init.dirac_(
-                convolution.weight[: convolution.in_channels]
-            )  # the first filters pass their input on
-        nn.init.uniform_(
-            self.head.weight, -math.sqrt(3), math.sqrt(3), generator=generator
-        )  # of deviation 1
+            # The first filters pass their input on.
+            nn.init.dirac_(convolution.weight[: convolution.in_channels])
+        bound = math.sqrt(3)  # standard deviation 1
+        nn.init.uniform_(self.head.weight, -bound, bound, generator=generator)
 
     def forward(self, pixels: Tensor, learn_whitening_bias: bool = False) -> Tensor:
         """Map normalised pixels [B, 3, H, W] to logits [B, num_classes]."""
@@ -96,16 +94,17 @@ class TeacherNet(nn.Module):
 
 
 def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
-    """Return filters that give uncorrelated outputs of unit variance on these pictures' patches.
+    """Return filters whose outputs on these pictures are uncorrelated and have unit variance.
 
-    They are the eigenvectors of the patches' covariance over the root of their eigenvalues, as in
-    https://arxiv.org/abs/2404.00498, section 3.2.
+    A filter is an eigenvector of the patches' covariance, divided by the root of its eigenvalue
+    (https://arxiv.org/abs/2404.00498, section 3.2).
 
     Args:
         pixels: float32 [N, C, H, W], normalised.
+        patch_size: side of the filters in pixels.
 
     Returns:
-        float32 [C*patch_size**2, C, patch_size, patch_size], most variance first.
+        float32 [C patch_size^2, C, patch_size, patch_size], in descending order of variance.
     """
     patches = F.unfold(pixels, patch_size, stride=patch_size).transpose(1, 2).flatten(0, 1)
     variance, direction = torch.linalg.eigh(patches.T @ patches / len(patches))
@@ -114,10 +113,7 @@ def whitening_filters(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 class _Group(nn.Module):
-    """Two convolutions, each with a batch norm and GELU.
-
-    The maximum over 2 x 2 pixels comes after the first.
-    """
+    """Two convolutions, each with a batch norm and GELU; the first also with 2 x 2 max pooling."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -134,9 +130,9 @@ class _Group(nn.Module):
 
 
 def _folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Return a convolution's filters and biases with the batch norm that follows it in evaluation.
+    """Return filters and biases that replace a convolution and its batch norm in evaluation.
 
-    A maximum between the two does not matter: the norm's factors are positive.
+    Max pooling between the two changes nothing, because the norm's factors are positive.
     """
     assert norm.running_mean is not None and norm.running_var is not None
     scale = norm.weight / (norm.running_var + norm.eps).sqrt()
@@ -144,16 +140,16 @@ def _folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tenso
 
 
 def stem_weights(net: TeacherNet, stem: ConvolutionalStem) -> dict[str, Tensor]:
-    """Return the whitening filters and first groups as a model's stem, with batch norms folded.
+    """Return the teacher's first layers as the weights of a model's stem.
 
-    The whitening's 2 x 2 filters become the lower right of 3 x 3 ones, so that pictures lose no row
-    or column.
+    Batch norms are folded into the convolutions. The 2 x 2 whitening filters become the lower right
+    of 3 x 3 filters, so that pictures lose no row or column.
 
     Returns:
         float32 by the names of the stem's parameters.
 
     Raises:
-        TrainingError: the stem's convolutions are not the teacher's first ones.
+        TrainingError: the stem differs from the teacher's first layers.
     """
     layers = [(F.pad(net.whitening.weight, (1, 0, 1, 0)), net.whitening_bias)]
     for group in net.groups:
@@ -178,14 +174,13 @@ def stem_weights(net: TeacherNet, stem: ConvolutionalStem) -> dict[str, Tensor]:
 def train_teacher(
     net: TeacherNet, recipe: Recipe, data: TrainingData, run: Arithmetic
 ) -> dict[str, float]:
-    """Train a network by a recipe with a `teacher`, and switch it to evaluation.
+    """Train a teacher by its recipe, and switch it to evaluation.
 
     Returns:
-        Its `validation_accuracy`, 0...1, the `seconds` of its training, and the number of its
-        `parameters`.
+        `validation_accuracy`, 0...1, `seconds` of training, and the number of `parameters`.
 
     Raises:
-        TrainingError: the pictures are too small or too few; or training diverged.
+        TrainingError: the pictures are too small or too few, or training diverged.
     """
     teacher = recipe.teacher
     assert teacher is not None
@@ -251,7 +246,7 @@ def _step(
     labels: Tensor,
     progress: float,
 ) -> Tensor:
-    """Do one update; return the sum of the losses."""
+    """Update the weights once, and return the sum of the losses."""
     set_rates(optimisers, 1 - progress)
     with run.autocast:
         pixels = pixels.contiguous(memory_format=torch.channels_last)
@@ -259,9 +254,8 @@ def _step(
     loss = F.cross_entropy(logits.float(), labels, label_smoothing=_SMOOTHING, reduction="sum")
     loss.backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        for (
-            convolution
-        ) in net.convolutions():  # a batch norm follows: the norm sets no more than the pace
+        # A batch norm follows, so the filters' norm only sets how fast they turn.
+        for convolution in net.convolutions():
             convolution.weight.mul_(len(convolution.weight) ** 0.5 / convolution.weight.norm())
     step_all(optimisers, filters)
     return loss.detach()
@@ -269,7 +263,7 @@ def _step(
 
 @torch.no_grad()
 def answers(net: TeacherNet, pixels: Tensor, run: Arithmetic) -> Tensor:
-    """Return a network's logits, float32 [B, num_classes], for normalised pixels [B, 3, H, W]."""
+    """Return a teacher's logits, float32 [B, num_classes], of normalised pixels [B, 3, H, W]."""
     with run.autocast:
         logits: Tensor = net(pixels.contiguous(memory_format=torch.channels_last))
     return logits.float()
@@ -280,7 +274,7 @@ def _optimisers(
 ) -> list[torch.optim.Optimizer]:
     """Return SGD for biases and head, and Muon for the convolutions.
 
-    The loss is a sum over the batch.
+    Their rates fit a loss that is summed over the batch.
     """
     biases = [p for p in net.parameters() if p.requires_grad and p.ndim == 1]
     groups = [

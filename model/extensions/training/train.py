@@ -2,8 +2,7 @@
 
     data -> train -> half precision -> temperature -> test set, once -> config, weights, model card
 
-The test set is measured after the last choice is made: weights, temperature and recipe are fixed by
-then.
+The test set is measured when weights, temperature and recipe are final.
 """
 
 import logging
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.calibration import Fit, scores_and_energies
+from model.calibration import Fit
 from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import TrainingError
@@ -49,9 +48,9 @@ class Start:
 
     Attributes:
         config: the architecture, fitted to the data's classes.
-        preprocess: preprocessing of the service; from scratch, mean and std are measured later.
+        preprocess: preprocessing of the service. From scratch, `run` measures mean and std.
         weights: float32 on the CPU by name; None from scratch.
-        name: name of the checkpoint that is fine-tuned; None from scratch.
+        name: name of the fine-tuned checkpoint; None from scratch.
     """
 
     config: ViTConfig
@@ -61,10 +60,10 @@ class Start:
 
 
 def default_recipe(data: Path, checkpoint: str | None) -> Path:
-    """Return the bundled recipe for data of this kind: from scratch, or to fine-tune a checkpoint.
+    """Return the bundled recipe for data of this kind, with or without a checkpoint.
 
     Raises:
-        TrainingError: a folder of pictures, and no checkpoint.
+        TrainingError: a folder of pictures needs a checkpoint.
     """
     if checkpoint is not None:
         return RECIPES / "finetune.toml"
@@ -79,26 +78,26 @@ def default_recipe(data: Path, checkpoint: str | None) -> Path:
 def run(
     data: Path, out: Path, recipe: Recipe, *, resume: bool = False, device: str = "auto"
 ) -> dict[str, Any]:
-    """Train by a recipe and leave a servable folder: weights, config, model card, metrics.
+    """Train by a recipe, and write a folder that the service loads.
 
     Recipe, data, checkpoint and folder are checked before the first step.
 
     Args:
-        data: folder with the binary version of CIFAR-10, or with a folder of pictures for each
-        class.
-        out: folder for the results; made if absent.
-        resume: continue the run that `out` holds; a complete run is only measured and written anew.
+        data: folder with CIFAR-10's binary files, or with one folder of pictures per class.
+        out: folder for the results, created if absent.
+        recipe: the choices of the run.
+        resume: continue the run in `out`. A complete run is only measured and written again.
         device: see `model.runtime.device.choose_device`.
 
     Returns:
-        The run's record as JSON types, which goes into the checkpoint's config under `training`.
+        The run's record as JSON types, which is also in the checkpoint's config under `training`.
 
     Raises:
         DatasetError: the data cannot be read or trained on.
         CheckpointError: the checkpoint to start from cannot be read.
         DeviceError: the device is not available here.
-        TrainingError: `out` holds something already and `resume` is false, or nothing that this
-            recipe could continue; the recipe does not fit the data; or training diverged.
+        TrainingError: `out` is not empty, or has no run that this recipe can resume. Or the recipe
+            does not fit the data, or training diverged.
     """
     training_device = choose_device(device)
     dataset = open_dataset(data, recipe.validation, recipe.seed)
@@ -140,18 +139,18 @@ def run(
             tensors=best.weights,
         )
     )
-    # The very numbers that will be served, without a temperature.
+    # It has exactly the numbers that will be served, without a temperature.
     predictor = Predictor(checkpoint, device=device, compile_mode="off", dtype="float32")
     logits = predict_logits(predictor, validation.pixels)
     checkpoint = calibrated(checkpoint, logits, validation.labels)
-    measured = _measure(logits, validation, checkpoint)
+    measured = _evaluation(checkpoint, logits, validation)
     reported = measured
     record = _record(trainer, start, dataset, checkpoint) | {
         "validation": measured.record(),
         "test": None,
     }
     if test is not None:
-        reported = _measure(predict_logits(predictor, test.pixels), test, checkpoint)
+        reported = _evaluation(checkpoint, predict_logits(predictor, test.pixels), test)
         record["test"] = reported.record()
     _write(out, checkpoint, record, reported)
     text = "%s: accuracy %.2f%% of %d images that were not trained on, after %.0f s of training"
@@ -163,19 +162,17 @@ def _write(
     out: Path, checkpoint: Checkpoint, record: dict[str, Any], evaluation: Evaluation
 ) -> None:
     """Write the files of a finished run."""
-    # The config is written last, so that the service never loads half a folder.
+    # `native.write` writes the config last, so that the service never loads half a folder.
     run_folder.write_confusion(out, evaluation, checkpoint.labels)
     run_folder.write_text(out / run_folder.CARD_FILE, run_folder.model_card(record, checkpoint))
     native.write(out, checkpoint, dtype=STORED_DTYPE, training=record)
-    if checkpoint.calibration is not None:  # of the rounded weights, so valid for any dtype
+    # It was measured with the rounded weights, so it is valid for every dtype.
+    if checkpoint.calibration is not None:
         native.write_calibration(out, checkpoint.calibration)
 
 
 def _record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Write the recipe and the split.
-
-    Warn if the run or its start trains on pictures that the run measures on.
-    """
+    """Write the recipe and the split, and warn if measured pictures were trained on."""
     split = SplitRecord.of(dataset.sets(), SplitRecord.read(recipe.checkpoint))
     run_folder.record_start(out, recipe, split)
     split.log_leaks(recipe.checkpoint)
@@ -183,16 +180,16 @@ def _record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
 
 
 def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
-    """Make a recipe's start for data of `classes` classes.
+    """Return the model that a recipe starts with.
 
     Args:
+        recipe: names a checkpoint or an architecture.
         classes: number of classes of the new head.
         image_size: (rows, columns) of the data's pictures; None if sizes differ.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or not be resized.
-        TrainingError: the recipe has neither a checkpoint nor an architecture, or it does not fit
-            the data.
+        CheckpointError: the checkpoint cannot be read or resized.
+        TrainingError: the recipe names neither, or does not fit the data.
     """
     if recipe.checkpoint is not None:
         return _from_checkpoint(recipe, recipe.checkpoint, classes)
@@ -218,12 +215,12 @@ def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:
 
 
 def read_start(recipe: Recipe, source: str) -> Checkpoint:
-    """Read the checkpoint that a recipe starts from, whose head is to be replaced.
+    """Read the checkpoint that a recipe starts from.
 
     Raises:
-        CheckpointError: it cannot be read, or not be resized.
+        CheckpointError: the checkpoint cannot be read or resized.
     """
-    # The old head's labels are not needed, and some formats lack labels.
+    # The head is replaced, so its labels are not needed. Some formats lack them.
     return load_checkpoint(source, image_size=recipe.image_size, labels="numbers")
 
 
@@ -234,14 +231,14 @@ def _from_checkpoint(recipe: Recipe, source: str, classes: int) -> Start:
             f"{source}: takes greyscale pictures; only models of RGB pictures can be fine-tuned"
         )
     config = checkpoint.vit.model_copy(update={"num_classes": classes})
-    weights = dict(checkpoint.build().state_dict())  # built, so that all of them are checked
+    weights = dict(checkpoint.build().state_dict())  # `build` checks all of them
     for name in [name for name in weights if name.startswith(("head.", "head_dist."))]:
         weights[name] = torch.zeros(classes, *weights[name].shape[1:])
     return Start(config, checkpoint.preprocess, weights, checkpoint.name)
 
 
 def rounded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with exactly the stored numbers, float32, at temperature 1."""
+    """Return a checkpoint with exactly the numbers on disk, float32, at temperature 1."""
     tensors = {
         name: tensor.detach().cpu().to(STORED_DTYPE).float()
         for name, tensor in checkpoint.tensors.items()
@@ -252,11 +249,12 @@ def rounded(checkpoint: Checkpoint) -> Checkpoint:
 def calibrated(
     checkpoint: Checkpoint, logits: NDArray[np.float32], truth: NDArray[np.int64]
 ) -> Checkpoint:
-    """Return a checkpoint with fitted scores and, with enough images, a calibration of label sets.
+    """Return a checkpoint with fitted scores and a calibration, if there are enough images.
 
     Args:
-        logits: [N, K], of validation images at temperature 1.
-        truth: int64 [N], their classes.
+        checkpoint: the checkpoint at temperature 1.
+        logits: logits of validation images, [N, K].
+        truth: their classes, int64 [N].
     """
     if len(truth) < MIN_PICTURES:
         return checkpoint
@@ -266,12 +264,9 @@ def calibrated(
 
 
 def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> PreprocessConfig:
-    """Return the size of stored training pictures.
+    """Return the preprocessing of stored training pictures, which are larger if crops are resized.
 
-    It is the model's input size, or larger if random parts are resized.
-
-    Like the model's own picture a larger picture is a centre crop, but of all that the crop leaves
-    of the shorter side.
+    A larger picture is a centre crop with the whole shorter side.
     """
     preprocess = start.preprocess
     if not recipe.augmentation.resized_crop:
@@ -281,10 +276,8 @@ def _training_size(recipe: Recipe, start: Start, dataset: Dataset) -> Preprocess
     return preprocess.model_copy(update={"size": size, "resize_size": size, "crop_pct": None})
 
 
-def _measure(logits: NDArray[np.float32], images: Images, checkpoint: Checkpoint) -> Evaluation:
-    """Evaluate logits [N, K] by the checkpoint's scores."""
-    scores, _ = scores_and_energies(logits, checkpoint.temperature, checkpoint.form)
-    return measure(scores.astype(np.float32), images.labels, checkpoint.labels)
+def _evaluation(checkpoint: Checkpoint, logits: NDArray[np.float32], images: Images) -> Evaluation:
+    return measure(checkpoint.head.scores(logits), images.labels, checkpoint.labels)
 
 
 def _record(

@@ -1,7 +1,7 @@
 """The pictures of a run, the batches of an epoch, and random changes of pictures and pairs.
 
-TrivialAugment: Müller and Hutter 2021, https://arxiv.org/abs/2103.10158, table 1 (the "RA" space).
-Pixels from outside the picture are black.
+Operations are those of TrivialAugment (Müller and Hutter 2021, https://arxiv.org/abs/2103.10158,
+table 1, the "RA" space). Pixels from outside the picture are black.
 """
 
 import math
@@ -21,8 +21,8 @@ from model.extensions.training.recipe import Augmentation, Mixing
 from model.layer_config import Size
 from model.runtime.device import choose_dtype
 
-# Bounds a validation batch of large images, and so its memory.
-_VALIDATION_PIXELS = 500 * 32 * 32
+# Most pixels of a validation batch, which bound its memory.
+_VALIDATION_PIXELS: Final = 500 * 32 * 32
 
 
 class Arithmetic:
@@ -31,9 +31,8 @@ class Arithmetic:
     def __init__(self, precision: str, device: torch.device) -> None:
         self.device = device
         self.dtype = choose_dtype(precision, device)
-        if (
-            self.dtype == torch.float16
-        ):  # would need loss scaling; only devices older than 2020 get here
+        # float16 would need loss scaling. Only devices older than 2020 have no bfloat16.
+        if self.dtype == torch.float16:
             self.dtype = torch.float32
         self.autocast = torch.autocast(
             device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
@@ -45,9 +44,9 @@ class TrainingData:
     """Training and validation images, in memory or mapped from a file.
 
     Attributes:
-        train: not smaller than the model's input unless the recipe resizes crops.
-        validation: of the size of the model's input.
-        mean, std: of each channel of the training images, scaled to 0...1.
+        train: training images, at least as large as the model's input unless crops are resized.
+        validation: validation images, as large as the model's input.
+        mean, std: statistics of each channel, for values from 0 to 1.
     """
 
     train: Images
@@ -61,7 +60,7 @@ class TrainingData:
         return self.validation.pixels.shape[2], self.validation.pixels.shape[3]
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """Return uint8 [B, C, H, W] as float32, normalised as the service will do it."""
+        """Return uint8 [B, C, H, W] as float32, normalised as in the service."""
         mean = torch.tensor(self.mean, device=pixels.device).reshape(1, -1, 1, 1)
         std = torch.tensor(self.std, device=pixels.device).reshape(1, -1, 1, 1)
         return (pixels.float() / 255 - mean) / std
@@ -69,13 +68,13 @@ class TrainingData:
     def epoch(
         self, batch_size: int, settings: Augmentation, generator: np.random.Generator
     ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
-        """Yield an epoch's batches; a smaller last batch is left out.
+        """Yield the batches of an epoch, without a smaller last batch.
 
         Each batch is augmented while the caller uses the previous batch.
 
         Yields:
-            Indices of training images, int64 [B]; their pixels, uint8 [B, C, rows, columns]; their
-            labels, int64 [B].
+            Indices of training images, int64 [B]; pixels, uint8 [B, C, rows, columns]; labels,
+            int64 [B].
         """
         order = generator.permutation(len(self.train))
         batches = order[: len(order) - len(order) % batch_size].reshape(-1, batch_size)
@@ -99,16 +98,15 @@ class TrainingData:
             yield torch.from_numpy(self.validation.pixels[start : start + batch])
 
 
-# Takes a picture and a strength, -1...1.
+# Changes a picture with a strength, -1...1.
 Operation = Callable[[Image.Image, float], Image.Image]
 
-
-# Pictures that random parts are resized from are kept larger than the model's input by this factor.
+# Size of the pictures that crops are resized from, relative to the model's input.
 MARGIN: Final = 256 / 224
 
-# Least and largest width / height of a crop.
+# Smallest and largest width / height of a crop.
 _CROP_RATIO: Final = (3 / 4, 4 / 3)
-# How often a crop that does not fit is drawn again, as in torchvision and timm.
+# Number of draws of a crop that fits, as in torchvision and timm.
 _ATTEMPTS: Final = 10
 # Factor by which `resample` enlarges the sides; a larger factor hardly changes the result.
 _ENLARGED: Final = 4
@@ -121,12 +119,13 @@ _MAX_ENHANCEMENT: Final = 0.9
 def augment(
     pixels: NDArray[np.uint8], size: Size, settings: Augmentation, generator: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """Change each picture of a batch by itself.
+    """Change each picture of a batch on its own.
 
     Args:
         pixels: uint8 [B, 3, H, W].
-        size: (rows, columns) of the result; not above H, W with their padding unless crops are
-        resized.
+        size: (rows, columns) of the result. Unless crops are resized, at most the padded size.
+        settings: the random changes.
+        generator: source of all random numbers.
 
     Returns:
         uint8 [B, 3, rows, columns].
@@ -161,13 +160,13 @@ def _augment_one(
 def random_crop(
     image: Image.Image, size: Size, padding: int, generator: np.random.Generator
 ) -> Image.Image:
-    """Cut a random part of `size` out, after `padding` pixels of black were put around (He et al.
+    """Cut a random part of `size` out of a picture with a black border of `padding` pixels.
 
-    2015, 4.2).
+    He et al. 2015, https://arxiv.org/abs/1512.03385, section 4.2.
     """
     top = int(generator.integers(image.height + 2 * padding - size[0] + 1)) - padding
     left = int(generator.integers(image.width + 2 * padding - size[1] + 1)) - padding
-    return image.crop((left, top, left + size[1], top + size[0]))  # outside it is black
+    return image.crop((left, top, left + size[1], top + size[0]))
 
 
 def random_resized_crop(
@@ -176,11 +175,11 @@ def random_resized_crop(
     """Resize a random part of a picture to `size`.
 
     Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6; torchvision's
-    `RandomResizedCrop`. If no part of an allowed shape is drawn, as in very long pictures, the
-    part is the largest one of an allowed shape in the middle.
+    `RandomResizedCrop`. If no draw fits, as in very long pictures, the part is the largest one of
+    an allowed shape in the middle.
 
     Args:
-        least_share: of the picture's area that the part covers, above 0 and up to 1.
+        least_share: smallest share of the picture's area, above 0 and at most 1.
     """
     width = min(image.width, round(image.height * _CROP_RATIO[1]))
     height = min(image.height, round(image.width / _CROP_RATIO[0]))
@@ -217,10 +216,10 @@ def _enhance(
 def _shift(
     image: Image.Image, across: tuple[float, float], down: tuple[float, float]
 ) -> Image.Image:
-    """Move a picture across and down.
+    """Move and shear a picture.
 
     Args:
-        across, down: constant in pixels, and factor of the distance from the middle.
+        across, down: distance in pixels, and factor of the distance from the middle.
     """
     matrix = (
         1,
@@ -233,7 +232,7 @@ def _shift(
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
 
 
-# The fourteen of TrivialAugment: identity, auto contrast, equalise and so on to translations.
+# The fourteen operations of TrivialAugment.
 OPERATIONS: Final[tuple[Operation, ...]] = (
     lambda image, strength: image,
     lambda image, strength: ImageOps.autocontrast(image),
@@ -255,15 +254,17 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
 def mix(
     pixels: Tensor, targets: Tensor, mixing: Mixing, generator: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Mix the images of a batch in pairs, the first with the last and so on, or leave it as it is.
+    """Mix the images of a batch in pairs, first with last, or return the batch unchanged.
 
-    Mixup (Zhang et al. 2017, https://arxiv.org/abs/1710.09412) blends all pixels; CutMix (Yun et
-    al. 2019, https://arxiv.org/abs/1905.04899) replaces a rectangle. As in timm, the proportion is
-    one for a whole batch.
+    Mixup (Zhang et al. 2017, https://arxiv.org/abs/1710.09412) blends all pixels. CutMix (Yun et
+    al. 2019, https://arxiv.org/abs/1905.04899) replaces a rectangle. As in timm, the whole batch
+    has one proportion.
 
     Args:
         pixels: float32 [B, C, H, W].
-        targets: float32 [B, K], each row summing to 1.
+        targets: float32 [B, K]; each row sums to 1.
+        mixing: the probability, and how to mix.
+        generator: source of all random numbers.
 
     Returns:
         New pixels and targets of the same shapes.

@@ -80,13 +80,11 @@ def taught_head(
     rounds = _ROUNDS if len(truth) < _MANY else 1
     kind = Features.named(backbone)
     scales = kind.scales(features)
-    scaled = features / scales
-    (head, first), *others = [fit_head(scaled, truth, names, seed=seed) for seed in range(rounds)]
-    assert head.weight is not None, "it was fitted"
-    knowledge = _knowledge([first, *(choice for _, choice in others)], truth, names, numbers)
+    fits = [fit_head(features, truth, names, scales=scales, seed=seed) for seed in range(rounds)]
+    knowledge = _knowledge([choice for _, choice in fits], truth, names, numbers)
     known = KnownExamples.of(features, part_weights(kind.parts))
-    unscaled = replace(head, weight=head.weight / scales, features=kind.pool, known=known)
-    return TaughtHead(unscaled, backbone, model, knowledge.model_dump_json())
+    head = replace(fits[0][0], features=kind.pool, known=known)
+    return TaughtHead(head, backbone, model, knowledge.model_dump_json())
 
 
 def _knowledge(

@@ -14,7 +14,7 @@ from model.extensions.datasets.folders import find_pictures
 from model.extensions.datasets.pictures import PictureFiles, decode
 from model.extensions.evaluation import cifar10
 from model.extensions.evaluation.cifar10 import TEST_FILES, TRAIN_FILES, read, read_labels
-from model.extensions.evaluation.datasets import open_dataset, stratify
+from model.extensions.evaluation.datasets import Dataset, open_dataset, stratify
 from model.images.preprocess import preprocess
 from tests.extensions.datasets.picture_folders import write_class, write_folder
 from tests.extensions.training.synthetic import LABELS
@@ -83,22 +83,27 @@ def test_cifar_pictures_are_read_as_uploads(cifar: Path, tmp_path: Path) -> None
     assert large.labels.tolist() == parts[0].labels.tolist()
 
 
-def test_a_split_folder_keeps_its_split(
-    tmp_path: Path,
-) -> None:
+def names_by_set(dataset: Dataset) -> dict[str, list[str]]:
+    return {
+        name: [files.name(number) for number in range(len(files))]
+        for name, files in dataset.sets().items()
+    }
+
+
+def test_a_split_folder_keeps_its_split(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "data", 10)
-    split = open_dataset(root, 0.2, 0).split()
+    split = names_by_set(open_dataset(root, 0.2, 0))
     assert {name: len(files) for name, files in split.items()} == {"train": 24, "validation": 6}
     assert [Path(file).parent.name for file in split["validation"]] == ["blue"] * 2 + [
         "green"
     ] * 2 + ["red"] * 2
     assert len({*split["train"], *split["validation"]}) == 30
-    assert open_dataset(root, 0.2, 1).split() != split
+    assert names_by_set(open_dataset(root, 0.2, 1)) != split
     for seed, (name, count) in enumerate({"train": 5, "val": 3, "test": 2}.items()):
         write_folder(tmp_path / "given" / name, count, seed=seed)
     dataset = open_dataset(tmp_path / "given", 5000, 0)
     assert dataset.own_validation
-    assert [len(files) for files in dataset.split().values()] == [15, 9, 6]
+    assert [len(files) for files in dataset.sets().values()] == [15, 9, 6]
 
 
 @pytest.mark.parametrize("memory", [0, 1 << 30], ids=["from a file", "in memory"])
