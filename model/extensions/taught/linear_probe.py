@@ -143,19 +143,19 @@ def choose_shrinkage(
     rows = np.flatnonzero(folds >= 0)
     best = 0
     fits = [fit_scores(held_out, truth[rows]) for held_out in logits[:, rows]]
-    losses_by_fit = [
+    held_out_losses = [
         losses(held_out, truth[rows], fit)
         for held_out, fit in zip(logits[:, rows], fits, strict=True)
     ]
-    for number, loss in enumerate(losses_by_fit):
-        gain = losses_by_fit[best] - loss
+    for number, loss in enumerate(held_out_losses):
+        gain = held_out_losses[best] - loss
         if gain.mean() > gain.std() / math.sqrt(len(gain)):
             best = number
     scores, _ = scores_and_energies(logits[best, rows], *fits[best])
     return Choice(
         SHRINKAGES[best],
         fits[best].temperature,
-        float(losses_by_fit[best].mean()),
+        float(held_out_losses[best].mean()),
         rows,
         logits[best, rows],
         scores,
