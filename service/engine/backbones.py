@@ -117,8 +117,7 @@ class ModelEngine:
     @property
     def size(self) -> int:
         """Return the measured bytes of the backbone."""
-        runner = self.backbone.runner
-        return 0 if runner is None else runner.size
+        return self.backbone.size
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading on a thread; `on_change` is called on the running event loop."""

@@ -135,6 +135,11 @@ class LocalEngine:
         """Return whether the engine takes images."""
         return self._state == "ready"
 
+    @property
+    def size(self) -> int:
+        """Return the measured bytes of the model; 0 before it is loaded."""
+        return 0 if self.runner is None else self.runner.size
+
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin loading on the engine's thread; `on_change` is called on the running event loop."""
         self._loop = asyncio.get_running_loop()

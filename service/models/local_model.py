@@ -2,8 +2,8 @@
 
 The next version is loaded while the current one serves:
 
-    prepare: read, check, warm up -> take over -> last request of the old one ends -> close it
-             fails: CheckpointRefused, and the old one stays
+    new_version -> load: read, check, warm up -> take_over -> last request of the old one -> forget
+                     fails: the old one stays
 """
 
 import asyncio
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from service.background import Tasks
 from service.engine.backbones import Checkpoint, ModelEngine
-from service.engine.messages import EngineStatus
 from service.models.served_model import ServedModel
 from service.models.version import Version
 
@@ -47,9 +47,9 @@ class LocalModel(ServedModel):
         *,
         on_retired: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__()
         self._make = make
         self._on_retired = on_retired
+        self._tasks = Tasks()
         self._open: set[Version[ModelEngine]] = set()
         self.current = self.new_version(checkpoint, number)
         self.is_default = True
@@ -60,9 +60,16 @@ class LocalModel(ServedModel):
         self._retiring: asyncio.Task[None] | None = None
 
     @property
+    def size(self) -> int:
+        """Return the measured bytes of the current version's backbone."""
+        return self.current.engine.size
+
+    @property
     def last_used(self) -> float | None:
         """Return monotonic seconds of its last image, None before the first."""
         return self.current.engine.last_used or self._last_used
+
+    # Loading
 
     def new_version(self, checkpoint: Checkpoint, number: int) -> Version[ModelEngine]:
         """Return a new version, which `load` loads."""
@@ -77,12 +84,30 @@ class LocalModel(ServedModel):
         await ended.wait()
         return version.engine.status.reason
 
-    async def bring(self) -> str:
+    async def load_current(self) -> str:
         """Load the current version, which is unloaded or failed; return as `load`."""
         if self.current.state == "failed":
-            await self.forget(self._renew())
+            await self.forget(self._replace_by_unloaded())
         self.current.move("loading")
         return await self.load(self.current)
+
+    def _changed(self, version: Version[ModelEngine], ended: asyncio.Event) -> None:
+        """Note that the engine of a version is ready, has failed, or is closed."""
+        self.loaded = time.monotonic()
+        ended.set()
+        if version is not self.current:
+            return
+        if version.state == "failed":
+            status = version.engine.status
+            self.broke = version.engine.info is not None
+            if self.broke:
+                logger.critical("engine %s: %s", status.device, status.reason)
+            elif self.is_default:
+                where = "" if status.device in ("auto", "cpu") else f" on {status.device}"
+                logger.critical("cannot start%s: %s", where, status.reason)
+        self.on_change()
+
+    # Leaving
 
     def take_over(self, following: Version[ModelEngine]) -> None:
         """Make a loaded version current; close the version before it after its last request."""
@@ -92,8 +117,8 @@ class LocalModel(ServedModel):
         self._retiring = self._tasks.begin(self._retire(previous))
 
     def unload(self) -> None:
-        """Give back its memory after its last request, see `retired`; `bring` loads it again."""
-        previous = self._renew()
+        """Give its memory back after its last request; `load_current` loads it again."""
+        previous = self._replace_by_unloaded()
         self.current.move("unloaded")
         self._retiring = self._tasks.begin(self._retire(previous))
         self.on_change()
@@ -121,35 +146,19 @@ class LocalModel(ServedModel):
 
     async def forget(self, version: Version[ModelEngine]) -> None:
         """Close a version."""
-        version.move("leaving")
+        if version.state != "gone":
+            version.move("leaving")
         await version.engine.close()
         version.move("gone")
         self._open.discard(version)
 
-    def _renew(self) -> Version[ModelEngine]:
-        """Replace the current version by an unloaded one of the same number; return the old one."""
+    def _replace_by_unloaded(self) -> Version[ModelEngine]:
+        """Make an unloaded version of the same number current; return the old one."""
         previous = self.current
         self._last_used = self.last_used
         self._info = self.info
         self.current = self.new_version(previous.checkpoint, previous.number)
         return previous
-
-    def _changed(self, version: Version[ModelEngine], ended: asyncio.Event) -> None:
-        before, after = version.note_engine()
-        self.loaded = time.monotonic()
-        if version is self.current:
-            self.broke = after == "failed" and before != "loading"
-            if after == "failed":
-                self._log_failure(version.engine.status)
-            self.on_change()
-        ended.set()
-
-    def _log_failure(self, status: EngineStatus) -> None:
-        if self.broke:
-            logger.critical("engine %s: %s", status.device, status.reason)
-        elif self.is_default:
-            where = "" if status.device in ("auto", "cpu") else f" on {status.device}"
-            logger.critical("cannot start%s: %s", where, status.reason)
 
     async def _retire(self, version: Version[ModelEngine]) -> None:
         version.move("leaving")

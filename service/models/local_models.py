@@ -83,10 +83,7 @@ class LocalModels(OnDemandModels):
                     checkpoint = model.current.checkpoint
             try:
                 await self._make_room(key)
-                if model is None:
-                    await self._add(key, checkpoint, agree)
-                else:
-                    await self._swap(key, model, checkpoint, agree)
+                await self._replace(key, model, checkpoint, agree)
             except (CheckpointRefused, ModelsFull):
                 self.results["failed"] += 1
                 raise
@@ -126,64 +123,62 @@ class LocalModels(OnDemandModels):
             self.on_change()
         await self._memory.make_room(key, "")
 
-    async def _add(
-        self, key: str, checkpoint: Checkpoint, agree: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Load the first version of a model."""
-        override = Override(self._factory.override(key).number + 1, checkpoint)
-        model = self._factory.model(key, override)
-        try:
-            await self._load_next(key, model, model.current)
-            await agree()
-        except BaseException:
-            await model.close()
-            raise
-        self.served[key] = model
-        model.on_change = self.on_change
-        self.overrides[key] = override
-
-    async def _swap(
+    async def _replace(
         self,
         key: str,
-        model: LocalModel,
+        current: LocalModel | None,
         checkpoint: Checkpoint,
         agree: Callable[[], Awaitable[None]],
     ) -> None:
-        """Load another version while the current one serves."""
-        path = checkpoint.get("checkpoint") if isinstance(checkpoint, Mapping) else checkpoint
-        logger.info(
-            "loading %s beside the model that is served", path or "the configured checkpoint"
-        )
-        following = model.new_version(checkpoint, model.current.number + 1)
+        """Load a version beside the current model, if there is one, and let it take over."""
+        if current is None:
+            override = Override(self._factory.override(key).number + 1, checkpoint)
+            model = self._factory.model(key, override)
+            version = model.current
+        else:
+            path = checkpoint.get("checkpoint") if isinstance(checkpoint, Mapping) else checkpoint
+            logger.info(
+                "loading %s beside the model that is served", path or "the configured checkpoint"
+            )
+            model = current
+            version = model.new_version(checkpoint, model.current.number + 1)
+            override = Override(version.number, checkpoint)
         try:
-            await self._load_next(key, model, following)
+            await self._load_next(key, model, version)
             await agree()
         except BaseException as error:
-            if not isinstance(error, asyncio.CancelledError):
-                logger.error("the next checkpoint is refused, and the old one stays: %s", error)
-            self.results["refused"] += 1
-            self.refused.add(key)
-            await model.forget(following)
+            if current is not None:
+                self._note_refused(key, error)
+            await model.forget(version)
             raise
-        if key not in self.served:  # it was deleted meanwhile, which closes all versions
+        if current is None:
+            self.served[key] = model
+            model.on_change = self.on_change
+        elif self.served.get(key) is not current:  # it was deleted meanwhile
+            await model.forget(version)
             return
-        model.take_over(following)
-        self.results["served"] += 1
-        self.refused.discard(key)
-        self.overrides[key] = Override(following.number, checkpoint)
+        else:
+            model.take_over(version)
+            self.results["served"] += 1
+            self.refused.discard(key)
+        self.overrides[key] = override
 
-    async def _load_next(
-        self, key: str, model: LocalModel, following: Version[ModelEngine]
-    ) -> None:
+    def _note_refused(self, key: str, error: BaseException) -> None:
+        if not isinstance(error, asyncio.CancelledError):
+            logger.error("the next checkpoint is refused, and the old one stays: %s", error)
+        self.results["refused"] += 1
+        self.refused.add(key)
+
+    async def _load_next(self, key: str, model: LocalModel, version: Version[ModelEngine]) -> None:
         """Load a version; raises `CheckpointRefused` or `NameTaken`."""
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                reason = await model.load(following)
+                reason = await model.load(version)
         except TimeoutError:
             reason = f"it was not loaded and warm within {LOAD_SECONDS:g} s"
         if reason:
             raise CheckpointRefused(reason)
-        info = following.engine.info
+        info = version.engine.info
         if info is not None and not key and (info.name in self.served or info.name in self.heads):
             raise NameTaken(f"{info.name}: another model has the name of this checkpoint")
 
@@ -191,7 +186,7 @@ class LocalModels(OnDemandModels):
 
     async def unload(self, name: str) -> None:
         """Give a model's memory back; see `Models.unload`."""
-        self._require_changeable(name)
+        self.require_changeable(name)
         async with self._load_lock:
             if self.served[self.key(name)].state != "ready":
                 return
@@ -200,9 +195,9 @@ class LocalModels(OnDemandModels):
 
     async def delete(self, name: str) -> None:
         """Remove a model; see `Models.delete`."""
-        self._require_changeable(name)
+        self.require_changeable(name)
         await self.answer_waiting(name)
-        self._require_changeable(name)  # another request may have deleted it meanwhile
+        self.require_changeable(name)  # another request may have deleted it meanwhile
         model = self.served.pop(name)
         self.refused.discard(name)
         self.overrides[name] = Override(model.current.number, is_deleted=True)

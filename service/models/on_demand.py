@@ -159,7 +159,7 @@ class OnDemandModels(Models):
                     self.results["failed"] += 1
                 raise
             model.on_change = self.on_change
-            reason = await model.bring()
+            reason = await model.load_current()
             self.results["failed" if reason else "loaded"] += 1
             if reason and not model.is_default:
                 logger.error("model %s: %s", key, reason)

@@ -6,6 +6,7 @@ from model.heads import Head
 from model.label_texts import with_labels
 from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable, ServiceError
+from vitserve.documents import ListedModel
 
 
 @dataclass(slots=True)
@@ -30,6 +31,48 @@ class ServedHead:
     _described: tuple[ModelInfo, ModelInfo] | None = field(
         default=None, init=False, repr=False, compare=False
     )
+
+    def require_key(self, *, models_load: bool) -> str:
+        """Return the key of the model whose features the head scores.
+
+        Args:
+            models_load: whether a model is loading, which may have the head's backbone.
+
+        Raises:
+            EngineUnavailable: the head is being fitted, or its model may be loading.
+            `refusal`: the head does not answer.
+        """
+        if self.key is not None and self.head is not None:
+            return self.key
+        error = EngineUnavailable if self._is_pending(models_load) else self.refusal
+        raise error(f"{self.name}: {self._reason()}")
+
+    def listed(self, model: ListedModel | None, *, models_load: bool) -> ListedModel:
+        """Return the head's entry in the list of models, from the entry of the model it scores."""
+        if model is not None and self.head is not None:
+            differences = {
+                "name": self.name,
+                "classes": len(self.head.labels),
+                "bytes": 0,
+                "default": False,
+                "taught": True,
+            }
+            return model.model_copy(update=differences)
+        return ListedModel(
+            name=self.name,
+            state="loading" if self._is_pending(models_load) else "failed",
+            reason=self._reason(),
+            backbone="",
+            bytes=0,
+            default=False,
+            taught=True,
+        )
+
+    def _is_pending(self, models_load: bool) -> bool:
+        return models_load if self.key is None else not self.reason
+
+    def _reason(self) -> str:
+        return self.reason or "it is being fitted"
 
     def info(self, model: ModelInfo) -> ModelInfo:
         """Describe the head as a model, from the description of the model with its backbone.

@@ -1,10 +1,15 @@
 """A name that is served, and its current version."""
 
-from service.background import Tasks
+import time
+from typing import Literal
+
 from service.engine.base import Engine
 from service.engine.messages import ModelInfo
-from service.models.states import ModelState
 from service.models.version import Version
+from vitserve.documents import ListedModel
+
+# The states in which a name is listed.
+ModelState = Literal["ready", "loading", "unloaded", "failed"]
 
 
 class ServedModel:
@@ -19,9 +24,6 @@ class ServedModel:
     current: Version[Engine]
     is_being_replaced = False
     _info: ModelInfo | None = None
-
-    def __init__(self) -> None:
-        self._tasks = Tasks()
 
     @property
     def info(self) -> ModelInfo | None:
@@ -39,3 +41,36 @@ class ServedModel:
                 return "loading"
             case state:
                 return state
+
+    @property
+    def size(self) -> int:
+        """Return the measured bytes of its backbone; 0 if they are unknown."""
+        return 0
+
+    @property
+    def last_used(self) -> float | None:
+        """Return monotonic seconds of its last image, None before the first or if unknown."""
+        return None
+
+    def listed(self, name: str, *, is_default: bool) -> ListedModel:
+        """Return the name's entry in the list of models."""
+        info = self.info
+        reason = ""
+        if self.current.state == "unloaded":
+            reason = "its memory was given back"
+        elif self.state != "ready":
+            reason = self.current.engine.status.reason
+        last_used_seconds = None
+        if self.last_used is not None:
+            last_used_seconds = round(time.monotonic() - self.last_used, 3)
+        return ListedModel(
+            name=name,
+            state=self.state,
+            reason=reason,
+            backbone="" if info is None else info.backbone,
+            classes=None if info is None else info.config.num_classes,
+            bytes=self.size if self.state == "ready" else 0,
+            last_used_seconds=last_used_seconds,
+            default=is_default,
+            taught=False,
+        )

@@ -1,23 +1,54 @@
-"""One version of a model, which `service.models.states` draws, and the requests that hold it."""
+"""One version of a model: its life as a state machine, and the requests that hold it.
+
+              asked for             warm
+    unloaded ----------> loading ----------> ready
+       | ^                | | |               | |
+       | '----------------' | '---> failed <--' |
+       |     no memory      |          |        |
+       '-----------+--------+----------+--------'
+                   | replaced, unloaded, deleted, or the service stops
+                   v
+                leaving ------------------> gone
+                         its last lease
+                         is released
+
+A name that is served has one current version, and perhaps older ones that are leaving. Unloading
+replaces the current version by an unloaded one of the same number; the old one leaves.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 from service.engine.backbones import Checkpoint
 from service.engine.base import Engine
-from service.models.states import State, require_transition
 
 E_co = TypeVar("E_co", bound=Engine, covariant=True)
 
+State = Literal["unloaded", "loading", "ready", "failed", "leaving", "gone"]
+
+TRANSITIONS: Final[dict[tuple[State, State], str]] = {
+    ("unloaded", "loading"): "LocalModel.load_current, for a request or the operator",
+    ("loading", "unloaded"): "OnDemandModels, because the memory is full",
+    ("loading", "ready"): "its engine, once it is warm",
+    ("loading", "failed"): "its engine, if the checkpoint cannot be loaded",
+    ("ready", "failed"): "its engine, if the device no longer computes",
+    ("unloaded", "leaving"): "LocalModel.take_over, leave, close",
+    ("loading", "leaving"): "LocalModel.forget, after a refused swap; leave, close",
+    ("ready", "leaving"): "LocalModel.take_over, unload, leave, close",
+    ("failed", "leaving"): "LocalModel.load_current, take_over, leave, close",
+    ("leaving", "gone"): "LocalModel.forget, once no request holds it",
+}
+"""Each allowed change of a state, and who makes it."""
+
 
 class Version(Generic[E_co]):
-    """One version of a model, and the requests that it answers.
+    """One version of a model, and the requests that hold it.
 
     Attributes:
         engine: computes the version.
-        number: counts up with each version that is loaded.
+        number: counts up with each checkpoint that is loaded under the name.
         checkpoint: the loaded checkpoint; None for the configured one.
         requests: number of requests that have not ended.
         keepers: number of other processes whose requests may still come.
@@ -32,47 +63,28 @@ class Version(Generic[E_co]):
         self.keepers = 0
         self.on_work: Callable[[], None] = lambda: None
         self._released = asyncio.Event()
-        # The last `move` to a state that the engine does not know, such as `unloaded`.
-        self._beyond_engine: State | None = None
-        # The state when last looked at, to check the next transition.
-        self._noted: State = "loading"
+        self._moved: State | None = None  # None while the engine has the state
 
     @property
     def state(self) -> State:
-        """Return the current state, see `service.models.states`.
-
-        In order of precedence: `leaving` or `gone` after such a `move`; `ready` if the engine is;
-        the state of the last `move`; whether the engine has failed or is loading.
-        """
-        if self._beyond_engine in ("leaving", "gone"):
-            return self._beyond_engine
+        """Return the current state. The engine has it from `loading` to `ready` or `failed`."""
+        if self._moved is not None:
+            return self._moved
         if self.engine.ready:
             return "ready"
-        if self._beyond_engine is not None:
-            return self._beyond_engine
         return "failed" if self.engine.status.state == "failed" else "loading"
 
     def move(self, state: State) -> None:
-        """Change to a state that the engine does not know, or from `unloaded` to `loading`."""
+        """Change the state; no effect if it is the current one."""
         before = self.state
         if state == before:
             return
-        require_transition(before, state)
-        self._beyond_engine = None if state == "loading" else state
-        self._noted = state
-
-    def note_engine(self) -> tuple[State, State]:
-        """Note a change of the engine, and return the states before and after it."""
-        before = self._noted
-        after = self.state
-        if after != before:
-            require_transition(before, after)
-            self._noted = after
-        return before, after
+        assert (before, state) in TRANSITIONS, f"a version went from {before} to {state}"
+        self._moved = None if state == "loading" else state
 
     @contextmanager
     def request(self) -> Iterator[E_co]:
-        """Keep the version until the context ends; the engine is the context."""
+        """Hold the version until the context ends; the engine is the context."""
         self.begin()
         try:
             yield self.engine
@@ -80,7 +92,7 @@ class Version(Generic[E_co]):
             self.end()
 
     def begin(self) -> None:
-        """Keep the version for a request until its `end`."""
+        """Hold the version for a request until its `end`."""
         self.requests += 1
         if self.requests == 1:
             self.on_work()
@@ -93,7 +105,7 @@ class Version(Generic[E_co]):
             self.on_work()
 
     def keep(self) -> None:
-        """Keep the version for the requests of another process, until its `drop`."""
+        """Hold the version for the requests of another process, until its `drop`."""
         self.keepers += 1
 
     def drop(self) -> None:
@@ -102,7 +114,7 @@ class Version(Generic[E_co]):
         self._released.set()
 
     async def idle(self) -> None:
-        """Wait until no request is left, and no other process keeps the version."""
+        """Wait until neither a request nor another process holds the version."""
         while self.requests or self.keepers:
             self._released.clear()
             await self._released.wait()

@@ -279,7 +279,8 @@ class Metrics(Collector):
         counted = CollectorRegistry()
         if self._folder is not None:
             MultiProcessCollector(counted, str(self._folder))  # type: ignore[no-untyped-call]
-        names = self._state.sources.names()
+        models = self._state.sources.models()
+        names = None if models is None else {model.name for model in models}
         for family in (*counted.collect(), *self.registry.collect()):
             if family.name in _BY_MODEL and names is not None:
                 family.samples = [

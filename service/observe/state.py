@@ -1,6 +1,6 @@
 """Metrics that are read at every scrape: models, engines, kept pictures, slots, GPUs."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Metric
@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from service.engine.messages import EngineStatus
 from service.observe.gpus import GAUGES, GpuReader
+from vitserve.documents import ListedModel
 
 MODEL_STATES = ("ready", "loading", "unloaded", "failed")
 
@@ -26,11 +27,9 @@ class Sources:
         statuses: returns the statuses of the engines.
         recent: returns the number of kept pictures, their bytes, and the number of evictions.
         slots: returns the number of images that take a slot, and the number of slots.
-        names: returns the names of all models, or None to keep every series. Series of other models
-            end.
+        models: returns the list of models and heads, or None to keep every series. Series of other
+            models end.
         results: returns counts of loads and swaps by result.
-        backbones: returns the bytes of each loaded backbone, by its name.
-        states: returns the state of each model, by its name.
         reloads: returns whether the last swap of each model succeeded, by its name.
         recent_ttl: seconds for which a picture is kept.
     """
@@ -38,10 +37,8 @@ class Sources:
     statuses: Callable[[], Sequence[EngineStatus]] = tuple
     recent: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
     slots: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    names: Callable[[], Container[str] | None] = lambda: None
+    models: Callable[[], Sequence[ListedModel] | None] = lambda: None
     results: Callable[[], Mapping[str, int]] = dict
-    backbones: Callable[[], Mapping[str, int]] = dict
-    states: Callable[[], Mapping[str, str]] = dict
     reloads: Callable[[], Mapping[str, bool]] = dict
     recent_ttl: float = 0.0
 
@@ -114,6 +111,7 @@ class StateCollector(Collector):
                 yield family
 
     def _model_gauges(self) -> list[_Row]:
+        listed = self.sources.models() or ()
         by_age = sorted(self.models.items(), key=lambda item: item[1])
         device = _MODEL_LABELS.index("device")
         return [
@@ -139,15 +137,19 @@ class StateCollector(Collector):
                 "vit_backbone_bytes",
                 "Measured memory of each loaded backbone",
                 ["backbone"],
-                {(name,): size for name, size in self.sources.backbones().items()},
+                {
+                    (model.backbone,): model.bytes
+                    for model in listed
+                    if model.state == "ready" and model.backbone and not model.taught
+                },
             ),
             (
                 "vit_model_state",
                 "1 for the current state of a model, 0 for the others",
                 ["model", "state"],
                 {
-                    (model, state): float(state == current)
-                    for model, current in self.sources.states().items()
+                    (model.name, state): float(state == model.state)
+                    for model in listed
                     for state in MODEL_STATES
                 },
             ),

@@ -150,10 +150,8 @@ def _watch(metrics: Metrics, service: Service) -> None:
             statuses=models.statuses,
             recent=service.images.usage,
             slots=lambda: (limiter.in_use, limiter.capacity),
-            names=lambda: set(models.names()),
+            models=models.describe,
             results=lambda: models.results,
-            backbones=models.backbones,
-            states=lambda: {model.name: model.state for model in models.describe()},
             reloads=models.reloads,
             recent_ttl=service.settings.recent_ttl,
         )

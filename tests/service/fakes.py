@@ -98,7 +98,7 @@ class FixedModels(Models):
         raise Forbidden("here models are not loaded")
 
     async def unload(self, name: str) -> None:
-        self._require_changeable(name)
+        self.require_changeable(name)
         await self.put(name, None)
 
     async def delete(self, name: str) -> None:
@@ -357,6 +357,7 @@ async def running(
         on_batch=reports.append,
         clock=clock,
     )
+    engine.last_used = None  # type: ignore[attr-defined]  # which engines of models have
     own = local_models(lambda _: engine)
     async with AsyncExitStack() as stack:
         if remote:

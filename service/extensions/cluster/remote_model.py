@@ -20,8 +20,7 @@ from service.extensions.cluster import frames
 from service.extensions.cluster.engine_client import EngineClient, EngineLease
 from service.extensions.cluster.remote_engine import RemoteEngine
 from service.models.registry import SWAP_UNDER_WAY, Models
-from service.models.served_model import ServedModel
-from service.models.states import ModelState
+from service.models.served_model import ModelState, ServedModel
 from service.models.version import Version
 from vitserve.documents import ListedModel
 
@@ -34,7 +33,6 @@ class RemoteModel(ServedModel):
     current: Version[RemoteEngine]
 
     def __init__(self, engines: Sequence[EngineClient], name: str = "") -> None:
-        super().__init__()
         self.engines = tuple(engines)
         self.name = name
         self.current = self._new_version()
@@ -45,10 +43,18 @@ class RemoteModel(ServedModel):
         """Return `ready` if an engine serves the model; otherwise the first engine's state."""
         if self.current.engine.ready:
             return "ready"
+        published = self._published()
+        return "loading" if published is None else published.state
+
+    def listed(self, name: str, *, is_default: bool) -> ListedModel:
+        """Return the model's entry in the list of the first engine that has it."""
+        return self._published() or super().listed(name, is_default=is_default)
+
+    def _published(self) -> ListedModel | None:
         for engine in self.engines:
             if self.name in engine.published.models:
-                return engine.published.models[self.name].state
-        return "loading"
+                return engine.published.models[self.name]
+        return None
 
     async def replace(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint on all engines, and make it take over; raises the errors of a load.
@@ -139,13 +145,6 @@ class RemoteModels(Models):
         self._known: dict[str, RemoteModel] = {}  # deleted models, too: they may have requests left
         self._leading = asyncio.Lock()
 
-    def status_of(self, key: str) -> ListedModel:
-        """Return the status of a served model from the first engine that lists it."""
-        for engine in self.engines:
-            if key in engine.published.models:
-                return engine.published.models[key]
-        return super().status_of(key)
-
     def statuses(self) -> list[EngineStatus]:
         """Return the statuses of all engines."""
         return [engine.status for engine in self.engines]
@@ -198,12 +197,12 @@ class RemoteModels(Models):
 
     async def unload(self, name: str) -> None:
         """Unload a model on all engines; see `Models.unload`."""
-        self._require_changeable(name)
+        self.require_changeable(name)
         await ask_all(self.engines, frames.Change("unload", name))
 
     async def delete(self, name: str) -> None:
         """Delete a model on all engines; see `Models.delete`."""
-        self._require_changeable(name)
+        self.require_changeable(name)
         await ask_all(self.engines, frames.Change("delete", name))
 
     async def _read_again(self) -> None:

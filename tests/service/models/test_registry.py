@@ -98,6 +98,11 @@ def states(models: LocalModels) -> dict[str, str]:
     return {status.name: status.state for status in models.describe()}
 
 
+def backbones(models: LocalModels) -> dict[str, int]:
+    """Return the bytes of each loaded backbone."""
+    return {status.backbone: status.bytes for status in models.describe() if status.bytes}
+
+
 async def ask(models: LocalModels, name: str, red: int = 3) -> int:
     """Return the launches of the predictor that answered."""
     await models.load(name)
@@ -115,7 +120,7 @@ async def test_equal_backbones_share_an_engine(
         one, two, other = (models.served[name].current.engine for name in ("a.1", "a.2", "b.1"))
         assert one.backbone is two.backbone is not other.backbone
         assert len(models.statuses()) == 2
-        assert models.backbones() == {"a": 100, "b": 100}
+        assert backbones(models) == {"a": 100, "b": 100}
         assert set(disk.live["a"].heads) == {"a.1", "a.2"}
         assert disk.live["a"].warm_ups == 1
         await models.delete("a.2")
@@ -235,7 +240,7 @@ async def test_the_longest_unused_backbone_goes(
             "d": "ready",
         }
         assert models.results["evicted"] == 2
-        assert sum(models.backbones().values()) == 300
+        assert sum(backbones(models).values()) == 300
 
 
 @on_a_loop
@@ -498,6 +503,23 @@ async def test_a_deletion_beats_the_next_version(
 
 
 @on_a_loop
+async def test_a_deletion_before_a_load_leaks_none(tmp_path: Path) -> None:
+    async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
+        await ask(models, "c")
+        before = models.served["b"]
+        evicted = models.served["c"].current
+        evicted.keep()  # so that the load waits for the memory of `c`
+        putting = asyncio.create_task(models.put("b", {"checkpoint": "x"}))
+        await until(lambda: states(models)["c"] == "unloaded")
+        await models.delete("b")
+        await until(lambda: not before._open)
+        evicted.drop()
+        await putting
+        assert disk.loads[-1] == "x"
+        assert not before._open
+
+
+@on_a_loop
 async def test_deletion_answers_admitted_requests(
     tmp_path: Path,
 ) -> None:
@@ -620,6 +642,6 @@ async def test_crowded_models_spare_the_default(
         attacks = [asyncio.create_task(alternate(*names)) for names in ("bc", "cb")]
         while not all(each.done() for each in attacks):
             assert await ask(models, "a") == 1
-            assert models.backbones()["a"]
+            assert backbones(models)["a"]
         await asyncio.gather(*attacks)
         assert (models.results["evicted"] >= 10, disk.loads.count("a")) == (True, 1)

@@ -17,6 +17,7 @@ from service.observe.metrics import Metrics
 from service.observe.state import Sources
 from tests.launcher import until
 from tests.service.fakes import PATIENCE, model_info
+from vitserve.documents import ListedModel
 
 COUNTERS = {
     "vit_requests_total": {"endpoint", "code"},
@@ -75,6 +76,12 @@ def status(state: str = "ready", device: str = "cpu", depth: int = 0) -> EngineS
     return EngineStatus(device, state, "", "off", None, depth)  # type: ignore[arg-type]
 
 
+def listed(name: str, state: str) -> ListedModel:
+    return ListedModel(
+        name=name, state=state, reason="", backbone="b", bytes=9, default=False, taught=False
+    )
+
+
 def touched(*devices: str, folder: Path | None = None) -> Metrics:
     """Return metrics that have each series, of engines of which each has a longer queue than the
     one before.
@@ -86,8 +93,7 @@ def touched(*devices: str, folder: Path | None = None) -> Metrics:
             lambda: engines,
             lambda: (1, 2, 3),
             lambda: (4, 5),
-            backbones=lambda: {"b": 9},
-            states=lambda: {"cats": "failed"},
+            models=lambda: [listed("cats", "ready")],
             reloads=lambda: {"cats": True},
         )
     )
@@ -133,15 +139,15 @@ def test_a_scrape_reads_engine_gauges() -> None:
 
 
 def test_the_latency_of_a_model_ends_with_it() -> None:
-    names = ["cats", "dogs"]
+    models = [listed("cats", "ready"), listed("dogs", "ready")]
     metrics = Metrics()
-    metrics.watch(Sources(names=lambda: names))
+    metrics.watch(Sources(models=lambda: models))
     metrics.count_image("cats", seconds=0.3)
     metrics.count_image("dogs", seconds=0.4)
     metrics.count_image("dogs")
     assert scraped(metrics, "vit_image_duration_seconds_count", model="dogs") == 1
     assert scraped(metrics, "vit_image_duration_seconds_sum", model="cats") == 0.3
-    names.remove("dogs")
+    del models[1]
     assert "dogs" not in generate_latest(metrics).decode()
 
 
@@ -156,12 +162,12 @@ def test_each_model_has_its_own_reloads() -> None:
 
 
 def test_a_model_has_exactly_one_state() -> None:
-    states = {"cats": "ready", "dogs": "failed"}
+    models = [listed("cats", "ready"), listed("dogs", "failed")]
     metrics = Metrics()
-    metrics.watch(Sources(states=lambda: states))
+    metrics.watch(Sources(models=lambda: models))
     assert value(metrics, "vit_model_state", model="dogs", state="failed") == 1
     assert value(metrics, "vit_model_state", model="dogs", state="ready") == 0
-    del states["dogs"]
+    del models[1]
     assert value(metrics, "vit_model_state", model="dogs", state="failed") is None
     assert value(metrics, "vit_model_state", model="cats", state="ready") == 1
 

@@ -25,6 +25,9 @@ from tests.service.fakes import (
 class FakeEngine:
     """An engine that answers by red value, or with `error`; every call waits for `gate`."""
 
+    size = 0
+    last_used: float | None = None
+
     def __init__(self, info: ModelInfo | None = None) -> None:
         self.info: ModelInfo | None = info or model_info()
         self.state = "ready"

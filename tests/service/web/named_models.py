@@ -45,6 +45,8 @@ class Named(FixedModels):
             raise EngineUnavailable(f"{name}: {self.engines[str(name)].reason}")
         await self.engines[str(name)].gate.wait()
         self.engines[str(name)].state = "ready"
+        if self.served[str(name)].current.state == "unloaded":
+            self.served[str(name)].current.move("loading")
 
     async def put(self, name: str, checkpoint: Checkpoint) -> bool:
         self.changes.append(("put", name, checkpoint))
