@@ -20,7 +20,12 @@ from numpy.typing import NDArray
 from service.errors import InvalidParameter, MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
 from service.web.base64_pictures import SPACES, bare_base64, from_base64, has_lost_plus
-from service.web.json_bodies import count_names, explained, require_names_once
+from service.web.json_bodies import (
+    count_names,
+    decode_any,
+    explained,
+    require_names_once,
+)
 from service.web.upload import remove_mark
 
 _LENGTH: Final = struct.Struct("<I")
@@ -137,13 +142,11 @@ class InferenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: Parameters = {}
 
 
-# msgspec's own parser of floats takes 10 us for 1e308, and a body may hold many.
 _decode = msgspec.json.Decoder(InferenceRequest, float_hook=float).decode
 
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_tensors = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
-_decode_any = msgspec.json.Decoder(float_hook=float).decode
 _NO_FIELDS: Final = msgspec.Raw(b"{}")
 _NO_TENSORS: Final = msgspec.Raw(b"[]")
 
@@ -165,10 +168,10 @@ def _header_remedy(body: bytearray) -> str:
 def _count_names(request: memoryview) -> int:
     """Return the number of names in the objects of a valid request, without parsing its data."""
     fields = _decode_fields(request)
-    count = len(fields) + count_names(_decode_any(fields.get("parameters", _NO_FIELDS)))
+    count = len(fields) + count_names(decode_any(fields.get("parameters", _NO_FIELDS)))
     for name in ("inputs", "outputs"):
         for tensor in _decode_tensors(fields.get(name, _NO_TENSORS)):
-            parameters = _decode_any(tensor.get("parameters", _NO_FIELDS))
+            parameters = decode_any(tensor.get("parameters", _NO_FIELDS))
             count += len(tensor) + count_names(parameters)
     return count
 

@@ -1,23 +1,68 @@
 """Request headers that a route must heed: each has its effect, or is refused with the remedy."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
-from service.errors import ExpectationFailed, MalformedRequest, NotAcceptable, PreconditionFailed
+from service.errors import (
+    ExpectationFailed,
+    MalformedRequest,
+    NotAcceptable,
+    PreconditionFailed,
+    ServiceError,
+)
 from service.http.application import Header
 
-_DEMANDS: Final = frozenset(
-    [
-        "content-range",
-        "expect",
-        "if-match",
-        "if-none-match",
-        "x-http-method",
-        "x-http-method-override",
-        "x-method-override",
-    ]
+
+class _Demand(NamedTuple):
+    """A demand of a request header.
+
+    Attributes:
+        is_met: whether the service fulfils the value, in lower case, of a request's method.
+        error: type of the refusal.
+        remedy: end of the refusal's message.
+    """
+
+    is_met: Callable[[str, str], bool]
+    error: type[ServiceError]
+    remedy: str
+
+
+_METHOD: Final = _Demand(
+    lambda value, method: value == method.lower(),
+    MalformedRequest,
+    "send it as the method of the request",
 )
+_DEMANDS: Final = {
+    "content-range": _Demand(
+        lambda value, method: False,
+        MalformedRequest,
+        "parts of a file are not put together; send the whole file without it",
+    ),
+    "expect": _Demand(
+        lambda value, method: value == "100-continue",
+        ExpectationFailed,
+        "only 100-continue is known",
+    ),
+    "if-match": _Demand(
+        lambda value, method: value == "*",
+        PreconditionFailed,
+        "resources have no versions here; leave it out",
+    ),
+    "if-none-match": _Demand(
+        lambda value, method: value != "*" or method in ("GET", "HEAD"),
+        PreconditionFailed,
+        "this service replaces what exists; look it up first",
+    ),
+    "trailer": _Demand(
+        lambda value, method: "digest" not in value and "md5" not in value,
+        MalformedRequest,
+        "send the digest as a header before the body",
+    ),
+    "x-http-method": _METHOD,
+    "x-http-method-override": _METHOD,
+    "x-method-override": _METHOD,
+}
 _CHECKED: Final = frozenset([b"accept", b"content-type", *(name.encode() for name in _DEMANDS)])
 
 
@@ -40,34 +85,16 @@ def check_headers(headers: Iterable[Header], method: str, media_types: Collectio
     for header, value in headers:
         if header in _CHECKED:
             sent.setdefault(header.decode(), []).append(value.decode("latin-1").strip())
+    if not sent:
+        return
     if "accept" in sent and media_types:
         require_acceptable(", ".join(sent["accept"]), media_types)
     if len(set(sent.get("content-type", ()))) > 1:
         raise MalformedRequest(f"Content-Type: {sent['content-type']!s:.100}: send one")
-    for name, values in sent.items():
-        if name in _DEMANDS and values[0]:
-            _check_demand(name, values[0], method)
-
-
-def _check_demand(name: str, value: str, method: str) -> None:
-    """Refuse a demand that this service does not fulfil; raises as `check_headers`."""
-    if name == "expect":
-        if value.lower() != "100-continue":
-            raise ExpectationFailed(f"Expect: {value!r:.50} is unknown; only 100-continue is met")
-    elif name == "content-range":
-        raise MalformedRequest(
-            "Content-Range: parts of a file are not put together; send the whole file without it"
-        )
-    elif name == "if-match":
-        if value != "*":
-            raise PreconditionFailed("If-Match: resources have no versions here; leave it out")
-    elif name == "if-none-match":
-        if value == "*" and method not in ("GET", "HEAD"):
-            raise PreconditionFailed(
-                "If-None-Match: *: this service replaces what exists; look it up first"
-            )
-    elif value.upper() != method:
-        raise MalformedRequest(f"{name}: {value!r:.50}: send it as the method of the request")
+    for name, demand in _DEMANDS.items():
+        text = sent[name][0] if name in sent else ""
+        if text and not demand.is_met(text.lower(), method):
+            raise demand.error(f"{name}: {text!r:.50}: {demand.remedy}")
 
 
 def require_acceptable(accept: str, media_types: Collection[str], remedy: str = "") -> None:
@@ -79,7 +106,7 @@ def require_acceptable(accept: str, media_types: Collection[str], remedy: str = 
         )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _accepts(accept: str, media_type: str) -> bool:
     """Return whether an `Accept` header allows a media type; the closest range decides."""
     qualities: dict[str, float] = {}

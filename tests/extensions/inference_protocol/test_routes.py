@@ -189,6 +189,9 @@ async def test_a_repeated_name_is_refused(padding: int) -> None:
         answer = await post(app(), document.encode())
         assert answer.status == 400
         assert "twice" in answer.json["error"]
+    objects = json.dumps({"inputs": [encoded(7) | {"data": [{"b64": "AAAA"}]}]})
+    answer = await post(app(), objects.encode() + space.encode())
+    assert "element 0 is not a string" in answer.json["error"]
     text = json.dumps({"id": ":5", "inputs": [encoded(7)], "parameters": {"top_k": 1}})
     assert (await post(app(), text.encode() + space.encode())).status == 200
 

@@ -95,6 +95,7 @@ async def test_probes_ignore_accept() -> None:
         ("digest", f"SHA-256={MD5}", 400, "another digest"),
         ("content-digest", "sha-256=:AAAA:", 400, "another digest"),
         ("content-digest", "crc32c=:AAAA:", 400, "sha-256"),
+        ("trailer", "Content-Digest", 400, "before the body"),
     ],
 )
 async def test_a_demand_is_refused(name: str, value: str, status: int, remedy: str) -> None:
@@ -122,6 +123,7 @@ async def test_a_demand_is_refused(name: str, value: str, status: int, remedy: s
         ("x-forwarded-for", "192.0.2.1"),
         ("prefer", "respond-async"),
         ("te", "trailers"),
+        ("trailer", "Server-Timing"),
         ("cache-control", "no-cache"),
     ],
 )
