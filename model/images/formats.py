@@ -101,7 +101,7 @@ def format_of(data: bytes | bytearray) -> str:
     """
     if not data:
         raise InvalidImage("the picture is empty: 0 bytes")
-    if _is_raw(data):
+    if _RAW.match(data):  # in any container
         raise UnsupportedImageFormat(RAW)
     match = MAGIC.match(data)
     if match is None:
@@ -161,11 +161,6 @@ _SENSOR: Final = (32803, 34892)  # colour filter array, linear raw
 # Format characters of `struct` for the field types of unsigned integers (TIFF 6.0, section 2).
 _INTEGERS: Final = {1: "B", 3: "H", 4: "L", 13: "L", 16: "Q"}
 _MOST_ENTRIES: Final = 4096
-
-
-def _is_raw(data: bytes | bytearray) -> bool:
-    """Return whether the first bytes of a file mark a raw photo, in any container."""
-    return _RAW.match(data) is not None
 
 
 def is_thumbnail(data: bytes | bytearray) -> bool:

@@ -9,13 +9,12 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ViTConfig
-from model.cores import compute_threads
 from model.errors import DeviceError
 from model.network.library import largest_layer
 from model.network.vit import count_parameters
 from model.runtime.backend import Backend, CompileMode, Parts, captured_sizes
 from model.runtime.batch_request import GraphKind
-from model.runtime.cpu import ThreadPolicy, default_batch, default_streams
+from model.runtime.cpu import ThreadPolicy, default_batch
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps
 from model.runtime.cuda.ops import CudaOps
@@ -96,10 +95,13 @@ def build(checkpoint: Checkpoint, options: PredictorOptions) -> Parts:
     default = default_batch(largest_layer(checkpoint.config)) if is_cpu else _GPU_BATCH
     largest = options.get("max_batch") or default
     sizes = tuple(sorted(options.get("launch_sizes") or captured_sizes(largest)))
-    threads = ThreadPolicy(options.get("threads") or (compute_threads() if is_cpu else 1))
+    count = options.get("threads")
+    streams = options.get("streams")
+    if not is_cpu:
+        count = count or 1
+        streams = streams or _GPU_STREAMS
+    threads = ThreadPolicy(count, streams)
     torch.set_num_threads(threads.count)
-    default = default_streams(threads.count) if is_cpu else _GPU_STREAMS
-    streams = options.get("streams") or default
     model = checkpoint.network()
     run = TorchOptions(
         model,
@@ -117,24 +119,24 @@ def build(checkpoint: Checkpoint, options: PredictorOptions) -> Parts:
         ops = CudaOps(device)
     backend: Backend
     if ops is not None:
-        backend = Cuda(run, ops, streams=streams)
+        backend = Cuda(run, ops, streams=threads.streams)
         reason = "torch runs on GPUs"
     else:
-        backend, reason = _cpu_backend(run, threads, streams, parameters, options.get("keep"))
+        backend, reason = _cpu_backend(run, threads, parameters, options.get("keep"))
     return Parts(
         options.get("device_name") or str(device),
         run.dtype_name,
         None if is_cpu else gpu_identifier(device),
         parameters,
         sizes[-1],
-        streams,
+        threads.streams,
         backend,
         reason,
     )
 
 
 def _cpu_backend(
-    run: TorchOptions, threads: ThreadPolicy, streams: int, parameters: int, keep: Keep | None
+    run: TorchOptions, threads: ThreadPolicy, parameters: int, keep: Keep | None
 ) -> tuple[Backend, str]:
     """Return the backend for a CPU, and why it was chosen."""
     if run.compile_mode != "auto":
@@ -143,14 +145,14 @@ def _cpu_backend(
     if unsupported:
         return TorchCpu(run, threads), f"OpenVINO is not possible: {unsupported}"
     try:
-        return _openvino(run, threads, streams, parameters, keep), REASON
+        return _openvino(run, threads, parameters, keep), REASON
     except DeviceError as error:
         logger.warning("torch runs the network: %s", error)
         return TorchCpu(run, threads), str(error)
 
 
 def _openvino(
-    run: TorchOptions, threads: ThreadPolicy, streams: int, parameters: int, keep: Keep | None
+    run: TorchOptions, threads: ThreadPolicy, parameters: int, keep: Keep | None
 ) -> OpenVino:
     """Return OpenVINO's backend.
 
@@ -159,7 +161,7 @@ def _openvino(
     """
 
     def network(model: TorchOptions, kind: GraphKind) -> OpenVinoNetwork:
-        return traced_network(model, parameters, keep, kind, threads=threads.count, streams=streams)
+        return traced_network(model, parameters, keep, kind, threads)
 
     def further_network(kind: GraphKind) -> OpenVinoNetwork:
         torch.set_num_threads(1)  # of the calling thread

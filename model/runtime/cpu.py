@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from model.config import LARGEST_LAYER
+from model.cores import compute_threads
 
 # Parameters of `mallopt`: see mallopt(3).
 _TRIM_THRESHOLD: Final = -1
@@ -45,13 +46,19 @@ class ThreadPolicy:
     This is a context manager around the computation, and entering it returns whether the batch is
     alone. Explanations count as a batch, though they always use one thread. So do batches of other
     models in this process, which share the cores.
+
+    Attributes:
+        count: threads of a lone batch.
+        streams: batches that are computed at the same time.
     """
 
     _lock = threading.Lock()
     _running = 0
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int | None, streams: int | None) -> None:
+        """Choose a count if it is None."""
+        self.count = count or compute_threads()
+        self.streams = streams or min(_STREAMS, self.count)
 
     def __enter__(self) -> bool:
         with ThreadPolicy._lock:
@@ -76,11 +83,6 @@ def default_batch(largest_layer: int) -> int:
     while batch > 1 and batch * largest_layer > LARGEST_LAYER:
         batch //= 2
     return batch
-
-
-def default_streams(threads: int) -> int:
-    """Return how many batches are computed at the same time if no number is chosen."""
-    return min(_STREAMS, threads)
 
 
 def keep_freed_memory() -> bool:

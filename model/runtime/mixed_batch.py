@@ -38,7 +38,7 @@ from model.outputs import (
     RequestedOutputs,
 )
 from model.runtime.backend import SIZES, Aim, Backend, HostOutputs, Images, best_classes_of_graph
-from model.runtime.batch_request import HeadTable
+from model.runtime.batch_request import BatchRequest, HeadTable
 
 
 @dataclass(slots=True, eq=False)
@@ -58,131 +58,116 @@ class _Question:
     outputs: Outputs | None = None
 
 
-def mixed_outputs(
-    images: Images,
-    requests: Sequence[RequestedOutputs],
-    heads: HeadTable,
-    backend: Backend,
-    config: NetworkConfig,
-) -> list[Outputs]:
-    """Answer any requests for a batch, one for each image, in as few launches as possible.
+@dataclass(frozen=True, slots=True)
+class MixedBatch:
+    """A batch of any requests.
 
-    Args:
+    Attributes:
         images: B images, see `Predictor.predict`.
         requests: one for each image.
         heads: the heads of the backbone.
         backend: runs the backbone.
         config: the backbone's.
-
-    Raises:
-        ValueError: a request names an unknown head.
     """
-    outputs: dict[int, Outputs] = {}
-    for launched in _launches(requests, heads, backend, config):
-        launch = _Launch(
-            [images[image] for image in launched],
-            [requests[image] for image in launched],
-            heads,
-            backend,
-            config,
-        )
-        outputs.update(zip(launched, launch.outputs(), strict=True))
-    return [outputs[image] for image in range(len(images))]
 
-
-def _launches(
-    requests: Sequence[RequestedOutputs],
-    heads: HeadTable,
-    backend: Backend,
-    config: NetworkConfig,
-) -> list[list[int]]:
-    """Return the images of each launch.
-
-    Torch computes images with aims, a few at a time. If no graph computes all others together,
-    those with a graph are launched with it.
-    """
-    is_covered = backend.covers(heads.batch_request(requests, config))
-    launches: dict[object, list[int]] = {}
-    aimed = 0
-    for image, request in enumerate(requests):
-        key: object = None
-        if any(map(heads.needs_aim, request.head_requests)):
-            key = aimed // SIZES[-1]
-            aimed += 1
-        elif not is_covered:
-            key = heads.batch_request([request], config).network_part
-        launches.setdefault(key, []).append(image)
-    return list(launches.values())
-
-
-class _Launch:
-    """One pass of the backbone and the answers to all questions about its images."""
-
-    def __init__(
-        self,
-        images: Images,
-        requests: Sequence[RequestedOutputs],
-        heads: HeadTable,
-        backend: Backend,
-        config: NetworkConfig,
-    ) -> None:
-        self._images = images
-        self._heads = heads
-        self._backend = backend
-        self._config = config
-        self._request = heads.batch_request(requests, config)
-        self._questions = [
-            _Question(image, requested, heads.map_head(requested))
-            for image, request in enumerate(requests)
-            for requested in request.head_requests
-        ]
+    images: Images
+    requests: Sequence[RequestedOutputs]
+    heads: HeadTable
+    backend: Backend
+    config: NetworkConfig
 
     def outputs(self) -> list[Outputs]:
-        """Compute the outputs of each image."""
-        arrays = self._pass()
+        """Answer each request, in as few launches as possible.
+
+        Raises:
+            ValueError: a request names an unknown head.
+        """
+        outputs: dict[int, Outputs] = {}
+        for launched in self._launches():
+            batch = replace(
+                self,
+                images=[self.images[image] for image in launched],
+                requests=[self.requests[image] for image in launched],
+            )
+            outputs.update(zip(launched, batch._launch(), strict=True))
+        return [outputs[image] for image in range(len(self.images))]
+
+    def _launches(self) -> list[list[int]]:
+        """Return the images of each launch.
+
+        Torch computes images with aims, a few at a time. If no graph computes all others together,
+        those with a graph are launched with it.
+        """
+        is_covered = self.backend.covers(self.heads.batch_request(self.requests, self.config))
+        launches: dict[object, list[int]] = {}
+        aimed = 0
+        for image, request in enumerate(self.requests):
+            key: object = None
+            if any(map(self.heads.needs_aim, request.head_requests)):
+                key = aimed // SIZES[-1]
+                aimed += 1
+            elif not is_covered:
+                key = self.heads.batch_request([request], self.config).network_part
+            launches.setdefault(key, []).append(image)
+        return list(launches.values())
+
+    def _launch(self) -> list[Outputs]:
+        """Run the pass of all images, and answer the questions about them."""
+        questions = [
+            _Question(image, requested, self.heads.map_head(requested))
+            for image, request in enumerate(self.requests)
+            for requested in request.head_requests
+        ]
+        request = self.heads.batch_request(self.requests, self.config)
+        arrays = self._pass(request, questions)
         questions_by_head: dict[str, list[_Question]] = {}
-        for question in self._questions:
+        for question in questions:
             questions_by_head.setdefault(question.requested.head, []).append(question)
-        for name, questions in questions_by_head.items():
-            self._answer(self._heads.head(name), questions, arrays)
-        answers_by_image: list[list[Outputs]] = [[] for _ in self._images]
-        for question in self._questions:
+        for name, members in questions_by_head.items():
+            self._answer(self.heads.head(name), members, request, arrays)
+        answers_by_image: list[list[Outputs]] = [[] for _ in self.images]
+        for question in questions:
             assert question.outputs is not None
             answers_by_image[question.image].append(question.outputs)
         return [
             replace(first, more=tuple(more)) if more else first for first, *more in answers_by_image
         ]
 
-    def _pass(self) -> HostOutputs:
+    def _pass(self, request: BatchRequest, questions: Sequence[_Question]) -> HostOutputs:
         """Run the backbone once, and add maps of other heads' classes to their questions."""
-        aimed = [
-            question for question in self._questions if self._heads.needs_aim(question.requested)
-        ]
-        if not aimed or not isinstance(self._config, ViTConfig):
-            return self._backend.predict(self._images, self._request)
+        aimed = [question for question in questions if self.heads.needs_aim(question.requested)]
+        if not aimed or not isinstance(self.config, ViTConfig):
+            return self.backend.predict(self.images, request)
         aims: list[Aim] = []
         for question in aimed:
             assert question.requested.map is not None
             aims.append(Aim(question.image, question.map_head, question.requested.map.class_index))
-        arrays = self._backend.load_torch().aim(self._images, self._request, aims)
+        arrays = self.backend.load_torch().aim(self.images, request, aims)
         labels = [aim.target(arrays[aim.head.features])[0] for aim in aims]
-        maps = relevance_maps(arrays.pop("aimed"), labels, self._config)
+        maps = relevance_maps(arrays.pop("aimed"), labels, self.config)
         for question, attention_map in zip(aimed, maps, strict=True):
             question.map = attention_map
         return arrays
 
-    def _answer(self, head: Head, questions: Sequence[_Question], arrays: HostOutputs) -> None:
+    def _answer(
+        self,
+        head: Head,
+        questions: Sequence[_Question],
+        request: BatchRequest,
+        arrays: HostOutputs,
+    ) -> None:
         """Answer the questions to one head.
 
         Args:
             head: the head that scores the images.
             questions: all questions to it.
+            request: what was asked of the pass.
             arrays: outputs of the pass for all images.
         """
         images = [question.image for question in questions]
-        if images != list(range(len(self._images))):
+        if images != list(range(len(self.images))):
             arrays = {name: values[images] for name, values in arrays.items()}
-        if head is self._heads.own:
+        if head is self.heads.own:
             logits = arrays.get("logits")
             best = best_classes_of_graph(arrays)
         else:
@@ -192,7 +177,7 @@ class _Launch:
         if best is None:
             assert logits is not None, "a pass gives logits unless its graph ranks the classes"
             best = head.best_classes(logits, max(requested.top_k for requested in requests))
-        self._add_maps_of_pass(head, questions, arrays, best)
+        self._add_maps_of_pass(head, questions, request, arrays, best)
         self._add_maps_of_own_passes(questions, arrays, best)
         answers = head.outputs(
             requests,
@@ -213,26 +198,32 @@ class _Launch:
             question.outputs = outputs
 
     def _add_maps_of_pass(
-        self, head: Head, questions: Sequence[_Question], arrays: HostOutputs, best: BestClasses
+        self,
+        head: Head,
+        questions: Sequence[_Question],
+        request: BatchRequest,
+        arrays: HostOutputs,
+        best: BestClasses,
     ) -> None:
         """Add the maps that come out of the batch's pass.
 
         Args:
             head: the head of the questions.
             questions: one for each row.
+            request: what was asked of the pass.
             arrays: outputs of the pass for these rows.
             best: the best classes of these rows.
         """
-        if not isinstance(self._config, ViTConfig):
+        if not isinstance(self.config, ViTConfig):
             return
         maps: dict[int, AttentionMap] = {}
-        requests = [question.requested.map for question in questions]
-        if self._request.layers:
-            maps = attention_maps(arrays["attention"], self._request.layers, requests, self._config)
-        rows = [row for row, wanted in enumerate(requests) if wanted and wanted.of_best_class]
-        if rows and head is self._heads.own:
+        wanted = [question.requested.map for question in questions]
+        if request.layers:
+            maps = attention_maps(arrays["attention"], request.layers, wanted, self.config)
+        rows = [row for row, shown in enumerate(wanted) if shown and shown.of_best_class]
+        if rows and head is self.heads.own:
             labels = best.indices[rows, 0].tolist()
-            of_best_class = relevance_maps(arrays["relevance"][rows], labels, self._config)
+            of_best_class = relevance_maps(arrays["relevance"][rows], labels, self.config)
             maps.update(zip(rows, of_best_class, strict=True))
         for row, attention_map in maps.items():
             questions[row].map = attention_map
@@ -261,7 +252,7 @@ class _Launch:
             target: int | Floats = label
             features: Pooling | None = None
             head = question.map_head
-            if wanted.is_class_specific and head is not self._heads.own:
+            if wanted.is_class_specific and head is not self.heads.own:
                 features = head.features
                 label, target = head.map_target(
                     arrays[features][row], wanted.method, wanted.class_index
@@ -269,8 +260,8 @@ class _Launch:
             shared = replace(wanted, class_index=None, classifier=None)
             passes.setdefault((shared, features), []).append((question, label, target))
         for (shared, features), members in passes.items():
-            values, kept_mass = self._backend.load_torch().explain(
-                np.stack([self._images[question.image] for question, _, _ in members]),
+            values, kept_mass = self.backend.load_torch().explain(
+                np.stack([self.images[question.image] for question, _, _ in members]),
                 np.stack([target for _, _, target in members]),
                 shared,
                 features or "head",

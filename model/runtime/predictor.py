@@ -31,7 +31,7 @@ from model.runtime.backend import (
 )
 from model.runtime.batch_request import BatchRequest, HeadTable
 from model.runtime.memory import Meter
-from model.runtime.mixed_batch import mixed_outputs
+from model.runtime.mixed_batch import MixedBatch
 from model.runtime.trial import trial_images
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class Predictor:
             requested.is_plain and heads.head(requested.head) is self.own for requested in requests
         )
         if not is_plain:
-            return mixed_outputs(images, requests, heads, self._backend, self.config)
+            return MixedBatch(images, requests, heads, self._backend, self.config).outputs()
         top_k = max(requested.top_k for requested in requests)
         arrays = self._backend.predict(images, BatchRequest(top_k))
         return self.own.outputs(requests, arrays.get("logits"), best=best_classes_of_graph(arrays))

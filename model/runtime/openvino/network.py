@@ -29,6 +29,7 @@ from model.runtime.backend import (
     pieces,
 )
 from model.runtime.batch_request import BatchRequest
+from model.runtime.cpu import ThreadPolicy
 from model.runtime.trial import noise_images, require_close
 
 if TYPE_CHECKING:
@@ -211,8 +212,8 @@ class OpenVinoNetwork:
     Args:
         graph: the network, in float32.
         dtype: a key of `PRECISIONS`, to which OpenVINO rounds.
-        threads: threads for a lone image.
-        streams: batches computed at the same time, on a share of the threads each.
+        threads: numbers of threads for a lone image, and of batches computed at the same time, on a
+            share of the threads each.
 
     Attributes:
         request: the outputs that the graphs compute.
@@ -221,22 +222,25 @@ class OpenVinoNetwork:
         DeviceError: OpenVINO does not compile this graph, or its outputs differ from torch's.
     """
 
-    def __init__(self, graph: NetworkGraph, dtype: str, *, threads: int, streams: int) -> None:
+    def __init__(self, graph: NetworkGraph, dtype: str, threads: ThreadPolicy) -> None:
         self.version = importlib.metadata.version("openvino")
         self.request = graph.request
         self.dtype = dtype
         self._graph = graph
-        self._threads = threads
-        self._streams = streams
+        self._threads = threads.count
+        self._streams = threads.streams
         self._shape = [side.get_length() for side in list(graph.model.inputs[0].partial_shape)[1:]]
-        graph_bytes = weights_bytes(graph.model, dtype) + _GRAPH_BYTES + streams * _STREAM_BYTES
+        graph_bytes = (
+            weights_bytes(graph.model, dtype) + _GRAPH_BYTES + self._streams * _STREAM_BYTES
+        )
         self._any_size = len(SIZES) * graph_bytes > FIXED_BYTES
         self._compiled: dict[_Key, CompiledGraph] = {}
         self._locks = {
             _Key(size, lone): threading.Lock() for size in (None, *SIZES) for lone in (False, True)
         }
-        self._parts = ThreadPoolExecutor(max(threads, streams), thread_name_prefix="openvino-part")
-        list(self._parts.map(self._of, {self._key(1), _Key(1, streams > 1)}))
+        parts = max(threads.count, threads.streams)
+        self._parts = ThreadPoolExecutor(parts, thread_name_prefix="openvino-part")
+        list(self._parts.map(self._of, {self._key(1), _Key(1, self._streams > 1)}))
 
     def complete(self, *sizes: int) -> None:
         """Compile the graphs of these sizes unless they exist.

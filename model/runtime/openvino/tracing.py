@@ -14,6 +14,7 @@ from model.explanation.folded_weights import fold
 from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.runtime.batch_request import BatchRequest, GraphKind
+from model.runtime.cpu import ThreadPolicy
 from model.runtime.openvino.network import (
     REFERENCE_COUNT,
     NetworkGraph,
@@ -67,9 +68,7 @@ def traced_network(
     parameters: int,
     keep: Keep | None,
     kind: GraphKind,
-    *,
-    threads: int,
-    streams: int,
+    threads: ThreadPolicy,
 ) -> OpenVinoNetwork:
     """Build a network whose graph is traced now, and keep the graph.
 
@@ -78,7 +77,7 @@ def traced_network(
         parameters: number of the model's parameters.
         keep: keeps the graph; None does not keep it.
         kind: see `trace`.
-        threads, streams: see `OpenVinoNetwork`.
+        threads: see `OpenVinoNetwork`.
 
     Raises:
         DeviceError: from `trace` or `OpenVinoNetwork`.
@@ -87,7 +86,7 @@ def traced_network(
     if keep is not None:
         graph = keep(graph, options.checkpoint, parameters, options.dtype_name)
     try:
-        return OpenVinoNetwork(graph, options.dtype_name, threads=threads, streams=streams)
+        return OpenVinoNetwork(graph, options.dtype_name, threads)
     except DeviceError:
         if keep is not None:
             keep.entry.remove(kind)
