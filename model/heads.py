@@ -1,6 +1,6 @@
 """Heads: a backbone gives the features of an image, and a head turns them into scores of labels.
 
-A head is a value. A checkpoint has its own; the labels of a request make another one from the
+A head is a value. A checkpoint has its own; the labels of a request make another head from the
 features of their texts, if the checkpoint has a text tower (Radford et al. 2021, CLIP,
 https://arxiv.org/abs/2103.00020; Zhai et al. 2023, SigLIP, https://arxiv.org/abs/2303.15343). All
 heads are scored by `Head.outputs`. No torch is needed.
@@ -120,7 +120,7 @@ class Head:
         """Return the outputs that the backbone is asked for if this head scores its features.
 
         Args:
-            requested: what the caller asks of this head.
+            requested: the caller's request to this head.
         """
         features = EmbeddingRequest(self.features)
         map_request = requested.map
@@ -128,17 +128,17 @@ class Head:
             map_request = replace(map_request, classifier=self.linear)
         embedding = requested.embedding
         if embedding is not None and embedding.pool == "head":
-            embedding = replace(embedding, pool=self.features)  # "head" means this one
+            embedding = replace(embedding, pool=self.features)  # "head" means this head's features
         more: tuple[RequestedOutputs, ...] = ()
         if embedding not in (None, features):
             more = (RequestedOutputs(1, embedding=embedding),)
         return RequestedOutputs(1, map_request, embedding=features, head=requested.head, more=more)
 
     def answer(self, requested: RequestedOutputs, of_backbone: Outputs) -> Outputs:
-        """Return the outputs of one image from those of the backbone.
+        """Return the outputs of one image from the backbone's outputs.
 
         Args:
-            requested: what the caller asks of this head.
+            requested: the caller's request to this head.
             of_backbone: the answer to `backbone_request`.
         """
         assert of_backbone.embedding is not None
@@ -237,7 +237,7 @@ class Head:
         return best_classes(logits, self.scores(logits), top_k)
 
     def abstains(self, logits: Floats, features: Floats | None = None) -> NDArray[np.bool_]:
-        """Return whether the head gives no label, bool [B].
+        """Return whether the head abstains from a label, bool [B].
 
         Args:
             logits: [B, C].

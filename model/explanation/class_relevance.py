@@ -134,7 +134,7 @@ def _margin_direction(head: nn.Linear, ranked: Tensor, folded: FoldedWeights) ->
     """Return the direction in which a class's margin in a head rises, float32 [B, D].
 
     The margin is the logit of the class minus the mean logit of its rivals. The logit alone also
-    rises with features that all likely classes share, such as those of any animal or vehicle. The
+    rises with features that all likely classes share, such as the features of any animal. The
     difference to the strongest rivals cancels such features.
 
     Args:

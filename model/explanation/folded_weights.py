@@ -30,8 +30,8 @@ class ReadoutWeights(NamedTuple):
     Attributes:
         last: from the gradient after the last block to the gradients of its attention heads, P of
             `model.explanation.relevance`: [H head_dim, D]. With attention pooling, from the pooled
-            vector's gradient to those of the pooling's heads. None for other readouts of all
-            tokens.
+            vector's gradient to the gradients of the pooling's heads. None for other readouts of
+            all tokens.
         values: from each attention head's gradient through its values to the last block's input,
             except for the scale of its norm, V: [H, head_dim, D]. None if all tokens are read.
         hops: P of each block that relevance is traced back through, last block first: [hops H

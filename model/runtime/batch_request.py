@@ -1,4 +1,4 @@
-"""The outputs that one pass of the backbone computes for a batch, by the heads of its images.
+"""The union of the outputs that a batch needs of one pass of its backbone.
 
 No torch is needed.
 """

@@ -161,7 +161,7 @@ class MixedBatch:
         Args:
             head: the head that scores the images.
             questions: all questions to it.
-            request: what was asked of the pass.
+            request: the outputs that the pass computes.
             arrays: outputs of the pass for all images.
         """
         images = [question.image for question in questions]
@@ -210,7 +210,7 @@ class MixedBatch:
         Args:
             head: the head of the questions.
             questions: one for each row.
-            request: what was asked of the pass.
+            request: the outputs that the pass computes.
             arrays: outputs of the pass for these rows.
             best: the best classes of these rows.
         """
@@ -238,7 +238,7 @@ class MixedBatch:
             arrays: outputs of the batch's pass for these rows.
             best: the best classes of these rows, which a map shows if its request names no class.
         """
-        # The questions of each pass, with the class of the map and what it starts from.
+        # The questions of each pass, with the class of each map and its start.
         passes: dict[
             tuple[MapRequest, Pooling | None], list[tuple[_Question, int, int | Floats]]
         ] = {}

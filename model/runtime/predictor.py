@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from model.calibration import label_sets_of
 from model.config import NetworkConfig, ViTConfig
@@ -134,12 +133,6 @@ class Predictor:
         label_sets = label_sets_of(self.checkpoint.calibration, coverage, self.checkpoint.source)
         self.own = replace(self.own, label_sets=label_sets)
         self.coverage = coverage
-
-    @property
-    def calibrated_on(self) -> int | None:
-        """Return the number of calibration pictures, or None without a calibration."""
-        calibration = self.checkpoint.calibration
-        return None if calibration is None else len(calibration.scores)
 
     @property
     def compilation(self) -> Compilation:
@@ -283,15 +276,6 @@ class Predictor:
 
         with one_thread():
             return self.checkpoint.embed_texts(texts)
-
-    def logits(self, images: NDArray[np.uint8]) -> Floats:
-        """Return logits before the temperature, float32 [B, num_classes].
-
-        Parity tests and calibration use them.
-        """
-        arrays = self._backend.predict(images, BatchRequest(logits=True))
-        logits: Floats = arrays["logits"]
-        return logits
 
 
 @contextmanager

@@ -150,7 +150,7 @@ class TorchBackend(Backend):
         return self
 
     def beside(self) -> AbstractContextManager[object]:
-        """Return the context of the passes that run beside `predict`."""
+        """Return the context of aims and explanations."""
         return nullcontext()
 
     @torch.inference_mode()

@@ -42,7 +42,7 @@ from model.extensions.training.train import STORED_DTYPE, read_start, rounded
 from model.heads import Head
 from model.network.library import library_config, linear_head
 from model.network.vit import meta_model
-from model.outputs import transfer_pool
+from model.outputs import RequestedOutputs, transfer_pool
 from model.runtime.device import choose_device
 from model.runtime.predictor import Predictor
 
@@ -286,7 +286,9 @@ def _require_linear(
     bias = tensors[f"{name}.bias"].numpy()
     few = images.pixels[:2]
     expected = predict_embeddings(predictor, few) @ weight.T + bias
-    logits = predictor.logits(np.ascontiguousarray(few.transpose(0, 2, 3, 1)))
+    pixels = np.ascontiguousarray(few.transpose(0, 2, 3, 1))
+    outputs = predictor.predict(pixels, RequestedOutputs(1, logits=True))
+    logits = np.array([output.logits for output in outputs])
     if np.linalg.norm(logits - expected) > _ROUNDING * np.linalg.norm(expected):
         raise CheckpointError(
             f"{predictor.checkpoint.source}: {predictor.config.kind} reads more than its embedding"

@@ -210,8 +210,8 @@ def with_best(outputs: DeviceOutputs, head: Head, top_k: int) -> DeviceOutputs:
     scores = _scores(logits, head)
     # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its position.
     finite = scores.isfinite().all(dim=-1)
-    # Classes are ranked by logits, because several saturated sigmoids have a score of 1. Of equal
-    # logits, of which bfloat16 has many, the first is best; `topk` does not specify that.
+    # Classes are ranked by logits, because several saturated sigmoids have a score of 1. If
+    # logits are equal, which is frequent in bfloat16, the first is best; `topk` leaves that open.
     indices = logits.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
     best = {"scores": scores.gather(1, indices), "indices": indices, "finite": finite}
     return outputs | best

@@ -32,6 +32,7 @@ from model.runtime.torch_backend import TorchCpu
 from tests.extensions.datasets.picture_folders import COLOURS, write_class, write_folder
 from tests.extensions.evaluation.scores import predict_scores
 from tests.model.checkpoint import whole_models
+from tests.model.runtime.predictions import logits_of
 from tests.service.cli.command_line import write_checkpoint
 from tests.timm_reference import timm
 
@@ -85,7 +86,7 @@ def test_every_network_serves_its_probe(tmp_path: Path, fields: dict[str, Any]) 
     head = head_of(features.shape[1])
     changed = with_head(start, head)
     assert (changed.labels, changed.config.num_classes) == (LABELS, 3)
-    logits = predictor_of(changed).logits(channels_last(pixels))
+    logits = logits_of(predictor_of(changed), channels_last(pixels))
     np.testing.assert_allclose(logits, head.logits(features), rtol=1e-4, atol=1e-4)
 
 

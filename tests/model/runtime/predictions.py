@@ -42,3 +42,9 @@ def predict(
         [each.map for each in outputs],
         np.stack([each.logits for each in outputs if each.logits is not None]) if logits else None,
     )
+
+
+def logits_of(predictor: Predictor, images: Images) -> NDArray[np.float32]:
+    """Return the logits of images, before the temperature: float32 [B, num_classes]."""
+    logits: NDArray[np.float32] = predict(predictor, images, top_k=1, logits=True).logits
+    return logits

@@ -19,7 +19,7 @@ from model.runtime.cuda.batch_launcher import BatchLauncher
 from model.runtime.predictor import Predictor
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.cuda.launched import launched, plain, same
-from tests.model.runtime.predictions import predict
+from tests.model.runtime.predictions import logits_of, predict
 from tests.model.runtime.small_models import make_checkpoint, make_images
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -52,7 +52,7 @@ def test_logits_are_the_same_with_a_graph(compile_mode: CompileMode) -> None:
     ops = StandInOps()
     predictor = plain(compile_mode=compile_mode, max_batch=4, streams=2, ops=ops)
     predictor.warm_up()
-    expected = plain().logits(make_images(4))
+    expected = logits_of(plain(), make_images(4))
     replays = ops.replays
     for count in (1, 3, 4):
         found = predict(predictor, make_images(4)[:count], top_k=2, logits=True).logits
@@ -237,12 +237,12 @@ def close_to_the_cpu(predictor: Predictor, *, tolerance: float) -> None:
     images = np.random.default_rng(5).integers(
         0, 256, (3, *checkpoint.config.image_size, 3), dtype=np.uint8
     )
-    expected = reference.logits(images)
+    expected = logits_of(reference, images)
 
     def off(logits: NDArray[np.float32]) -> float:
         return float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
 
-    assert off(predictor.logits(images)) < tolerance
+    assert off(logits_of(predictor, images)) < tolerance
     for layers in (last, 0):
         maps = [MapRequest.attention_row(layers), None, MapRequest.attention_row(layers, 1)]
         found = predict(predictor, images, top_k=10, maps=maps, logits=True)

@@ -28,7 +28,7 @@ from model.runtime.openvino.network import (
     unsupported_reason,
 )
 from model.runtime.predictor import Predictor
-from tests.model.runtime.predictions import MODES, predict
+from tests.model.runtime.predictions import MODES, logits_of, predict
 
 pytestmark = [
     pytest.mark.skipif(
@@ -132,7 +132,7 @@ def test_an_unknown_option_is_left_out(
 ) -> None:
     monkeypatch.setattr("model.runtime.openvino.network.LEAN_OPTIONS", {"NO_SUCH_OPTION": "YES"})
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=1)
-    np.testing.assert_allclose(made.logits(images), both[0].logits(images), atol=1e-4)
+    np.testing.assert_allclose(logits_of(made, images), logits_of(both[0], images), atol=1e-4)
 
 
 def test_another_layer_comes_from_torch(
@@ -203,7 +203,7 @@ def test_other_models_answer_like_torch(kind: dict[str, Any], images: np.ndarray
     )
     for count in (1, 2, 7):
         np.testing.assert_allclose(
-            found.logits(images[:count]), expected.logits(images[:count]), atol=1e-4
+            logits_of(found, images[:count]), logits_of(expected, images[:count]), atol=1e-4
         )
         wanted = [MapRequest.attention_row(layer=config.depth - 1)] * count
         maps = [
@@ -221,8 +221,8 @@ def test_bfloat16_differs_by_rounding_only(
     both: tuple[Predictor, Predictor], images: np.ndarray
 ) -> None:
     made = Predictor(shallow(), device="cpu", dtype="bfloat16")
-    expected = both[0].logits(images)
-    off = np.linalg.norm(made.logits(images) - expected) / np.linalg.norm(expected)
+    expected = logits_of(both[0], images)
+    off = np.linalg.norm(logits_of(made, images) - expected) / np.linalg.norm(expected)
     assert 0 < off < 0.03
 
 
@@ -292,7 +292,7 @@ def test_any_batch_size_has_torchs_logits(
     for count in (1, 3, 8, 21):
         for alone in (True, False):
             found = network(made)(images[:count], alone=alone)["logits"]
-            np.testing.assert_allclose(found, both[0].logits(images[:count]), atol=1e-4)
+            np.testing.assert_allclose(found, logits_of(both[0], images[:count]), atol=1e-4)
 
 
 @pytest.mark.parametrize("fault", ["other logits", "fails"])
@@ -329,7 +329,9 @@ def test_a_wrong_size_is_computed_by_torch(
 ) -> None:
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=1)
     monkeypatch.setattr(CompiledGraph, "infer_on_all", lambda *_: fail("shapes do not match"))
-    np.testing.assert_allclose(made.logits(images[:4]), both[0].logits(images[:4]), atol=1e-4)
+    np.testing.assert_allclose(
+        logits_of(made, images[:4]), logits_of(both[0], images[:4]), atol=1e-4
+    )
 
 
 def test_an_unloaded_network_stops_compiling() -> None:
