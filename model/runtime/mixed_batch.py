@@ -82,43 +82,46 @@ class MixedBatch:
         Raises:
             ValueError: a request names an unknown head.
         """
+        request = self.heads.batch_request(self.requests, self.config)
+        launches = self._launches(request)
+        if len(launches) == 1:
+            return self._launch(request)
         outputs: dict[int, Outputs] = {}
-        for launched in self._launches():
+        for launched in launches:
             batch = replace(
                 self,
                 images=[self.images[image] for image in launched],
                 requests=[self.requests[image] for image in launched],
             )
-            outputs.update(zip(launched, batch._launch(), strict=True))
+            outputs.update(zip(launched, batch.outputs(), strict=True))
         return [outputs[image] for image in range(len(self.images))]
 
-    def _launches(self) -> list[list[int]]:
+    def _launches(self, request: BatchRequest) -> list[list[int]]:
         """Return the images of each launch.
 
         Torch computes images with aims, a few at a time. If no graph computes all others together,
         those with a graph are launched with it.
         """
-        is_covered = self.backend.covers(self.heads.batch_request(self.requests, self.config))
+        is_covered = self.backend.covers(request)
         launches: dict[object, list[int]] = {}
         aimed = 0
-        for image, request in enumerate(self.requests):
+        for image, requested in enumerate(self.requests):
             key: object = None
-            if any(map(self.heads.needs_aim, request.head_requests)):
+            if any(map(self.heads.needs_aim, requested.head_requests)):
                 key = aimed // SIZES[-1]
                 aimed += 1
             elif not is_covered:
-                key = self.heads.batch_request([request], self.config).network_part
+                key = self.heads.batch_request([requested], self.config).network_part
             launches.setdefault(key, []).append(image)
         return list(launches.values())
 
-    def _launch(self) -> list[Outputs]:
+    def _launch(self, request: BatchRequest) -> list[Outputs]:
         """Run the pass of all images, and answer the questions about them."""
         questions = [
-            _Question(image, requested, self.heads.map_head(requested))
-            for image, request in enumerate(self.requests)
-            for requested in request.head_requests
+            _Question(image, part, self.heads.map_head(part))
+            for image, requested in enumerate(self.requests)
+            for part in requested.head_requests
         ]
-        request = self.heads.batch_request(self.requests, self.config)
         arrays = self._pass(request, questions)
         questions_by_head: dict[str, list[_Question]] = {}
         for question in questions:
