@@ -292,7 +292,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             longest = STALL_SECONDS
             unread = self.unsent_bytes + _sent_bytes(self.transport)
             if unread < self._unread:
-                self._since = since = now
+                since = now
+                self._since = now
             self._unread = unread
         elif self.request is not None:
             return

@@ -1,7 +1,6 @@
 """The table that maps errors to HTTP, and their problem documents (RFC 9457)."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from http import HTTPStatus
 
 from model import errors as model_errors
@@ -12,8 +11,6 @@ MEDIA_TYPE = "application/problem+json"
 
 _MAX_DETAIL = 500
 """Longest detail in characters; a detail may quote the request."""
-
-_ID_PLACEHOLDER = "the-id"
 
 INTERNAL_ERROR = "internal_error"
 """Code of an error outside the table: a defect of the service."""
@@ -135,13 +132,5 @@ def shortened(text: str, limit: int) -> str:
 
 
 def body(problem: Problem, request_id: str) -> bytes:
-    """Return the encoded problem document; a request id is never escaped in JSON."""
-    before, after = _around_the_id(problem.status, problem.code, problem.detail)
-    return before + request_id.encode() + after
-
-
-@lru_cache(maxsize=64)  # under overload the same document is sent many times
-def _around_the_id(status: int, code: str, detail: str) -> tuple[bytes, bytes]:
-    document = Problem(status, code, detail, {}).document(_ID_PLACEHOLDER).model_dump_json()
-    before, _, after = document.rpartition(_ID_PLACEHOLDER)
-    return before.encode(), after.encode()
+    """Return the encoded problem document."""
+    return problem.document(request_id).model_dump_json().encode()
