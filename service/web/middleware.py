@@ -14,7 +14,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -66,19 +66,44 @@ def request_context(scope: Scope) -> "RequestContext":
     return context
 
 
-class RequestContext:
-    """The context of one request.
+@dataclass
+class Answered:
+    """A request and its answer, over HTTP or the protocol of an extension.
 
     Attributes:
+        method: HTTP method; the name of another protocol.
+        path: path of the request.
         request_id: id in the answer's headers and in the log.
+        status: HTTP status of the answer; 0 before it starts.
+        seconds: time from the request headers to the answer's end.
+        key_name: name of the API key, if any.
+        client: address of the caller; this and the following are logged only in JSON.
+        model: name of the requested model, if known.
+        code: code of the problem that answers the request, if any.
+    """
+
+    method: str
+    path: str
+    request_id: str
+    status: int = 0
+    seconds: float = 0.0
+    key_name: str | None = None
+    client: str | None = None
+    model: str | None = None
+    code: str | None = None
+
+    def measured(self) -> dict[str, float]:
+        """Return further measurements for a log line in JSON."""
+        return {}
+
+
+class RequestContext(Answered):
+    """The context of one request over HTTP.
+
+    Attributes:
         started: monotonic seconds at which the request headers had been read.
-        client: address of the caller, None if unknown.
-        status: status of the answer, None until it starts.
         endpoint: path of the route that answers, None until it is known.
-        key_name: name of the API key, None without a key.
         key_owner: owner of the API key, None without a key.
-        code: code of the problem that answers the request, None without a problem.
-        model: name of the requested model, None until it is known.
         prefix: prefix of the path for links in the answer; None if a proxy sent an invalid one.
         stages: seconds of each stage, see `service.observe.metrics.stage_seconds`.
         leases: the models that the request holds; its endpoint releases them.
@@ -88,18 +113,18 @@ class RequestContext:
         self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float
     ) -> None:
         sent_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        self.request_id = request_id_from(sent_id.decode("latin-1"))
+        super().__init__(
+            scope["method"],
+            scope["path"],
+            request_id_from(sent_id.decode("latin-1")),
+            client=(scope.get("client") or (None,))[0],
+        )
         self.started = started
-        self.status: int | None = None
         self.endpoint: str | None = None
-        self.key_name: str | None = None
         self.key_owner: str | None = None
-        self.code: str | None = None
-        self.model: str | None = None
         self.prefix: str | None = ""
         self.stages: dict[str, float] = {}
         self.leases: list[Lease] = []
-        self.client: str | None = (scope.get("client") or (None,))[0]
         self._received_bytes = 0
         self._sent_bytes = 0
         self._receive = receive
@@ -134,35 +159,6 @@ class RequestContext:
         await self._send(message)
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """An answered request, over HTTP or the protocol of an extension.
-
-    Attributes:
-        method: HTTP method; POST for another protocol.
-        path: path of the request.
-        status: HTTP status.
-        seconds: time since the request headers arrived.
-        request_id: id of the request.
-        key_name: name of the API key, if any.
-        client: address of the caller; this and the following are logged only in JSON.
-        model: name of the model, if known.
-        code: problem code, if any.
-        measured: returns further measurements.
-    """
-
-    method: str
-    path: str
-    status: int
-    seconds: float
-    request_id: str
-    key_name: str | None = None
-    client: str | None = None
-    model: str | None = None
-    code: str | None = None
-    measured: Callable[[], Mapping[str, float]] = dict
-
-
 class RequestLog:
     """Logs requests; belongs to one event loop.
 
@@ -194,7 +190,7 @@ class RequestLog:
         known = {name: value for name, value in optional.items() if value is not None}
         # Escape the path, because a line break in it could forge a log line.
         escaped = {**fields, "path": fields["path"].encode("unicode_escape").decode("ascii")}
-        json_fields = fields | known | dict(request.measured())
+        json_fields = fields | known | request.measured()
         logger.log(level, line, escaped, extra={"fields": json_fields, "summary": "request"})
 
     def has_own_line(self, reason: str) -> bool:
@@ -271,6 +267,7 @@ class RequestContextMiddleware:
         context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
         if self._prefixes.root_path or scope.get("root_path") or scope.get(TRUSTED_PROXY):
             context.prefix = self._prefixes.take_off(scope)
+            context.path = scope["path"]
         scope[_CONTEXT] = context
         stage_seconds.set(context.stages)
         counted = scope["path"] not in self._probes
@@ -283,19 +280,9 @@ class RequestContextMiddleware:
         finally:
             if counted:
                 self._metrics.inflight.dec()
-            answered = Answered(
-                method=scope["method"],
-                path=scope["path"],
-                status=context.status or problems.CLIENT_DISCONNECTED,
-                seconds=self._clock() - context.started,
-                request_id=context.request_id,
-                key_name=context.key_name,
-                client=context.client,
-                model=context.model,
-                code=context.code,
-                measured=context.measured,
-            )
-            self.count(answered, context.endpoint)
+            context.status = context.status or problems.CLIENT_DISCONNECTED
+            context.seconds = self._clock() - context.started
+            self.count(context, context.endpoint)
 
     def count(self, answered: Answered, route: str | None) -> None:
         """Count and log an answered request; `route` is the path of the route, if known."""
@@ -365,7 +352,7 @@ class ProblemMiddleware:
         except ClientDisconnected:
             return
         except Exception as error:
-            if scope["type"] != "http" or request_context(scope).status is not None:
+            if scope["type"] != "http" or request_context(scope).status:
                 raise
             problem = problems.problem_of(error)
             # A 503 to a probe is a state, not a refusal.

@@ -138,6 +138,6 @@ class Calls:
             finally:
                 seconds_taken = self._service.clock() - call.started
                 answered = Answered(
-                    "gRPC", path, status, seconds_taken, call.request_id, name, client, code=code
+                    "gRPC", path, call.request_id, status, seconds_taken, name, client, code=code
                 )
                 self._count(answered, path)
