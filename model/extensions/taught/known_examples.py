@@ -15,8 +15,7 @@ from model.features import Floats, normalized
 # Share of pictures like the examples that a taught head does not call far.
 NEAR_SHARE: Final = 0.95
 
-# Number of nearest examples whose mean distance is used. On CIFAR-10's classes three did as well
-# as five, and better than one.
+# Number of nearest examples of a label whose mean distance is used.
 _NEAREST: Final = 3
 
 # Examples that a head keeps. Comparing a picture with them takes less than a millisecond.
@@ -43,39 +42,51 @@ def part_weights(parts: int) -> tuple[float, ...]:
 class KnownExamples:
     """The examples that a head was fitted to, and the distance from which a picture is unlike them.
 
-    The distance is one minus the mean cosine to the nearest examples: deep nearest neighbours (Sun
-    et al. 2022, https://arxiv.org/abs/2204.06507). Features of several parts use the weighted mean
-    of the parts' cosines, because a part with long vectors would decide alone. The limit is a
-    conformal threshold: at least a share of `NEAR_SHARE` of pictures like the examples is nearer.
+    The distance is one minus the mean cosine to the nearest examples of the nearest label: deep
+    nearest neighbours (Sun et al. 2022, https://arxiv.org/abs/2204.06507). Features of several
+    parts use the weighted mean of the parts' cosines, because a part with long vectors would decide
+    alone. The limit is a conformal threshold: at least a share of `NEAR_SHARE` of pictures like the
+    examples is nearer.
 
     Attributes:
         examples: float32 [M, D] of float16 values, divided by their norms; a sample if there are
             more than `MAX_KNOWN_EXAMPLES`.
         limit: the distance above which a picture is far.
         weights: weights of the parts of the features, which are equally long.
+        labels: int32 [M], the label of each example by number, in runs; None: one label.
     """
 
     examples: Floats
     limit: float
     weights: tuple[float, ...] = (1.0,)
+    labels: NDArray[np.int32] | None = None
 
     @classmethod
-    def of(cls, features: Floats, weights: tuple[float, ...] = (1.0,)) -> Self:
-        """Build from features [N, D]; the limit comes from the distance of each to the others."""
+    def of(
+        cls, features: Floats, labels: NDArray[np.int64], weights: tuple[float, ...] = (1.0,)
+    ) -> Self:
+        """Build from features [N, D] and their labels [N].
+
+        The limit comes from the distance of each example to the others.
+        """
         rows = np.linspace(0, len(features) - 1, min(len(features), MAX_KNOWN_EXAMPLES)).astype(
             np.int64
         )
+        rows = rows[np.argsort(labels[rows], kind="stable")]
         examples = _with_unit_parts(features[rows], weights)
         # A copy of an example is not a neighbour.
-        examples = examples[first_equal_indices(examples) == np.arange(len(rows))]
+        is_first = first_equal_indices(examples) == np.arange(len(rows))
+        examples = examples[is_first]
+        kept_labels = labels[rows][is_first].astype(np.int32)
         cosines = examples @ examples.T
-        np.fill_diagonal(cosines, -1)
-        distances = _nearest_distances(cosines, neighbours=len(examples) - 1)
+        np.fill_diagonal(cosines, -np.inf)
+        distances = _nearest_distances(cosines, kept_labels)
         rank = min(len(examples), math.ceil(round((len(examples) + 1) * NEAR_SHARE, 6)))
         return cls(
             examples.astype(np.float16).astype(np.float32),
             float(np.sort(distances)[rank - 1]),
             weights,
+            kept_labels,
         )
 
     def are_far(self, features: Floats) -> NDArray[np.bool_]:
@@ -84,8 +95,12 @@ class KnownExamples:
 
     def distances(self, features: Floats) -> Floats:
         """Return the distances of features [B, D] from the nearest examples, float32 [B]."""
-        cosines = _with_unit_parts(features, self.weights) @ self.examples.T
-        return _nearest_distances(cosines, neighbours=len(self.examples))
+        labels = self.labels
+        if labels is None:
+            labels = np.zeros(len(self.examples), np.int32)
+        return _nearest_distances(
+            _with_unit_parts(features, self.weights) @ self.examples.T, labels
+        )
 
 
 def _with_unit_parts(features: Floats, weights: tuple[float, ...]) -> Floats:
@@ -95,10 +110,27 @@ def _with_unit_parts(features: Floats, weights: tuple[float, ...]) -> Floats:
     return normalized((by_part * lengths).reshape(len(features), -1))
 
 
-def _nearest_distances(cosines: Floats, neighbours: int) -> Floats:
-    """Return the mean distances to the nearest of M examples, float32 [B], from cosines [B, M]."""
-    nearest = min(_NEAREST, neighbours)
-    distances: Floats = 1 - np.partition(cosines, -nearest, axis=1)[:, -nearest:].mean(axis=1)
+def _nearest_distances(cosines: Floats, labels: NDArray[np.int32]) -> Floats:
+    """Return the mean distances to the nearest examples of the nearest label, float32 [B].
+
+    Args:
+        cosines: cosines with M examples, [B, M]; minus infinity is none.
+        labels: labels of the examples, [M], in runs.
+    """
+    is_start = np.diff(labels, prepend=-1) != 0
+    starts = np.flatnonzero(is_start)
+    run = np.cumsum(is_start) - 1
+    sums = np.zeros((len(cosines), len(starts)), np.float32)
+    counts = np.zeros(sums.shape, np.float32)
+    for _ in range(_NEAREST):
+        best = np.maximum.reduceat(cosines, starts, axis=1)
+        is_example = best > -np.inf
+        sums += np.where(is_example, best, 0)
+        counts += is_example
+        # Equal cosines are as good as copies of one example, and count once.
+        cosines = np.where(cosines == best[:, run], -np.inf, cosines)
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), -1)
+    distances: Floats = 1 - means.max(axis=1)
     return distances
 
 

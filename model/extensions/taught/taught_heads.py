@@ -1,6 +1,7 @@
 """A head fitted to examples, as one safetensors file.
 
-The arrays are weight float32 [C, D], bias float32 [C] and known float16 [M, D]. The metadata has
+The arrays are weight float32 [C, D], bias float32 [C], known float16 [M, D] and known_labels int32
+[M]; older files lack the last, and their examples count as one label. The metadata has
 the labels, thresholds and statistics as text. It also has the name of the features that the head
 reads, and the weights of their parts; in files without these, `head` and one part.
 """
@@ -114,6 +115,8 @@ class TaughtHead(NamedTuple):
         }
         known = head.known.examples.astype(np.float16)
         arrays = {"weight": head.weight, "bias": np.asarray(head.bias), "known": known}
+        if head.known.labels is not None:
+            arrays["known_labels"] = head.known.labels
         return save(arrays, metadata)
 
     @classmethod
@@ -157,6 +160,7 @@ class TaughtHead(NamedTuple):
                 arrays["known"].astype(np.float32),
                 float(metadata["limit"]),
                 tuple(map(float, json.loads(metadata.get("weights", "[1]")))),
+                arrays.get("known_labels"),
             ),
         )
         return cls(head, metadata["backbone"], metadata["model"], metadata["statistics"])
@@ -196,6 +200,13 @@ def _problem_of_arrays(labels: Sequence[str], arrays: Mapping[str, Array]) -> st
         return f"weight, bias and known of {len(labels)} labels have shapes {shapes}"
     if not all(np.isfinite(array).all() for array in (weight, bias, known)):
         return "numbers are not finite"
+    known_labels = arrays.get("known_labels")
+    if known_labels is None:
+        return ""
+    if known_labels.dtype != np.int32 or known_labels.shape != known.shape[:1]:
+        return f"known_labels are {known_labels.dtype} of shape {known_labels.shape}"
+    if known_labels.min() < 0:
+        return "known_labels are negative"
     return ""
 
 

@@ -82,7 +82,7 @@ def taught_head(
     scales = kind.scales(features)
     fits = [fit_head(features, truth, names, scales=scales, seed=seed) for seed in range(rounds)]
     knowledge = _knowledge([choice for _, choice in fits], truth, names, numbers)
-    known = KnownExamples.of(features, part_weights(kind.parts))
+    known = KnownExamples.of(features, truth, part_weights(kind.parts))
     head = replace(fits[0][0], features=kind.pool, known=known)
     return TaughtHead(head, backbone, model, knowledge.model_dump_json())
 

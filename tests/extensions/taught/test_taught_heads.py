@@ -15,7 +15,7 @@ from model.heads import Head
 
 def taught(features: Features) -> TaughtHead:
     values = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
-    known = KnownExamples.of(values, part_weights(features.parts))
+    known = KnownExamples.of(values, np.arange(6) % 2, part_weights(features.parts))
     head = Head(("cat", "dog"), False, weight=values[:2], bias=np.zeros(2, np.float32), known=known)
     return TaughtHead(replace(head, features=features.pool), f"b{features.suffix}", "m", "{}")
 
@@ -66,9 +66,38 @@ def test_parts_of_other_lengths_count_alike() -> None:
     )
     known = KnownExamples.of(
         np.concatenate([features[:1], features[:1] + 1e-3 * np.eye(4, dtype=np.float32)]),
+        np.zeros(5, np.int64),
         weights=(1, 1),
     )
     assert known.distances(features)[1] == pytest.approx(0.5, abs=0.01)
+
+
+def test_near_examples_are_of_one_label() -> None:
+    angles = np.radians([0, 4, 8, 20, 24, 28])
+    examples = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    known = KnownExamples(examples, 0.0, labels=np.array([0, 0, 0, 1, 1, 1], np.int32))
+    between = np.radians(13)
+    picture = np.array([[np.cos(between), np.sin(between)]], np.float32)
+    distance = 1 - np.cos(between - angles[:3]).mean()
+    assert known.distances(picture) == pytest.approx([distance], abs=1e-6)
+    nearest = np.sort(np.cos(between - angles))[3:]
+    older = KnownExamples(examples, 0.0)
+    assert older.distances(picture) == pytest.approx([1 - nearest.mean()], abs=1e-6)
+    few = KnownExamples(examples[:4], 0.0, labels=np.array([0, 0, 0, 1], np.int32))
+    assert few.distances(picture) == pytest.approx([1 - np.cos(between - angles[3])], abs=1e-6)
+
+
+def test_labels_of_examples_are_checked() -> None:
+    content = taught(Features()).to_bytes()
+    arrays = load(content)
+    assert arrays["known_labels"].tolist() == [0, 0, 0, 1, 1, 1]
+    metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    for labels, problem in (
+        (np.arange(5, dtype=np.int32), "known_labels are int32 of shape"),
+        (np.full(6, -1, np.int32), "known_labels are negative"),
+    ):
+        with pytest.raises(CheckpointError, match=problem):
+            TaughtHead.from_bytes(save(arrays | {"known_labels": labels}, metadata), "a file")
 
 
 def test_parts_are_scaled_to_vary_alike() -> None:
@@ -86,7 +115,7 @@ def test_the_penultimate_token_weighs_most() -> None:
     assert scaled.std(axis=0)[::2] == pytest.approx([0.5, 1, 0.25, 0.5], rel=0.1)
     example = np.ones((2, 8), np.float32)
     example[1, 0] = 1.01  # a copy would not be a neighbour
-    known = KnownExamples.of(example, part_weights(4))
+    known = KnownExamples.of(example, np.zeros(2, np.int64), part_weights(4))
     turned = np.ones((2, 8), np.float32)
     turned[0, 2:4] = [1, -1]
     turned[1, 4:6] = [1, -1]

@@ -44,11 +44,11 @@ def test_far_pictures_are_told_from_near() -> None:
 def test_copies_make_no_picture_far() -> None:
     features, _ = pictures(6)
     rounding = 1 + 1e-7 * np.arange(90)[:, np.newaxis]
-    known = KnownExamples.of((np.repeat(features, 5, axis=0) * rounding).astype(np.float32))
+    labels = np.arange(90) // 30
+    known = KnownExamples.of((np.repeat(features, 5, axis=0) * rounding).astype(np.float32), labels)
     assert known.are_far(pictures(50, seed=1)[0]).mean() < 0.3
-    assert (
-        not KnownExamples.of(np.repeat(features[[0, 6]], 4, axis=0)).are_far(features[[0, 6]]).any()
-    )
+    two = KnownExamples.of(np.repeat(features[[0, 6]], 4, axis=0), np.arange(8) // 4)
+    assert not two.are_far(features[[0, 6]]).any()
 
 
 def test_a_wrong_label_is_the_first_suspect() -> None:
