@@ -4,7 +4,8 @@ Two kinds of groups are taught. Each picture of ImageNet belongs to another clas
 *dog*, *bird* and other groups has to generalise. Pictures outside all groups are strangers. For
 CIFAR-10, the groups are its classes. The backbone is DeiT-tiny, trained on ImageNet. Features are
 the input of the checkpoint's own head (`head`), or of taught heads (`transfer`). A figure is a mean
-over draws of pictures.
+over draws of pictures. `--choice` measures groups that weights and rules may be chosen on: see
+`benchmarks.teach_groups`.
 
 `python -m benchmarks.teach --beside ROUNDS` measures a server while it is taught: the time until a
 new picture counts, and the rate of other callers.
@@ -22,20 +23,23 @@ from threading import Event
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from benchmarks.checkpoints import REPOSITORY, shared_folder
+from benchmarks.explanations import mosaic, quarter_share
 from benchmarks.load import Loader
 from benchmarks.record import Record, command_line
 from benchmarks.servers import OURS, VITSERVE, running
+from benchmarks.teach_groups import CHOICE, REPORTED
 from model.checkpoint import load_checkpoint
 from model.config import PreprocessConfig
-from model.extensions.evaluation.cifar10 import TEST_FILES, read_files
+from model.extensions.evaluation.cifar10 import TEST_FILES, TRAIN_FILES, read_files
 from model.extensions.taught.known_examples import KnownExamples
 from model.extensions.taught.taught_heads import Features, TaughtHead
 from model.images.preprocess import preprocess
-from model.outputs import EmbeddingRequest, Pooling, RequestedOutputs
+from model.outputs import EmbeddingRequest, MapRequest, Pooling, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.extensions.teach.fit import taught_head
 from vitserve.client import Client
@@ -51,84 +55,50 @@ _POOL: Final = 150
 _WRONG: Final = 0.1
 _KEPT: Final = 0.95
 _POOLS: Final[tuple[Pooling, ...]] = ("head", "transfer")
-
-
-def _range(*bounds: tuple[int, int]) -> frozenset[int]:
-    return frozenset(index for first, last in bounds for index in range(first, last + 1))
-
-
-# Classes of ImageNet-1k in each group.
-_GROUPS: Final[dict[str, dict[str, frozenset[int]]]] = {
-    "dog, bird, insect, reptile": {
-        "dog": _range((151, 268)),
-        "bird": _range((7, 24), (80, 100), (127, 146)),
-        "insect": _range((300, 326)),
-        "reptile": _range((33, 68)),
-    },
-    "cat, monkey, fish, spider, bear": {
-        "cat": _range((281, 293)),
-        "monkey": _range((365, 384)),
-        "fish": _range((0, 6), (389, 397)),
-        "spider": _range((70, 77)),
-        "bear": _range((294, 297)),
-    },
-    "instrument, vehicle, food, clothing, building": {
-        "instrument": frozenset((402, 420, 432, 486, 546, 558, 566, 594, 642, 684, 776, 822)),
-        "vehicle": frozenset(
-            (
-                *(404, 436, 444, 466, 468, 472, 484, 510, 554, 576, 586, 612, 628, 654, 656),
-                *(670, 690, 694, 734, 780, 802, 812, 814, 820, 864, 866, 870, 874, 880, 914),
-            )
-        ),
-        "food": _range((924, 969)),
-        "clothing": frozenset(
-            (
-                *(400, 452, 474, 502, 514, 568, 578, 608, 610, 614, 630),
-                *(638, 652, 658, 770, 774, 806, 808, 824, 834, 842, 906),
-            )
-        ),
-        "building": frozenset((442, 448, 498, 500, 538, 580, 624, 634, 660, 668, 698, 832, 900)),
-    },
-}
+# Number of a group's pictures, and of mosaics of a draw.
+_MAPPED: Final = 8
+_MOSAICS: Final = 3
 # Number of a head's pictures, and seconds between new pictures.
 _TEACHING: Final = {"steady": (20, 1.0), "restless": (1000, 0.2)}
 
 
 class Pictures:
-    """Features of labelled pictures by one model, of each pool.
+    """Labelled pictures, and their features by one model.
 
     Attributes:
+        images: uint8 [N, H, W, 3] of the model's size.
         features: float32 [N, D] by pool.
-        classes: of each picture.
     """
 
     def __init__(
         self, predictor: Predictor, preprocess_config: PreprocessConfig, files: Sequence[bytes]
     ) -> None:
         rows: dict[Pooling, list[Floats]] = {pool: [] for pool in _POOLS}
-        asked = [RequestedOutputs(1, embedding=EmbeddingRequest(pool)) for pool in _POOLS]
-        for file in tqdm(files, disable=None):
-            image = preprocess(file, preprocess_config)
-            for pool, outputs in zip(
-                _POOLS, predictor.predict(np.stack([image] * len(asked)), asked), strict=True
-            ):
+        requests = [RequestedOutputs(1, embedding=EmbeddingRequest(pool)) for pool in _POOLS]
+        self.images = np.stack([preprocess(file, preprocess_config) for file in files])
+        for image in tqdm(self.images, disable=None):
+            answers = predictor.predict(np.stack([image] * len(requests)), requests)
+            for pool, outputs in zip(_POOLS, answers, strict=True):
                 assert outputs.embedding is not None
                 rows[pool].append(outputs.embedding)
-        self.features = {pool: np.stack(each) for pool, each in rows.items()}
+        self.features = {pool: np.stack(values) for pool, values in rows.items()}
 
 
 class Groups:
     """Groups of pictures that a head is taught.
 
     Args:
-        pictures: of the groups and of strangers.
+        pictures: pictures of the groups, and strangers.
         groups: int64 [N], the group of each picture, -1 of a stranger.
+        predictor: computes the maps.
     """
 
-    def __init__(self, pictures: Pictures, groups: Numbers, parts: int) -> None:
+    def __init__(self, pictures: Pictures, groups: Numbers, predictor: Predictor) -> None:
         self.features = pictures.features
         self.groups = groups
-        self._names = {"head": "", "transfer": f"-transfer{parts}"}
+        self._images = pictures.images
+        self._predictor = predictor
+        self._names = {"head": "", "transfer": Features.of(predictor.config).suffix}
 
     def draw(self, taught: int, seed: int) -> tuple[Numbers, Numbers]:
         """Draw pictures to teach, at most `taught` for each group, and pictures to test.
@@ -225,33 +195,75 @@ class Groups:
             }
         return found
 
+    def mosaics(self, taught: int, seed: int) -> dict[str, float]:
+        """Return the share of a label's relevance in its own quarter of a mosaic, for each pool.
 
-def groups_of(model: Path) -> dict[str, Groups]:
-    """Return the groups of ImageNet's pictures and of CIFAR-10's, by name."""
+        A mosaic joins test pictures of four labels; see `benchmarks.explanations`.
+        """
+        own, others = self.draw(taught, seed)
+        random = np.random.default_rng(seed)
+        heads = {pool: self.learn(pool, own, self.groups[own])[0].head for pool in _POOLS}
+        shares: dict[Pooling, list[float]] = {pool: [] for pool in _POOLS}
+        for _ in range(_MOSAICS):
+            labels = random.permutation(self.groups.max() + 1)[:4]
+            pictures = [random.choice(others[self.groups[others] == label]) for label in labels]
+            pixels = torch.from_numpy(self._images[pictures]).permute(0, 3, 1, 2).float()
+            whole = mosaic(pixels).round().to(torch.uint8).permute(1, 2, 0).numpy()
+            for pool, head in heads.items():
+                self._predictor.heads["taught"] = head
+                requests = [
+                    RequestedOutputs(
+                        1,
+                        MapRequest("relevance", head.labels.index(str(label))),
+                        embedding=EmbeddingRequest(pool),
+                        head="taught",
+                    )
+                    for label in labels
+                ]
+                answers = self._predictor.predict(np.stack([whole] * len(labels)), requests)
+                for quarter, outputs in enumerate(answers):
+                    assert outputs.map is not None
+                    relevance = torch.from_numpy(outputs.map.values)
+                    shares[pool].append(quarter_share(relevance, quarter))
+        return {f"right quarter, {pool}": float(np.mean(values)) for pool, values in shares.items()}
+
+
+def groups_of(model: Path, *, choice: bool) -> dict[str, Groups]:
+    """Return the groups of ImageNet's pictures and of CIFAR-10's, by name.
+
+    Args:
+        model: a checkpoint.
+        choice: whether they are groups that weights and rules may be chosen on.
+    """
     checkpoint = load_checkpoint(str(model))
     predictor = Predictor(checkpoint)
     predictor.warm_up()
-    parts = Features.of(checkpoint.config).parts
     folder = _folder("teach")
     with (folder / "LABELS.csv").open() as file:
         rows = list(csv.DictReader(file))
+    if choice:
+        reported = frozenset[int | str]().union(
+            *(classes for groups in REPORTED.values() for classes in groups.values())
+        )
+        rows = [row for row in rows if not {int(row["index"]), row["label"]} & reported]
     photographs = Pictures(
         predictor, checkpoint.preprocess, [(folder / row["file"]).read_bytes() for row in rows]
     )
-    numbers = np.array([int(row["index"]) for row in rows])
-    found: dict[str, Groups] = {}
-    for name, group in _GROUPS.items():
-        member = np.full(len(numbers), -1)
-        for place, classes in enumerate(group.values()):
-            member[np.isin(numbers, list(classes))] = place
-        found[name] = Groups(photographs, member, parts)
-    data = read_files(_folder("cifar-10-batches-bin"), TEST_FILES)
-    chosen = np.concatenate([np.flatnonzero(data.labels == each)[:_POOL] for each in range(10)])
+    groups_by_name: dict[str, Groups] = {}
+    for name, groups in (CHOICE if choice else REPORTED).items():
+        members = np.full(len(rows), -1)
+        for number, classes in enumerate(groups.values()):
+            for picture, row in enumerate(rows):
+                if classes & {int(row["index"]), row["label"]}:
+                    members[picture] = number
+        groups_by_name[name] = Groups(photographs, members, predictor)
+    data = read_files(_folder("cifar-10-batches-bin"), TRAIN_FILES[:1] if choice else TEST_FILES)
+    drawn = np.concatenate([np.flatnonzero(data.labels == label)[:_POOL] for label in range(10)])
     small = Pictures(
-        predictor, checkpoint.preprocess, [data.read(each) for each in chosen.tolist()]
+        predictor, checkpoint.preprocess, [data.read(number) for number in drawn.tolist()]
     )
-    found["CIFAR-10"] = Groups(small, data.labels[chosen], parts)
-    return found
+    groups_by_name["CIFAR-10"] = Groups(small, data.labels[drawn], predictor)
+    return groups_by_name
 
 
 def learn(features: Floats, classes: Numbers, name: str = "") -> tuple[TaughtHead, Knowledge]:
@@ -377,6 +389,9 @@ def main() -> None:
     parser.add_argument(
         "--beside", type=int, metavar="ROUNDS", help="measure a server that is taught alone"
     )
+    parser.add_argument(
+        "--choice", action="store_true", help="measure groups that choices are made on"
+    )
     arguments = parser.parse_args()
     about = {"tested": f"at most {_TESTED} pictures a group", "model": "DeiT-tiny/16, ImageNet-1k"}
     record = Record(arguments.record, dtype="auto (bfloat16 where native)", about=about)
@@ -384,15 +399,19 @@ def main() -> None:
     if arguments.beside:
         record.note(beside(deit, arguments.beside, arguments.seconds), "beside")
         return
-    for name, groups in groups_of(deit).items():
-        for taught in _TAUGHT:
-            kinds = {"accuracy": groups.accuracy, "suspects": groups.suspects}
+    for name, groups in groups_of(deit, choice=arguments.choice).items():
+        numbers = (_MAPPED,) if name.startswith("things, ") else _TAUGHT
+        for taught in numbers:
+            measures = {"accuracy": groups.accuracy, "suspects": groups.suspects}
             if (groups.groups < 0).any():
-                kinds["strangers"] = groups.strangers
-            for kind, measure in kinds.items():
+                measures["strangers"] = groups.strangers
+                if taught == _MAPPED and not arguments.choice:
+                    measures["mosaics"] = groups.mosaics
+            for kind, measure in measures.items():
                 rows = [measure(taught, seed) for seed in range(arguments.rounds)]
                 means = {
-                    each: round(float(np.mean([row[each] for row in rows])), 4) for each in rows[0]
+                    figure: round(float(np.mean([row[figure] for row in rows])), 4)
+                    for figure in rows[0]
                 }
                 record.note(means | {"draws": len(rows)}, name, str(taught), kind)
 

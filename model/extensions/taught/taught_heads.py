@@ -139,6 +139,8 @@ class TaughtHead(NamedTuple):
             raise CheckpointError(damaged) from None
         problem = _problem_of_arrays(taught.head.labels, arrays)
         problem = problem or _problem_of_head(taught.head)
+        if not problem and "known_labels" in arrays:
+            problem = _problem_of_known_labels(arrays["known_labels"], len(arrays["known"]))
         if problem:
             raise CheckpointError(f"{damaged}: {problem}")
         return taught
@@ -200,14 +202,15 @@ def _problem_of_arrays(labels: Sequence[str], arrays: Mapping[str, Array]) -> st
         return f"weight, bias and known of {len(labels)} labels have shapes {shapes}"
     if not all(np.isfinite(array).all() for array in (weight, bias, known)):
         return "numbers are not finite"
-    known_labels = arrays.get("known_labels")
-    if known_labels is None:
-        return ""
-    if known_labels.dtype != np.int32 or known_labels.shape != known.shape[:1]:
-        return f"known_labels are {known_labels.dtype} of shape {known_labels.shape}"
-    if known_labels.min() < 0:
-        return "known_labels are negative"
     return ""
+
+
+def _problem_of_known_labels(known_labels: Array, examples: int) -> str:
+    """Return the problem with the labels of the known examples, or an empty text."""
+    is_int32 = known_labels.dtype == np.int32
+    if is_int32 and known_labels.shape == (examples,) and known_labels.min() >= 0:
+        return ""
+    return f"known_labels are not a label's number for each of {examples} examples"
 
 
 def _problem_of_head(head: Head) -> str:
