@@ -104,6 +104,8 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     where = files.where(CONFIG_FILE)
     name, tag = split_name(files.config["architecture"])
     config = files.config | {"architecture": name}
+    if config.get("architectures") == ["TimmWrapperModel"]:
+        config["num_classes"] = 0
     described = _described(config, tag, where)
     carried = None
     if options.preprocess:

@@ -20,6 +20,7 @@ from model.checkpoint.own_heads import with_head
 from model.checkpoint.stated_head import HeadLabels, StatedHead, stated_head
 from model.checkpoint.tensors import renamed, stored_names
 from model.errors import CheckpointError
+from model.network import library
 
 __all__ = ["FAMILIES", "FORMAT", "family_of", "read", "recognises"]
 
@@ -152,7 +153,7 @@ def family_of(config: Mapping[str, Any], where: str) -> tuple[Family, bool]:
 
 
 def _advice(model_type: str) -> str:
-    """Return how a class of a model type that is not read becomes one that is; may be empty."""
+    """Return how a class of a model type that is not read becomes one that is."""
     related = _RELATED.get(model_type)
     if related in ("CLIPModel", "SiglipModel"):
         return f": give the whole model, {related}, which this tower is a part of"
@@ -163,7 +164,7 @@ def _advice(model_type: str) -> str:
             f": for embeddings, save its backbone: {backbone}.from_pretrained(FOLDER)"
             ".save_pretrained(NEW_FOLDER)"
         )
-    return ""
+    return f": give timm's checkpoint of the same network; {library.INSTALL} reads most of them"
 
 
 def _labels(stated: StatedHead, classes: int, options: CheckpointOptions) -> HeadLabels:

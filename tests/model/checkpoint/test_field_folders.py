@@ -80,6 +80,11 @@ def _shards_of_two_sets(folder: Path) -> None:
     (folder / "z-00001-of-00009.safetensors").touch()
 
 
+def _swin(folder: Path) -> None:
+    put(folder / "config.json", "architectures", ["SwinForImageClassification"])
+    put(folder / "config.json", "model_type", "swin")
+
+
 def _training_file(folder: Path) -> None:
     state = {"state_dict": load_file(folder / "model.safetensors")}
     (folder / "model.safetensors").unlink()
@@ -239,6 +244,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     ),
     "more num_labels": ("huggingface", _config("num_labels", 5), "num_labels is 5.*--labels FILE"),
     "no class": ("huggingface", _config("architectures", None), "as save_pretrained writes it"),
+    "another network": ("huggingface", _swin, "give timm's checkpoint of the same network; pip"),
     "pretraining": (
         "huggingface",
         _config("architectures", ["ViTForMaskedImageModeling"]),

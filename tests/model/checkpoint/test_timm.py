@@ -27,6 +27,7 @@ from model.runtime.torch_pass import Normalise
 from tests.model.blocks import blocks
 from tests.model.checkpoint.folders import edit, edit_tensors, put, timm_folder
 from tests.model.checkpoint.parity import (
+    EXACT,
     assert_same_embeddings,
     assert_same_logits,
     assert_same_rows,
@@ -35,7 +36,7 @@ from tests.model.checkpoint.parity import (
     relative_error,
 )
 from tests.model.runtime.predictions import MODES
-from tests.timm_reference import timm
+from tests.timm_reference import timm, transformers
 
 pytestmark = pytest.mark.timeout(60)  # imports timm
 
@@ -350,7 +351,6 @@ def test_clips_projection_gives_embeddings(case: str, tmp_path: Path) -> None:
     assert load_checkpoint(str(tmp_path), labels="numbers").config.num_classes == model.num_classes
 
 
-EXACT = 1e-5
 SMALL: dict[str, Any] = {"depths": (1, 1, 1, 1)}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet-tested": ("test_resnet", {"global_pool": "max"}),
@@ -468,6 +468,25 @@ def test_a_predictor_answers_alike(family: str, backend: Any, tmp_path: Path) ->
     outputs = predictor.predict(images, RequestedOutputs(2, logits=True))
     found = torch.from_numpy(np.stack([each.logits for each in outputs if each.logits is not None]))
     assert relative_error(found, expected) < EXACT
+
+
+def test_a_wrapper_without_a_head_is_read(tmp_path: Path) -> None:
+    hub = transformers()
+    pretrained = timm().create_model("vit_tiny_patch16_224", depth=1).pretrained_cfg
+    config = hub.TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224",
+        model_args={"img_size": 48, "depth": 1},
+        pretrained_cfg=pretrained | {"input_size": (3, 48, 48)},
+    )
+    model = hub.TimmWrapperModel(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    pixels = pictures(checkpoint)
+    with torch.inference_mode():
+        expected = model(pixels).pooler_output
+        got = checkpoint.build()(pixels, (), 0, True).embeddings["head"]
+    assert relative_error(got, expected) < EXACT
 
 
 def test_a_wrapper_of_transformers_is_read(tmp_path: Path) -> None:
