@@ -256,8 +256,9 @@ def _complete_shards(shard: re.Match[str], names: Sequence[str], title: str) -> 
     """Return the names of all shards of a set without an index, from the match of one of them."""
     start, count, suffix = shard.groups()
     expected = [f"{start}-{number + 1:05}-of-{count}{suffix}" for number in range(int(count))]
-    missing = next((name for name in expected if name not in names), None)
-    others = [name for name in names if SHARD.fullmatch(name) and name not in expected]
+    present = set(filter(SHARD.fullmatch, names))
+    missing = next((name for name in expected if name not in present), None)
+    others = present.difference(expected)
     if missing is not None:
         raise CheckpointError(
             f"{title}: no weights but shards such as {shard[0]}, without {missing}: copy or "
@@ -265,7 +266,7 @@ def _complete_shards(shard: re.Match[str], names: Sequence[str], title: str) -> 
         )
     if others:
         raise CheckpointError(
-            f"{title}: holds {shard[0]} and {others[0]}, shards of two sets: remove the wrong "
+            f"{title}: holds {shard[0]} and {min(others)}, shards of two sets: remove the wrong "
             "ones, or add the index of the right ones"
         )
     return expected

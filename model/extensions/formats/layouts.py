@@ -34,6 +34,15 @@ class Layout(NamedTuple):
     habits: Mapping[str, Any]
 
 
+# Habits of most libraries.
+_HABITS: Final = {
+    "norm_order": "pre",
+    "act_layer": "gelu",
+    "norm_eps": 1e-6,
+    "global_pool": "token",
+    "qkv_order": "3hd",
+}
+
 _VIT_PYTORCH: Final = Layout(
     "vit-pytorch",
     r"to_patch_embedding\.2\.weight",
@@ -68,13 +77,7 @@ _TRANSFORMERS: Final = Layout(
     "transformers",
     r"((vit|deit)\.)?(encoder\.layer|layers)\.0\.layernorm_before\.weight",
     ENCODER,
-    {
-        "norm_order": "pre",
-        "act_layer": "gelu",
-        "norm_eps": 1e-12,
-        "global_pool": "token",
-        "qkv_order": "3hd",
-    },
+    _HABITS | {"norm_eps": 1e-12},
 )
 _LAYER: Final = r"^encoder\.layers\.encoder_layer_(\d+)"
 _TORCHVISION: Final = Layout(
@@ -91,13 +94,7 @@ _TORCHVISION: Final = Layout(
         (rf"{_LAYER}\.mlp\.(?:3|linear_2)\.", r"blocks.\1.mlp.fc2."),
         (r"^encoder\.ln\.", "norm."),
     ),
-    {
-        "norm_order": "pre",
-        "act_layer": "gelu",
-        "norm_eps": 1e-6,
-        "global_pool": "token",
-        "qkv_order": "3hd",
-    },
+    _HABITS,
 )
 _TORCH: Final = Layout(
     "torch.nn.TransformerEncoder",
@@ -126,13 +123,7 @@ _MMPRETRAIN: Final = Layout(
         (r"^patch_embed\.projection\.", "patch_embed.proj."),
         (r"^head\.layers\.head\.", "head."),
     ),
-    {
-        "norm_order": "pre",
-        "act_layer": "gelu",
-        "norm_eps": 1e-6,
-        "global_pool": "token",
-        "qkv_order": "3hd",
-    },
+    _HABITS,
 )
 _TIMM: Final = Layout("timm", r"blocks\.0\.attn\.(qkv|q_proj|q)\.weight", (), {"qkv_order": "3hd"})
 LAYOUTS: Final = (_VIT_PYTORCH, _TRANSFORMERS, _TORCHVISION, _TORCH, _MMPRETRAIN, _TIMM)

@@ -176,12 +176,14 @@ def _adapt(base: Files, adapter: Files, options: CheckpointOptions) -> None:
         name.removeprefix("base_model.model."): tensor
         for name, tensor in adapter.part(weights).items()
     }
-    modules = config.get("modules_to_save") or []
-    if modules and not any(f".{module}." in f".{name}" for module in modules for name in changes):
-        raise CheckpointError(
-            f"{adapter.where(weights)}: holds none of modules_to_save, {', '.join(modules):.100}, "
-            "which were trained: save the adapter again, or merge it where it was trained"
-        )
+    modules = config.get("modules_to_save")
+    if isinstance(modules, list) and modules:
+        trained = [name for name in changes if any(f".{part}." in f".{name}" for part in modules)]
+        if not trained:
+            raise CheckpointError(
+                f"{adapter.where(weights)}: holds none of modules_to_save, {modules!r:.100}, which "
+                "were trained: save the adapter again, or merge it where it was trained"
+            )
     head = head_of(changes)
     if head is not None:
         _take_classes(base, adapter, head.shape[0], options)
