@@ -25,7 +25,9 @@ from service.errors import SettingsError
 from service.extension import Command, Extension, Routes, check, extensions_by_scheme
 from service.observe.metrics import Metrics
 from service.settings import load_settings, settings_class
-from service.web.routes.endpoint import Router
+from service.web.routes.endpoint import Endpoint, Router
+from service.web.routes.openapi import openapi_document
+from service.web.routes.pages import extension_folders
 from tests.conftest import REPOSITORY
 from tests.service.fakes import on_a_loop
 from tests.service.web.apps import App, app, inside, service_in
@@ -278,6 +280,28 @@ def test_failing_store_is_named(install, store):
         app(recent_url="s3://bucket")
 
 
+def answer_of(kind: type[BaseModel]) -> Any:
+    async def answer(request: Request) -> BaseModel:
+        return kind()
+
+    return answer
+
+
+def test_answers_of_equal_function_names_differ():
+    operations = [
+        Endpoint("GET", path, answer_of(kind), answer=kind).operation
+        for path, kind in {"/a": Color, "/b": Port}.items()
+    ]
+
+    paths = openapi_document(operations, version="", public=(), keys_required=False)["paths"]
+
+    schemas = [
+        paths[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
+        for path in ("/a", "/b")
+    ]
+    assert schemas == ["#/components/schemas/Color", "#/components/schemas/Port"]
+
+
 @on_a_loop
 async def test_failing_listener_is_logged(install, caplog):
     install(Extension(name="a", routes=listen))
@@ -288,6 +312,14 @@ async def test_failing_listener_is_logged(install, caplog):
             service_in(running).models.on_change()
 
     assert "a function of `on_models_changed` failed" in caplog.text
+
+
+@pytest.mark.parametrize("page", ["", "nowhere"])
+def test_page_without_its_files_is_refused(install, tmp_path, page):
+    install(Extension(name="a", page=tmp_path / page))
+
+    with pytest.raises(ExtensionError, match=r"'a': .*/main.js of its `page` is missing"):
+        extension_folders()
 
 
 def test_taken_store_scheme_is_refused(install):

@@ -80,6 +80,11 @@ class Operation:
     body: Json | None = None
 
     @property
+    def request(self) -> str:
+        """Return method and path, which are unique; functions of extensions may share names."""
+        return f"{self.method} {self.path}"
+
+    @property
     def media_types(self) -> frozenset[str]:
         """Return the media types of the answers without an error."""
         media_types = set[str]()
@@ -131,12 +136,11 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[tuple[str, int], Jso
     """Return the schemas of all answers by operation and status, and the schemas they refer to."""
     types: list[tuple[tuple[str, int], Any]] = []
     for operation in operations:
-        name = operation.function.__name__
         if operation.answer is not None:
-            types.append(((name, operation.status), operation.answer))
+            types.append(((operation.request, operation.status), operation.answer))
         for status, response in operation.responses.items():
             if "model" in response:
-                types.append(((name, status), response["model"]))
+                types.append(((operation.request, status), response["model"]))
     by_key, shared = TypeAdapter.json_schemas(
         [(key, "serialization", TypeAdapter(kind)) for key, kind in types],
         ref_template=_SCHEMAS + "{model}",
@@ -160,7 +164,7 @@ def _described(operation: Operation, schemas: Mapping[tuple[str, int], Json]) ->
 
     def response(status: int, described: Json) -> Json:
         content = dict(described.get("content", {}))
-        schema = schemas.get((name, status))
+        schema = schemas.get((operation.request, status))
         if schema is not None:
             if "$ref" not in schema:
                 schema = schema | {"title": f"Response {title}"}

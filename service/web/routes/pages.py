@@ -16,6 +16,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from model.errors import ExtensionError
 from model.methods import methods
 from service.extension import extensions
 from service.web.middleware import request_context
@@ -37,9 +38,25 @@ _MEDIA_TYPES: Final = {
 _PAGE: Final = Path(__file__).parents[1] / "page"
 _STATIC: Final = Path(__file__).parents[1] / "static"
 _INDEX: Final = _PAGE / "index.html"
-_EXTENSION_FOLDERS: Final = {
-    extension.name: extension.page for extension in extensions() if extension.page is not None
-}
+
+
+def extension_folders() -> dict[str, Path]:
+    """Return the folder of each extension's part of the page; raises `ExtensionError`."""
+    folders: dict[str, Path] = {}
+    for extension in extensions():
+        if extension.page is None:
+            continue
+        folder = Path(extension.page)
+        for name in ("main.js", "main.css"):
+            if not (folder / name).is_file():
+                raise ExtensionError(
+                    f"the extension {extension.name!r}: {folder / name} of its `page` is missing"
+                )
+        folders[extension.name] = folder
+    return folders
+
+
+_EXTENSION_FOLDERS: Final = extension_folders()
 
 
 def _page_files(folder: Path, path: str) -> dict[str, Path]:
