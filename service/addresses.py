@@ -222,7 +222,11 @@ class SocketFiles:
     """The files of a service's Unix sockets, to be removed at its end."""
 
     def __init__(self, listeners: Sequence[socket.socket]) -> None:
-        paths = [Path(each.getsockname()) for each in listeners if each.family == socket.AF_UNIX]
+        paths = [
+            Path(listener.getsockname())
+            for listener in listeners
+            if listener.family == socket.AF_UNIX
+        ]
         self._files = {path: _identity(path) for path in paths}
 
     def remove(self) -> None:

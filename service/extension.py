@@ -158,4 +158,4 @@ def naming(extension: Extension, field_name: str) -> AbstractContextManager[None
 
 def extensions() -> tuple[Extension, ...]:
     """Return the installed extensions of the service, sorted by name; raises `ExtensionError`."""
-    return tuple(each for each in installed() if isinstance(each, Extension))
+    return tuple(extension for extension in installed() if isinstance(extension, Extension))

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,6 +105,17 @@ def _list_items(value: str, noun: str, example: str) -> list[str]:
     return [item.strip() for item in items]
 
 
+def _list_of(parse: Callable[[str], str], noun: str, example: str) -> BeforeValidator:
+    """Return the parser of a comma-separated or JSON list, whose items `parse` normalises."""
+
+    def parse_list(value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return tuple(parse(without_quotes(text)) for text in _list_items(value, noun, example))
+
+    return BeforeValidator(parse_list)
+
+
 def _origin(text: str) -> str:
     """Return an origin as browsers write it: lower case, without default port and final slash."""
     if text in ("*", "null"):
@@ -120,22 +131,6 @@ def _origin(text: str) -> str:
     if port is None or int(port) == _DEFAULT_PORTS.get(scheme):
         return f"{scheme}://{host}"
     return f"{scheme}://{host}:{int(port)}"
-
-
-def parse_origins(value: object) -> object:
-    """Return the origins of a comma-separated or JSON list, as browsers write them."""
-    if not isinstance(value, str):
-        return value
-    items = _list_items(value, "origins", '["https://example.org"]')
-    return tuple(_origin(without_quotes(text)) for text in items)
-
-
-def parse_hosts(value: object) -> object:
-    """Return the host names of a comma-separated or JSON list, as browsers write them."""
-    if not isinstance(value, str):
-        return value
-    items = _list_items(value, "hosts", '["vit.example.org"]')
-    return tuple(_host_name(without_quotes(text)) for text in items)
 
 
 def _host_name(text: str) -> str:
@@ -277,9 +272,9 @@ def _recent_url(value: SecretStr) -> SecretStr:
     if url == MEMORY:
         return value
     schemes = sorted(extensions_by_scheme())
-    scheme, separator, rest = url.partition("://")
-    if scheme not in schemes or not separator or not rest:
-        others = "".join(f" or {known}://..." for known in schemes)
+    chosen, _, rest = url.partition("://")
+    if chosen not in schemes or not rest:
+        others = "".join(f" or {scheme}://..." for scheme in schemes)
         raise ValueError(f"expected {MEMORY}{others}")
     try:
         _ = urlsplit(url).port
@@ -288,13 +283,13 @@ def _recent_url(value: SecretStr) -> SecretStr:
     return value
 
 
-def _folder(value: str | None) -> str | None:
-    if (value or "").lower() in _ANSWERS:
+def _folder(value: str) -> str:
+    if value.lower() in _ANSWERS:
         raise ValueError(f"expected the path of a folder; for a folder of this name ./{value}")
-    if "$" in (value or ""):
+    if "$" in value:
         raise ValueError("expected the path of a folder; a variable after $ is not expanded")
     try:
-        Path(value or "").expanduser()
+        Path(value).expanduser()
     except RuntimeError:
         raise ValueError(
             "expected a folder: the home folder before its first / is not known"
@@ -302,21 +297,18 @@ def _folder(value: str | None) -> str | None:
     return value
 
 
-def _served_name(value: str | None) -> str | None:
-    if value is not None and ("," in value or value == "*"):
+def _served_name(value: str) -> str:
+    if "," in value or value == "*":
         raise ValueError("expected a name without commas, because `model=a,b` names two models")
     return value
 
 
-def _cache_folder(value: str | None) -> str | None:
-    if value is not None and value.lower() == "off":
-        return "off"
-    return _folder(value)
+def _cache_folder(value: str) -> str:
+    return "off" if value.lower() == "off" else _folder(value)
 
 
-def _absolute_folder(value: str | None) -> str | None:
-    folder = _folder(value)
-    return None if folder is None else str(Path(folder).expanduser().absolute())
+def _absolute_folder(value: str) -> str:
+    return str(Path(_folder(value)).expanduser().absolute())
 
 
 Name = Annotated[str, Field(min_length=1)]
@@ -327,17 +319,21 @@ AdminKey = Annotated[SecretStr, AfterValidator(_admin_key)]
 ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(parse_keys), NoDecode]
 Device = Annotated[str, AfterValidator(_device)]
 Bytes = Annotated[ByteSize, BeforeValidator(parse_bytes)]
-Folder = Annotated[Name | None, AfterValidator(_folder)]
-AbsoluteFolder = Annotated[Name | None, AfterValidator(_absolute_folder)]
-CacheFolder = Annotated[Name | None, AfterValidator(_cache_folder)]
-HostNames = Annotated[tuple[str, ...], BeforeValidator(parse_hosts), NoDecode]
+Folder = Annotated[Name, AfterValidator(_folder)] | None
+AbsoluteFolder = Annotated[Name, AfterValidator(_absolute_folder)] | None
+CacheFolder = Annotated[Name, AfterValidator(_cache_folder)] | None
+HostNames = Annotated[
+    tuple[str, ...], _list_of(_host_name, "hosts", '["vit.example.org"]'), NoDecode
+]
 ImageSize = Annotated[Size | None, BeforeValidator(parse_size), NoDecode]
 LabelNames = Annotated[Name | None, BeforeValidator(_as_text)]
 ListenHosts = Annotated[Name, AfterValidator(parse_listen_hosts)]
-Origins = Annotated[tuple[str, ...], BeforeValidator(parse_origins), NoDecode]
-RootPath = Annotated[str, AfterValidator(parse_root_path)]
-ServedName = Annotated[
-    Annotated[str, Field(min_length=1, max_length=200)] | None, AfterValidator(_served_name)
+Origins = Annotated[
+    tuple[str, ...], _list_of(_origin, "origins", '["https://example.org"]'), NoDecode
 ]
+RootPath = Annotated[str, AfterValidator(parse_root_path)]
+ServedName = (
+    Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_served_name)] | None
+)
 StoreUrl = Annotated[SecretStr, AfterValidator(_recent_url)]
 Thresholds = Annotated[dict[str, Score] | None, BeforeValidator(_from_json), NoDecode]

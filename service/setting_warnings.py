@@ -94,14 +94,14 @@ def proxy_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return a warning for each unknown `VIT_` variable and for each value with kept quotes."""
-    known = [name.upper() for name in settings_class().model_fields]
+    names = [name.upper() for name in settings_class().model_fields]
     lines = []
     for variable in sorted(environment):
         if not variable.upper().startswith(ENV_PREFIX):
             continue
         name = variable.upper().removeprefix(ENV_PREFIX)
         value = environment[variable].strip()
-        if name not in known:
+        if name not in names:
             near = _meant_by(variable)
             meant = f": did you mean {ENV_PREFIX}{near}?" if near else ""
             lines.append(f"{variable} is not a setting and is ignored{meant}")

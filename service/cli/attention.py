@@ -17,7 +17,13 @@ from model.images.sheet import ContactSheet, draw_maps
 from model.methods import methods
 from model.outputs import AttentionMap
 from service.cli.answers import LocalAnswers, SeenMaps
-from service.cli.image_files import find_images, handle_answers, require_output_file, writing
+from service.cli.image_files import (
+    add_output_flag,
+    find_images,
+    handle_answers,
+    require_output_file,
+    writing,
+)
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.settings import Settings
 
@@ -25,14 +31,7 @@ from service.settings import Settings
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve attention`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
-    parser.add_argument(
-        "-o",
-        "--output",
-        "--out",
-        type=Path,
-        metavar="OUT",
-        help="a folder; for one picture also a file, OUT.png",
-    )
+    add_output_flag(parser, "OUT", "a folder; for one picture also a file, OUT.png", required=False)
     parser.add_argument(
         "--sheet", type=Path, metavar="FILE", help="one PNG with all maps, small and labelled"
     )

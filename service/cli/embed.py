@@ -8,21 +8,24 @@ import numpy as np
 
 from model.outputs import POOLINGS
 from service.cli.answers import Embedding, add_server_flags, answers_from
-from service.cli.image_files import find_images, handle_answers, require_output_file, writing
+from service.cli.image_files import (
+    add_output_flag,
+    find_images,
+    handle_answers,
+    require_output_file,
+    writing,
+)
 from service.cli.setting_flags import add_setting_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve embed`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|FOLDER")
-    parser.add_argument(
-        "-o",
-        "--output",
-        "--out",
-        type=Path,
+    add_output_flag(
+        parser,
+        "FILE.npy",
+        "float32 [files, D]; FILE.csv in the same folder names the file of each row",
         required=True,
-        metavar="FILE.npy",
-        help="float32 [files, D]; FILE.csv in the same folder names the file of each row",
     )
     parser.add_argument(
         "--pool",

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,6 +172,13 @@ def handle_answers(
     if failed:
         print(f"vitserve: {failed} of {count} files have no {name}", file=sys.stderr)
     return int(failed > 0)
+
+
+def add_output_flag(parser: ArgumentParser, metavar: str, text: str, *, required: bool) -> None:
+    """Add `-o`, by either of its usual names; `arguments.output` is then a path or None."""
+    parser.add_argument(
+        "-o", "--output", "--out", type=Path, required=required, metavar=metavar, help=text
+    )
 
 
 def require_output_file(file: Path, suffix: str) -> None:

@@ -15,6 +15,7 @@ from model.extensions.evaluation.calibration import Calibrated, calibrate, requi
 from model.extensions.evaluation.datasets import EvaluationSet, open_evaluation_set
 from model.parameters import require_classes
 from service.cli.image_files import (
+    add_output_flag,
     print_notes,
     require_class_folders,
     require_empty,
@@ -52,14 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="typical labelled pictures, one folder for each class, or CIFAR-10's files; "
         "pictures that `train` used for training are left out",
     )
-    parser.add_argument(
-        "-o",
-        "--out",
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="write the checkpoint as vitserve's own folder here; without this flag, CHECKPOINT "
-        "is such a folder, and gets one more file",
+    add_output_flag(
+        parser,
+        "DIR",
+        "write the checkpoint as vitserve's own folder here; without this flag, CHECKPOINT is such "
+        "a folder, and gets one more file",
+        required=False,
     )
     add_setting_flags(parser, (*CHECKPOINT_FLAGS, "device", "dtype", "coverage"))
 
@@ -69,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     require_checkpoint(arguments, "calibrate")
     settings = settings_from(arguments)
     coverage = settings.coverage or _COVERAGE
-    if arguments.out is None:
+    if arguments.output is None:
         _require_own_folder(settings)
     else:
-        require_empty(arguments.out)
+        require_empty(arguments.output)
     from model.checkpoint import native  # noqa: PLC0415  torch takes seconds to import
     from model.extensions.evaluation.evaluate import predict_logits  # noqa: PLC0415
 
@@ -100,9 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
     before = Fit(checkpoint.temperature, checkpoint.form)
     result = calibrate(logits, truth[drawn], before, arguments.data.name, coverages)
     calibration = result.calibration
-    folder = arguments.out or Path(settings.checkpoint).expanduser()
+    folder = arguments.output or Path(settings.checkpoint).expanduser()
     with writing(folder):
-        if arguments.out is None:
+        if arguments.output is None:
             native.write_calibration(folder, calibration)
         else:
             # Read again, because a predictor of a kept graph does not hold the tensors.

@@ -1,10 +1,9 @@
 """`vitserve convert CHECKPOINT -o DIR`: write any readable checkpoint as a native folder."""
 
 import argparse
-from pathlib import Path
 
 from model.extensions.datasets.split_record import copy_record
-from service.cli.image_files import require_empty, writing
+from service.cli.image_files import add_output_flag, require_empty, writing
 from service.cli.setting_flags import (
     CHECKPOINT_FLAGS,
     add_checkpoint,
@@ -19,9 +18,7 @@ from service.engine.checkpoint_files import checkpoint_from
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `vitserve convert`."""
     add_checkpoint(parser)
-    parser.add_argument(
-        "-o", "--output", "--out", type=Path, required=True, metavar="DIR", help="created if absent"
-    )
+    add_output_flag(parser, "DIR", "created if absent", required=True)
     add_setting_flags(parser, CHECKPOINT_FLAGS)
 
 

@@ -169,13 +169,14 @@ async def v2_load(request: Request) -> Response:
     name = request.path_params["name"]
     require_admin(request, service.settings)
     body = await small_body(request)
-    what = allowed(decoded(body, _Command).parameters, service.settings)
-    if not what:
+    fields = allowed(decoded(body, _Command).parameters, service.settings)
+    if not fields:
         service.models.key(name)
-    elif "checkpoint" not in what:
+    elif "checkpoint" not in fields:
         raise InvalidParameter("checkpoint: missing, but the other settings need it")
-    only = what.get("checkpoint") if len(what) == 1 else what or None
-    status, _ = await load(service, name, only)
+    # A lone checkpoint keeps the model's other settings; without fields, all are kept.
+    checkpoint = fields.get("checkpoint") if len(fields) == 1 else fields or None
+    status, _ = await load(service, name, checkpoint)
     return json_response(repository_entry(status))
 
 

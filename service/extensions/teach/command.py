@@ -55,18 +55,18 @@ def run(arguments: argparse.Namespace) -> int:
             files[number] = file
 
         code = handle_answers(answers, len(labels), add, "example number")
-        known = teacher.finish(name, labels)
-    print(f"{name}: {_in_words(known)}")
-    for suspect in known.suspects:
+        knowledge = teacher.finish(name, labels)
+    print(f"{name}: {_in_words(knowledge)}")
+    for suspect in knowledge.suspects:
         example = files.get(suspect.number, f"example {suspect.number}")
         print(f"  {example}: {suspect.label!r}, or rather {suspect.likely!r}?")
-    if known.needs_more:
-        print(f"  needs more pictures: {', '.join(known.needs_more)}")
+    if knowledge.needs_more:
+        print(f"  needs more pictures: {', '.join(knowledge.needs_more)}")
     if not arguments.url:
         print(
             f"{output}: put it into a folder of --models, beside the model that it was taught with"
         )
-    return int(code or known.accuracy is None or not getattr(known, "up_to_date", True))
+    return int(code or knowledge.accuracy is None or not getattr(knowledge, "up_to_date", True))
 
 
 def _labelled(folder: Path, name: str) -> dict[Path, str]:
@@ -97,9 +97,9 @@ def _label(folder: Path, name: str) -> str:
         raise InputError("path", f"{folder}: a folder's name is its label: {error}") from None
 
 
-def _in_words(known: Knowledge) -> str:
-    if known.accuracy is None:
-        return getattr(known, "reason", None) or "not fitted"
-    right = known.accuracy
-    sure = f"{right.low:.1%} to {right.high:.1%} for pictures like these, with 95% confidence"
-    return f"{right.value:.1%} accuracy on {known.fitted_to} held-out pictures ({sure})"
+def _in_words(knowledge: Knowledge) -> str:
+    if knowledge.accuracy is None:
+        return getattr(knowledge, "reason", None) or "not fitted"
+    accuracy = knowledge.accuracy
+    sure = f"{accuracy.low:.1%} to {accuracy.high:.1%} for pictures like these, with 95% confidence"
+    return f"{accuracy.value:.1%} accuracy on {knowledge.fitted_to} held-out pictures ({sure})"

@@ -98,7 +98,7 @@ class Examples:
         features: NDArray[np.float32],
         who: str,
         backbone: tuple[str, str],
-        known: int | None = None,
+        permitted_id: int | None = None,
         creator: str = "",
         pictures: Sequence[KeptPicture] = (),
     ) -> tuple[dict[str, int], list[int]]:
@@ -110,7 +110,8 @@ class Examples:
             name: name of the head, which is created if absent.
             who: name of the caller's key, or a digest: see `HeadsDatabase.owner_of`.
             backbone: name of the features, and name of the model that gives them.
-            known: id of the head when the caller's permission was checked; None if it was absent.
+            permitted_id: id of the head that the caller may teach; None if it was absent when its
+                permission was checked.
             creator: key or address that counts the head in its share; empty for the operator.
             pictures: a picture for each row, or none.
 
@@ -118,7 +119,7 @@ class Examples:
             The number of examples by label, and the number of each row's example.
 
         Raises:
-            NotFound: the known head was deleted.
+            NotFound: the permitted head was deleted.
             Forbidden: another key has begun a head of this name meanwhile.
             HeadWithoutBackbone: the head's other examples have other features.
             HeadFull: a limit of heads, labels, examples or bytes is reached.
@@ -132,9 +133,9 @@ class Examples:
                 _require_share(db, name, creator)
             query = "SELECT id, backbone, numbers, owner FROM heads WHERE name = ?"
             head, features_of, numbers, owner = db.execute(query, [name]).fetchone()
-            if known not in (None, head):
+            if permitted_id not in (None, head):
                 raise NotFound(f"{name}: this head was deleted while the pictures arrived")
-            if known is None and owner != who:
+            if permitted_id is None and owner != who:
                 raise Forbidden(
                     f"{name}: another key has begun this head while the pictures arrived"
                 )

@@ -113,7 +113,7 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
     backbone = query.backbone
     async with admit(request) as admitted:
         head = (await _on_thread(request, admitted, examples.heads)).get(name)
-        known = head and head.id
+        permitted_id = head and head.id
         if head is not None:
             _require_own(request, head)
         if head is not None and backbone is None:
@@ -131,7 +131,7 @@ async def add_examples(request: Request, query: ExampleQuery) -> AddedExamples:
         def add() -> tuple[dict[str, int], list[int]]:
             pictures = [KeptPicture(file_name, jpeg_thumbnail(picture)) for picture in pixels]
             return examples.add(
-                name, label, features, owner, backbone_and_model, known, creator, pictures
+                name, label, features, owner, backbone_and_model, permitted_id, creator, pictures
             )
 
         counts, numbers = await _on_thread(request, admitted, add)

@@ -9,7 +9,7 @@ from typing import Any
 
 from model.calibration import CALIBRATION_FILE
 from model.errors import TrainingError
-from service.cli.image_files import require_class_folders
+from service.cli.image_files import add_output_flag, require_class_folders
 from service.cli.setting_flags import serve_command
 from service.observe import logs
 from service.setting_values import parse_size
@@ -49,15 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one folder of pictures a class, in DIR or in splits (DIR/train, DIR/val); "
         "or CIFAR-10's binary files",
     )
-    parser.add_argument(
-        "-o",
-        "--out",
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="result; serve it with --checkpoint DIR",
-    )
+    add_output_flag(parser, "DIR", "result; serve it with --checkpoint DIR", required=True)
     parser.add_argument(
         "--from",
         dest="checkpoint",
@@ -112,16 +104,16 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(_recipe_path(arguments)).override(_overrides(arguments))
     device = getattr(arguments, "device", None) or os.environ.get(variable_of("device"), "auto")
     if arguments.probe:
-        new_head.run(arguments.data, arguments.out, recipe, device=device)
+        new_head.run(arguments.data, arguments.output, recipe, device=device)
     else:
-        train.run(arguments.data, arguments.out, recipe, resume=arguments.resume, device=device)
-    if not (arguments.out / CALIBRATION_FILE).exists():
+        train.run(arguments.data, arguments.output, recipe, resume=arguments.resume, device=device)
+    if not (arguments.output / CALIBRATION_FILE).exists():
         text = (
             "%s: without %s, so without --coverage: "
             "`vitserve calibrate` makes it, of pictures that were not trained on"
         )
-        logger.info(text, arguments.out, CALIBRATION_FILE)
-    print(f"{arguments.out}: serve it with: {serve_command(arguments.out)}")
+        logger.info(text, arguments.output, CALIBRATION_FILE)
+    print(f"{arguments.output}: serve it with: {serve_command(arguments.output)}")
     return 0
 
 
@@ -141,10 +133,10 @@ def _recipe_path(arguments: argparse.Namespace) -> Path:
             )
         return Path(arguments.recipe)
     if arguments.resume:  # any other recipe would be a guess
-        recipe: Path = arguments.out / RECIPE_FILE
+        recipe: Path = arguments.output / RECIPE_FILE
         if not recipe.is_file():
             raise TrainingError(
-                f"--resume: {arguments.out} holds no run ({RECIPE_FILE}): "
+                f"--resume: {arguments.output} holds no run ({RECIPE_FILE}): "
                 "leave --resume out to begin one"
             )
         return recipe
@@ -156,7 +148,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     overrides = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
     if "checkpoint" in overrides:
         # The recipe's name, which is for any pictures, would name all results alike.
-        overrides.setdefault("name", arguments.out.resolve().name)
+        overrides.setdefault("name", arguments.output.resolve().name)
     for text in arguments.set:
         name, equals, value = text.partition("=")
         if not equals:

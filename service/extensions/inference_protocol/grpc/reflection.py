@@ -47,10 +47,9 @@ def _content(request: Mapping[str, Any]) -> dict[str, Any]:
         file = POOL.FindFileByName(request["file_by_filename"])
     else:
         file = _file_with(request["file_containing_symbol"])
+    described = [file.serialized_pb, *(needed.serialized_pb for needed in file.dependencies)]
     # `json_format` writes bytes as base64.
-    contents = [
-        base64.b64encode(each.serialized_pb).decode() for each in (file, *file.dependencies)
-    ]
+    contents = [base64.b64encode(content).decode() for content in described]
     return {"file_descriptor_response": {"file_descriptor_proto": contents}}
 
 
