@@ -1,29 +1,26 @@
 """Relevance of each token for a class's margin, at little more than a forward pass.
 
 The margin is the class's logit minus the mean logit of its rivals. `class_relevance` gives its
-gradient for the tokens that the head reads, with the scales of features held constant (see
-`model.explanation.frozen_gradients`). From there, relevance R takes four steps. In the formulas, A
-are a block's attention weights, v its values, x its input, and P leads from the gradient for a
-token to the gradients for its attention heads.
+gradient g for the tokens that the head reads, with the scales of features held constant (see
+`model.explanation.frozen_gradients`). From there, relevance R takes four steps. In the formulas, x
+are a block's input tokens, v its values, and A its attention weights. P leads from the gradient for
+a token to the gradients for its attention heads, and V from the gradient for a value to x.
 
-1. Seed. If the head reads few tokens q, in most models the CLS token, their gradient g reaches each
-   token j through the last block's attention, and q itself along the residual connection. This
-   needs no pass through the network. If the head reads all tokens, their relevance is gradient x
-   input.
+1. Seed. If the head reads all tokens, their relevance is gradient x input. If it reads few tokens
+   q, in most models the CLS token, g[q] reaches each token j through the last block's attention,
+   and q itself along the residual connection. This needs no pass through the network.
 
-       R[j] = sum over q and heads of A[q, j] (P g[q]) . v[j]  +  g[j] . x[j] if the head reads j
-       R[j] = g[j] . x[j]
+       all:  R[j] = g[j] . x[j]
+       few:  R[j] = sum over q and heads of A[q, j] (P g[q]) . v[j]  +  g[j] . x[j] if j is a q
 
-2. Strongest tokens. The S tokens s with the largest |R| get the gradient G[s], by the same ways:
+2. Strongest tokens. The S tokens s with the largest |R| get a gradient G by the same ways.
 
-       G[s] = sum over q and heads of A[q, s] V P g[q]  +  g[s] if the head reads s
-       G[s] = g[s]
+       all:  G[s] = g[s]
+       few:  G[s] = sum over q and heads of A[q, s] V P g[q]  +  g[s] if s is a q
 
-   V leads from the gradient for a value to the gradient for the block's input.
-
-3. Trace back. A token's features come in part from other tokens, through the attention of earlier
-   blocks. This part moves to its sources j, two blocks back, along the residual connections, past
-   the MLPs:
+3. Trace back. A token's features come in part from other tokens j, through the attention of earlier
+   blocks. This part M of the strongest tokens' relevance moves to its sources: two blocks back,
+   along the residual connections, past the MLPs.
 
        M[s, j] = sum over blocks and heads of A[s, j] (P G[s]) . v[j]
        R[j] += sum over s of M[s, j]
@@ -126,6 +123,7 @@ def _seed_in_block(weights: ReadoutWeights, block: Block, kept: Kept, gradient: 
     attention = _attention_of_first(block.attn, kept, read)  # [B, H, read, N]
     to_heads = _to_heads(block.attn, kept, attention, projected)  # [B, H, read, head_dim]
 
+    # 1. Seed
     through_attention = attention * (to_heads @ kept.v.transpose(-2, -1))  # [B, H, read, N]
     along_residual = _dot(gradient, kept.x[:, :read].float())  # [B, read]
     unread = int(kept.x.shape[1]) - read
@@ -133,6 +131,7 @@ def _seed_in_block(weights: ReadoutWeights, block: Block, kept: Kept, gradient: 
         along_residual, (0, unread)
     )
 
+    # 2. Strongest tokens
     strongest, rows = _strongest(relevance)
     shares = _at(attention.flatten(1, 2).transpose(1, 2), rows)  # [B, S, H read]
     shares = shares * inverse_deviation(block.norm1, _at(kept.x, rows)).to(shares.dtype)
