@@ -56,9 +56,9 @@ class OpenVino(Backend):
         self._threads = threads
         self._make_torch = make_torch
         self._make_network = make_network
-        self._networks: dict[GraphKind, OpenVinoNetwork] = {"plain": network}
+        # None: the network cannot be built.
+        self._networks: dict[GraphKind, OpenVinoNetwork | None] = {"plain": network}
         self._started: set[GraphKind] = {"plain"}
-        self._prepared: set[GraphKind] = {"plain"}
         self._in_service = False
         self._preparing = threading.Lock()
         self._loading = threading.Lock()
@@ -109,21 +109,21 @@ class OpenVino(Backend):
 
     def prepare(self, kind: GraphKind) -> None:
         """Build a network, once; if that fails, torch computes its outputs."""
-        if kind in self._prepared:
+        if kind in self._networks:
             return
         with self._preparing:
-            if kind in self._prepared:
+            if kind in self._networks:
                 return
+            network = None
             try:
                 network = self._make_network(kind)
-                self._networks[kind] = network
                 # Only a server computes enough images to pay for graphs of several batch sizes.
                 if self._in_service:
                     _complete_later(network)
             except (DeviceError, RuntimeError) as error:
                 if threading.main_thread().is_alive():  # else a command ended before its graph
                     logger.warning("torch computes %s: %s", kind, error)
-            self._prepared.add(kind)
+            self._networks[kind] = network
 
     def compile(self) -> None:
         """Start a thread that compiles for the other sizes."""
