@@ -149,14 +149,14 @@ class TorchBackend(Backend):
         """See `Backend.load_torch`."""
         return self
 
-    def beside(self) -> AbstractContextManager[object]:
+    def explaining(self) -> AbstractContextManager[object]:
         """Return the context of aims and explanations."""
         return nullcontext()
 
     @torch.inference_mode()
     def aim(self, images: Images, request: BatchRequest, aims: Sequence[Aim]) -> HostOutputs:
         """See `TorchPasses.aim`."""
-        with self.beside():
+        with self.explaining():
             pixels = self._normalise(self.upload(stacked(images)))
             return on_host(run_network(self._plain, pixels, request, self._folded, aims))
 
@@ -169,7 +169,7 @@ class TorchBackend(Backend):
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See `TorchPasses.explain`."""
         assert isinstance(self._plain, VisionTransformer), "`parse_maps` refuses other networks"
-        with self.beside():
+        with self.explaining():
             pixels = self._normalise(self.upload(images))
             maps, kept_mass = explain(
                 self._plain, pixels, self.upload(targets), request, self._folded, features
@@ -239,7 +239,7 @@ class TorchCpu(TorchBackend):
             )
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
         """Count the pass as a batch, on one thread; the others are for classification."""
         with self.threads:
             torch.set_num_threads(1)  # of the calling thread
