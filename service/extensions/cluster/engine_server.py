@@ -232,19 +232,14 @@ class _Worker:
                 self._server.worker_changed.set()
             case frames.Returned(lease):
                 self._grants.pop(lease).end()
-            case frames.Cancel(id_) if id_ in self._tasks:
-                self._tasks[id_].cancel()
-            case frames.Cancel():
-                pass  # the answer was sent already
+            case frames.Cancel(id_):
+                task = self._tasks.pop(id_, None)  # None if the answer was sent already
+                if task is not None:
+                    task.cancel()
             case frames.Call(id_, request):
-                task = asyncio.create_task(self._answer(id_, request))
-                self._tasks[id_] = task
-                task.add_done_callback(partial(self._forget, id_))
+                self._tasks[id_] = asyncio.create_task(self._answer(id_, request))
             case _:
                 raise frames.FrameError(f"{type(frame).__name__} out of order")
-
-    def _forget(self, id_: int, _: asyncio.Task[None]) -> None:
-        self._tasks.pop(id_, None)
 
     async def finish(self) -> None:
         """Send the pending answers, and close."""
@@ -270,16 +265,18 @@ class _Worker:
                 error = InferenceFailed("the engine failed on this request")
             self._server.publish_status()  # which has the count of failed loads
             self.send(frames.Failed.of(id_, error))
+        finally:
+            self._tasks.pop(id_, None)
 
     async def _result(self, request: frames.Request) -> object:
         result: object = None
         match request:
             case frames.Submit() as submit:
-                with self._grants[submit.lease].version.request() as engine:
-                    result = await engine.infer(submit.image, timeout=submit.timeout)
+                engine = self._grants[submit.lease].version.engine
+                result = await engine.infer(submit.image, timeout=submit.timeout)
             case frames.EmbedTexts(lease, texts, timeout):
-                with self._grants[lease].version.request() as engine:
-                    result = await engine.embed_texts(texts, timeout=timeout)
+                engine = self._grants[lease].version.engine
+                result = await engine.embed_texts(texts, timeout=timeout)
             case frames.Put(picture, image_id):
                 result = await self._server.images.put(picture, image_id)
             case frames.Get(image_id):
