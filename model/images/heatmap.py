@@ -14,6 +14,7 @@ of the tables:
 """
 
 import io
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -187,9 +188,8 @@ def full_scale(values: NDArray[np.float32]) -> float:
 def encode_png(drawing: Image.Image) -> bytes:
     """Return a drawing as a PNG."""
     encoded = io.BytesIO()
-    # zlib level, 1...9. Higher levels are slower (6 takes three times as long) and do not shrink
-    # overlays.
-    drawing.save(encoded, "PNG", compress_level=4)
+    # Run lengths take two thirds of the time of zlib's default strategy, and overlays get smaller.
+    drawing.save(encoded, "PNG", compress_level=4, compress_type=zlib.Z_RLE)
     return encoded.getvalue()
 
 
