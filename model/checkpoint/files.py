@@ -49,7 +49,7 @@ class Files:
         parent: outer folder, which gives the model its name.
         overlay: an adapter's files, whose name and preprocessing come before these files' own.
         merge: function that merges the adapter into the tensors.
-        notes: where the files come from, and changes to the names of the tensors, once read.
+        notes: the origin of the files, and changes to the names of the tensors, once read.
         assumed: choices about the head.
         read_names: names of the files that have been read.
         weights: names of files of weights in order of preference, which is transformers'.

@@ -17,7 +17,7 @@ from model.errors import CheckpointError
 from model.extension import extensions, resolve
 
 # A label reader returns the labels in the text of a file, or None if it does not read this form.
-# Its arguments are those of `labels_in_file`.
+# It takes the arguments of `labels_in_file`.
 LabelReader = Callable[[str, str, str], tuple[str, ...] | None]
 
 FORMS: Final = (

@@ -46,7 +46,7 @@ def open_source(source: str) -> Files:
 
 
 def open_remote(source: str) -> Files | None:
-    """Return the files that an extension finds under this name; None if it is not a name of any."""
+    """Return the files that an extension finds under this name; None for an unknown name."""
     for extension in extensions():
         for name in extension.sources:
             files: Files | None = resolve(name, extension)(source)

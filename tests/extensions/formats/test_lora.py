@@ -67,6 +67,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+# A warning of peft's own class would end pytest-xdist, which imports peft without torchvision.
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_is_merged_as_by_peft(kind: str, tmp_path: Path) -> None:
