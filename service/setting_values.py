@@ -300,6 +300,8 @@ def _folder(value: str) -> str:
 def _served_name(value: str) -> str:
     if "," in value or value == "*":
         raise ValueError("expected a name without commas, because `model=a,b` names two models")
+    if not value.isprintable():
+        raise ValueError("expected a name without line breaks and other control characters")
     return value
 
 

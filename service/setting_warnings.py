@@ -22,7 +22,7 @@ _NEEDS = {
 
 
 def unused_warnings(settings: Settings) -> list[str]:
-    """Return a warning for each setting that has no effect because another setting is unset."""
+    """Return a warning for each setting that has no effect because of another setting."""
     lines = []
     for name, needed in _NEEDS.items():
         if name in settings.model_fields_set and not any(
@@ -30,6 +30,11 @@ def unused_warnings(settings: Settings) -> list[str]:
         ):
             others = " or ".join(variable_of(other) for other in needed)
             lines.append(f"{variable_of(name)} has no effect without {others}")
+    if settings.drain_delay and settings.drain_delay >= settings.drain_timeout:
+        lines.append(
+            f"VIT_DRAIN_TIMEOUT={settings.drain_timeout:g} ends the process before "
+            f"VIT_DRAIN_DELAY={settings.drain_delay:g} has passed: requests are cut off"
+        )
     return lines
 
 

@@ -333,6 +333,11 @@ def test_port_of_a_platform_is_taken(
     assert all(str(told) in line for line in warnings)
 
 
+def test_line_break_in_a_name_is_refused() -> None:
+    with pytest.raises(SettingsError, match="without line breaks"):
+        load_settings({"model_name": "cat\ndog"})
+
+
 def test_a_slip_of_the_pen_is_noticed() -> None:
     told = "VIT_PROT is not a setting and is ignored: did you mean VIT_PORT?"
     assert variable_warnings({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
@@ -437,6 +442,11 @@ def test_an_unsendable_key_is_refused(name: str, text: str) -> None:
             "VIT_CHECKPOINT_FOLDER has no effect without VIT_ADMIN_KEY or VIT_MODELS",
         ),
         ({"metrics_public": False, "api_keys": "secret"}, None),
+        (
+            {"drain_delay": 40},
+            "VIT_DRAIN_TIMEOUT=30 ends the process before VIT_DRAIN_DELAY=40 has passed: "
+            "requests are cut off",
+        ),
     ],
 )
 def test_setting_without_effect_is_named(flags: dict[str, Any], warning: str | None) -> None:
