@@ -326,8 +326,8 @@ class Head:
         """
         classes: dict[int, int] = {}
         for image, shown in maps.items():
-            asked = requests[image].map
-            is_of_caller = asked is None or asked.classifier is not None
+            map_request = requests[image].map
+            is_of_caller = map_request is None or map_request.classifier is not None
             if shown.request.class_index is not None and not is_of_caller:
                 classes[image] = shown.request.class_index
         if not classes:
