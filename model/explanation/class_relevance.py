@@ -72,7 +72,7 @@ def class_relevance(
     passed = list(zip(blocks_of(model)[-len(kept) :], kept, strict=True))
     [weights] = folded.readouts
     gradient = _gradient_for_tokens(model, weights, tokens, directions)
-    share = readout(model.config, kept[-1].x)
+    share = None if folded.smoothing is None else readout(model.config, kept[-1].x)
     return relevance_of_tokens(weights, folded.smoothing, passed, tokens, gradient, share)
 
 

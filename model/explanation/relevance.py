@@ -81,7 +81,7 @@ def relevance_of_tokens(
     passed: Sequence[PassedBlock],
     x: Tensor,
     gradient: Tensor,
-    share: Tensor,
+    share: Tensor | None,
 ) -> Tensor:
     """Return the relevance R of each token, which may be negative: float32 [B, N].
 
@@ -91,7 +91,7 @@ def relevance_of_tokens(
         passed: last blocks up to the readout, at most `kept_blocks`.
         x: output of the last of them, [B, N, D]; if few tokens are read, perhaps only these.
         gradient: g, of the margin for the tokens that are read, float32 [B, read or N, D].
-        share: share of each token of `x` in the readout, float32 [B, N].
+        share: share of each token of `x` in the readout, float32 [B, N]; only for smoothing.
     """
     if weights.values is None:
         relevance = _traced_back(weights, passed, _seed_at_tokens(x, gradient))
@@ -100,6 +100,7 @@ def relevance_of_tokens(
         relevance = _traced_back(weights, passed[:-1], seed)
     if smoothing is None:
         return relevance
+    assert share is not None
     return (relevance @ smoothing) * _arriving_share(share, passed).sqrt()
 
 
