@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.backend import CompileMode, Images
+from model.runtime.batch_request import BatchRequest
 from model.runtime.predictor import Predictor
 
 MODES: Final[dict[str, CompileMode]] = {"openvino": "auto", "torch": "off"}
@@ -44,7 +45,8 @@ def predict(
     )
 
 
-def logits_of(predictor: Predictor, images: Images) -> NDArray[np.float32]:
-    """Return the logits of images, before the temperature: float32 [B, num_classes]."""
-    logits: NDArray[np.float32] = predict(predictor, images, top_k=1, logits=True).logits
+def logits_of(predictor: Predictor, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the backend's logits of any number of images: float32 [B, num_classes]."""
+    outputs = predictor._backend.predict(images, BatchRequest(logits=True))
+    logits: NDArray[np.float32] = outputs["logits"]
     return logits
