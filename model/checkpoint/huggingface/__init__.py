@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
-from model.checkpoint.huggingface.families import CLIP, FAMILIES, SIGLIP
+from model.checkpoint.huggingface.families import CLIP, FAMILIES, IMAGE_TOWERS, SIGLIP
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import (
     PREPROCESSOR_FILE,
@@ -32,15 +32,11 @@ _BACKBONES: Final = {
     f"{family.class_name.partition('For')[0]}Model": family
     for family in reversed(FAMILIES)
     if not family.vision_defaults
-}
+} | {family.class_name: family for family in IMAGE_TOWERS}
 
 
 # Classes of transformers that read the weights of a class that is not read, by its model type.
-_RELATED: Final = {
-    "vit_mae": "ViTModel",
-    "clip_vision_model": "CLIPModel",
-    "siglip_vision_model": "SiglipModel",
-}
+_RELATED: Final = {"vit_mae": "ViTModel"}
 
 
 def recognises(files: Files) -> bool:
@@ -155,8 +151,6 @@ def family_of(config: Mapping[str, Any], where: str) -> tuple[Family, bool]:
 def _advice(model_type: str) -> str:
     """Return how a class of a model type that is not read becomes one that is."""
     related = _RELATED.get(model_type)
-    if related in ("CLIPModel", "SiglipModel"):
-        return f": give the whole model, {related}, which this tower is a part of"
     names = [name for name, family in _BACKBONES.items() if family.model_type == model_type]
     if related or names:
         backbone = related or names[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from model.checkpoint.huggingface.family import Family
+from model.checkpoint.huggingface.family import Family, no_fields
 from model.checkpoint.huggingface.fields import beit_fields, dinov2_fields, siglip_fields
 from model.checkpoint.huggingface.names import TOWERS
 from model.checkpoint.huggingface.positions import place_beit, place_dinov2, place_tower
@@ -95,6 +95,28 @@ SIGLIP: Final = replace(
     unused=r"vision_model\.embeddings\.position_ids",
     fields=siglip_fields,
     architecture={"class_token": False, "pool": "attention", "normalized_head": True},
+)
+# transformers 5 saves a tower alone without the tower's name.
+_NAMED_TOWER: Final = ((r"^(?!vision_model\.|visual_projection\.)", "vision_model."), *TOWERS)
+_CLIP_TOWER: Final = replace(
+    CLIP,
+    rules=_NAMED_TOWER,
+    class_name="CLIPVisionModel",
+    model_type="clip_vision_model",
+    fields=no_fields,
+    architecture={"patch_bias": False, "norm_before_blocks": True},
+)
+# The image towers alone, which have no head; they state their config without nesting.
+IMAGE_TOWERS: Final = (
+    _CLIP_TOWER,
+    replace(_CLIP_TOWER, class_name="CLIPVisionModelWithProjection", fields=CLIP.fields),
+    replace(
+        SIGLIP,
+        class_name="SiglipVisionModel",
+        model_type="siglip_vision_model",
+        rules=_NAMED_TOWER,
+        architecture={"class_token": False, "pool": "attention"},
+    ),
 )
 
 FAMILIES: Final[tuple[Family, ...]] = (

@@ -35,7 +35,8 @@ _NAMES: Final = {
 }
 
 
-def _no_fields(json: Json, where: str) -> dict[str, Any]:
+def no_fields(json: Json, where: str) -> dict[str, Any]:
+    """Return no fields, for a class that computes none."""
     return {}
 
 
@@ -67,7 +68,7 @@ class Family:
     unused: str = (
         r".*embeddings\.mask_token|.*pooler\.dense\.(weight|bias)|.*relative_position_index"
     )
-    fields: Callable[[Json, str], dict[str, Any]] = _no_fields
+    fields: Callable[[Json, str], dict[str, Any]] = no_fields
     place: Callable[[Tensors, ViTConfig, Size, str], Placed] = keep_positions
     architecture: Json = field(default_factory=dict)
     vision_defaults: Json | None = None
@@ -84,6 +85,7 @@ class Family:
         if self.vision_defaults is not None:
             json = {
                 **self.vision_defaults,
+                **json,
                 **tower_config(json, "vision", where),
                 "projection_dim": json.get("projection_dim", 512),
             }

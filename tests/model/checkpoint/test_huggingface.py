@@ -27,12 +27,15 @@ from model.runtime.torch_pass import Normalise
 from tests.model.checkpoint import whole_models
 from tests.model.checkpoint.folders import edit, edit_tensors, put, refusal
 from tests.model.checkpoint.parity import (
+    EXACT,
     assert_same_embeddings,
     assert_same_logits,
     assert_same_rows,
     pictures,
+    randomise,
+    relative_error,
 )
-from tests.model.checkpoint.transformers_models import CASES, make, write_preprocessor
+from tests.model.checkpoint.transformers_models import CASES, SMALL, make, write_preprocessor
 from tests.model.runtime.predictions import MODES
 from tests.timm_reference import transformers
 
@@ -218,6 +221,29 @@ def test_dinov2_positions_are_resized_once(tmp_path: Path) -> None:
     write_preprocessor(tmp_path, 16, 16)
     checkpoint = load_checkpoint(str(tmp_path), image_size=(48, 24))
     assert_same_logits(checkpoint, lambda pixels: model(pixels).logits, "dinov2 16 -> 48x24")
+
+
+IMAGE_TOWERS = {
+    "CLIPVisionModel": "pooler_output",
+    "CLIPVisionModelWithProjection": "image_embeds",
+    "SiglipVisionModel": "pooler_output",
+}
+
+
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("name", IMAGE_TOWERS)
+def test_image_tower_gives_its_embedding(name: str, original: bool, tmp_path: Path) -> None:
+    kind = getattr(transformers(), name)
+    model = kind(kind.config_class(**SMALL)).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path, save_original_format=original)
+    write_preprocessor(tmp_path, 32, 32)
+    checkpoint = load_checkpoint(str(tmp_path))
+    pixels = pictures(checkpoint)
+    with torch.inference_mode():
+        expected = getattr(model(pixels), IMAGE_TOWERS[name])
+        got = checkpoint.build()(pixels, (), 0, True).embeddings["head"]
+    assert relative_error(got, expected) < EXACT
 
 
 def test_beit_without_a_head_gives_the_mean(tmp_path: Path) -> None:
