@@ -81,20 +81,27 @@ def check_headers(headers: Iterable[Header], method: str, media_types: Collectio
         MalformedRequest: the body is a part of a file, or a header names another media type or
             method.
     """
-    sent: dict[str, list[str]] = {}
+    accepted: list[str] = []
+    content_types: list[bytes] = []
     for header, value in headers:
-        if header in _CHECKED:
-            sent.setdefault(header.decode(), []).append(value.decode("latin-1").strip())
-    if not sent:
-        return
-    if "accept" in sent and media_types:
-        require_acceptable(", ".join(sent["accept"]), media_types)
-    if len(set(sent.get("content-type", ()))) > 1:
-        raise MalformedRequest(f"Content-Type: {sent['content-type']!s:.100}: send one")
-    for name, demand in _DEMANDS.items():
-        text = sent[name][0] if name in sent else ""
-        if text and not demand.is_met(text.lower(), method):
-            raise demand.error(f"{name}: {text!r:.50}: {demand.remedy}")
+        if header not in _CHECKED:
+            continue
+        if header == b"content-type":
+            content_types.append(value)
+        elif header == b"accept":
+            accepted.append(value.decode("latin-1"))
+        else:
+            _check_demand(header.decode(), value.decode("latin-1").strip(), method)
+    if len(content_types) > 1 and len(set(content_types)) > 1:
+        raise MalformedRequest(f"Content-Type: {content_types!s:.100}: send one")
+    if accepted and media_types:
+        require_acceptable(", ".join(accepted), media_types)
+
+
+def _check_demand(name: str, value: str, method: str) -> None:
+    demand = _DEMANDS[name]
+    if value and not demand.is_met(value.lower(), method):
+        raise demand.error(f"{name}: {value!r:.50}: {demand.remedy}")
 
 
 def require_acceptable(accept: str, media_types: Collection[str], remedy: str = "") -> None:
