@@ -28,13 +28,11 @@ FORMAT: Final = "huggingface"
 
 _BY_CLASS: Final = {family.class_name: family for family in FAMILIES}
 # Families by their classes without a head.
-_BACKBONES: Final = {
+_BACKBONES: Final = {family.class_name: family for family in IMAGE_TOWERS} | {
     f"{family.class_name.partition('For')[0]}Model": family
     for family in reversed(FAMILIES)
     if not family.vision_defaults
-} | {family.class_name: family for family in IMAGE_TOWERS}
-
-
+}
 # Classes of transformers that read the weights of a class that is not read, by its model type.
 _RELATED: Final = {"vit_mae": "ViTModel"}
 
