@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from model.config import ViTConfig
 from model.network.layers.attention import norm_or_none
 from model.network.layers.block import Block, Kept, Mlp
-from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed, drop_patches
+from model.network.layers.patch_embed import LinearPatchEmbed, PatchEmbed
 from model.network.layers.position import sincos2d_position_embedding
 from model.network.transfer import transfer_features
 from model.outputs import TRANSFER_BLOCKS, embedding_width
@@ -130,16 +130,11 @@ class VisionTransformer(nn.Module):
 
     Args:
         config: the architecture.
-
-    Attributes:
-        patch_dropout: share of the patches to drop in training, drawn anew for each image and pass;
-            may change between passes.
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.patch_dropout = 0.0
         width = config.width
         eps = config.norm_eps
         embed = LinearPatchEmbed if config.patch_embedding == "linear" else PatchEmbed
@@ -234,8 +229,6 @@ class VisionTransformer(nn.Module):
         of_query = self.config.attention_source == "pool_query"
         reads_blocks = transfer or self.config.pool == "transfer"
         x = self.embed(pixels)
-        if self.training and self.patch_dropout:
-            x = drop_patches(x, self.patch_dropout, self.config.prefix_tokens)
         rows: dict[int, Tensor] = {}
         kept: list[Kept] = []
         outputs: list[Tensor] = []

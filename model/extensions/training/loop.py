@@ -20,6 +20,7 @@ from tqdm import tqdm
 from model.config import ViTConfig
 from model.errors import TrainingError
 from model.extensions.training.optimisers import ModelOptimiser, Position, position
+from model.extensions.training.patch_dropout import PatchDropper
 from model.extensions.training.recipe import Recipe
 from model.extensions.training.run_folder import (
     EpochMetrics,
@@ -103,6 +104,7 @@ class Trainer:
                 if isinstance(module, Attention):
                     module.attend = plain_attention
         self.model.to(device).train()
+        self.patch_dropper = PatchDropper(self.model)
         self._optimiser = ModelOptimiser(self.model, recipe.optimiser)
         self.teacher: dict[str, float] | None = None
         self._teacher: TeacherNet | None = None
@@ -272,7 +274,7 @@ class Trainer:
         """Set patch dropout, and freeze or thaw the stem, as this position demands."""
         dropout = self.recipe.patch_dropout
         teacher = self.recipe.teacher
-        self.model.patch_dropout = dropout.rate if where.progress < dropout.until else 0.0
+        self.patch_dropper.rate = dropout.rate if where.progress < dropout.until else 0.0
         if teacher is not None and teacher.frozen_stem:
             learns = where.restarted or where.progress >= teacher.frozen_stem
             self.model.patch_embed.get_submodule("backbone").requires_grad_(learns)

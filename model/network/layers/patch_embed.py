@@ -1,8 +1,7 @@
-"""Patch embeddings, which turn pixels into tokens, and PatchDropout for training."""
+"""Patch embeddings, which turn pixels into tokens."""
 
 from typing import cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -109,26 +108,3 @@ def _flat_patches(pixels: Tensor, patch: int) -> Tensor:
     pixels = pixels[:, :, : rows * patch, : columns * patch]
     x = pixels.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
     return x.reshape(batch, rows * columns, channels * patch * patch)
-
-
-def drop_patches(x: Tensor, rate: float, prefix_tokens: int) -> Tensor:
-    """Keep all prefix tokens and, per image, a random choice of the patches in their order.
-
-    Liu et al. 2022, https://arxiv.org/abs/2208.07220; timm's `timm/layers/patch_dropout.py`.
-
-    Args:
-        x: [B, prefix_tokens + P, D], with positions.
-        rate: share of the patches to drop, 0 <= rate < 1; at least one is kept.
-
-    Returns:
-        [B, prefix_tokens + max(1, round(P (1 - rate))), D].
-    """
-    batch, tokens, width = x.shape
-    patches = tokens - prefix_tokens
-    keep = max(1, round(patches * (1 - rate)))
-    if keep == patches:
-        return x
-    shuffled = torch.rand((batch, patches), device=x.device).argsort(dim=1)
-    indices = shuffled[:, :keep].sort(dim=1).values
-    kept = x[:, prefix_tokens:].gather(1, indices[:, :, None].expand(-1, -1, width))
-    return torch.cat((x[:, :prefix_tokens], kept), dim=1)

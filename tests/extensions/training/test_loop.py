@@ -110,7 +110,7 @@ def test_a_restart_begins_the_schedule_anew(
         tmp_path,
     )
     dropped = []
-    trainer.run(lambda _: dropped.append(trainer.model.patch_dropout))
+    trainer.run(lambda _: dropped.append(trainer.patch_dropper.rate))
     rates = [row["learning_rate"] for row in trainer.history]
     assert [rates[2] / rates[0], rates[3] / rates[1]] == pytest.approx([0.25, 0.25])
     assert dropped == [0.5, 0.0, 0.5, 0.0]  # after each epoch's last step
