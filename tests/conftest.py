@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def shared() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_graph_of_openvino() -> Iterator[None]:
+    """Compile one graph for any batch size, except in tests of graphs for each size."""
+    from tests.support.openvino_graphs import one_graph  # not before the environment is set
+
+    with one_graph():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """Undo a test's changes to logging."""
@@ -53,7 +63,8 @@ def priority_as_it_was() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files whose tests may take longest, so that all processes end together.
 
-    The mark `timeout` says how long a test may take. A single process keeps the usual order.
+    The mark `timeout` says how long a test may take. Of equal files, those with more tests begin.
+    A single process keeps the usual order.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -61,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         mark = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), float(mark.args[0]) if mark else 0.0)
-    items.sort(key=lambda item: -longest[item.path])
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-longest[item.path], -counts[item.path], item.path))
 
 
 def pytest_collection() -> None:

@@ -194,8 +194,11 @@ def test_the_gpu_script_runs_small_on_a_cpu(
 ) -> None:
     monkeypatch.setattr(checkpoints, "CACHE", tmp_path / "cache")
     arguments = gpu.parse(["--device", "cpu", "--smoke", "--out", str(tmp_path)])
-    for step in ("maps", "engine", "profile", "decode", "pixels", "reload"):
+    arguments.seconds = 0.05
+    for step in ("maps", "engine", "profile", "decode", "reload"):
         gpu_steps.run_step(arguments, step)
+    arguments.workers = [1]
+    gpu_steps.run_step(arguments, "pixels")
     found = json.loads((tmp_path / "smoke" / "gpu.json").read_text())
     assert found["marks"]["batches of 4: with relevance / ours"]["found"] > 0
     assert found["marks"]["batches of 4: engine process / ours"]["found"] > 0

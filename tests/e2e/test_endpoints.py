@@ -242,7 +242,13 @@ def test_schemathesis_finds_nothing(keyed: Served, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
     done = schemathesis(
-        keyed.url, "--max-examples=1", key=KEY, seed=1, folder=tmp_path, timeout=2 * PATIENCE
+        keyed.url,
+        "--phases=coverage,stateful",
+        "--max-examples=3",
+        key=KEY,
+        seed=1,
+        folder=tmp_path,
+        timeout=2 * PATIENCE,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -61,19 +62,23 @@ def ready(server: Served) -> bool:
     return all(each["state"] == "ready" for each in server.get("/models").json())
 
 
-def serve_all(serve: Serve, folder: Path, **settings: object) -> Served:
-    server = serve(
-        checkpoint="", models=folder, checkpoint_folder=folder, admin_key="admin", **settings
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two workers"])
+def server(request: pytest.FixtureRequest, serve_module: Serve, folder: Path) -> Iterator[Served]:
+    """Serve all models, and stop in order after the last test."""
+    server = serve_module(
+        checkpoint="",
+        models=folder,
+        checkpoint_folder=folder,
+        admin_key="admin",
+        workers=request.param,
     )
     until(lambda: ready(server))
-    return server
+    yield server
+    assert server.process.terminate() == 0
+    assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_each_model_answers_as_it_does_alone(
-    workers: int, serve: Serve, folder: Path, expected: Models
-) -> None:
-    server = serve_all(serve, folder, workers=workers)
+def test_each_model_answers_as_it_does_alone(server: Served, expected: Models) -> None:
     listed = {each["name"]: each for each in server.get("/models").json()}
     assert len({listed[name]["backbone"] for name in HEADS}) == 1
     assert listed[OTHER]["backbone"] != listed[HEADS[0]]["backbone"]
@@ -95,8 +100,6 @@ def test_each_model_answers_as_it_does_alone(
         f"/attention?id={answer['id']}&model={HEADS[5]}&format=json&class=1"
     ).raise_for_status()
     assert drawn.json()["label"] == f"{HEADS[5]} 1"
-    assert server.process.terminate() == 0
-    assert "Traceback" not in server.log
 
 
 def change_models(server: Served, over: threading.Event) -> None:
@@ -113,11 +116,7 @@ def change_models(server: Served, over: threading.Event) -> None:
         assert set(statuses) <= {200, 201, 204, 404, 409}, statuses
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_changing_models_lose_no_request(
-    workers: int, serve: Serve, folder: Path, expected: Models
-) -> None:
-    server = serve_all(serve, folder, workers=workers)
+def test_changing_models_lose_no_request(server: Served, expected: Models) -> None:
     names = [*HEADS, OTHER, "guest"]
     over = threading.Event()
     outcomes = Counter[str]()
@@ -152,7 +151,6 @@ def test_changing_models_lose_no_request(
     assert outcomes.total() >= REQUESTS
     assert set(outcomes) >= {*HEADS, OTHER}
     assert server.metric("vit_model_loads_total", result="loaded") > len(HEADS) + 2
-    assert server.process.terminate() == 0
 
 
 def test_a_broken_entry_spares_the_others(

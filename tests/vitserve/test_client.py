@@ -406,6 +406,7 @@ def test_client_imports_no_server_module(
     assert not modules & SERVER_ONLY
 
 
+@pytest.mark.slow
 def test_a_command_ignores_equal_file_names(folder: Path) -> None:
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = scripts["vitserve"].split(":")

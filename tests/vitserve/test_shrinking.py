@@ -113,8 +113,6 @@ def test_without_pillow_originals_are_sent(monkeypatch: pytest.MonkeyPatch) -> N
     assert shrink(data, SIDE) == (data, (1, 1))
 
 
-PHOTO = encoded(photo(1200, 800))
-SMALL = encoded(photo(300, 200))
 REGION = {"x": 10.0, "y": 20.0, "width": 100.0, "height": 50.0}
 TIMES_4 = {name: 4 * value for name, value in REGION.items()}
 
@@ -143,18 +141,21 @@ def test_regions_refer_to_the_originals(
         result = getattr(client, method)(*arguments, **options)
         return await result if inspect.isawaitable(result) else result
 
+    whole = encoded(photo(1200, 800))
+    small = encoded(photo(300, 200))
+
     async def talk() -> None:
         nonlocal now
-        classified = await ask("classify", PHOTO, attention=True)
+        classified = await ask("classify", whole, attention=True)
         assert classified.attention.region.model_dump() == TIMES_4
-        for source in (PHOTO, classified):
+        for source in (whole, classified):
             [found] = await ask("attention", source)
             assert found.region.model_dump() == TIMES_4
-        batch = await ask("classify_batch", [PHOTO, SMALL], attention=True)
+        batch = await ask("classify_batch", [whole, small], attention=True)
         assert [each.attention.region.model_dump() for each in batch.results] == [TIMES_4, REGION]
-        await ask("heat_map", PHOTO)
+        await ask("heat_map", whole)
         now += 61  # another model may be served
-        await ask("classify", PHOTO)
+        await ask("classify", whole)
 
     retries = Retries(clock=lambda: now)
     client = kind(URL, shrink=True, retries=retries, transport=httpx.MockTransport(answer))

@@ -25,7 +25,6 @@ from model.outputs import (
     embedding_width,
 )
 from model.runtime.backend import CompileMode
-from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.predictor import Predictor
 from model.runtime.torch_backend import TorchCpu
@@ -134,7 +133,6 @@ def test_openvino_serves_a_probe_like_torch(
     fields: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)  # one graph for any batch size
     start = load_checkpoint(str(write_checkpoint(tmp_path, "abcde", image_size=size, **fields)))
     probe = with_head(start, head_of(embedding_width(start.config, "transfer")))
     pixels = np.random.default_rng(0).integers(0, 256, (1, *size, 3), np.uint8)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint import Checkpoint
+from model.network.vit import VisionTransformer
 from model.outputs import POOLINGS, embedding_width
 
 TOLERANCE = 1e-4
@@ -45,6 +46,16 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
+_last: list[tuple[Checkpoint, VisionTransformer]] = []
+
+
+def built(checkpoint: Checkpoint) -> VisionTransformer:
+    """Return the checkpoint's network, which comparisons of one checkpoint share."""
+    if not _last or _last[0][0] is not checkpoint:
+        _last[:] = [(checkpoint, checkpoint.build())]
+    return _last[0][1]
+
+
 def assert_same_logits(checkpoint: Checkpoint, reference: Any, what: str) -> Tensor:
     """Compare logits with a reference's on random pixels; returns the pixels.
 
@@ -54,7 +65,7 @@ def assert_same_logits(checkpoint: Checkpoint, reference: Any, what: str) -> Ten
     pixels = pictures(checkpoint)
     with torch.inference_mode():
         expected = reference(pixels)
-        got = checkpoint.build()(pixels).logits
+        got = built(checkpoint)(pixels).logits
     assert expected.std() > 1e-2, "the reference says nothing"
     error = relative_error(got, expected)
     print(f"parity {what}: {error:.1e}")  # noqa: T201 - read with pytest -s for the table in the documentation
@@ -66,7 +77,7 @@ def assert_same_embeddings(
     checkpoint: Checkpoint, pixels: Tensor, expected: dict[str, Tensor]
 ) -> None:
     """Compare embeddings per pooling, of a full pass and of a pass that skips tokens."""
-    network = checkpoint.build()
+    network = built(checkpoint)
     config = checkpoint.vit
     with torch.inference_mode():
         whole = network(pixels, (), 0, True)
@@ -85,7 +96,7 @@ def assert_same_rows(checkpoint: Checkpoint, pixels: Tensor, whole: Tensor) -> N
     """Compare attention rows of all layers with whole matrices [B, layers, heads, N, N]."""
     config = checkpoint.vit
     with torch.inference_mode():
-        rows = checkpoint.build()(pixels, tuple(range(config.depth))).attention
+        rows = built(checkpoint)(pixels, tuple(range(config.depth))).attention
     assert rows is not None
     is_cls = config.attention_source == "cls"
     expected = whole[:, :, :, 0] if is_cls else whole[:, :, :, config.prefix_tokens :].mean(dim=3)

@@ -163,12 +163,12 @@ RESIZED = [
 ]
 
 
-def make(case: str, folder: Path) -> Any:
+def make(case: str, folder: Path, **more: Any) -> Any:
     """Save a random model of a case with two blocks; return it in evaluation mode."""
     library = timm()
     name, options = CASES[case]
     torch.manual_seed(0)
-    model = library.create_model(name, **({"depth": 2} | options)).eval()
+    model = library.create_model(name, **({"depth": 2} | more | options)).eval()
     randomise(model)
     labels = {"label_names": [f"n{i}" for i in range(model.num_classes)]}
     library.models.save_for_hf(model, folder, model_config=labels, safe_serialization=True)
@@ -177,7 +177,7 @@ def make(case: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_equal_timms(case: str, tmp_path: Path) -> None:
-    model = make(case, tmp_path)
+    model = make(case, tmp_path, num_classes=7)
     checkpoint = load_checkpoint(str(tmp_path))
     config = checkpoint.vit
     pixels = assert_same_logits(checkpoint, model, f"timm {case}")
@@ -442,8 +442,12 @@ def test_library_networks_equal_timms(family: str, tmp_path: Path) -> None:
         5,
     )
     assert_same(checkpoint, model, family)
-    native.write(tmp_path / "native", checkpoint, dtype=torch.float32)
-    assert_same(load_checkpoint(str(tmp_path / "native")), model, f"{family}, converted")
+
+
+def test_a_converted_network_equals_timms(tmp_path: Path) -> None:
+    model = make_library("swin", tmp_path)
+    native.write(tmp_path / "native", load_checkpoint(str(tmp_path)), dtype=torch.float32)
+    assert_same(load_checkpoint(str(tmp_path / "native")), model, "swin, converted")
 
 
 @pytest.mark.parametrize(("family", "backend"), [("resnet-tested", "torch"), ("swin", "openvino")])

@@ -22,8 +22,15 @@ from tests.model.explanation.random_models import (
 PRE_NORM = [family for family, options in FAMILIES.items() if "norm_order" not in options]
 
 
-@pytest.mark.parametrize("family", PRE_NORM)
-@pytest.mark.parametrize("size", [(24, 32), (80, 72)], ids=["coarse", "fine"])
+SIZES = ((24, 32), (80, 72))
+"""A coarse and a fine grid of patches."""
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [(family, SIZES[number % 2]) for number, family in enumerate(PRE_NORM)]
+    + [("plain", size) for size in SIZES],
+)
 def test_relevance_is_that_of_autograd(family: str, size: tuple[int, int]) -> None:
     model = model_of(family, image_size=size, depth=5).double()
     pixels = pictures(model).double()

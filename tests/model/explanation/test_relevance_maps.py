@@ -21,11 +21,11 @@ from tests.model.explanation.random_models import (
 
 PRE_NORM = [family for family, options in FAMILIES.items() if "norm_order" not in options]
 CASES: list[tuple[str, dict[str, Any]]] = [(family, {}) for family in PRE_NORM]
-# With many patches, relevance follows several tokens, through more blocks on a coarse grid.
+# With many patches, relevance follows several tokens, through more blocks on a coarse grid. Each
+# family has one of two fine grids.
 CASES += [
-    (family, {"image_size": size, "depth": 6})
-    for size in ((56, 48), (80, 72))
-    for family in PRE_NORM
+    (family, {"image_size": ((56, 48), (80, 72))[number % 2], "depth": 6})
+    for number, family in enumerate(PRE_NORM)
     if family != "square"
 ]
 # With very many patches, relevance follows 16 tokens. With many classes, a class has ten rivals.

@@ -18,7 +18,6 @@ from model.outputs import (
     Pooling,
     RequestedOutputs,
 )
-from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino.network import unsupported_reason
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
@@ -44,12 +43,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "attention": {"pool": "attention", "class_token": False},
     "projected": {"projection_width": 10, "normalized_head": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile one graph for any batch size, which is faster than one graph for each size."""
-    monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
 
 
 def checkpoint_of(kind: str) -> Checkpoint:

@@ -29,7 +29,6 @@ from model.outputs import (
 from model.runtime import build
 from model.runtime.backend import HostOutputs
 from model.runtime.batch_request import BatchRequest, GraphKind
-from model.runtime.openvino import network as openvino_network
 from model.runtime.openvino import tracing
 from model.runtime.openvino.backend import OpenVino
 from model.runtime.openvino.network import NetworkGraph, OpenVinoNetwork, unsupported_reason
@@ -40,6 +39,7 @@ from tests.model.explanation.random_models import FAMILIES, model_of
 from tests.model.runtime.cuda.device_stand_in import StandInOps
 from tests.model.runtime.predictions import MODES, Predictions, predict
 from tests.needs import needs_methods
+from tests.support.openvino_graphs import use_a_graph_a_size
 
 RELEVANCE = MapRequest("relevance")
 MIXED = [
@@ -180,10 +180,8 @@ class TestOpenVino:
     def test_its_graph_gives_it(
         self, family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        if (
-            family != "registers"
-        ):  # this backend has a graph for some batch sizes, others have one for all
-            monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
+        if family == "registers":
+            use_a_graph_a_size(monkeypatch)
         predictor = made(family, "openvino", changes)
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
@@ -205,8 +203,8 @@ class TestOpenVino:
     def test_a_graph_gives_transfer_features(
         self, family: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        if family != "registers":
-            monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
+        if family == "registers":
+            use_a_graph_a_size(monkeypatch)
         predictor = made(family, "openvino")
         plain = made(family)
         images = images_for(predictor, 3)
@@ -228,7 +226,6 @@ class TestOpenVino:
                 np.testing.assert_allclose(ours.embedding, theirs.embedding, rtol=1e-3, atol=1e-3)
 
     def test_torch_computes_before_the_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         go = threading.Event()
         calls = []
@@ -256,7 +253,6 @@ class TestOpenVino:
     def test_a_wrong_graph_is_not_used(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         backend = predictor._backend
         trace = tracing.trace
@@ -294,7 +290,6 @@ class TestOpenVino:
         assert caplog.text == ""
 
     def test_its_graphs_share_the_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
         predictor = made("plain", "openvino")
         traced: list[torch.nn.Parameter] = []
 
@@ -483,10 +478,7 @@ def test_another_heads_class_shares_the_pass(mode: str, label: int | None) -> No
     ("family", "mode"),
     [*(("plain", mode) for mode in MODES), ("cls_mean", "torch"), ("attention", "torch")],
 )
-def test_a_map_begins_where_its_head_reads(
-    family: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
+def test_a_map_begins_where_its_head_reads(family: str, mode: str) -> None:
     predictor = made(family, mode)
     images = images_for(predictor, 3)
     width = embedding_width(predictor.config, "transfer")

@@ -1,6 +1,7 @@
 """Processes with bounded time, memory and rights decode files: a bad file fails alone."""
 
 import asyncio
+import functools
 import importlib
 import io
 import os
@@ -108,7 +109,9 @@ def tiff_of_tiles(tiles: int) -> bytes:
     return head + struct.pack(f"<{2 * tiles}L", *offsets, *[len(tile)] * tiles) + tile * tiles
 
 
-COSTLY = tiff_of_tiles(240)
+@functools.cache
+def costly_picture() -> bytes:
+    return tiff_of_tiles(240)
 
 
 @on_a_loop
@@ -163,7 +166,7 @@ async def test_slow_picture_gets_lower_priority() -> None:
     async with pool() as decoders:
         honest = encode(noise(64, 48), "WEBP")
         await decoders.decode(honest)
-        costly = asyncio.create_task(decoders.decode(COSTLY))
+        costly = asyncio.create_task(decoders.decode(costly_picture()))
         await until(is_slow)
         assert (await decoders.decode(honest)).shape == (32, 32, 3)
         assert not costly.done()
@@ -188,7 +191,7 @@ async def test_killed_decoder_is_replaced() -> None:
         os.kill(children()[0], signal.SIGKILL)
         assert (await decoders.decode(data)).shape == (32, 32, 3)
         assert decoders.restarts == 1
-        costly = asyncio.create_task(decoders.decode(COSTLY))
+        costly = asyncio.create_task(decoders.decode(costly_picture()))
         for _ in range(2):  # a file that kills two processes is not tried again
             seen = decoders.restarts
             await until(is_slow)
@@ -214,7 +217,7 @@ async def test_disconnect_ends_the_decoder() -> None:
     )
     async with pool() as decoders:
         with waiting as wait, pytest.raises(DeadlineExceeded):
-            await decoders.decode(COSTLY, seconds=1)
+            await decoders.decode(costly_picture(), seconds=1)
         assert children() == []
         assert [each.args[1:] for each in wait.call_args_list] == [(0.0,), ()], (
             "it is killed at once"
@@ -362,7 +365,7 @@ def test_unbounded_formats_use_a_process() -> None:
 
 @on_a_loop
 async def test_a_costly_picture_is_422(service: App) -> None:
-    answer = await service.classify(COSTLY)
+    answer = await service.classify(costly_picture())
     assert (answer.status, answer.code) == (422, "image_too_costly")
     assert "more than 2 s" in answer.json["detail"]
     assert service.metric("vit_decoder_restarts_total") == 1

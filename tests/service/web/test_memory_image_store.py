@@ -82,17 +82,21 @@ _WAIT = st.tuples(st.just("wait"), st.just(0), st.integers(1, 40))
 
 @given(st.lists(st.one_of(_PUT, _WAIT), max_size=60))
 def test_bytes_are_the_sum_of_all_sizes(steps: list[tuple[str, int, int]]) -> None:
+    asyncio.run(require_sums(steps))
+
+
+async def require_sums(steps: list[tuple[str, int, int]]) -> None:
     store, clock = kept(max_bytes=9_000, ttl=60)
     of_one = kept()[0]
-    put(of_one, picture(0, side=1))
+    await of_one.put(picture(0, side=1))
     overhead = of_one.usage().size - 3
     latest: dict[str, tuple[float, ModelInput]] = {}
     for action, number, amount in steps:
         if action == "wait":
             clock.now += amount
-        elif asyncio.run(store.put(picture(number, side=amount), str(number))) is not None:
+        elif await store.put(picture(number, side=amount), str(number)) is not None:
             latest[str(number)] = (clock.now + 60, picture(number, side=amount))
-        found = {name: asyncio.run(store.get(name)) for name in latest}
+        found = {name: await store.get(name) for name in latest}
         held = {name: each for name, each in found.items() if each is not None}
         assert (
             store.usage().size

@@ -127,6 +127,15 @@ def test_a_warm_start_has_its_text_tower(tmp_path: Path, folder: Path) -> None:
     assert len(reads) == 1
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a checkpoint and the folder of its kept graph, which tests copy."""
+    root = tmp_path_factory.mktemp("started")
+    native.write(root / "checkpoint", make_checkpoint())
+    first_start(root / "checkpoint", root / "graphs")
+    return root / "checkpoint", root / "graphs"
+
+
 def damage(place: Path) -> None:
     with (place / "graph.bin").open("r+b") as file:
         file.seek(50)
@@ -151,11 +160,12 @@ def foreign_key(place: Path) -> None:
 )
 def test_a_changed_entry_is_not_used(
     change: Callable[[Path], object],
-    checkpoint: Path,
+    started: tuple[Path, Path],
     folder: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    first_start(checkpoint, folder)
+    checkpoint, graphs = started
+    shutil.copytree(graphs, folder)
     change(KeptEntry(folder, {}).path())
     assert later_start(checkpoint, folder) is None
     assert "a graph that is not used and is made again" in caplog.text

@@ -29,6 +29,7 @@ from model.runtime.openvino.network import (
 )
 from model.runtime.predictor import Predictor
 from tests.model.runtime.predictions import MODES, logits_of, predict
+from tests.support.openvino_graphs import FIXED_BYTES, use_a_graph_a_size
 
 pytestmark = [
     pytest.mark.skipif(
@@ -55,19 +56,22 @@ def images() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def both() -> tuple[Predictor, Predictor]:
+    """Return a predictor of torch, and one of OpenVINO with a graph for each batch size."""
     checkpoint = shallow()
-    made = [
-        Predictor(
-            checkpoint,
-            device="cpu",
-            dtype="float32",
-            compile_mode=MODES[name],
-            threads=2,
-            streams=2,
-            max_batch=8,
-        )
-        for name in ("torch", "openvino")
-    ]
+    with pytest.MonkeyPatch.context() as patch:
+        use_a_graph_a_size(patch)
+        made = [
+            Predictor(
+                checkpoint,
+                device="cpu",
+                dtype="float32",
+                compile_mode=MODES[name],
+                threads=2,
+                streams=2,
+                max_batch=8,
+            )
+            for name in ("torch", "openvino")
+        ]
     made[1].warm_up()
     return made[0], made[1]
 
@@ -107,12 +111,6 @@ os._exit(any(each.is_alive() for each in threads))
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.fixture
-def one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile one graph for any batch size, which is faster than one graph for each size."""
-    monkeypatch.setattr(openvino_network, "FIXED_BYTES", 1)
-
-
 def network(predictor: Predictor) -> OpenVinoNetwork:
     found = predictor._backend._network  # type: ignore[attr-defined]
     assert isinstance(found, OpenVinoNetwork)
@@ -126,7 +124,6 @@ def test_the_memory_option_is_known() -> None:
     core().compile_model(Model([opset13.relu(given)], [given]), "CPU", LEAN_OPTIONS)
 
 
-@pytest.mark.usefixtures("one_graph")
 def test_an_unknown_option_is_left_out(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +178,6 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.usefixtures("one_graph")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_other_models_answer_like_torch(kind: dict[str, Any], images: np.ndarray) -> None:
     bundled = load_checkpoint("bundled")
@@ -213,7 +209,6 @@ def test_other_models_answer_like_torch(kind: dict[str, Any], images: np.ndarray
             np.testing.assert_allclose(ours.values, theirs.values, atol=1e-5)
 
 
-@pytest.mark.usefixtures("one_graph")
 @pytest.mark.skipif(
     unsupported_reason("bfloat16") is not None, reason="this CPU has no bfloat16 that OpenVINO uses"
 )
@@ -277,7 +272,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 
 @pytest.mark.parametrize(
     ("fixed_bytes", "streams"),
-    [(openvino_network.FIXED_BYTES, 2), (1, 1)],
+    [(FIXED_BYTES, 2), (1, 1)],
     ids=["a graph a size", "one for any size"],
 )
 def test_any_batch_size_has_torchs_logits(
@@ -296,7 +291,6 @@ def test_any_batch_size_has_torchs_logits(
 
 
 @pytest.mark.parametrize("fault", ["other logits", "fails"])
-@pytest.mark.usefixtures("one_graph")
 def test_a_wrong_graph_leaves_torch_serving(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,6 +321,7 @@ def fail(reason: str) -> list[list[np.ndarray]]:
 def test_a_wrong_size_is_computed_by_torch(
     both: tuple[Predictor, Predictor], images: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use_a_graph_a_size(monkeypatch)
     made = Predictor(shallow(), device="cpu", dtype="float32", threads=1)
     monkeypatch.setattr(CompiledGraph, "infer_on_all", lambda *_: fail("shapes do not match"))
     np.testing.assert_allclose(
