@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.checkpoint.incomplete import refuse_incomplete
+from model.checkpoint.foreign_files import foreign_advice
 from model.checkpoint.local_files import read_json, reading, resolved_part
 from model.checkpoint.tensor_files import (
     SUFFIXES,
-    foreign_advice,
     read_tensor_file,
 )
 from model.checkpoint.tensors import digest_of
+from model.checkpoint.unread_tensors import refuse_unread_tensors
 from model.checkpoint.wrappers import left_out_notes, without_wrappers
 from model.errors import CheckpointError
 
@@ -174,7 +174,7 @@ class Files:
         """
         unwrapped, notes = without_wrappers(stored, self.title)
         self.notes += notes
-        refuse_incomplete(unwrapped, self.title)
+        refuse_unread_tensors(unwrapped, self.title)
         floats = {name: tensor for name, tensor in unwrapped.items() if tensor.is_floating_point()}
         others = {name: tensor for name, tensor in unwrapped.items() if name not in floats}
         tensors: Mapping[str, Tensor] = floats | self.without(others, _BUFFERS)

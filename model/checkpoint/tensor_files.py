@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from model.checkpoint.foreign_files import TORCHSCRIPT, advice_at_start
 from model.checkpoint.local_files import open_file, reading
 from model.errors import CheckpointError
 
@@ -28,50 +29,7 @@ _TRANSFORMERS_ADVICE: Final = (
     "no code from a file is run here: where it was made, save the model as a folder with "
     "model.save_pretrained(FOLDER) and processor.save_pretrained(FOLDER), and give that folder"
 )
-_PROGRAM: Final = (
-    "a {} program, which is code: where it may run, save its weights alone with "
-    "torch.save({}, FILE)"
-)
-_TORCHSCRIPT: Final = _PROGRAM.format("TorchScript", "torch.jit.load({}).state_dict()")
-_GRAPH: Final = (
-    "a graph made from a network, whose weights are no longer those of its layers: give the model "
-    "that it was exported from, saved where it was trained with torch.save(model.state_dict(), "
-    "FILE)"
-)
-_DISTRIBUTED: Final = (
-    "a part of a distributed checkpoint: make one file of all parts, with python -m "
-    "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE, and give that file"
-)
-_CONVERSION: Final = "a conversion for another program: give the model that it was converted from"
-_ARCHIVE: Final = "an archive: unpack it, and give the folder or the file of weights in it"
-_OTHER_LIBRARY: Final = (
-    "weights of TensorFlow, Keras or Flax: give the torch weights of the same model, or convert "
-    "them where both libraries are installed: transformers 4 does with from_pretrained(FOLDER, "
-    "from_tf=True or from_flax=True).save_pretrained(NEW_FOLDER)"
-)
-_WEB_PAGE: Final = "a web page, not the file itself: download the file again, logged in if needed"
-_WEIGHTS_BY_ADVICE: Final = {
-    _GRAPH: ".onnx .xml .engine .plan .trt .tflite .mlmodel .mlpackage",
-    _TORCHSCRIPT: ".ptl .jit .torchscript",
-    _PROGRAM.format("torch.export", "torch.export.load({}).state_dict"): ".pt2",
-    _ARCHIVE: ".zip .gz .tgz .xz .bz2 .7z .rar .mar",
-    _OTHER_LIBRARY: ".h5 .hdf5 .keras .pb .msgpack",
-    _CONVERSION: ".gguf .ot",
-    _DISTRIBUTED: ".distcp",
-}
-# Weights in forms that are not read, by suffix, and the way from them to a state dict.
-_FOREIGN_WEIGHTS: Final = {
-    suffix: advice for advice, suffixes in _WEIGHTS_BY_ADVICE.items() for suffix in suffixes.split()
-}
 SUFFIXES: Final = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl", ".npz")
-# Beginnings of files that have the name of another kind.
-_FOREIGN_STARTS: Final = {
-    b"<!DOCTYPE": _WEB_PAGE,
-    b"<!doctype": _WEB_PAGE,
-    b"<html": _WEB_PAGE,
-    b"\x89HDF": _OTHER_LIBRARY,
-    b"GGUF": _CONVERSION,
-}
 DAMAGED: Final = (
     ", or damaged, or it holds more than arrays: compare its size and checksum with the original's"
 )
@@ -132,20 +90,14 @@ def read_tensor_file(path: Path, where: str | None = None) -> Any:
     where = where or str(path)
     with open_file(path, where) as file:
         start = file.peek(16)
-        for foreign, advice in _FOREIGN_STARTS.items():
-            if start.startswith(foreign):
-                raise CheckpointError(f"{where}: {advice}")
+        advice = advice_at_start(start)
+        if advice:
+            raise CheckpointError(f"{where}: {advice}")
         # The names of both kinds are often mistaken; safetensors begins with a length and a brace.
         is_pickle = start.startswith((b"PK", b"\x80"))
         if start[8:9] == b"{" or (where.lower().endswith(".safetensors") and not is_pickle):
             return _read_safetensors(file, where)
         return _unpickled(file, where)
-
-
-def foreign_advice(name: str) -> str:
-    """Return the way from weights of another kind to a state dict; empty for a file of tensors."""
-    path = PurePath(name)
-    return _FOREIGN_WEIGHTS.get(path.suffix.lower(), "").format(repr(path.name))
 
 
 def _read_safetensors(file: BinaryIO, where: str) -> dict[str, torch.Tensor]:
@@ -167,7 +119,7 @@ def _unpickled(file: BinaryIO, where: str) -> Any:
 def _advice(error: str, name: str) -> str | None:
     """Return the object that torch refused to unpickle, with advice; None for a damaged file."""
     if "TorchScript" in error:
-        return _TORCHSCRIPT.format(repr(name))
+        return TORCHSCRIPT.format(repr(name))
     match = re.search(r"(?:GLOBAL|function|instantiate class) ([\w.]{1,200})", error)
     if match is None:
         return None

@@ -14,8 +14,8 @@ from model.checkpoint.files import (
     Files,
 )
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE
-from model.checkpoint.incomplete import QUANTISED_REMEDY
 from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.unread_tensors import QUANTISED_REMEDY
 from model.errors import CheckpointError
 
 # Names that diffusers and others give to LoRA weights, which no config describes.

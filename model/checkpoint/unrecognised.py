@@ -12,8 +12,9 @@ from model.checkpoint.files import (
     Files,
     SingleFile,
 )
+from model.checkpoint.foreign_files import foreign_advice
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
-from model.checkpoint.tensor_files import SUFFIXES, foreign_advice
+from model.checkpoint.tensor_files import SUFFIXES
 from model.errors import CheckpointError
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from model.checkpoint.files import SHARD, SingleFile
+from model.checkpoint.foreign_files import foreign_advice
 from model.checkpoint.local_files import open_file, reading
 from model.checkpoint.tensor_files import (
     DAMAGED,
     MALFORMED,
     SUFFIXES,
-    foreign_advice,
     read_tensor_file,
 )
 from model.errors import CheckpointError

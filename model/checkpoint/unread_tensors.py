@@ -1,4 +1,4 @@
-"""Tensors that people take for a checkpoint: a lone adapter, quantised weights."""
+"""Tensors in forms that are not read: adapters, quantised or factored weights."""
 
 import re
 from collections.abc import Mapping
@@ -34,8 +34,8 @@ _UNREAD: Final = (
 )
 
 
-def refuse_incomplete(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors that are not a whole network.
+def refuse_unread_tensors(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors that are not the plain weights of a network.
 
     Args:
         tensors: tensors by the names of the file.
