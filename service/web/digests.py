@@ -14,11 +14,13 @@ _ALGORITHMS: Final = {"sha-256": "sha256", "sha-512": "sha512", "sha": "sha1", "
 HEADERS: Final = frozenset([b"content-md5", b"digest", b"content-digest", b"repr-digest"])
 """Request headers that declare digests."""
 
+_MAX_DIGESTS: Final = 4  # each costs the event loop as much as receiving the body
+_MAX_CHARACTERS: Final = 1000
 _DIGEST: Final = re.compile(r"\s*([A-Za-z0-9-]{1,20})\s*=\s*:?([A-Za-z0-9+/]{1,120}={0,2}):?\s*")
 
 
 class DeclaredDigests:
-    """The digests that the headers of a request declare, and those of the arriving body.
+    """The digests of an arriving body, and the digests that its request headers declare.
 
     Raises:
         MalformedRequest: a header has another form, or names no known algorithm.
@@ -31,11 +33,15 @@ class DeclaredDigests:
                 self._declare(header.decode(), value.decode("latin-1"))
 
     def _declare(self, header: str, value: str) -> None:
+        if len(value) > _MAX_CHARACTERS:
+            raise MalformedRequest(f"{header}: more than {_MAX_CHARACTERS} characters")
         texts = [f"md5={value.strip()}"] if header == "content-md5" else value.split(",")
         matches = [_DIGEST.fullmatch(text) for text in texts]
         known = [match for match in matches if match and match[1].lower() in _ALGORITHMS]
         if not known:
             raise MalformedRequest(f"{header}: expected base64 of {', '.join(_ALGORITHMS)}")
+        if len(self._declared) + len(known) > _MAX_DIGESTS:
+            raise MalformedRequest(f"{header}: more than {_MAX_DIGESTS} digests: send one")
         for match in known:
             digest = hashlib.new(_ALGORITHMS[match[1].lower()], usedforsecurity=False)
             self._declared.append((header, _decoded(match[2]), digest))

@@ -22,7 +22,6 @@ from service.extensions.inference_protocol import VERSION
 from service.web.base64_pictures import SPACES, bare_base64, from_base64, has_lost_plus
 from service.web.json_bodies import (
     count_names,
-    decode_any,
     explained,
     require_names_once,
 )
@@ -145,11 +144,6 @@ class InferenceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decode = msgspec.json.Decoder(InferenceRequest, float_hook=float).decode
 
 
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_tensors = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
-_NO_FIELDS: Final = msgspec.Raw(b"{}")
-_NO_TENSORS: Final = msgspec.Raw(b"[]")
-
 _OBJECT: Final = re.compile(rb"\s*\{")
 
 
@@ -165,15 +159,14 @@ def _header_remedy(body: bytearray) -> str:
     return ""
 
 
-def _count_names(request: memoryview) -> int:
-    """Return the number of names in the objects of a valid request, without parsing its data."""
-    fields = _decode_fields(request)
-    count = len(fields) + count_names(decode_any(fields.get("parameters", _NO_FIELDS)))
-    for name in ("inputs", "outputs"):
-        for tensor in _decode_tensors(fields.get(name, _NO_TENSORS)):
-            parameters = decode_any(tensor.get("parameters", _NO_FIELDS))
-            count += len(tensor) + count_names(parameters)
-    return count
+def _least_names(request: InferenceRequest) -> int:
+    """Return the number of names that the JSON of a request has at least."""
+    holders: list[InferenceRequest | InputTensor | RequestedOutput] = [request]
+    holders += [*request.inputs, *request.outputs]
+    parameters = [holder.parameters for holder in holders if holder.parameters]
+    count = len(parameters) + count_names(parameters)
+    count += 3 * len(request.inputs) + sum(tensor.data is not None for tensor in request.inputs)
+    return count + 1 + len(request.outputs) + (request.id is not None) + bool(request.outputs)
 
 
 def decode_request(body: bytearray, header_length: int | None) -> InferenceRequest:
@@ -206,7 +199,7 @@ def decode_request(body: bytearray, header_length: int | None) -> InferenceReque
         )
     try:
         request = _decode(whole[:length])
-        require_names_once(whole[:length], _count_names(whole[:length]))
+        require_names_once(whole[:length], _least_names(request))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         wrong = explained(error, InferenceRequest)
         remedy = "" if header_length else _header_remedy(body)

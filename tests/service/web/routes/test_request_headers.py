@@ -95,6 +95,8 @@ async def test_probes_ignore_accept() -> None:
         ("digest", f"SHA-256={MD5}", 400, "another digest"),
         ("content-digest", "sha-256=:AAAA:", 400, "another digest"),
         ("content-digest", "crc32c=:AAAA:", 400, "sha-256"),
+        ("digest", ",".join([f"md5={MD5}"] * 5), 400, "more than 4 digests"),
+        ("digest", f"md5={MD5}," * 50, 400, "more than 1000 characters"),
         ("trailer", "Content-Digest", 400, "before the body"),
     ],
 )
