@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from model.head_files import is_taught_head
 from service.engine.backbones import PROBLEM
 from service.errors import InvalidParameter, SettingsError
 from service.model_settings import PATHS, ModelSettings
@@ -43,7 +44,9 @@ def configured_models(
     if problems and settings.strict:
         raise SettingsError(f"{where}: {next(iter(problems.values()))}")
     if not entries:
-        reason = "".join(f": {problem}" for problem in [*problems.values()][:1])
+        reason = _lone_head(settings.models)
+        if problems:
+            reason = f": {next(iter(problems.values()))}"
         raise SettingsError(f"{where}: this folder has no models{reason}")
     for name, problem in problems.items():
         if name in before:
@@ -56,6 +59,14 @@ def configured_models(
             f"available in VIT_MODELS: {names:.1000}"
         )
     return entries
+
+
+def _lone_head(models: str) -> str:
+    """Return an addition to the message about a folder that has only taught heads, if it does."""
+    for path in sorted(Path(models).expanduser().iterdir()):
+        if is_taught_head(path):
+            return f": {path.name} is a taught head: add the model that it was taught with"
+    return ""
 
 
 def _read(settings: Settings, models: str) -> tuple[dict[str, FolderEntry], dict[str, str]]:

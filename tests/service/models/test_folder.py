@@ -156,6 +156,14 @@ def test_a_missing_default_ends_the_start(
         configured_models(load_settings({"models": str(tmp_path / "empty")}))
 
 
+def test_a_lone_head_names_what_it_lacks(tmp_path: Path) -> None:
+    metadata = b'{"__metadata__":{"format":"vitserve-head"}}'
+    (tmp_path / "pets.safetensors").write_bytes(len(metadata).to_bytes(8, "little") + metadata)
+
+    with pytest.raises(SettingsError, match=r"no models: pets\.safetensors is a taught head: add"):
+        configured_models(load_settings({"models": str(tmp_path)}))
+
+
 def test_a_changed_file_changes_its_entry(tmp_path: Path) -> None:
     write(tmp_path, a=None, b__pth="", labels__txt="x", b__toml='labels = "labels.txt"')
     (tmp_path / "a" / "config.json").write_text("{}")
