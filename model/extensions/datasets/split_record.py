@@ -117,7 +117,7 @@ class SplitRecord:
 
     @property
     def holds_out(self) -> bool:
-        """Whether the run has validation pictures, which it did not train on."""
+        """Return whether the run has validation pictures, which it did not train on."""
         return bool(self.sets.get(VALIDATION))
 
     def trained_on(self, digests: Iterable[str]) -> NDArray[np.bool_]:

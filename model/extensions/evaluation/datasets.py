@@ -73,11 +73,13 @@ def open_dataset(root: Path, validation: int | float, seed: int) -> Dataset:
     for note in notes:
         logger.info("%s", note)
     train = folder.sets[chosen]
-    own = folder.sets.get(VALIDATION)
-    parts = stratify(train, folder.labels, validation, seed) if own is None else (train, own)
+    held_out = folder.sets.get(VALIDATION)
+    has_validation = held_out is not None
+    if held_out is None:
+        train, held_out = stratify(train, folder.labels, validation, seed)
     test = folder.sets.get(TEST)
     name = root.resolve().name
-    return Dataset(name, folder.labels, *parts, test, own_validation=own is not None)
+    return Dataset(name, folder.labels, train, held_out, test, own_validation=has_validation)
 
 
 def _uses(folder: PictureFolder) -> str:

@@ -194,8 +194,8 @@ class Trainer:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state["weights"][name])
-        for optimiser, own in zip(self._optimiser.all, state["optimisers"], strict=True):
-            optimiser.load_state_dict(own)
+        for optimiser, saved in zip(self._optimiser.all, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
         self.epoch = state["epoch"]
         self.history = state["history"]
         self.best = None if state["best"] is None else BestWeights(**state["best"])
@@ -316,7 +316,8 @@ def distillation_loss(logits: Tensor, answers: Tensor, temperature: float) -> Te
         logits, answers: logits of model and teacher, [B, num_classes].
         temperature: divisor of both logits.
     """
-    scores, taught = (F.log_softmax(x / temperature, dim=1) for x in (logits, answers))
+    scores = F.log_softmax(logits / temperature, dim=1)
+    taught = F.log_softmax(answers / temperature, dim=1)
     return F.kl_div(scores, taught, reduction="batchmean", log_target=True) * temperature**2
 
 

@@ -82,7 +82,7 @@ def set_rates(optimisers: Iterable[torch.optim.Optimizer], factor: float) -> Non
 
 def as_matrices(filters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """Return a matrix for Muon per convolution: its rows are the filters, in the same memory."""
-    return {each: each.detach().flatten(1) for each in filters}
+    return {weight: weight.detach().flatten(1) for weight in filters}
 
 
 def step_all(optimisers: Iterable[torch.optim.Optimizer], filters: Mapping[Tensor, Tensor]) -> None:

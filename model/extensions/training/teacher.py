@@ -117,10 +117,10 @@ class _Group(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = (
-            nn.Conv2d(n, outputs, 3, padding=1, bias=False) for n in (inputs, outputs)
-        )
-        self.norm1, self.norm2 = (nn.BatchNorm2d(outputs, momentum=0.4) for _ in range(2))
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs, momentum=0.4)
+        self.norm2 = nn.BatchNorm2d(outputs, momentum=0.4)
         for norm in (self.norm1, self.norm2):
             norm.weight.requires_grad_(False)
 
@@ -222,11 +222,11 @@ def train_teacher(
                 f"teacher: epoch {epoch + 1}: the loss is not finite; lower its learning rate"
             )
         net.eval()
-        found = [
-            answers(net, data.normalise(each.to(run.device)), run).argmax(1)
-            for each in data.validation_batches()
+        answered = [
+            answers(net, data.normalise(pixels.to(run.device)), run).argmax(1)
+            for pixels in data.validation_batches()
         ]
-        accuracy = float((torch.cat(found).cpu().numpy() == data.validation.labels).mean())
+        accuracy = float((torch.cat(answered).cpu().numpy() == data.validation.labels).mean())
         text = "teacher: epoch %d of %d: loss %.3f, validation accuracy %.2f%%, %.0f s"
         logger.info(text, epoch + 1, teacher.epochs, loss, 100 * accuracy, time.monotonic() - began)
     seconds = time.monotonic() - began

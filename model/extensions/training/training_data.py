@@ -85,9 +85,9 @@ class TrainingData:
 
         with ThreadPoolExecutor(1) as reader:
             following = reader.submit(read, batches[0])
-            for each in batches[1:]:
+            for indices in batches[1:]:
                 present = following
-                following = reader.submit(read, each)
+                following = reader.submit(read, indices)
                 yield present.result()
             yield following.result()
 
@@ -131,8 +131,8 @@ def augment(
         uint8 [B, 3, rows, columns].
     """
     changed = [
-        _augment_one(Image.fromarray(each), size, settings, generator)
-        for each in np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))
+        _augment_one(Image.fromarray(image), size, settings, generator)
+        for image in np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))
     ]
     return np.stack([np.asarray(image) for image in changed]).transpose(0, 3, 1, 2)
 
@@ -193,10 +193,8 @@ def random_resized_crop(
         if 0 < wide <= image.width and 0 < high <= image.height:
             width = wide
             height = high
-            left, top = (
-                int(generator.integers(room + 1))
-                for room in (image.width - wide, image.height - high)
-            )
+            left = int(generator.integers(image.width - wide + 1))
+            top = int(generator.integers(image.height - high + 1))
             break
     box = (left, top, left + width, top + height)
     return image.resize((size[1], size[0]), Image.Resampling.BILINEAR, box=box)
@@ -281,8 +279,8 @@ def mix(
         mixed = pixels.clone()
         mixed[:, :, box[0], box[1]] = pixels.flip(0)[:, :, box[0], box[1]]
         replaced = (box[0].stop - box[0].start) * (box[1].stop - box[1].start)
-        own = 1 - replaced / math.prod(pixels.shape[2:])
+        share = 1 - replaced / math.prod(pixels.shape[2:])
     else:
-        own = generator.beta(mixing.mixup, mixing.mixup)
-        mixed = torch.lerp(pixels.flip(0), pixels, own)
-    return mixed, torch.lerp(targets.flip(0), targets, own)
+        share = generator.beta(mixing.mixup, mixing.mixup)
+        mixed = torch.lerp(pixels.flip(0), pixels, share)
+    return mixed, torch.lerp(targets.flip(0), targets, share)
