@@ -69,6 +69,25 @@ async def test_an_upgrade_body_is_no_request(place: int) -> None:
 
 
 @on_a_loop
+async def test_chunks_are_read_wherever_they_are_cut() -> None:
+    body = b"\r\n0\r\n\r\n" + bytes(range(256))
+    lines = [b"2", b"0A", b"00000003;a=b", b"1f", b"000000000001"]
+    chunks = b""
+    at = 0
+    for line in lines:
+        size = int(line.partition(b";")[0], 16)
+        chunks += b"%b\r\n%b\r\n" % (line, body[at : at + size])
+        at += size
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    stream = head + chunks + b"%x\r\n%b\r\n0\r\nX: 1\r\n\r\n" % (len(body) - at, body[at:]) + GET
+    whole = await converse([stream])
+    requests = [("POST", "/", body), ("GET", "/healthz", b"")]
+    assert whole == (requests, [200, 200], False)
+    for place in range(len(head), len(stream)):
+        assert await converse([stream[:place], stream[place:]]) == whole
+
+
+@on_a_loop
 async def test_a_small_answer_is_one_packet() -> None:
     async with listening() as server:
         with socket.create_connection(("127.0.0.1", server.port)) as caller:
