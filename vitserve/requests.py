@@ -188,7 +188,7 @@ def client_options(
 
 
 def _authorization(api_key: str) -> bytes:
-    """Return the header with a key; raises `ClientError` for what cannot be a key."""
+    """Return the header with a key; raises `ClientError` for another text."""
     if not isinstance(api_key, str):
         raise TypeError(f"the api_key is of type {type(api_key).__name__}: expected str")
     key = api_key.strip()
