@@ -4,7 +4,7 @@ A request belongs to one version from its headers to its answer, and so to its l
 and preprocessing:
 
     lease = models.acquire(name)        describes the model, and holds its version
-    await lease.load(caller)            loads the version if it is unloaded
+    await lease.load(models, caller)    loads the version if it is unloaded
     await lease.engine.infer(...)
     lease.release()
 """
@@ -29,14 +29,12 @@ class Lease:
     """A model that a request holds, from its headers to its answer.
 
     Attributes:
-        models: the models of the service.
         version: the version that the request belongs to.
         info: the description of the model, or of the served head that the request names.
         head: the head that scores the features, if the request names a served head.
         is_loaded: whether the version could answer when it was acquired, or was loaded since.
     """
 
-    models: Models
     version: Version[Engine]
     info: ModelInfo
     head: Head | None = None
@@ -47,10 +45,11 @@ class Lease:
         """Return the engine that computes the version."""
         return self.version.engine
 
-    async def load(self, caller: str) -> None:
+    async def load(self, models: Models, caller: str) -> None:
         """Load the version if it is unloaded; it stays loaded until the release.
 
         Args:
+            models: the models of the service.
             caller: see `Models.load`.
 
         Raises:
@@ -60,7 +59,7 @@ class Lease:
         name = self.info.name
         if not self.engine.ready:  # else it is loaded, even if another model has its name by now
             try:
-                await self.models.load(name, caller)
+                await models.load(name, caller)
             except ServiceError:
                 if not self.engine.ready:
                     raise

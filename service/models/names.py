@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from service.engine.messages import EngineStatus
 from service.errors import DefaultModel, EngineUnavailable, Forbidden, ModelFailed, UnknownModel
+from service.models.lease import Lease
 from service.models.served_heads import ServedHead
 from service.models.served_model import ServedModel
 from vitserve.documents import ListedModel
@@ -77,8 +78,28 @@ class Names:
         available = ", ".join(self.names())
         raise UnknownModel(f"unknown model {name!r:.200}; available: {available:.2000}")
 
+    def acquire(self, name: str | None) -> Lease:
+        """Hold the current version of a described model until its release; see `Models.load`.
+
+        Raises:
+            The errors of `key`, and of `require_ready` unless `Models.load` can load the model.
+        """
+        key = self.key(name)
+        model = self.served[key]
+        info = model.info
+        if model.state != "unloaded" or info is None:
+            self.require_ready(key)
+        assert info is not None, "a ready model is described"
+        version = model.current
+        version.begin()
+        head = self.heads.get(name or "")
+        is_ready = version.engine.ready
+        if head is None:
+            return Lease(version, info, is_loaded=is_ready)
+        return Lease(version, head.info(info), head.head, is_ready)
+
     def needs_load(self, name: str | None) -> bool:
-        """Return whether `Models.acquire` needs `load` first, which describes the model.
+        """Return whether `acquire` needs `Models.load` first, which describes the model.
 
         The default model is not loaded for a request, because the service is not ready without it.
         """

@@ -14,7 +14,6 @@ from typing import Final
 from service.background import Tasks
 from service.engine.backbones import Checkpoint
 from service.errors import ServiceError, SettingsError
-from service.models.lease import Lease
 from service.models.names import Names
 from service.models.served_model import ServedModel
 
@@ -31,26 +30,6 @@ class Models(Names, ABC):
         self._tasks = Tasks()
         self._reload_again = False
         self._reloading: asyncio.Task[None] | None = None
-
-    def acquire(self, name: str | None) -> Lease:
-        """Hold the current version of a model, which `load` has described, until its release.
-
-        Raises:
-            The errors of `key`, and of `require_ready` unless `load` can load the model.
-        """
-        key = self.key(name)
-        model = self.served[key]
-        info = model.info
-        if model.state != "unloaded" or info is None:
-            self.require_ready(key)
-        assert info is not None, "a ready model is described"
-        version = model.current
-        version.begin()
-        head = self.heads.get(name or "")
-        is_ready = version.engine.ready
-        if head is None:
-            return Lease(self, version, info, is_loaded=is_ready)
-        return Lease(self, version, head.info(info), head.head, is_ready)
 
     @abstractmethod
     def start(self, on_change: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Admission: which requests a service takes, and what an admitted request holds.
+"""Admission: admit a request if there is room, and hold its model, slots and deadline.
 
     model = await model_of(request, name)                   the model, held until the answer
     async with admit(request, model) as admitted:           room, a deadline, the disconnect

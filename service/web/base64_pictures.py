@@ -64,7 +64,7 @@ _MISTAKES: Final = (
         "in JavaScript as a Blob or ArrayBuffer",
     ),
 )
-"""Beginnings of files that are no pictures although bytes beyond ASCII may follow."""
+"""Beginnings of files that are not pictures although bytes beyond ASCII may follow."""
 
 
 def mistake_in(data: bytes | bytearray) -> str:
@@ -158,7 +158,7 @@ def picture_of_text(data: bytearray, max_bytes: int, right_call: str) -> bytearr
 
 
 def _mistake_in_text(text: str) -> str:
-    """Return the message about a text that is no picture."""
+    """Return the message about a text that is not a picture."""
     if _URL.match(text):
         return "this is a URL, and the service does not fetch URLs: send the picture's bytes"
     if _PICTURE_NAME.fullmatch(text[:100]):

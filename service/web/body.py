@@ -67,7 +67,7 @@ class PictureQuery(Protocol):
     """The query of a route for pictures."""
 
     def requested(self, info: ModelInfo) -> object:
-        """Return what the query requests of a model; raises `InvalidParameter`, `InputError`."""
+        """Return the outputs requested of a model; raises `InvalidParameter`, `InputError`."""
 
 
 def check_early(request: Request, query: PictureQuery, model: Lease) -> None:
@@ -141,7 +141,7 @@ async def use_named_model(request: Request, admitted: AdmittedRequest, name: str
 async def read_files(admitted: AdmittedRequest, limits: UploadLimits) -> Upload:
     """Return the files in a body: a raw picture, one in JSON, or the parts of a multipart form.
 
-    The request takes no slot yet.
+    The request does not take a slot yet.
 
     Raises:
         UploadTooLarge: the body, or the only file of a request, is too large.

@@ -1,7 +1,7 @@
 """A fair queue of jobs: the caller that has had the fewest seconds of work is served next.
 
-A caller with many jobs delays its own jobs first. With one server, jobs of 100 ms, caller A with
-three jobs and caller B with one, the seconds in brackets are what each caller has had:
+A caller with many jobs delays its own jobs first. An example with one server and jobs of 100 ms:
+caller A has three jobs, and caller B has one. Brackets show the seconds of work of each caller.
 
     0.00 s    A adds a1, a2 and a3; a1 begins, and A is charged for it (A 0.1)
     0.02 s    B adds b1; B begins where A was when its last job began (A 0.1, B 0.0)

@@ -155,7 +155,7 @@ class Permit:
 
     @contextlib.contextmanager
     def lent(self, keep: int = 0) -> Iterator[None]:
-        """Lend a slot to other requests while the work of this one waits.
+        """Lend a slot to other requests while work of this request waits.
 
         At the end the slot is taken back, even if all are in use.
 

@@ -193,7 +193,7 @@ async def load_model(admitted: AdmittedRequest, *, share: float = 1.0) -> None:
                 service = admitted.service
                 deadline = deadline_of(service, admitted.sender.started, share)
                 async with waiting_for_model(service, model.info.name, deadline):
-                    await model.load(admitted.sender.caller or UNNAMED)
+                    await model.load(service.models, admitted.sender.caller or UNNAMED)
 
 
 # Infer

@@ -25,6 +25,7 @@ from service.extensions.cluster.remote_model import RemoteModels
 from service.models.folder import FolderEntry
 from service.models.lease import Lease
 from service.models.local_models import LocalModels
+from service.models.registry import Models
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, request_for
@@ -64,11 +65,13 @@ class Request(NamedTuple):
     """A request for the guest.
 
     Attributes:
+        models: models of the worker that it came to.
         was_loaded: whether its version could answer when it was acquired.
         may_fail: whether another version or a deletion was under way then.
         replaced: number of replacements that had begun then.
     """
 
+    models: Models
     lease: Lease
     was_loaded: bool
     may_fail: bool
@@ -147,7 +150,9 @@ class LeaseMachine(RuleBasedStateMachine):
                 lease = models.acquire(GUEST)
                 pending = [task for task in self.replacing if not task.done()]
                 may_fail = bool(pending) and not lease.is_loaded
-                self.held.append(Request(lease, lease.is_loaded, may_fail, len(self.replacing)))
+                self.held.append(
+                    Request(models, lease, lease.is_loaded, may_fail, len(self.replacing))
+                )
         except (UnknownModel, EngineUnavailable, ModelFailed):
             pass
         self.spin(turns)
@@ -178,7 +183,7 @@ class LeaseMachine(RuleBasedStateMachine):
         red = next(self.numbers) % 250
         with request.lease as lease:
             try:
-                await lease.load("caller")
+                await lease.load(request.models, "caller")
             except (UnknownModel, EngineUnavailable):
                 is_replaced = len(self.replacing) > request.replaced or request.may_fail
                 assert not request.was_loaded, "a held version is gone"

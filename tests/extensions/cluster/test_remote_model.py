@@ -486,7 +486,7 @@ async def test_deletion_answers_waiting_requests() -> None:
         await model.unload("other")
         device.gate.clear()
         with model.acquire("other") as lease:
-            waiting = asyncio.create_task(lease.load("caller"))
+            waiting = asyncio.create_task(lease.load(model, "caller"))
             await until(device.models._load_lock.locked)
             deleting = asyncio.create_task(model.delete("other"))
             await asyncio.sleep(0.01)
@@ -513,7 +513,7 @@ async def test_wait_survives_an_early_eviction(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(engine, "load", load_for_a_moment)
         with model.acquire("other") as lease:
-            await lease.load("caller")
+            await lease.load(model, "caller")
             await until(lambda: model.served["other"].current is not lease.version)
             await lease.engine.infer(request_for(1), timeout=PATIENCE)
 

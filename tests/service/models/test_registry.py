@@ -376,7 +376,7 @@ async def test_a_version_unloaded_at_once_answers(tmp_path: Path) -> None:
         await models.unload("b")
         disk.gate.clear()
         with models.acquire("b") as lease:
-            loading = asyncio.create_task(lease.load("caller"))
+            loading = asyncio.create_task(lease.load(models, "caller"))
             await until(models._load_lock.locked)
             unloading = asyncio.create_task(models.unload("b"))
             await asyncio.sleep(0)
