@@ -209,6 +209,8 @@ def _add_model(
     facts["coverage"] = settings.coverage
     facts["head"] = f"{checkpoint.content}-{settings.coverage}{suffix}"
     facts["has_thresholds"] = thresholds is not None
+    calibration = checkpoint.calibration
+    facts["calibrated_on"] = calibration and len(calibration.scores)
     if key not in PREDICTORS:
         if settings.coverage is not None:
             predictor.set_coverage(settings.coverage)
@@ -218,8 +220,6 @@ def _add_model(
         further_logits = checkpoint.config.logits - predictor.config.logits
         weights_a_logit = 1 + embedding_width(checkpoint.config)
         facts["parameters"] = predictor.parameters + further_logits * weights_a_logit
-        calibration = checkpoint.calibration
-        facts["calibrated_on"] = calibration and len(calibration.scores)
         head = replace(head, label_sets=_label_sets(settings, checkpoint), thresholds=thresholds)
     # `np.asarray` compares None, too.
     elif not np.array_equal(np.asarray(thresholds), np.asarray(predictor.own.thresholds)):
