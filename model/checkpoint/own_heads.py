@@ -49,7 +49,7 @@ _OF_NETWORK: Final = frozenset(
 def with_head(
     tensors: Mapping[str, Tensor], files: Files, library_name: str = ""
 ) -> dict[str, Tensor]:
-    """Give the head the model's names, and a bias of zeros if the file has no bias.
+    """Give the head the model's names, and a bias of zeros if the file lacks one.
 
     Args:
         tensors: tensors by the model's names, but for the head.

@@ -106,7 +106,7 @@ _CLIP_TOWER: Final = replace(
     fields=no_fields,
     architecture={"patch_bias": False, "norm_before_blocks": True},
 )
-# The image towers alone, which have no head; they state their config without nesting.
+# Classes of one image tower without a head, whose config is not nested.
 IMAGE_TOWERS: Final = (
     _CLIP_TOWER,
     replace(_CLIP_TOWER, class_name="CLIPVisionModelWithProjection", fields=CLIP.fields),

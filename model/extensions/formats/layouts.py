@@ -189,7 +189,7 @@ def _layout_of(tensors: Mapping[str, Tensor], where: str) -> Layout:
 
 
 def _refuse_beside(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors beside a network of a known layout, whose names begin with its name."""
+    """Refuse further tensors in the file of a network whose names begin with its own name."""
     for layout in LAYOUTS:
         pattern = re.compile(rf"(.*\.)?(\w+)\.({layout.marker})")
         match = next(filter(None, map(pattern.fullmatch, tensors)), None)

@@ -150,7 +150,7 @@ class _StateDict:
         )
 
     def _command(self, missing_arguments: Sequence[str], *, has_classes: bool) -> list[str]:
-        """Return a command that serves the file, with examples of what is missing."""
+        """Return a command that serves the file, with examples of the missing arguments."""
         examples = {
             argument: USUAL.get(argument, False)
             for argument in missing_arguments

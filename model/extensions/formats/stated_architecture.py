@@ -69,7 +69,7 @@ def is_eva(name: str) -> bool:
 
 
 def _value(text: str) -> Any:
-    """Return a value of JSON; a text that is not JSON stands for itself."""
+    """Return a value of JSON; a text that is not JSON stays as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
