@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, Self
 
@@ -112,22 +113,21 @@ class LocalEngine:
     def status(self) -> EngineStatus:
         """Return the engine's current status."""
         runner = self.runner
-        if runner is None:
-            return EngineStatus(
-                device=self._device,
-                state=self._state,
-                reason=self._reason_not_ready(),
-                compiled="",
-                batch_sizes=None,
-                queue_depth=len(self._streams),
-            )
-        return EngineStatus(
-            device=runner.device,
+        status = EngineStatus(
+            device=self._device,
             state=self._state,
             reason=self._reason_not_ready(),
+            compiled="",
+            batch_sizes=None,
+            queue_depth=len(self._streams),
+        )
+        if runner is None:
+            return status
+        return replace(
+            status,
+            device=runner.device,
             compiled=runner.compiled,
             batch_sizes=runner.batch_sizes,
-            queue_depth=len(self._streams),
         )
 
     @property

@@ -148,7 +148,9 @@ class Names:
         listed = [self.status_of(key) for key in self.served]
         models_load = self._are_loading()
         for head in self.heads.values():
-            model = None if head.key is None else self.status_of(head.key)
+            model = None
+            if head.key is not None and head.key in self.served:
+                model = self.status_of(head.key)
             listed.append(head.listed(model, models_load=models_load))
         return sorted(listed, key=lambda status: status.name)
 

@@ -257,11 +257,12 @@ class Metrics(Collector):
 
     def observe_process(self) -> None:
         """Count this process's dropped log lines and restarts of background tasks from now on."""
-        logs.on_drop(self.log_lines_dropped.inc)
-        background.on_restart(self._count_restart)
 
-    def _count_restart(self, task: str) -> None:
-        self.task_restarts.labels(task).inc()
+        def count_restart(task: str) -> None:
+            self.task_restarts.labels(task).inc()
+
+        logs.on_drop(self.log_lines_dropped.inc)
+        background.on_restart(count_restart)
 
     async def gather(self) -> bytes:
         """Return all metrics in Prometheus' text format; a subclass may ask other replicas."""
