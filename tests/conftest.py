@@ -63,8 +63,9 @@ def priority_as_it_was() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files whose tests may take longest, so that all processes end together.
 
-    The mark `timeout` says how long a test may take. Of equal files, those with more tests begin.
-    A single process keeps the usual order.
+    The mark `timeout` says how long a test may take. Of equal files, those in folders with more
+    tests begin; files of a folder stay together and share its fixtures. A single process keeps the
+    usual order.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -72,8 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         mark = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), float(mark.args[0]) if mark else 0.0)
-    counts = Counter(item.path for item in items)
-    items.sort(key=lambda item: (-longest[item.path], -counts[item.path], item.path))
+    counts = Counter(item.path.parent for item in items)
+    items.sort(key=lambda item: (-longest[item.path], -counts[item.path.parent], item.path.parent))
 
 
 def pytest_collection() -> None:
