@@ -114,7 +114,7 @@ def _nearest_distances(cosines: Floats, labels: NDArray[np.int32]) -> Floats:
     """Return the mean distances to the nearest examples of the nearest label, float32 [B].
 
     Args:
-        cosines: cosines with M examples, [B, M]; minus infinity is none.
+        cosines: cosines with M examples, [B, M]; minus infinity excludes an example.
         labels: labels of the examples, [M], in runs.
     """
     is_start = np.diff(labels, prepend=-1) != 0

@@ -271,7 +271,7 @@ class Trainer:
         )
 
     def _follow(self, where: Position) -> None:
-        """Set patch dropout, and freeze or thaw the stem, as this position demands."""
+        """Set patch dropout, and freeze or thaw the stem, for this position."""
         dropout = self.recipe.patch_dropout
         teacher = self.recipe.teacher
         self.patch_dropper.rate = dropout.rate if where.progress < dropout.until else 0.0

@@ -61,7 +61,7 @@ def run(data: Path, out: Path, recipe: Recipe, *, device: str = "auto") -> Evalu
     Args:
         data, out, device: see `model.extensions.training.train.run`.
         recipe: names the model, and the checkpoint with its size and precision. Its seed draws the
-            folds. Fields about training have no effect.
+            folds. Fields about training do not matter.
 
     Returns:
         The evaluation on held-out pictures.

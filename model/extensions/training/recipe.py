@@ -143,7 +143,7 @@ class Teacher(Frozen):
     Attributes:
         epochs, batch_size: size of the teacher's own training.
         widths: numbers of channels of its three groups of convolutions.
-        learning_rate: peak rate of Muon, as a share of the filters' norm. It falls linearly to
+        learning_rate: peak rate of Muon, in shares of the filters' norm. It falls linearly to
             zero.
         resample: see `Augmentation`.
         weight: weight of the divergence from the teacher's scores in the model's loss. The loss of

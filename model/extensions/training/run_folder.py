@@ -54,7 +54,7 @@ def prepare_folder(out: Path, data: Path, *, resume: bool) -> None:
     """Create the folder of a run, and check that a run may begin or resume in it.
 
     Raises:
-        TrainingError: the folder is inside the data, is not empty, or has no run to resume.
+        TrainingError: the folder is inside the data, is not empty, or lacks a run to resume.
     """
     if out.resolve().is_relative_to(data.resolve()):
         raise TrainingError(

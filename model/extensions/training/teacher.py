@@ -5,7 +5,7 @@ from the teacher's answers on the augmented pictures instead (Touvron et al. 202
 https://arxiv.org/abs/2012.12877, section 5.4). The network and its training follow Jordan 2024,
 https://arxiv.org/abs/2404.00498, and its variant with Muon
 (https://github.com/KellerJordan/cifar10-airbench). The first layer is fixed whitening filters.
-Convolutions start at the identity and keep their norm, batch norms have no scale, and mirroring
+Convolutions start at the identity and keep their norm, batch norms lack a scale, and mirroring
 alternates from epoch to epoch. The teacher itself is not served.
 """
 

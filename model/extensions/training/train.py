@@ -96,7 +96,7 @@ def run(
         DatasetError: the data cannot be read or trained on.
         CheckpointError: the checkpoint to start from cannot be read.
         DeviceError: the device is not available here.
-        TrainingError: `out` is not empty, or has no run that this recipe can resume. Or the recipe
+        TrainingError: `out` is not empty, or lacks a run that this recipe can resume. Or the recipe
             does not fit the data, or training diverged.
     """
     training_device = choose_device(device)

@@ -1,6 +1,6 @@
 """The pictures of a run, the batches of an epoch, and random changes of pictures and pairs.
 
-Operations are those of TrivialAugment (Müller and Hutter 2021, https://arxiv.org/abs/2103.10158,
+The operations follow TrivialAugment (Müller and Hutter 2021, https://arxiv.org/abs/2103.10158,
 table 1, the "RA" space). Pixels from outside the picture are black.
 """
 
@@ -31,7 +31,7 @@ class Arithmetic:
     def __init__(self, precision: str, device: torch.device) -> None:
         self.device = device
         self.dtype = choose_dtype(precision, device)
-        # float16 would need loss scaling. Only devices older than 2020 have no bfloat16.
+        # float16 would need loss scaling. Only devices older than 2020 lack bfloat16.
         if self.dtype == torch.float16:
             self.dtype = torch.float32
         self.autocast = torch.autocast(
