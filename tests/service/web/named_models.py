@@ -39,14 +39,15 @@ class Named(FixedModels):
         self.served[name].current.move("unloaded")
 
     async def load(self, name: str | None, caller: str = "") -> None:
+        model = self.served[str(name)]  # it may be deleted before it is loaded
         if self.engines[str(name)].reason == "full":
             raise ModelsFull("there is no memory")
         if self.engines[str(name)].state == "failed":
             raise EngineUnavailable(f"{name}: {self.engines[str(name)].reason}")
         await self.engines[str(name)].gate.wait()
         self.engines[str(name)].state = "ready"
-        if self.served[str(name)].current.state == "unloaded":
-            self.served[str(name)].current.move("loading")
+        if model.current.state == "unloaded":
+            model.current.move("loading")
 
     async def put(self, name: str, checkpoint: Checkpoint) -> bool:
         self.changes.append(("put", name, checkpoint))
