@@ -111,7 +111,7 @@ class Head:
 
     @property
     def linear(self) -> Linear:
-        """Return the linear part of the head, for a request that brings it to the backbone."""
+        """Return the linear part, with which the backbone draws maps of this head's classes."""
         assert self.weight is not None, "the backbone's pass gives the logits"
         bias = np.asarray(self.bias, np.float32)
         return Linear(self.weight, bias, self.normalized, self.features)
@@ -322,7 +322,7 @@ class Head:
     ) -> Mapping[int, AttentionMap]:
         """Return the maps, with score and evidence if they show a class.
 
-        A map of a class that the caller's own classifier scores stays as it is.
+        A map that `MapRequest.classifier` scores stays as it is.
         """
         classes: dict[int, int] = {}
         for image, shown in maps.items():

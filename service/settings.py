@@ -347,22 +347,6 @@ def settings_of(settings: Settings, fields: type[ExtensionSettings]) -> Extensio
     return settings
 
 
-def described(name: str) -> tuple[str, str]:
-    """Return the meaning of a setting, and its default in words or `none`."""
-    field = settings_class().model_fields[name]
-    meaning, _, default = (field.description or name.replace("_", " ")).partition(". Default: ")
-    notes = [extension.notes[name] for extension in extensions() if name in extension.notes]
-    meaning = "; ".join([meaning, *notes])
-    value = field.get_default(call_default_factory=True)
-    if isinstance(value, ByteSize):
-        default = f"{value // 2**20}MiB"
-    elif value is not None and value != () and not default:
-        default = str(value)
-        if isinstance(value, bool):
-            default = default.lower()
-    return meaning, default or "none"
-
-
 def _is_secret(name: str) -> bool:
     """Return whether messages hide the value: its type is a secret, perhaps optional or a list."""
     if name not in settings_class().model_fields:

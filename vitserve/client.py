@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import httpx
 
@@ -65,6 +65,7 @@ from vitserve.requests import (
     service_url,
 )
 from vitserve.retries import Retries, pause_after
+from vitserve.streams import Source, answer_or_error, pictures_of
 
 __all__ = [
     "AddedExamples",
@@ -105,8 +106,6 @@ __all__ = [
     "UnknownModel",
     "Unreachable",
 ]
-
-Source = TypeVar("Source")
 
 _WRONG_PATH_CODES = ("not_found", "method_not_allowed")
 """Codes of problems that may come from a path in the client's url."""
@@ -271,7 +270,7 @@ class Client(_Service, BlockingMethods):
             ask: a method of this client, or a function that calls some; runs in several threads.
             concurrency: number of simultaneous requests, at least 1.
         """
-        remaining = _pictures(images, concurrency)
+        remaining = pictures_of(images, concurrency)
         jobs = deque[tuple[Source, Future[Answer]]]()
         pool = ThreadPoolExecutor(concurrency)
         try:
@@ -281,7 +280,7 @@ class Client(_Service, BlockingMethods):
                 if not jobs:
                     return
                 image, job = jobs.popleft()
-                yield image, _answer_or_error(job.result)
+                yield image, answer_or_error(job.result)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -358,7 +357,7 @@ class AsyncClient(_Service, AsyncMethods):
             async with permits:
                 return await ask(image)
 
-        remaining = _pictures(images, concurrency)
+        remaining = pictures_of(images, concurrency)
         tasks = deque[tuple[Source, asyncio.Task[Answer]]]()
         try:
             while True:
@@ -369,7 +368,7 @@ class AsyncClient(_Service, AsyncMethods):
                 image, task = tasks[0]
                 await asyncio.wait([task])
                 tasks.popleft()
-                yield image, _answer_or_error(task.result)
+                yield image, answer_or_error(task.result)
         finally:
             for _, task in tasks:
                 task.cancel()
@@ -399,20 +398,3 @@ class AsyncClient(_Service, AsyncMethods):
             except (ClientError, httpx.TransportError) as error:
                 pause = self._pause_after(error, tries, ends_at)
             await self._sleep(pause)
-
-
-def _pictures(images: Iterable[Source], concurrency: int) -> Iterator[Source]:
-    """Return the images of a stream; raises `TypeError` or `ValueError` for wrong arguments."""
-    if isinstance(images, str | bytes):
-        raise TypeError("expected a list of pictures, not one")
-    if concurrency < 1:
-        raise ValueError(f"concurrency {concurrency}: expected at least 1")
-    return iter(images)
-
-
-def _answer_or_error(result: Callable[[], Answer]) -> Answer | ClientError | OSError:
-    """Return the result, or the error that it raises if the error concerns only one image."""
-    try:
-        return result()
-    except (ClientError, OSError) as error:
-        return error

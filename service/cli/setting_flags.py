@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ByteSize
+
 from model.errors import InputError
 from service.engine.loading import load_predictor
 from service.engine.messages import ModelInfo
+from service.extension import extensions
 from service.settings import (
     Settings,
-    described,
     flag_of,
     load_settings,
     settings_class,
@@ -88,6 +90,22 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MO
             default=argparse.SUPPRESS,
             help=shown.replace("%", "%%"),
         )
+
+
+def described(name: str) -> tuple[str, str]:
+    """Return the meaning of a setting, and its default in words or `none`."""
+    field = settings_class().model_fields[name]
+    meaning, _, default = (field.description or name.replace("_", " ")).partition(". Default: ")
+    notes = [extension.notes[name] for extension in extensions() if name in extension.notes]
+    meaning = "; ".join([meaning, *notes])
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, ByteSize):
+        default = f"{value // 2**20}MiB"
+    elif value is not None and value != () and not default:
+        default = str(value)
+        if isinstance(value, bool):
+            default = default.lower()
+    return meaning, default or "none"
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:

@@ -153,7 +153,7 @@ class LocalModel(ServedModel):
         self._open.discard(version)
 
     def _replace_by_unloaded(self) -> Version[ModelEngine]:
-        """Make an unloaded version of the same number current; return the old one."""
+        """Make a version of the same number current, which the caller moves; return the old one."""
         previous = self.current
         self._last_used = self.last_used
         self._info = self.info

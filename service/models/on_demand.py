@@ -69,8 +69,8 @@ class OnDemandModels(Models):
     def failure(self) -> str:
         """Return why the process cannot go on, or an empty text.
 
-        It cannot if the default model failed, a model that had served, or every model; with strict
-        settings, if any model failed.
+        It cannot go on after a failure of the default model, of a model that had served, of all
+        models, or with strict settings of any model.
         """
         failed = [model for model in self.served.values() if model.state == "failed"]
         all_are_fatal = self._settings.strict or len(failed) == len(self.served)

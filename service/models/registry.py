@@ -75,7 +75,7 @@ class Models(Names, ABC):
 
     @abstractmethod
     async def delete(self, name: str) -> None:
-        """Remove a model once its requests are answered; raises as `unload`."""
+        """Remove a model, which still answers its requests; raises as `unload`."""
 
     def reload(self) -> None:
         """Reconcile the served models with the configuration, in the background.

@@ -49,7 +49,7 @@ class Sender(NamedTuple):
     """The sender of a request.
 
     Attributes:
-        caller: name of the API key, or the address without a key; see
+        caller: name of the API key, or the network of the address without a key; see
             `RequestContext.caller`.
         started: reading of the clock at which the request's headers had been read.
         receive: returns the next part of the body.
@@ -338,7 +338,7 @@ def deadline_of(service: Service, started: float, share: float = 1.0) -> Deadlin
 
 
 async def acquire(service: Service, name: str | None, deadline: Deadline) -> Lease:
-    """Hold a model until its release; an unloaded model is described, and not loaded.
+    """Hold a model until its release; load it only if its description is not known yet.
 
     Raises:
         What `Models.acquire` raises; and for a model that is still to be described, what `load`

@@ -8,8 +8,8 @@ caller A has three jobs, and caller B has one. Brackets show the seconds of work
     0.10 s    a1 leaves; b1 begins, because B has had less (A 0.1, B 0.1)
     0.20 s    b1 leaves; a2 begins, and a3 at 0.30 s
 
-A job that cannot begin before its deadline is refused. If b1 had to begin within 0.05 s, it would
-be refused at once, because a1 takes until 0.10 s.
+A job that cannot begin before its deadline is refused. If b1 had to begin within 0.02 s, it would
+be refused at once, because half of a1 takes 0.05 s.
 
 The queue decides, and knows neither threads nor asyncio. Start-time fair queuing: Goyal, Vin and
 Cheng 1996, https://doi.org/10.1145/248156.248171.

@@ -41,7 +41,7 @@ from service.web.fair_queue import FairQueue, QueuedJob
 T = TypeVar("T")
 
 # Batches of each engine that are decoded or being decoded: two under way, and two that wait.
-# Decoding further ahead would take the processors from the batches before.
+# Decoding further ahead would slow down the batches under way.
 _BATCHES_AHEAD: Final = 4
 
 # Requests whose texts may be computed at once, of all callers and of one caller. With more, all

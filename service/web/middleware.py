@@ -2,7 +2,7 @@
 
 RequestContextMiddleware      request id, start time, metrics, log line
   (CORSMiddleware)            Starlette's
-    ProblemMiddleware         errors become problem documents
+    ProblemMiddleware         errors become problem documents; extensions' layers follow
       OriginMiddleware        Host and Origin
       ApiKeyMiddleware        Authorization: Bearer, see `service.web.api_keys`
         routes

@@ -110,8 +110,8 @@ async def decode_file(admitted: AdmittedRequest, data: bytearray) -> tuple[Decod
 
     A thread decodes a file if its header bounds the work, else a process does. A picture from a
     process then waits for a turn in the lane of the threads. The turn costs as much as a file of
-    the picture's pixel bytes. The process is held until then, so that decoding there does not run
-    further ahead either.
+    the picture's pixel bytes. The process stays taken until that turn begins, so that processes
+    do not decode further ahead either.
 
     Raises:
         MissingImage: the file is empty.

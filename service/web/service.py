@@ -56,7 +56,7 @@ class Service:
     def check_ready(self) -> None:
         """Raise an error if load balancers should send requests elsewhere.
 
-        This starts earlier than `check_open`: the service still takes requests.
+        A stop begins with this refusal, while `check_open` still lets requests pass.
 
         Raises:
             Draining: the process was asked to end.

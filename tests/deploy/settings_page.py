@@ -1,6 +1,7 @@
 """Write the table of docs/settings.md: `python -m tests.deploy.settings_page`."""
 
-from service.settings import ENV_PREFIX, described, settings_class
+from service.cli.setting_flags import described
+from service.settings import ENV_PREFIX, settings_class
 from tests.conftest import REPOSITORY
 
 PAGE = REPOSITORY / "docs/settings.md"

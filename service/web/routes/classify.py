@@ -169,7 +169,7 @@ async def classify_file(
             fields = {"id": image_id, **fields}
         return msgspec.json.encode(fields)
 
-    # A document of many classes is large, and a batch has many of them: each is written at once.
+    # A document of many classes is large, and a batch has many: one job of the lane writes each.
     return await admitted.convert(write, size=requested.top_k)
 
 

@@ -76,7 +76,7 @@ async def put_model(request: Request) -> Response:
     responses=problems(401, 403, 404, 409),
 )
 async def delete_model(request: Request) -> Response:
-    """Remove a model after it has answered its admitted requests. The default model stays."""
+    """Remove a model, which still answers its admitted requests. The default model stays."""
     service = service_of(request)
     require_admin(request, service.settings)
     await service.models.delete(request.path_params["name"])

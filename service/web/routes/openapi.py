@@ -177,7 +177,7 @@ def _described(operation: Operation, schemas: Mapping[tuple[str, int], Json]) ->
     description: Json = {
         "tags": [operation.tag],
         "summary": title,
-        "description": getdoc(operation.function),
+        "description": getdoc(operation.function) or title,
         "operationId": name,
         "responses": {
             str(status): response(status, responses[status]) for status in sorted(responses)
