@@ -165,7 +165,7 @@ class Files:
         return self.prepared(self._stored())
 
     def prepared(self, stored: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return stored tensors without wrappers' names and buffers, with the adapter merged in.
+        """Return stored tensors without wrappers, buffers and gradients, the adapter merged in.
 
         All readers get their tensors here. The head's tensors keep the names of the file.
 
@@ -180,6 +180,8 @@ class Files:
         tensors: Mapping[str, Tensor] = floats | self.without(others, _BUFFERS)
         if self.merge is not None:
             tensors = self.merge(tensors)
+        # A pickled `nn.Parameter` asks for gradients.
+        tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self.digest = digest_of(tensors)
         return tensors
 

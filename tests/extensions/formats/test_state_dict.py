@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.checkpoint import PREPROCESS_PRESETS, load_checkpoint
+from model.checkpoint.checkpoint import backbone_and_head
 from model.checkpoint.files import SingleFile
 from model.checkpoint.timm_architectures import architectures
 from model.errors import CheckpointError
@@ -131,6 +132,19 @@ def test_plain_state_dicts(case: str, tmp_path: Path) -> None:
     )
     suffix = ".safetensors" if case in ("timm", "prefixes") else ".pth"
     assert_read_exactly(model, state, tmp_path / f"weights{suffix}", given, (size, size))
+
+
+def test_pickled_parameters_are_plain_weights(tiny: Path, tmp_path: Path) -> None:
+    trained = {name: nn.Parameter(tensor) for name, tensor in torch.load(tiny).items()}
+    torch.save(trained, tmp_path / "trained.pth")
+    options: dict[str, Any] = {
+        "architecture": "vit_tiny_patch16_224",
+        "preprocess": preprocess_file(tmp_path, 48, 48),
+        "labels": "numbers",
+    }
+    name, head = backbone_and_head(load_checkpoint(str(tmp_path / "trained.pth"), **options))
+    assert name == backbone_and_head(load_checkpoint(str(tiny), **options))[0]
+    assert head is not None
 
 
 def test_image_size_resizes_a_state_dict(tmp_path: Path) -> None:
