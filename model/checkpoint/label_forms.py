@@ -38,6 +38,8 @@ _HOLDERS: Final = (
     "classes",
     "categories",
 )
+# Keys of an object that hold the number of its labels.
+_COUNTS: Final = ("nc", "num_classes", "num_labels", "n_classes")
 # Keys and headings of an index, and of a label, in order of preference.
 INDEX_NAMES: Final = (
     "index",
@@ -158,7 +160,7 @@ def labels_in_value(value: Any, where: str) -> tuple[str, ...]:
         labels = labels_in_holder(value, holders[0], where)
         if holders[0] == "id2label" and "label2id" in holders:
             require_agreement(labels, value["label2id"], where)
-        return labels
+        return _counted(labels, value, where)
     if all(map(is_index, value)) and not all(isinstance(label, int) for label in value.values()):
         return in_order(
             ((repr(index)[:100], index, _without_synset(label)) for index, label in value.items()),
@@ -168,11 +170,23 @@ def labels_in_value(value: Any, where: str) -> tuple[str, ...]:
         rows = ((repr(label)[:100], index, label) for label, index in value.items())
         return in_order(rows, where)
     if len(nested) == 1:
-        return labels_in_holder(value, nested[0], where)
+        return _counted(labels_in_holder(value, nested[0], where), value, where)
     raise CheckpointError(
         f"{where}: an object, but neither from index to label nor from label to index; expected "
         f"{FORMS}"
     )
+
+
+def _counted(labels: tuple[str, ...], fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Return labels; refuse another number of them beside them."""
+    for key in _COUNTS:
+        count = fields.get(key)
+        if is_index(count) and int(str(count)) != len(labels):
+            raise CheckpointError(
+                f"{where}: {key} is {count}, but there are {len(labels)} labels: correct the wrong "
+                f"one; without {key} the labels count"
+            )
+    return labels
 
 
 def labels_in_holder(fields: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Labels in CSV tables, with or without a header, and their columns in any order."""
 
 import csv
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +17,16 @@ from model.checkpoint.local_files import reading
 from model.errors import CheckpointError
 
 _SUFFIXES: Final = (".csv", ".tsv")
+
+# Headings of numbers that number the labels, besides `INDEX_NAMES`, and of pictures.
+_INDEX: Final = re.compile(
+    r"(class|label|category|target|train|cls)?_?(index|idx|id|number|no|nr|key|code|value)?|"
+    r"y|#|position|unnamed:_\d+"
+)
+_PICTURE: Final = re.compile(
+    r"(file|image|img|picture|photo)s?_?(name|path|file|id|url)?s?|"
+    r"(full_?|rel(ative)?_?)?paths?|urls?"
+)
 
 # The number of a line, and its cells.
 Row = tuple[int, list[str]]
@@ -43,11 +54,41 @@ def read(text: str, where: str, suffix: str) -> tuple[str, ...] | None:
     index = _column(numeric, names, INDEX_NAMES)
     others = [column for column in range(width) if column != index]
     label = _column(others, names, LABEL_NAMES)
+    _refuse_other_tables(names, index, others if label is None else [label], where)
     if index is None or label is None:
         raise CheckpointError(
             f"{where}: its {width} columns do not tell which are index and label; expected {FORMS}"
         )
     return in_order(((f"line {line}", cells[index], cells[label]) for line, cells in rows), where)
+
+
+def _refuse_other_tables(
+    names: Sequence[str], index: int | None, labels: Sequence[int], where: str
+) -> None:
+    """Refuse a table whose header tells that it lists pictures, or how many each class has.
+
+    Args:
+        names: cells of the header; empty without one.
+        index: column of numbers that may be the index.
+        labels: columns that may be the label.
+        where: name of the file in messages.
+
+    Raises:
+        CheckpointError: it is such a table.
+    """
+    if not names:
+        return
+    picture = next((names[column] for column in labels if _PICTURE.fullmatch(names[column])), None)
+    if picture is not None:
+        raise CheckpointError(
+            f"{where}: its column {picture!r:.100} lists pictures, not labels: give a table with "
+            "one line for each class, index and label"
+        )
+    if index is not None and not _INDEX.fullmatch(names[index]):
+        raise CheckpointError(
+            f"{where}: its column {names[index]!r:.100} need not be the index of the classes: if "
+            "it is, call it index; else give one label a line, in the order of the head's rows"
+        )
 
 
 def _index_columns(rows: Sequence[Row], width: int) -> list[int]:

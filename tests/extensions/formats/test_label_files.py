@@ -47,6 +47,8 @@ FORMS = {
     "clsloc.txt": "n02119789 1 dog\nn02100735 0 cat\nn02110185 2 red fox\n",
     "bullets.txt": "- cat\n- dog\n- red fox\n",
     "semicolons.txt": "cat;\ndog;\nred fox;\n",
+    "label_is_index.csv": "name,label\ncat,0\nred fox,2\ndog,1\n",
+    "of_pandas.csv": ",name,count\n0,cat,7\n1,dog,5\n2,red fox,5\n",
     "foreign_header.csv": "key,value\n1,dog\n0,cat\n2,red fox\n",
 }
 
@@ -152,6 +154,23 @@ REFUSED = {
     "unnamed.yaml": ("nc: 3\n", "no label for index 0"),
     "rows.jsonl": ('{"id": 0, "label": "cat"}\n', "a file .jsonl is not read as labels"),
     "header.csv": ("index,label\n", "a header without labels"),
+    "counted.yaml": (
+        "nc: 4\nnames: [cat, dog]\n",
+        "nc is 4, but there are 2 labels: correct the wrong one",
+    ),
+    "counted.json": ('{"num_classes": 3, "classes": ["cat", "dog"]}', "num_classes is 3, but"),
+    "counted-map.json": ('{"nc": 1, "mine": {"cat": 0, "dog": 1}}', "nc is 1, but"),
+    "listing.csv": (
+        "filename,label\na.jpg,0\nb.jpg,1\n",
+        "'filename' lists pictures, not labels: give a table with one line for each class",
+    ),
+    "paths.csv": ("id,Image Path\n0,a.jpg\n1,b.jpg\n", "'image_path' lists pictures"),
+    "split.csv": ("img,label,split\na.jpg,0,x\nb.jpg,1,x\n", "'img' lists pictures"),
+    "counts.csv": (
+        "label,count\ncat,1\ndog,0\n",
+        "'count' need not be the index of the classes: if it is, call it index; else give one",
+    ),
+    "images.csv": ("label,Number of images\ncat,1\ndog,0\n", "'number_of_images' need not be"),
 }
 
 
