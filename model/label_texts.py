@@ -28,6 +28,24 @@ _COMMAS: Final = 32
 # and the replacement of bytes that were not UTF-8.
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffd]")
 
+# Scripts whose letters U+200C and U+200D part and join: of the Arabic and the Indic families.
+_SCRIPTS: Final = (
+    "\u0600-\u109f\u1700-\u18af\u1900-\u1c7f\u1cd0-\u1cff\ua800-\uabff"
+    "\ufb50-\ufdff\ufe70-\ufefc\U00010a00-\U00011fff\U0001e900-\U0001e95f"
+)
+_VIRAMAS: Final = "\u094d\u09cd\u0a4d\u0acd\u0b4d\u0bcd\u0c4d\u0ccd\u0d4d\u0dca"
+_EMOJI: Final = "\u2190-\u2bff\U0001f000-\U0001faff"
+
+# Format characters (category Cf) that change nothing that a reader sees. Those that show a sign of
+# their own are left out, and so are those that shape a word, an emoji or a flag.
+_HIDDEN: Final = re.compile(
+    f"(?!(?<=[{_SCRIPTS}])[\u200c\u200d][{_SCRIPTS}]|(?<=[{_VIRAMAS}])\u200d"
+    f"|(?<=[{_EMOJI}\ufe0f])\u200d[{_EMOJI}]"
+    "|(?<=[\U0001f3f4\U000e0020-\U000e007e])[\U000e0020-\U000e007f])"
+    "[\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f]"
+)
+
 # Categories of characters that are invisible on their own.
 _INVISIBLE: Final = {"Cf", "Mn", "Zs"}
 
@@ -98,22 +116,44 @@ def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> t
     return checked_texts(values, name, most)
 
 
-def checked_texts(values: Sequence[object], name: str, most: int) -> tuple[str, ...]:
-    """Return texts without surrounding spaces; raise `InputError` as `parse_labels`."""
+def checked_texts(
+    values: Sequence[object], name: str, most: int, *, allows_hidden: bool = False
+) -> tuple[str, ...]:
+    """Return texts without surrounding spaces; raise `InputError` as `parse_labels`.
+
+    Args:
+        values: the texts.
+        name: name of the parameter in messages.
+        most: most texts.
+        allows_hidden: whether a text may have characters of `hidden_character`.
+    """
     texts = [value.strip() if isinstance(value, str) else "" for value in values]
     if not 1 <= len(texts) <= most:
         raise InputError(name, f"{name}: there are {len(texts)}, expected 1 to {most}")
     for number, text in enumerate(texts, start=1):
-        if not _is_visible(text):
+        hidden = hidden_character(text)
+        if not is_visible(text) or (hidden and not allows_hidden):
+            remedy = f": remove {hidden}" if hidden else ""
             raise InputError(
                 name,
                 f"{name}: {text!r:.50}, number {number}: expected 1 to {MAX_CHARACTERS} "
-                "characters that print",
+                f"characters that print{remedy}",
             )
     return tuple(texts)
 
 
-def _is_visible(text: str) -> bool:
+def hidden_character(text: str) -> str:
+    """Return the first character of a label that a reader does not see: `U+200B`; empty if none."""
+    match = _HIDDEN.search(text)
+    return f"U+{ord(match[0]):04X}" if match else ""
+
+
+def without_hidden(text: str) -> str:
+    """Return a label without the characters that a reader does not see."""
+    return _HIDDEN.sub("", text)
+
+
+def is_visible(text: str) -> bool:
     """Return whether a text has 1 to `MAX_CHARACTERS` characters, and some of them are visible."""
     if len(text) > MAX_CHARACTERS or _CONTROL.search(text):
         return False

@@ -8,7 +8,7 @@ from typing import Final
 from model.checkpoint.label_forms import LINE_SUFFIXES, labels_in_file, labels_in_json
 from model.checkpoint.local_files import read_text_file, resolved_source
 from model.errors import CheckpointError, InputError
-from model.label_texts import is_list, parse_labels
+from model.label_texts import hidden_character, is_list, parse_labels
 
 # `imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: the index of each
 # class.
@@ -26,7 +26,7 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
 
     Raises:
         CheckpointError: the file does not exist, its form is not read, an index is missing or given
-            twice, or there are not exactly `classes` labels.
+            twice, a character is hidden, or there are not exactly `classes` labels.
     """
     if name == "numbers" and classes is not None:
         return tuple(str(index) for index in range(classes))
@@ -39,6 +39,12 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
     else:
         where = str(path)
         labels = _in_file(read_text_file(path, where), where, path.suffix.lower(), classes)
+    for label in labels:
+        hidden = hidden_character(label)
+        if hidden:
+            raise CheckpointError(
+                f"{where}: {label!r:.100} has {hidden}, which does not print: remove it"
+            )
     if classes not in (None, len(labels)):
         raise CheckpointError(
             f"{where}: {len(labels)} labels for {classes} classes: give one for each class, in the "

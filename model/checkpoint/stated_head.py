@@ -13,6 +13,7 @@ from model.checkpoint.local_files import advising
 from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
 from model.heads import SOFTMAX
+from model.label_texts import without_hidden
 
 _MULTI_LABEL: Final = {
     None: False,
@@ -35,6 +36,15 @@ class HeadLabels:
     def has_names(self) -> bool:
         """Whether they are more than the numbers that transformers gives classes without names."""
         return not all(map(UNNAMED.fullmatch, self.names))
+
+    def without_hidden(self) -> "HeadLabels":
+        """Return the labels without hidden characters, with a note; unchanged if two get equal."""
+        names = tuple(map(without_hidden, self.names))
+        if names == self.names or "" in names or len(set(names)) < len(set(self.names)):
+            return self
+        count = sum(name not in self.names for name in names)
+        note = f"labels: {count} had characters that do not print, now removed: {NAME_THEM}"
+        return replace(self, names=names, notes=(*self.notes, note))
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,11 @@ class StatedHead:
                 f"{self.where}: num_labels is {count!r:.100}, but the head has {classes} classes: "
                 f"correct it, or {NAME_THEM}"
             )
+        labels = self._labels(classes)
+        return labels and labels.without_hidden()
+
+    def _labels(self, classes: int) -> HeadLabels | None:
+        """Return the config's labels as they are, or None."""
         if self.config.get("label_names"):
             return self.noted(self._described(self._stated("label_names", classes)))
         if self.config.get("id2label") is not None:

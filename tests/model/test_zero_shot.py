@@ -1,5 +1,6 @@
 """Labels in the forms of a request, and scores of an embedding against features of labels."""
 
+import unicodedata
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +60,37 @@ def test_labels_are_read_as_csv_or_json(text: str, labels: tuple[str, ...]) -> N
 def test_other_texts_are_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_labels(text)
+
+
+SEEN_FORMATS = [  # signs of their own, and controls of hieroglyphs
+    *range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD,
+    *range(0x13430, 0x13440),
+]  # fmt: skip
+
+
+def test_hidden_characters_are_refused_by_name() -> None:
+    for code in range(0x110000):
+        if unicodedata.category(chr(code)) == "Cf" and code not in SEEN_FORMATS:
+            for label in (f"cat{chr(code)}", f"c{chr(code)}at", f"\u06a9{chr(code)}cat"):
+                with pytest.raises(
+                    InputError, match=rf"number 1: .* that print: remove U\+{code:04X}"
+                ):
+                    parse_labels(f"{label},dog")
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "\u06a9\u062a\u0627\u0628\u200c\u0647\u0627",  # Persian
+        "\u0915\u094d\u200d\u0937",  # Hindi
+        "\u0d28\u0d4d\u200d",  # Malayalam, at the end of a word
+        "\U0001f9d1\U0001f3fd\u200d\u2764\ufe0f\u200d\U0001f9d1",  # a couple in love
+        "\U0001f3f4\U000e0067\U000e0062\U000e0073\U000e0063\U000e0074\U000e007f",  # Scotland
+        "\u0600\u0661",
+    ],
+)
+def test_characters_that_shape_others_are_kept(label: str) -> None:
+    assert parse_labels(label) == (label,)
 
 
 def test_templates_count_as_texts() -> None:

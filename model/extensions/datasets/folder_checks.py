@@ -8,6 +8,7 @@ from model.errors import DatasetError
 from model.extensions.datasets.split_names import TRAIN, is_unlabelled, role_of
 from model.extensions.datasets.splits import Split
 from model.images.listing import MAX_LISTED, Listing, list_folder, listed
+from model.label_texts import hidden_character, is_visible
 
 
 def refuse_flat_splits(listing: Listing) -> None:
@@ -70,8 +71,10 @@ def check_classes(root: Path, split: Split, picture_count: int, least: int, pick
 def _check_labels(root: Path, labels: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for label in labels:
-        if not label.isprintable():  # labels are printed in answers, tables and pictures
-            raise DatasetError(f"{root}: the name {label!a} has characters that cannot be printed")
+        hidden = hidden_character(label)
+        if hidden or not is_visible(label):  # labels are printed in answers, tables and pictures
+            what = f"{hidden}, which" if hidden else "characters that"
+            raise DatasetError(f"{root}: the name {label!a} has {what} cannot be printed")
         other = seen.setdefault(label.casefold(), label)
         if other != label:
             raise DatasetError(

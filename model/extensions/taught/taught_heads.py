@@ -152,7 +152,9 @@ class TaughtHead(NamedTuple):
             raise ValueError("another format or version")
         features: Any = metadata.get("features", "head")
         head = Head(
-            checked_texts(json.loads(metadata["labels"]), "labels", most=_MOST_LABELS),
+            checked_texts(
+                json.loads(metadata["labels"]), "labels", _MOST_LABELS, allows_hidden=True
+            ),
             independent=False,
             temperature=float(metadata["temperature"]),
             weight=arrays["weight"],

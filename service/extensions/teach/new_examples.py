@@ -133,4 +133,4 @@ def _check_file_name(query: ExampleQuery, settings: Settings, *, count: int) -> 
         )
     if count != 1:
         raise InvalidParameter(f"file_name: needs exactly one picture, got {count}")
-    checked_texts([query.file_name], "file_name", 1)
+    checked_texts([query.file_name], "file_name", 1, allows_hidden=True)

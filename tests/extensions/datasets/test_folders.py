@@ -339,6 +339,10 @@ def test_links_between_classes_are_refused(root: Path) -> None:
         ),
         # A Path would need the surrogate written out.
         (lambda root: os.mkdir(os.fsencode(root) + b"/\xff"), "cannot be printed"),  # noqa: PTH102
+        (
+            lambda root: (root / "cat\u200b").mkdir(),
+            r"has U\+200B, which cannot be printed",
+        ),
     ],
     ids=[
         "empty class",
@@ -350,6 +354,7 @@ def test_links_between_classes_are_refused(root: Path) -> None:
         "nothing",
         "no classes",
         "a name of bytes",
+        "a hidden character",
     ],
 )
 def test_unusable_folder_is_refused(

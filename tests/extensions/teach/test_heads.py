@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from model.extensions.taught.taught_heads import Features
+from model.extensions.taught.taught_heads import Features, TaughtHead
 from service.extensions.teach import heads as module
 from service.extensions.teach.errors import HeadWithoutBackbone
 from service.extensions.teach.examples import Examples
@@ -153,6 +153,12 @@ def written(**changes: Any) -> bytes:
         arrays,
         with_metadata | {name: each for name, each in changes.items() if isinstance(each, str)},
     )
+
+
+def test_hidden_characters_of_a_head_file_load() -> None:
+    content = written(labels='["cat", "dog", "cat\\u200b"]')
+    head = TaughtHead.from_bytes(content, "pets").head
+    assert head.labels == ("cat", "dog", "cat\u200b")
 
 
 NOT_FINITE = np.full((3, 24), np.nan, np.float32)

@@ -49,6 +49,19 @@ def test_labels_may_stand_in_the_setting(text: str) -> None:
     assert read_labels(text, 3) == LABELS
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.csv"])
+def test_hidden_characters_in_files_are_refused(name: str, tmp_path: Path) -> None:
+    texts = {
+        "a.txt": "cat\ncat\u200b\n",
+        "a.json": '["cat", "cat\\u200b"]',
+        "a.csv": "index,label\n0,cat\n1,cat\u200b\n",
+    }
+    file = tmp_path / name
+    file.write_text(texts[name], encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"has U\+200B, which does not print: remove it"):
+        read_labels(str(file), 2)
+
+
 def test_labels_without_file_are_refused() -> None:
     for name in ("cats.txt", "cats, dogs.csv", "cats"):
         with pytest.raises(

@@ -54,6 +54,18 @@ def test_a_multi_label_config_has_sigmoids(kind: str, tmp_path: Path) -> None:
     assert not load_checkpoint(str(folder), activation="softmax").multi_label
 
 
+def test_hidden_characters_of_a_config_are_noted(tmp_path: Path) -> None:
+    folder = huggingface_folder(tmp_path)
+    config = folder / "config.json"
+    put(config, "label2id", None)
+    put(config, "id2label", {"0": "cat\u200b", "1": "dog", "2": "\u06a9\u200c\u06a9"})
+    checkpoint = load_checkpoint(str(folder))
+    assert checkpoint.labels == ("cat", "dog", "\u06a9\u200c\u06a9")
+    assert any("labels: 1 had characters that do not print" in note for note in checkpoint.notes)
+    put(config, "id2label", {"0": "cat\u200b", "1": "dog", "2": "cat"})
+    assert load_checkpoint(str(folder)).labels == ("cat\u200b", "dog", "cat")
+
+
 @pytest.mark.parametrize("problem", ["regression", "ranking", ["regression"]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_regression_is_refused(kind: str, problem: object, tmp_path: Path) -> None:
