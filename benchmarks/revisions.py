@@ -12,6 +12,7 @@ import argparse
 import shutil
 import statistics
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def main() -> None:
                 "*.so"
             ):  # else Pillow resizes there
                 shutil.copy(library, other / "model" / "images")
+            _declare_extensions(other)
             # -P: the folder that it is started in is this tree, whichever is to be measured.
             start = ("-P", "-m", "service", "serve")
             trees = {"before": other, "after": checkpoints.REPOSITORY}
@@ -57,6 +59,18 @@ def main() -> None:
         finally:
             git("worktree", "remove", "--force", str(other))
     _print(record.data["models"])
+
+
+def _declare_extensions(tree: Path) -> None:
+    """Write a tree's entry points where its packages lie: those installed are of this tree."""
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    lines = []
+    for group, entries in project.get("entry-points", {}).items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    metadata = tree / f"{project['name']}-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: {project['name']}\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
 
 
 def _measure(
