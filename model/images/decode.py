@@ -77,7 +77,7 @@ class DecodedImage(NamedTuple):
         image: loaded, any mode, at 1/`scale` of `size`, rounded up.
         size: (width, height) of the whole stored picture, in pixels.
         scale: 1, 2, 4 or 8.
-        orientation: Exif orientation, 1...8.
+        orientation: orientation in Exif or XMP, 1...8.
     """
 
     image: Image.Image
@@ -133,7 +133,7 @@ def decode(
         if scale == 1:  # Pillow turns a TIFF upright during the load
             size = image.size
         if orientation is None:
-            orientation = read_orientation(image.info.get("exif"))
+            orientation = read_orientation(image.info.get("exif"), image.info.get("xmp"))
     except Image.DecompressionBombError as error:
         raise ImageTooLarge(f"the {name} picture is larger than Pillow decodes: {error}") from error
     except MemoryError as error:
@@ -146,14 +146,14 @@ def decode(
 
 
 def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile, int | None]:
-    """Return Pillow's image with only its header read, and its Exif orientation.
+    """Return Pillow's image with only its header read, and its orientation.
 
     Args:
         name: result of `formats.format_of`.
         data: the whole file; no reference to a bytearray is kept.
 
     Returns:
-        The image, and its Exif orientation 1...8, or None if only the reader can tell.
+        The image, and its orientation 1...8, or None if only the reader can tell.
 
     Raises:
         UnsupportedImageFormat: a kind of AVIF or JPEG that is not supported.

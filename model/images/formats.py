@@ -230,6 +230,13 @@ _METADATA = {*range(0xE0, 0xF0), 0xFE}
 _COLOUR_SEGMENTS = (b"JFIF\0", b"Adobe")
 
 _EXIF = b"Exif\0\0"
+_XMP: Final = b"http://ns.adobe.com/xap/1.0/\0"
+
+# The orientation in XMP, as Pillow finds it: an attribute or an element.
+_XMP_ORIENTATION: Final = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+
+# Most bytes of XMP that are searched.
+MAX_XMP: Final = 1_048_576
 
 _MAX_BOUNDED_SEGMENTS = 256
 _MAX_BOUNDED_JPEG = 16_777_216
@@ -275,6 +282,7 @@ def strip_jpeg(data: bytes | bytearray) -> tuple[bytes, int]:
     view = memoryview(data)
     kept = [view[:2]]
     exif = None
+    xmp = None
     for marker, begin, start, end in _segments(data, sys.maxsize):
         if marker == _SCAN:
             kept.append(view[begin:])
@@ -289,7 +297,9 @@ def strip_jpeg(data: bytes | bytearray) -> tuple[bytes, int]:
             kept.append(view[begin:end])
         elif exif is None and marker == _APP1 and data.startswith(_EXIF, start + 2):
             exif = bytes(view[start + 2 : end])
-    return b"".join(kept), read_orientation(exif)
+        elif marker == _APP1 and data.startswith(_XMP, start + 2):
+            xmp = view[start + 2 : end]
+    return b"".join(kept), read_orientation(exif, xmp)
 
 
 def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int, int, int]]:
@@ -316,27 +326,42 @@ def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int,
     raise InvalidImage(f"the file is made of more than {MAX_PARTS} parts")
 
 
-def read_orientation(exif: bytes | None) -> int:
-    """Return the Exif orientation 1...8 (CIPA DC-008, tag 274); 1, upright, if it is unreadable.
-
-    This function reads no other tag. A general reader builds a table of all tags, and a few
-    kilobytes of overlapping tags can make that table take hundreds of megabytes.
+def read_orientation(exif: bytes | None, xmp: bytes | memoryview | None) -> int:
+    """Return the orientation 1...8 from Exif, else from XMP; 1, upright, if neither has one.
 
     Args:
         exif: with or without its prefix, which some writers repeat.
+        xmp: the packet; only its first `MAX_XMP` bytes are searched.
+    """
+    orientation = _exif_orientation(exif)
+    if orientation is None and xmp:
+        match = _XMP_ORIENTATION.search(xmp, 0, MAX_XMP)
+        if match:
+            orientation = int(match[1])
+    if orientation is None or not 1 <= orientation <= 8:
+        return UPRIGHT
+    return orientation
+
+
+def _exif_orientation(exif: bytes | None) -> int | None:
+    """Return the value of Exif's tag 274 (CIPA DC-008), 0 if not an integer; None without the tag.
+
+    This function reads no other tag. A general reader builds a table of all tags, and a few
+    kilobytes of overlapping tags can make that table take hundreds of megabytes.
     """
     exif = (exif or b"").removeprefix(_EXIF).removeprefix(_EXIF)
     order = {b"II": "<", b"MM": ">"}.get(exif[:2])
     if order is None:
-        return UPRIGHT
+        return None
     try:
         (directory,) = struct.unpack_from(order + "L", exif, 4)
         (entries,) = struct.unpack_from(order + "H", exif, directory)
         for entry in range(directory + 2, directory + 2 + 12 * entries, 12):
             tag, kind, count = struct.unpack_from(order + "HHL", exif, entry)
             if tag == 274 and count:
-                (value,) = struct.unpack_from(order + _INTEGERS[kind], exif, entry + 8)
-                return value if 1 <= value <= 8 else UPRIGHT
-    except (struct.error, KeyError):  # truncated, or not an integer
+                if kind not in _INTEGERS:
+                    return 0
+                return int(struct.unpack_from(order + _INTEGERS[kind], exif, entry + 8)[0])
+    except struct.error:  # truncated
         pass
-    return UPRIGHT
+    return None

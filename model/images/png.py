@@ -1,14 +1,18 @@
 """PNG (W3C PNG, third edition, section 5): its header, its chunks without metadata."""
 
 import zlib
+from typing import Final
 
 from model.errors import InvalidImage
-from model.images.formats import MAX_PARTS, read_orientation
+from model.images.formats import MAX_PARTS, MAX_XMP, read_orientation
 
 _PICTURE_CHUNKS = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}
 _MAX_BOUNDED_FILE = 8_388_608
 # Bytes of all samples: about 0.1 s of deflate's fastest data and of Paeth's filter.
 _MAX_BOUNDED_BYTES = 16_777_216
+
+# Keyword of the iTXt chunk with XMP (XMP specification, part 3).
+_XMP: Final = b"XML:com.adobe.xmp\0"
 
 # Samples per pixel, by colour type.
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
@@ -39,6 +43,7 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
     view = memoryview(data)
     kept = [view[:8]]
     exif = None
+    xmp = None
     position = 8
     previous = b""
     pixels_ended = False
@@ -60,8 +65,25 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
             kept.append(view[position:end])
         elif kind == b"eXIf":
             exif = bytes(view[body : end - 4])
+        elif kind == b"iTXt" and data.startswith(_XMP, body):
+            xmp = view[body + len(_XMP) : end - 4]
         position = end
         previous = kind
         if kind == b"IEND" or position >= len(data):
-            return b"".join(kept), read_orientation(exif)
+            return b"".join(kept), read_orientation(exif, _packet(xmp))
     raise InvalidImage(f"the file is made of more than {MAX_PARTS} parts")
+
+
+def _packet(chunk: memoryview | None) -> bytes | None:
+    """Return the beginning of the XMP in an iTXt chunk, after its keyword; None if damaged."""
+    if chunk is None:
+        return None
+    content = bytes(chunk[:MAX_XMP])
+    # The language and the translated keyword come before the text.
+    text = content[2:].split(b"\0", 2)[-1]
+    if not content.startswith(b"\1"):
+        return text
+    try:
+        return zlib.decompressobj().decompress(text, MAX_XMP)
+    except zlib.error:
+        return None
