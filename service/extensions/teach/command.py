@@ -86,15 +86,8 @@ def _labelled(folder: Path, name: str) -> dict[Path, str]:
     chosen, notes = pictures.choose([TRAIN], "teach", pick)
     print_notes(notes)
     files = pictures.sets[chosen]
-    labels = [_label(folder, name_of_folder) for name_of_folder in pictures.labels]
+    labels = [checked_label(name_of_folder) for name_of_folder in pictures.labels]
     return {Path(files.name(number)): labels[label] for number, label in enumerate(files.labels)}
-
-
-def _label(folder: Path, name: str) -> str:
-    try:
-        return checked_label(name)
-    except InputError as error:
-        raise InputError("path", f"{folder}: a folder's name is its label: {error}") from None
 
 
 def _in_words(knowledge: Knowledge) -> str:
