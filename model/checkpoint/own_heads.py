@@ -57,8 +57,8 @@ def with_head(
         library_name: the library's name of the head, for folders; empty for a plain state dict.
 
     Raises:
-        CheckpointError: the head has several layers, or a layer under another name is likely to be
-            the head.
+        CheckpointError: the head has several layers or a norm, or a layer under another name is
+            likely to be the head.
     """
     result = _renamed(tensors, files.title, library_name)
     weight = result.get("head.weight")
@@ -72,8 +72,8 @@ def _renamed(tensors: Mapping[str, Tensor], where: str, library_name: str) -> di
     """Rename the only linear layer that can be the head to the model's name of the head.
 
     Raises:
-        CheckpointError: the head has several layers, or a layer under another name is likely to be
-            the head.
+        CheckpointError: the head has several layers or a norm, or a layer under another name is
+            likely to be the head.
     """
     norm = tensors.get("blocks.0.norm1.weight")
     if "head.weight" in tensors or norm is None or norm.ndim != 1 or not len(norm):
@@ -89,6 +89,7 @@ def _renamed(tensors: Mapping[str, Tensor], where: str, library_name: str) -> di
         )
     if len(heads) == 1 and _reads_features(tensors[heads[0]], width):
         weight = heads[0]
+        _refuse_norm_before(tensors, weight, where, library_name)
         new_names = {weight: "head.weight", f"{weight.removesuffix('weight')}bias": "head.bias"}
         return {new_names.get(name, name): tensor for name, tensor in tensors.items()}
     likely = [name for name in layers if _reads_features(tensors[name], width)]
@@ -102,6 +103,51 @@ def _renamed(tensors: Mapping[str, Tensor], where: str, library_name: str) -> di
                 "features of the last block are read, of CLS or of CLS and the mean of the patches"
             )
     return dict(tensors)
+
+
+def _refuse_norm_before(
+    tensors: Mapping[str, Tensor], weight: str, where: str, library_name: str
+) -> None:
+    """Refuse a norm in the head; it can be the final norm of a network without another one.
+
+    Args:
+        tensors: tensors by the model's names, but for the head.
+        weight: name of the weight of the head's linear layer.
+        where: name of the file in messages.
+        library_name: as in `with_head`.
+
+    Raises:
+        CheckpointError: the head has a norm.
+    """
+    part = weight.partition(".")[0]
+    norm = next(
+        (
+            name.removesuffix(".weight")
+            for name, tensor in tensors.items()
+            if name.startswith(f"{part}.") and name.endswith(".weight") and tensor.ndim == 1
+        ),
+        None,
+    )
+    if norm is None:
+        return
+    message = (
+        f"{where}: the head has a norm, {_shown(tensors, f'{norm}.weight')}, before its linear "
+        f"layer {_shown(tensors, weight)}"
+    )
+    has_final_norm = "norm.weight" in tensors or "fc_norm.weight" in tensors
+    is_layer_norm = f"{norm}.bias" in tensors and f"{norm}.running_mean" not in tensors
+    if has_final_norm or library_name or not is_layer_norm:
+        raise CheckpointError(
+            f"{message}, and a linear layer alone is read: save the backbone as a folder, and fit "
+            "a head on it with vitserve train --probe --from FOLDER"
+        )
+    lines = ", ".join(
+        f'{{from = "{norm}.{kind}", to = "norm.{kind}"}}' for kind in ("weight", "bias")
+    )
+    raise CheckpointError(
+        f"{message}: if the head reads the CLS token, this is the final norm: write this line into "
+        f"keys.toml, and give --keys keys.toml (VIT_KEYS): tensor = [{lines}]"
+    )
 
 
 def _layers(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -753,6 +753,35 @@ def test_unsupported_head_is_refused(tmp_path: Path) -> None:
         load(body | {"linear_head.weight": torch.zeros(5, 240)}, tmp_path, PLAIN)
 
 
+def test_norm_before_a_head_is_told(tmp_path: Path) -> None:
+    state = made().state_dict()
+    head = {
+        "head.0.weight": torch.ones(48),
+        "head.0.bias": torch.zeros(48),
+        "head.1.weight": state.pop("head.weight"),
+        "head.1.bias": state.pop("head.bias"),
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"a norm, 'head.0.weight' \[48\], before its linear layer 'head.1.weight' \[5, 48\], "
+        "and .* train --probe --from FOLDER",
+    ):
+        load(state | head, tmp_path)
+
+
+def test_norm_in_a_head_may_be_the_final(tmp_path: Path) -> None:
+    model = made()
+    state = {
+        re.sub(r"^head\.", "classifier.1.", re.sub(r"^norm\.", "classifier.0.", name)): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    with pytest.raises(CheckpointError, match="this is the final norm") as refusal:
+        load(state, tmp_path)
+    (tmp_path / "keys.toml").write_text(str(refusal.value).partition("(VIT_KEYS): ")[2])
+    checkpoint = load(state, tmp_path, PLAIN, keys=str(tmp_path / "keys.toml"))
+    assert_same_logits(checkpoint, model, "a final norm in the head")
+
+
 class LinearClassifier(nn.Module):
     """DINOv2's linear head of one layer (dinov2/hub/classifiers.py, `_LinearClassifierWrapper`)."""
 
