@@ -26,7 +26,13 @@ from model.extensions.formats.key_map import KeyMap, mapped, read_key_map
 from model.extensions.formats.layouts import in_layout
 from model.extensions.formats.shapes import shape_of
 from model.extensions.formats.single_files import content_of
-from model.extensions.formats.stated_architecture import OWN, USUAL, parse_architecture
+from model.extensions.formats.stated_architecture import (
+    OWN,
+    USUAL,
+    parse_architecture,
+    refuse_contradiction,
+    without_told,
+)
 from model.network import library
 
 FORMAT: Final = "state_dict"
@@ -51,10 +57,13 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
     prepared = files.prepared(network.tensors)
     refuse_lone_head(prepared, files.title)
     tensors = mapped(prepared, keys)
-    state_dict = _StateDict(files, options, network, name, arguments)
+    state_dict = _StateDict(files, options, network, name, without_told(arguments))
     if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
-        return state_dict.of_library(tensors)
-    return state_dict.of_vit(tensors, keys)
+        checkpoint = state_dict.of_library(tensors)
+    else:
+        checkpoint = state_dict.of_vit(tensors, keys)
+    refuse_contradiction(checkpoint.config, arguments, files.title)
+    return checkpoint
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class _StateDict:
         options: options of the operator.
         network: the network within the file.
         name: name of the stated architecture; empty if none is stated.
-        arguments: arguments of the stated architecture.
+        arguments: arguments of the stated architecture that no file tells.
     """
 
     files: SingleFile

@@ -6,10 +6,12 @@ It is a name of timm with optional arguments that differ, `vit_base_patch16_224,
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 from model.checkpoint.timm_architectures import architectures, runs_in_library, split_name
 from model.checkpoint.timm_arguments import EvaArguments, TimmArguments
+from model.config import NetworkConfig
 from model.errors import CheckpointError, nearest
 
 OWN: Final = "vit"  # the architecture whose sizes the tensors tell
@@ -28,7 +30,12 @@ USUAL: Final = {
 }
 # Arguments for the layout of the tensors, which are not timm's.
 OF_LAYOUT: Final = frozenset({"qkv_order", "patch_order"})
-_INFERRED: Final = frozenset({"img_size", "num_classes", "in_chans"})
+# Arguments that the file and its preprocessing tell, and the fields of the network's configuration.
+_TOLD: Final = {
+    "img_size": "image_size",
+    "num_classes": "num_classes",
+    "in_chans": "in_channels",
+}
 
 
 def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
@@ -56,11 +63,32 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
             hint = f": did you mean {near}?" if near else ""
             raise CheckpointError(f"VIT_ARCHITECTURE: {name} has no argument {key!r:.100}{hint}")
         arguments[key] = _value(value)
-        if key in _INFERRED and (key, arguments[key]) != ("num_classes", 0):
-            raise CheckpointError(
-                f"VIT_ARCHITECTURE {pair!r}: {key} is read from the file and need not be given"
-            )
     return name, arguments
+
+
+def without_told(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that no file tells; `num_classes=0` says that there is no head."""
+    return {
+        key: value
+        for key, value in arguments.items()
+        if key not in _TOLD or (key, value) == ("num_classes", 0)
+    }
+
+
+def refuse_contradiction(config: NetworkConfig, arguments: Mapping[str, Any], where: str) -> None:
+    """Raise `CheckpointError` for a stated argument that the file contradicts."""
+    for key, field in _TOLD.items():
+        told = getattr(config, field)
+        if key == "img_size":
+            told = list(told)
+        stated = arguments.get(key, told)
+        if key == "img_size" and isinstance(stated, int):
+            stated = [stated, stated]
+        if stated != told:
+            raise CheckpointError(
+                f"{where}: VIT_ARCHITECTURE says {key}={arguments[key]}, but the file and its "
+                f"preprocessing tell {key}={told}: correct the argument, or leave it out"
+            )
 
 
 def is_eva(name: str) -> bool:

@@ -232,8 +232,10 @@ def test_preprocessing_tells_an_oblong_grid(tmp_path: Path) -> None:
         ("vit_tiny_patch16_224,nonsense=1", "nonsense"),
         (
             "vit_tiny_patch16_224,img_size=32",
-            "'img_size=32': img_size is read from the file and need not be given",
+            r"says img_size=32, but .* tell img_size=\[48, 48\]: correct the argument, or leave it",
         ),
+        ("vit_tiny_patch16_224,num_classes=4", "says num_classes=4, but .* tell num_classes=3"),
+        ("vit_tiny_patch16_224,in_chans=1", "says in_chans=1, but .* tell in_chans=3"),
         ("vit_tiny_patch16_224,depth", "'depth': expected argument=value"),
     ],
 )
@@ -247,6 +249,17 @@ def test_a_wrong_architecture_is_refused(
             preprocess=preprocess_file(tmp_path, 48, 48),
             labels="numbers",
         )
+
+
+@pytest.mark.parametrize("told", ["num_classes=3", "img_size=48", "img_size=[48,48]", "in_chans=3"])
+def test_arguments_may_say_what_a_file_tells(told: str, tiny: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(
+        str(tiny),
+        architecture=f"vit_tiny_patch16_224,{told}",
+        preprocess=preprocess_file(tmp_path, 48, 48),
+        labels="numbers",
+    )
+    assert checkpoint.config.num_classes == 3
 
 
 @pytest.mark.parametrize(
