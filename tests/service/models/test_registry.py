@@ -635,13 +635,14 @@ async def test_crowded_models_spare_the_default(
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, disk):
 
         async def alternate(*names: str) -> None:
-            for name in names * 10:
-                with suppress(ModelsFull):  # the other model is in use
-                    await ask(models, name)
+            while models.results["evicted"] < 10:
+                for name in names:
+                    with suppress(ModelsFull):  # the other model is in use
+                        await ask(models, name)
 
         attacks = [asyncio.create_task(alternate(*names)) for names in ("bc", "cb")]
         while not all(each.done() for each in attacks):
             assert await ask(models, "a") == 1
             assert backbones(models)["a"]
         await asyncio.gather(*attacks)
-        assert (models.results["evicted"] >= 10, disk.loads.count("a")) == (True, 1)
+        assert disk.loads.count("a") == 1
