@@ -182,3 +182,10 @@ def test_what_a_form_leaves_open_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as refusal:
         read_labels(str(file), 2)
     assert str(file) in str(refusal.value)
+
+
+def test_hidden_characters_in_tables_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "labels.csv"
+    file.write_text("index,label\n0,cat\n1,cat\u200b\n", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"has U\+200B, which does not print: remove it"):
+        read_labels(str(file), 2)
