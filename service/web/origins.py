@@ -125,8 +125,8 @@ def is_served_host(host: str, served: Collection[str]) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        parents = (f"*{name[dot:]}" for dot, character in enumerate(name) if character == ".")
-        return name in served or any(parent in served for parent in parents)
+        parents = (entry.removeprefix("*") for entry in served if entry.startswith("*."))
+        return name in served or name.endswith(tuple(parents))
     return True
 
 
