@@ -46,8 +46,6 @@ def parse_query(query_model: type[BaseModel], query_string: bytes) -> BaseModel:
 
     The last queries are cached, because most requests have one of a few.
     """
-    if query_string.count(b"&") >= _MAX_PARAMETERS:
-        raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
     return validated(query_model, _pairs(query_string))
 
 
@@ -91,7 +89,17 @@ def require_no_parameters(path: str, query_string: bytes) -> None:
 
 
 def _pairs(query_string: bytes) -> list[tuple[str, str]]:
-    return parse_qsl(query_string.decode("latin-1"), keep_blank_values=True)
+    """Return the names and values in an address.
+
+    Raises:
+        InvalidParameter: there are too many, or they are not UTF-8.
+    """
+    if query_string.count(b"&") >= _MAX_PARAMETERS:
+        raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
+    try:
+        return parse_qsl(query_string.decode(), keep_blank_values=True, errors="strict")
+    except UnicodeDecodeError:
+        raise InvalidParameter("the query is not UTF-8: send percent-encoded UTF-8") from None
 
 
 def merged(query: Q, query_string: bytes, fields: FormFields) -> Q:

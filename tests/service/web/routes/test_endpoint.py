@@ -152,13 +152,19 @@ async def test_a_refused_query_names_its_parameter(path: str, query: str, detail
 
 
 @on_a_loop
-async def test_a_query_of_wrong_bytes_is_refused(service: App) -> None:
-    communicator = service.communicator(
-        "POST", "/classify", headers={"content-type": "image/png"}, body=png(7)
-    )
-    communicator.scope["query_string"] = b"top_k=\xff"
+@pytest.mark.parametrize(
+    ("query", "detail"),
+    [
+        (b"model=%C3%BC", "unknown model 'ü'"),
+        (b"top_k=\xff", "percent-encoded UTF-8"),
+        (b"model=%FC", "percent-encoded UTF-8"),
+    ],
+)
+async def test_a_query_is_read_as_utf8(service: App, query: bytes, detail: str) -> None:
+    communicator = service.communicator("POST", "/classify", body=png(7))
+    communicator.scope["query_string"] = query
     await communicator.run()
-    assert (communicator.status, communicator.code) == (422, "invalid_parameter")
+    assert detail in communicator.json["detail"]
 
 
 @on_a_loop
@@ -171,13 +177,14 @@ async def test_refused_queries_are_not_cached(service: App) -> None:
 @on_a_loop
 @pytest.mark.parametrize(("parameters", "status"), [(64, 200), (65, 422), (15_000, 422)])
 async def test_the_number_of_parameters_is_bounded(parameters: int, status: int) -> None:
-    response = await app().classify(query="&".join(["top_k=1"] * parameters))
-    assert response.status == status
+    query = "&".join(["top_k=1"] * parameters)
+    answers = [await app().classify(query=query)]
+    assert answers[0].status == status
     if status == 422:
-        assert (response.code, response.json["detail"]) == (
-            "invalid_parameter",
-            "more than 64 parameters",
-        )
+        answers.append(await app().get("/models", query))  # it takes no parameters
+        for answer in answers:
+            assert answer.code == "invalid_parameter"
+            assert answer.json["detail"] == "more than 64 parameters"
 
 
 @on_a_loop
