@@ -45,9 +45,9 @@ _DEMANDS: Final = {
         "only 100-continue is known",
     ),
     "if-match": _Demand(
-        lambda value, method: value == "*",
+        lambda value, method: value == "*" and method != "PUT",
         PreconditionFailed,
-        "resources have no versions here; leave it out",
+        "resources have no versions here, and PUT creates a missing one; leave it out",
     ),
     "if-none-match": _Demand(
         lambda value, method: value != "*" or method in ("GET", "HEAD"),
@@ -83,18 +83,18 @@ def check_headers(headers: Iterable[Header], method: str, media_types: Collectio
             method.
     """
     accepted: list[str] = []
-    content_types: list[bytes] = []
+    content_types: list[str] = []
     for header, value in headers:
         if header not in _CHECKED:
             continue
         if header == b"content-type":
-            content_types.append(value)
+            content_types.append(value.decode("latin-1"))
         elif header == b"accept":
             accepted.append(value.decode("latin-1"))
         else:
             _check_demand(header.decode(), value.decode("latin-1").strip(), method)
-    if len(content_types) > 1 and len(set(content_types)) > 1:
-        raise MalformedRequest(f"Content-Type: {content_types!s:.100}: send one")
+    if len(set(content_types)) > 1:
+        raise MalformedRequest(f"Content-Type: {' and '.join(content_types):.100}: send one")
     if accepted and media_types:
         require_acceptable(", ".join(accepted), media_types)
 
@@ -128,7 +128,7 @@ def _accepts(accept: str, media_type: str) -> bool:
         for parameter in parameters:
             name, _, value = parameter.partition("=")
             if name.strip() == "q":
-                quality = _number(value)
+                quality = _quality(value)
         if media_range:
             qualities[media_range] = max(quality, qualities.get(media_range, 0.0))
     main_type = media_type.partition("/")[0]
@@ -138,8 +138,10 @@ def _accepts(accept: str, media_type: str) -> bool:
     return not qualities
 
 
-def _number(text: str) -> float:
+def _quality(text: str) -> float:
+    """Return a quality from 0 to 1; 1, the default, for any other text."""
     try:
-        return float(text)
+        quality = float(text)
     except ValueError:
         return 1.0
+    return quality if 0 <= quality <= 1 else 1.0

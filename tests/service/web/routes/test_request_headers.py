@@ -34,6 +34,9 @@ async def post(path: str, **headers: str) -> Any:
         "text/html, image/gif, image/jpeg, *; q=.2",
         "application/json, application/*+json",
         "image/png;q=x, */*;q=y",
+        "*/*;q=1, */*;q=nan",
+        "application/json;q=-1, image/png;q=nan",
+        f"image/png, {'a/b,' * 10_000}",
     ],
 )
 async def test_usual_accept_headers_pass(accept: str) -> None:
@@ -134,9 +137,28 @@ async def test_other_headers_pass(name: str, value: str) -> None:
 
 
 @on_a_loop
+async def test_if_match_does_not_create_a_model() -> None:
+    answer = await app(admin_key="A").request("PUT", "/models/new", headers={"if-match": "*"})
+    assert (answer.status, answer.code) == (412, "precondition_failed")
+    assert "leave it out" in answer.json["detail"]
+
+
+@on_a_loop
+@pytest.mark.parametrize(("digest", "status"), [(SHA, 200), (MD5, 400)])
+async def test_a_digest_covers_every_chunk(digest: str, status: int) -> None:
+    headers = {"content-digest": f"sha-256=:{digest}:"}
+    communicator = app().communicator("POST", "/classify", headers=headers, body=None)
+    for byte in PNG:
+        communicator.feed(bytes([byte]))
+    communicator.feed(b"", more=False)
+    assert (await communicator.run()).status == status
+
+
+@on_a_loop
 async def test_two_types_of_a_body_are_refused() -> None:
     communicator = app().communicator("POST", "/classify", body=PNG)
     types = [b"image/png", b"multipart/form-data; boundary=b"]
     communicator.scope["headers"] = [(b"content-type", value) for value in types]
     answer = await communicator.run()
     assert (answer.status, answer.code) == (400, "malformed_request")
+    assert "image/png and multipart/form-data" in answer.json["detail"]
