@@ -122,6 +122,9 @@ class FairQueue(Generic[J]):
     The cost of a job is its size times the measured seconds of work for a unit of size. Once the
     job has worked, its caller is charged the seconds that it took.
 
+    `begin`, and `add` while the queue is long, look at each caller with waiting jobs: together
+    0.1 ms with 256 callers. A heap would have to be corrected whenever a caller is charged.
+
     Args:
         servers: returns how many jobs may be under way.
         clock: monotonic seconds.
@@ -262,10 +265,11 @@ class FairQueue(Generic[J]):
             return False  # even if all waiting jobs were ahead
         pace = self._costs.worked_per_size or _LEAST_PACE
         turn = share.used + share.size * pace
-        size_ahead = share.size
-        for other in self._line:
-            if other is not share:
-                size_ahead += min(other.size, max(0.0, turn - other.used) / pace)
+        size_ahead = share.size + sum(
+            min(other.size, (turn - other.used) / pace)
+            for other in self._line
+            if other.used < turn and other is not share
+        )
         return self._seconds(size_ahead) > remaining
 
     def _seconds(self, size_ahead: float) -> float:

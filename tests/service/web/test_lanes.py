@@ -240,6 +240,21 @@ def test_a_quiet_caller_does_not_save_turns() -> None:
     assert 18 <= Counter(after)["quiet"] <= 22
 
 
+def test_many_callers_begin_by_their_use() -> None:
+    clock = Clock()
+    queue: FairQueue[Arrival] = FairQueue(lambda: 1, clock)
+    seconds = [(7 * number % 300 + 1) / 1000 for number in range(300)]
+    for number in [*range(300), *range(300)]:
+        queue.add(Arrival(f"{number}", seconds[number], clock.now, 1e9), number)
+    served: list[float] = []
+    while (job := queue.begin()) is not None:
+        served.append(job.seconds)
+        clock.now += job.seconds
+        queue.charge(job, job.seconds)
+        queue.leave(job)
+    assert served == seconds + sorted(seconds)
+
+
 def test_callers_of_long_ago_are_forgotten() -> None:
     clock = Clock()
     queue: FairQueue[QueuedJob] = FairQueue(lambda: 1, clock)
