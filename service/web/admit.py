@@ -193,14 +193,9 @@ class AdmittedRequest:
         await self.cancellation.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         try:
-            await self.cancellation.__aexit__(kind, error, traceback)
+            await self.cancellation.__aexit__(*raised)
         finally:
             self.permit.close()
             self.service.byte_budget.give_back(self.body)

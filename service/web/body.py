@@ -76,7 +76,7 @@ def check_early(request: Request, query: PictureQuery, model: Lease) -> None:
     An address without parameters is not checked if the body is a form, which may have them.
     """
     kind = request.headers.get("content-type", "").lower()
-    if request.scope["query_string"] or not kind.startswith("multipart/form-data"):
+    if request.scope["query_string"] or not kind.startswith(_FORM):
         query.requested(model.info)
 
 

@@ -35,7 +35,7 @@ def decoded(body: bytearray, kind: type[T]) -> T:
     remove_mark(body)
     try:
         document = msgspec.json.decode(body or b"{}", type=kind)
-        require_names_once(body, 0)
+        require_names_once(body, count_names(document))
         return document
     except (UnicodeDecodeError, RecursionError):
         raise MalformedRequest("invalid body: it is not UTF-8, or nested too deeply") from None

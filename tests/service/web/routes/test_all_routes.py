@@ -235,3 +235,12 @@ async def test_every_form_refuses_unknown_fields(tmp_path: Path) -> None:
             assert f"parameters: {name}" in answer.json["detail"]
             tried += 1
     assert tried > (40 if TEACH else 25)
+
+
+@on_a_loop
+async def test_options_is_405_on_every_route(tmp_path: Path) -> None:
+    service = running(tmp_path)
+    for route in routes_of(service):
+        answer = await service.request("OPTIONS", path_of(route))
+        assert answer.status == 405, route.path
+        assert route.methods <= set(answer.headers["allow"].split(", ")), route.path
