@@ -131,13 +131,22 @@ class Request:
     gone: bool = False
 
 
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose time also passes with the injected clock, so that deadlines end there."""
+
+    passed_seconds = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.passed_seconds
+
+
 class ModelMachine(RuleBasedStateMachine):
     """One served name, its requests, and the events."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        self.loop = asyncio.new_event_loop()
+        self.loop = Loop()
         self.numbers = itertools.count(1)
         self.checkpoints = itertools.count(1)
         self.runners: dict[int, Runner] = {}
@@ -295,6 +304,7 @@ class ModelMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 2, SECONDS]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
+        self.loop.passed_seconds += seconds
 
     # Events of the device
 
