@@ -10,11 +10,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import PurePath
 from typing import Any, Final
 
 from model.checkpoint.local_files import reading
 from model.errors import CheckpointError
 from model.extension import extensions, resolve
+from model.images.listing import PICTURE_SUFFIXES
 
 # A label reader returns the labels in the text of a file, or None if it does not read this form.
 # It takes the arguments of `labels_in_file`.
@@ -68,6 +70,9 @@ LINE_SUFFIXES: Final = ("", ".txt", ".text", ".names", ".labels", ".classes", ".
 # A name that transformers makes up for a class without one.
 UNNAMED: Final = re.compile(r"LABEL_\d+")
 
+# Most labels of a file with one label a line, or of a list in a setting.
+MAX_LABELS: Final = 100_000
+
 # The position of a label in a file, its index as written there, and the label.
 Row = tuple[str, object, object]
 
@@ -114,18 +119,27 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def lines_of(text: str) -> list[str]:
-    """Return the lines of a text, which end as on Linux, Windows or old Macs."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").rstrip().split("\n")
+def lines_of(text: str, where: str) -> list[str]:
+    """Return the lines of a text, which end as on Linux, Windows or old Macs; refuse too many."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip()
+    count = text.count("\n")
+    if count > MAX_LABELS:
+        raise CheckpointError(
+            f"{where}: {count + 1} lines, but at most {MAX_LABELS} labels are read: give a file "
+            "with one label for each class"
+        )
+    return text.split("\n")
 
 
 def label_lines(text: str, where: str) -> tuple[str, ...]:
-    """Return the label in each line; refuse an empty line."""
-    lines = tuple(line.strip() for line in lines_of(text))
+    """Return the label in each line; refuse an empty line, or the name of a picture."""
+    lines = tuple(line.strip() for line in lines_of(text, where))
     if "" in lines:
         raise CheckpointError(
             f"{where}: line {lines.index('') + 1} is empty; expected one label a line"
         )
+    for number, line in enumerate(lines, 1):
+        _refuse_picture(line, f"line {number}", where)
     return lines
 
 
@@ -262,6 +276,15 @@ def is_index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9
 
 
+def _refuse_picture(label: str, position: str, where: str) -> None:
+    """Refuse the name of a picture, which a list of pictures with their classes holds."""
+    if PurePath(label).suffix.lower() in PICTURE_SUFFIXES:
+        raise CheckpointError(
+            f"{where}: {position}: {label!r:.100} is a picture, not a label: give a file with one "
+            "label for each class, in place of a list of pictures"
+        )
+
+
 def _without_synset(label: object) -> object:
     """Return the label of an entry; Keras writes `["n01440764", "tench"]`."""
     if isinstance(label, list) and len(label) == 2:
@@ -281,6 +304,7 @@ def in_order(rows: Iterable[Row], where: str) -> tuple[str, ...]:
             raise CheckpointError(
                 f"{where}: {position}: {index!r:.100}: expected the index of a class"
             )
+        _refuse_picture(label, position, where)
         number = int(str(index))
         if number in labels:
             raise CheckpointError(

@@ -5,7 +5,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-from model.checkpoint.label_forms import LINE_SUFFIXES, labels_in_file, labels_in_json
+from model.checkpoint.label_forms import (
+    LINE_SUFFIXES,
+    MAX_LABELS,
+    is_document,
+    labels_in_file,
+    labels_in_json,
+)
 from model.checkpoint.local_files import read_text_file, resolved_source
 from model.errors import CheckpointError, InputError
 from model.label_texts import hidden_character, is_list, parse_labels
@@ -14,7 +20,6 @@ from model.label_texts import hidden_character, is_list, parse_labels
 # class.
 LABEL_PRESETS: Final = ("imagenet-1k", "numbers")
 _FILE: Final = re.compile(r"[^\"'\[{]*\.(txt|json|csv|tsv|ya?ml|names|labels)", re.IGNORECASE)
-_MAX_LABELS: Final = 100_000
 
 
 def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
@@ -61,7 +66,7 @@ def imagenet_labels() -> tuple[str, ...]:
 
 def _in_file(text: str, where: str, suffix: str, classes: int | None) -> tuple[str, ...]:
     """Return the labels in a file; a text file may also list them as the setting does."""
-    is_text = suffix in LINE_SUFFIXES and not text.lstrip().startswith(("{", "["))
+    is_text = suffix in LINE_SUFFIXES and not is_document(text)
     is_one_line = len(text.rstrip().splitlines()) == 1
     if is_text and is_one_line and classes != 1 and is_list(text):
         return _listed(text.strip(), where)
@@ -78,6 +83,6 @@ def _listed(text: str, where: str) -> tuple[str, ...]:
             f"{', '.join(LABEL_PRESETS)}"
         )
     try:
-        return parse_labels(text, where, most=_MAX_LABELS)
+        return parse_labels(text, where, most=MAX_LABELS)
     except InputError as error:
         raise CheckpointError(str(error)) from None

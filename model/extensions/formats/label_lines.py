@@ -4,7 +4,13 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from model.checkpoint.label_forms import LINE_SUFFIXES, in_order, is_document, label_lines
+from model.checkpoint.label_forms import (
+    LINE_SUFFIXES,
+    Row,
+    in_order,
+    is_document,
+    label_lines,
+)
 from model.checkpoint.local_files import advising
 
 # Text between an index and its label. Possessive quantifiers keep the time of a match short.
@@ -50,27 +56,29 @@ def _numbered_labels(lines: Sequence[str], where: str) -> tuple[str, ...]:
     Raises:
         CheckpointError: the numbers look like indices, but one is missing or given twice.
     """
-    sides = [pairs for pattern in _NUMBERED if (pairs := _numbered(lines, pattern))]
-    counted = range(len(lines))
-    for pairs in sides:
-        labels = dict(pairs)
-        if labels.keys() == set(counted):
-            return _bare([labels[index] for index in counted])
+    sides = [rows for pattern in _NUMBERED if (rows := _numbered(lines, pattern))]
+    counted = set(range(len(lines)))
+    for rows in sides:
+        if {index for _, index, _ in rows} == counted:
+            return _bare(in_order(rows, where))
     is_clear = all(map(_CLEAR.fullmatch, lines))
-    for pairs in sides:
-        if not is_clear and min(pairs)[0] > 1:
+    for rows in sides:
+        if not is_clear and not {0, 1} & {index for _, index, _ in rows}:
             continue  # because `2 stroke` and `4 cylinders` are labels
         with advising("; if the numbers belong to the labels, write each label in quotes"):
-            return in_order(((f"line {n}", *pair) for n, pair in enumerate(pairs, 1)), where)
+            return in_order(rows, where)
     return ()
 
 
-def _numbered(lines: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[int, str]]:
-    """Return index and label of each line; empty if a line lacks one, or all labels are equal.
+def _numbered(lines: Sequence[str], pattern: re.Pattern[str]) -> list[Row]:
+    """Return the rows of lines; empty if a line lacks an index, or all labels are equal.
 
     The numbers of `type 1` and `type 2` are parts of labels.
     """
     matches = [match for line in lines if (match := pattern.fullmatch(line))]
     if len(matches) < len(lines) or len({match["label"] for match in matches}) < 2:
         return []
-    return [(int(match["index"]), match["label"]) for match in matches]
+    return [
+        (f"line {number}", int(match["index"]), match["label"])
+        for number, match in enumerate(matches, 1)
+    ]

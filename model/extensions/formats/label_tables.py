@@ -36,7 +36,7 @@ def read(text: str, where: str, suffix: str) -> tuple[str, ...] | None:
     """Return the labels of a CSV table; None for another file."""
     if suffix not in _SUFFIXES:
         return None
-    rows = _rows(lines_of(text), where)
+    rows = _rows(lines_of(text, where), where)
     names = [cell.lower().replace(" ", "_") for cell in rows[0][1]]
     width = len(names)
     numeric = _index_columns(rows[1:], width) if len(rows) > 1 < width else []

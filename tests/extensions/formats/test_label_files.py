@@ -6,8 +6,7 @@ import pytest
 
 from model.checkpoint.labels import read_labels
 from model.errors import CheckpointError
-
-LABELS = ("cat", "dog", "red fox")
+from tests.support.label_files import ENCODINGS, LABELS, assert_read, assert_refused
 
 FORMS = {
     "table.txt": "0,cat\n1,dog\n2,red fox\n",
@@ -53,13 +52,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("name", FORMS)
 def test_labels_are_read_in_each_form(name: str, encoding: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    file.write_bytes(FORMS[name].replace("\n", "\r\n").encode(encoding))
-    assert read_labels(str(file), 3) == LABELS
-    assert read_labels(str(file), None) == LABELS
+    assert_read(tmp_path / name, FORMS[name], encoding)
 
 
 def test_files_of_the_field_are_read(shared: Path) -> None:
@@ -166,6 +162,9 @@ REFUSED = {
     ),
     "paths.csv": ("id,Image Path\n0,a.jpg\n1,b.jpg\n", "'image_path' lists pictures"),
     "split.csv": ("img,label,split\na.jpg,0,x\nb.jpg,1,x\n", "'img' lists pictures"),
+    "bare-listing.csv": ("a.jpg,0\nb.jpg,0\n", "line 1: 'a.jpg' is a picture, not a label: give"),
+    "bare-listing.txt": ("a.jpg 0\nb.jpg 1\n", "line 1: 'a.jpg' is a picture"),
+    "one-column.csv": ("filename\na.PNG\n", "line 2: 'a.PNG' is a picture"),
     "counts.csv": (
         "label,count\ncat,1\ndog,0\n",
         "'count' need not be the index of the classes: if it is, call it index; else give one",
@@ -176,16 +175,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_form_leaves_open_is_refused(name: str, tmp_path: Path) -> None:
-    text, message = REFUSED[name]
-    file = tmp_path / name
-    file.write_text(text)
-    with pytest.raises(CheckpointError, match=message) as refusal:
-        read_labels(str(file), 2)
-    assert str(file) in str(refusal.value)
+    assert_refused(tmp_path / name, *REFUSED[name])
 
 
 def test_hidden_characters_in_tables_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "labels.csv"
-    file.write_text("index,label\n0,cat\n1,cat\u200b\n", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"has U\+200B, which does not print: remove it"):
-        read_labels(str(file), 2)
+    text = "index,label\n0,cat\n1,cat\u200b\n"
+    assert_refused(tmp_path / "labels.csv", text, r"has U\+200B, which does not print: remove it")

@@ -6,8 +6,7 @@ import pytest
 
 from model.checkpoint.labels import read_labels
 from model.errors import CheckpointError
-
-LABELS = ("cat", "dog", "red fox")
+from tests.support.label_files import ENCODINGS, LABELS, assert_read, assert_refused
 
 FORMS = {
     "text.txt": "cat\ndog\nred fox\n",
@@ -33,13 +32,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("name", FORMS)
 def test_labels_are_read_in_each_form(name: str, encoding: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    file.write_bytes(FORMS[name].replace("\n", "\r\n").encode(encoding))
-    assert read_labels(str(file), 3) == LABELS
-    assert read_labels(str(file), None) == LABELS
+    assert_read(tmp_path / name, FORMS[name], encoding)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +51,7 @@ def test_hidden_characters_in_files_are_refused(name: str, tmp_path: Path) -> No
         "a.txt": "cat\ncat\u200b\n",
         "a.json": '["cat", "cat\\u200b"]',
     }
-    file = tmp_path / name
-    file.write_text(texts[name], encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"has U\+200B, which does not print: remove it"):
-        read_labels(str(file), 2)
+    assert_refused(tmp_path / name, texts[name], r"has U\+200B, which does not print: remove it")
 
 
 def test_labels_without_file_are_refused() -> None:
@@ -90,6 +83,9 @@ REFUSED = {
     "numbers.json": ("[1, 2]", "entry 0: 1: a label must be text"),
     "damaged.json": ('["cat", ', "not JSON"),
     "key.json": ('{"a": "cat", "b": "dog"}', "neither from index to label nor from label to index"),
+    "listing.txt": ("a.jpg\nb.jpg\n", "line 1: 'a.jpg' is a picture, not a label"),
+    "listing.json": ('{"a.jpg": 0, "b.jpg": 0}', "'a.jpg' is a picture, not a label"),
+    "lines.txt": ("a\n" * 100_002, "100002 lines, but at most 100000 labels are read: give"),
     "hole.txt": ("cat\n\ndog\n", "line 2 is empty"),
     "nothing.txt": (" \n", "holds no labels"),
     "more.txt": ("cat\ndog\nfox\n", "3 labels for 2 classes"),
@@ -108,12 +104,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_form_leaves_open_is_refused(name: str, tmp_path: Path) -> None:
-    text, message = REFUSED[name]
-    file = tmp_path / name
-    file.write_text(text)
-    with pytest.raises(CheckpointError, match=message) as refusal:
-        read_labels(str(file), 2)
-    assert str(file) in str(refusal.value)
+    assert_refused(tmp_path / name, *REFUSED[name])
 
 
 def test_other_encodings_are_refused_by_name(tmp_path: Path) -> None:
