@@ -33,13 +33,18 @@ _SCRIPTS: Final = (
     "\u0600-\u109f\u1700-\u18af\u1900-\u1c7f\u1cd0-\u1cff\ua800-\uabff"
     "\ufb50-\ufdff\ufe70-\ufefc\U00010a00-\U00011fff\U0001e900-\U0001e95f"
 )
+# Scripts without spaces between words, where U+200B parts words: Thai, Lao, Myanmar, Khmer, Tai.
+_UNSPACED: Final = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\ua9e0-\ua9ff\uaa60-\uaadf"
+)
 _VIRAMAS: Final = "\u094d\u09cd\u0a4d\u0acd\u0b4d\u0bcd\u0c4d\u0ccd\u0d4d\u0dca"
 _EMOJI: Final = "\u2190-\u2bff\U0001f000-\U0001faff"
 
 # Format characters (category Cf) that change nothing that a reader sees. Those that show a sign of
-# their own are left out, and so are those that shape a word, an emoji or a flag.
+# their own are left out, and so are those that part words, or shape a word, an emoji or a flag.
 _HIDDEN: Final = re.compile(
     f"(?!(?<=[{_SCRIPTS}])[\u200c\u200d][{_SCRIPTS}]|(?<=[{_VIRAMAS}])\u200d"
+    f"|(?<=[{_UNSPACED}])\u200b[{_UNSPACED}]"
     f"|(?<=[{_EMOJI}\ufe0f])\u200d[{_EMOJI}]"
     "|(?<=[\U0001f3f4\U000e0020-\U000e007e])[\U000e0020-\U000e007f])"
     "[\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
