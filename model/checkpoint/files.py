@@ -12,10 +12,7 @@ from torch import Tensor
 
 from model.checkpoint.foreign_files import foreign_advice
 from model.checkpoint.local_files import read_json, reading, resolved_part
-from model.checkpoint.tensor_files import (
-    SUFFIXES,
-    read_tensor_file,
-)
+from model.checkpoint.tensor_files import SUFFIXES, read_tensor_file
 from model.checkpoint.tensors import digest_of
 from model.checkpoint.unread_tensors import refuse_unread_tensors
 from model.checkpoint.wrappers import left_out_notes, without_wrappers
@@ -31,7 +28,7 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 # Files that describe the model of a folder.
 MODEL_FILES: Final = (CONFIG_FILE, ADAPTER_CONFIG, OPEN_CLIP_CONFIG)
-SHARD: Final = re.compile(r"([^/]+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
+SHARD: Final = re.compile(r"([^/]+)-\d{5}-of-(?!0{5})(\d{5})(\.safetensors|\.bin)")
 # Buffers of integers that modules save with their weights.
 _BUFFERS: Final = r"(.*\.)?(position_ids|num_batches_tracked|relative_position_index)"
 
@@ -248,9 +245,17 @@ class Files:
         return tensors
 
     def _parts(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors of all shards; refuse a tensor that two shards hold."""
         tensors: dict[str, Tensor] = {}
         for name in names:
-            tensors |= self.part(name)
+            part = self.part(name)
+            twice = tensors.keys() & part.keys()
+            if twice:
+                raise CheckpointError(
+                    f"{self.where(name)}: {min(twice)!r:.100} is also in another shard: copy or "
+                    "download all shards of one model again"
+                )
+            tensors |= part
         return tensors
 
 

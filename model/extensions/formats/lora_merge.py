@@ -27,6 +27,7 @@ _LORA: Final = re.compile(
 )
 # Fields of `adapter_config.json` that add a part to each changed layer, and the parts.
 _EXTRA_PARTS: Final = {"use_dora": "magnitude_vector", "lora_bias": "B.bias"}
+_MAX_ALPHA: Final = 1e9
 _WHOLE: Final = re.compile(r"\.(?:modules_to_save(?:\.default)?|base_layer)\.")
 # Parts of the names of layers that are not a head.
 _TRUNK: Final = re.compile(
@@ -82,14 +83,16 @@ def merged(
     for module, parts in parts_by_module.items():
         _require_parts(parts, config, f"{where}: the adapter changes {module!r}")
         scale = _scale(config, module, parts["A"], where)
-        changes = {"weight": _change(parts), "bias": parts.get("B.bias")}
-        for kind in ("weight", "bias") if "B.bias" in parts else ("weight",):
+        changes = {"weight": _change(parts)}
+        if "B.bias" in parts:
+            changes["bias"] = parts["B.bias"]
+        for kind, change in changes.items():
             [target] = renaming({f"{module}.{kind}": parts["B"]})
-            change = _fitting(changes[kind], base.get(target), f"{where}: {module!r}")
-            base[target] = base[target].float() + change.float() * scale
-        if "magnitude_vector" in parts:
-            [target] = renaming({f"{module}.weight": parts["B"]})
-            base[target] = _with_norms(base[target], parts["magnitude_vector"], where)
+            fitting = _fitting(change, base.get(target), f"{where}: {module!r}")
+            changed = base[target].float() + fitting.float() * scale
+            if kind == "weight" and "magnitude_vector" in parts:
+                changed = _with_norms(changed, parts["magnitude_vector"], where)
+            base[target] = changed
     return base
 
 
@@ -136,6 +139,8 @@ def _change(parts: Mapping[str, Tensor]) -> Tensor | None:
     if up.ndim != down.ndim or up.ndim not in (2, 4) or up.shape[1] != down.shape[0]:
         return None
     if up.ndim == 4:
+        if up.shape[2:] != (1, 1):
+            return None
         return F.conv2d(down.transpose(0, 1), up).transpose(0, 1)
     return up @ down
 
@@ -154,6 +159,7 @@ def _scale(config: Mapping[str, Any], module: str, down: Tensor, where: str) -> 
             f"{where}: r is {config['r']!r:.100}, but the adapter of {module!r} has {rank}: give "
             "the adapter_config.json of this adapter"
         )
-    if not isinstance(alpha, int | float) or not rank:
+    # A comparison, unlike a division, takes an integer of any size, and is false for NaN.
+    if not isinstance(alpha, int | float) or not abs(alpha) < _MAX_ALPHA or not rank:
         raise CheckpointError(f"{where}: lora_alpha {alpha!r:.100}: expected a number")
     return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)

@@ -8,12 +8,7 @@ import torch
 from model.checkpoint.files import SHARD, SingleFile
 from model.checkpoint.foreign_files import foreign_advice
 from model.checkpoint.local_files import open_file, reading
-from model.checkpoint.tensor_files import (
-    DAMAGED,
-    MALFORMED,
-    SUFFIXES,
-    read_tensor_file,
-)
+from model.checkpoint.tensor_files import DAMAGED, MALFORMED, SUFFIXES, read_tensor_file
 from model.errors import CheckpointError
 
 _SETTINGS: Final = dict.fromkeys(
@@ -38,7 +33,8 @@ def content_of(files: SingleFile) -> Any:
     name = files.file.name
     suffix = files.file.suffix.lower()
     advice = foreign_advice(name) or _SETTINGS.get(suffix, "").format(repr(name))
-    if SHARD.fullmatch(name):
+    shard = SHARD.fullmatch(name)
+    if shard is not None and int(shard[2]) != 1:
         advice = "one shard of several: give the folder that holds all of them"
     elif not advice and suffix not in SUFFIXES:
         advice = (

@@ -223,6 +223,7 @@ SERVED: Final[dict[str, tuple[Maker, str]]] = {
         ),
         "best_acc1",
     ),
+    "one shard of one": (saved(name="model-00001-of-00001.bin"), ""),
     ".pkl": (saved(name="weights.pkl"), ""),
     "EMA pair by prefixes": (saved(_pair("ema_model.", "model.")), ""),
     "Lightning with an averaged twin": (saved(_twin, "epoch=3.ckpt"), "ema_model.n_averaged"),

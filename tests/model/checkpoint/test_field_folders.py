@@ -80,6 +80,12 @@ def _shards_of_two_sets(folder: Path) -> None:
     (folder / "z-00001-of-00009.safetensors").touch()
 
 
+def _a_tensor_in_two_shards(folder: Path) -> None:
+    _shards()(folder)
+    first, second, *_ = sorted(folder.glob("model-*"))
+    save_file(load_file(first) | load_file(second), second)
+
+
 def _swin(folder: Path) -> None:
     put(folder / "config.json", "architectures", ["SwinForImageClassification"])
     put(folder / "config.json", "model_type", "swin")
@@ -283,6 +289,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "timm",
         _shards_of_two_sets,
         "shards of two sets: remove the wrong ones",
+    ),
+    "a tensor in two shards": (
+        "timm",
+        _a_tensor_in_two_shards,
+        r"model-00002-of-\d+\.safetensors: 'blocks\S+' is also in another shard: copy",
     ),
     "a file of training": ("timm", _training_file, "give the file itself instead of its folder"),
     "a renamed file": ("timm", _replaced("model.fp16.safetensors"), "rename the weights to model"),

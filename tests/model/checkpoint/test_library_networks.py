@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "efficientnet": ("test_efficientnet", {"drop_rate": 0.5}),
     "cait": ("cait_xxs24_224", {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 2}),
 }
-FIXED = {"swin", "swin-v2", "xcit", "cait"}
+FIXED = {"swin", "swin-v2", "cait"}
 """Families whose input size is an argument; others accept any size, here a small one."""
 
 
