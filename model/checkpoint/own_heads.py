@@ -5,8 +5,10 @@ The layer may stand alone, as torchvision's `model.heads = nn.Linear(768, 3)` an
 A layer under another name that could be a head is named in the refusal.
 """
 
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -47,20 +49,24 @@ _OF_NETWORK: Final = frozenset(
 
 
 def with_head(
-    tensors: Mapping[str, Tensor], files: Files, library_name: str = ""
+    tensors: Mapping[str, Tensor],
+    files: Files,
+    stored: Mapping[str, str],
+    library_name: str = "",
 ) -> dict[str, Tensor]:
-    """Give the head the model's names, and a bias of zeros if the file lacks one.
+    """Return tensors whose head has the model's names, with zeros for a bias if it lacks one.
 
     Args:
         tensors: tensors by the model's names, but for the head.
         files: files of the checkpoint.
+        stored: the file's names by the model's names.
         library_name: the library's name of the head, for folders; empty for a plain state dict.
 
     Raises:
         CheckpointError: the head has several layers or a norm, or a layer under another name is
             likely to be the head.
     """
-    result = _renamed(tensors, files.title, library_name)
+    result = _Head(tensors, files.title, stored, library_name).renamed()
     weight = result.get("head.weight")
     if weight is not None and weight.ndim == 2 and "head.bias" not in result:
         result["head.bias"] = torch.zeros(len(weight))
@@ -68,86 +74,133 @@ def with_head(
     return result
 
 
-def _renamed(tensors: Mapping[str, Tensor], where: str, library_name: str) -> dict[str, Tensor]:
-    """Rename the only linear layer that can be the head to the model's name of the head.
+@dataclass(frozen=True)
+class _Head:
+    """The tensors that can be the head of a network; for the fields see `with_head`."""
 
-    Raises:
-        CheckpointError: the head has several layers or a norm, or a layer under another name is
-            likely to be the head.
-    """
-    norm = tensors.get("blocks.0.norm1.weight")
-    if "head.weight" in tensors or norm is None or norm.ndim != 1 or not len(norm):
-        return dict(tensors)
-    width = len(norm)
-    layers = _layers(tensors)
-    heads = [name for name in layers if _HEAD.fullmatch(name)]
-    if len(heads) > 1 and len({name.partition(".")[0] for name in heads}) == 1:
-        shown = " and ".join(_shown(tensors, name) for name in heads)
-        raise CheckpointError(
-            f"{where}: the head has several layers, {shown}: a head of one linear layer is read: "
-            "fit one on this backbone with vitserve train --probe"
-        )
-    if len(heads) == 1 and _reads_features(tensors[heads[0]], width):
-        weight = heads[0]
-        _refuse_norm_before(tensors, weight, where, library_name)
-        new_names = {weight: "head.weight", f"{weight.removesuffix('weight')}bias": "head.bias"}
-        return {new_names.get(name, name): tensor for name, tensor in tensors.items()}
-    likely = [name for name in layers if _reads_features(tensors[name], width)]
-    if likely:
-        raise CheckpointError(f"{where}: {_advice(tensors, likely, library_name)}")
-    for name in heads:
-        count, rest = divmod(tensors[name].shape[1], width)
-        if rest == 0:
+    tensors: Mapping[str, Tensor]
+    where: str
+    stored: Mapping[str, str]
+    library_name: str
+
+    def renamed(self) -> dict[str, Tensor]:
+        """Rename the only linear layer that can be the head to the model's name of the head.
+
+        Raises:
+            CheckpointError: as `with_head`.
+        """
+        tensors = self.tensors
+        norm = tensors.get("blocks.0.norm1.weight")
+        if "head.weight" in tensors or norm is None or norm.ndim != 1 or not len(norm):
+            return dict(tensors)
+        width = len(norm)
+        layers = _layers(tensors)
+        heads = [name for name in layers if _HEAD.fullmatch(name)]
+        if len(heads) > 1 and len({name.partition(".")[0] for name in heads}) == 1:
+            shown = " and ".join(map(self._shown, heads))
             raise CheckpointError(
-                f"{where}: the head {_shown(tensors, name)} reads {count} x {width} features: "
-                "features of the last block are read, of CLS or of CLS and the mean of the patches"
+                f"{self.where}: the head has several layers, {shown}, and a linear layer alone is "
+                f"read: {self._way_to_new_head(heads[0])}"
             )
-    return dict(tensors)
+        if len(heads) == 1 and _reads_features(tensors[heads[0]], width):
+            weight = heads[0]
+            self._refuse_norm_before(weight)
+            new_names = {weight: "head.weight", _bias_of(weight): "head.bias"}
+            return {new_names.get(name, name): tensor for name, tensor in tensors.items()}
+        likely = [name for name in layers if _reads_features(tensors[name], width)]
+        if likely:
+            raise CheckpointError(f"{self.where}: {self._advice(likely)}")
+        for name in heads:
+            count, rest = divmod(tensors[name].shape[1], width)
+            if rest == 0:
+                raise CheckpointError(
+                    f"{self.where}: the head {self._shown(name)} reads {count} x {width} features: "
+                    "features of the last block are read, of CLS or of CLS and the mean of the "
+                    "patches"
+                )
+        return dict(tensors)
 
-
-def _refuse_norm_before(
-    tensors: Mapping[str, Tensor], weight: str, where: str, library_name: str
-) -> None:
-    """Refuse a norm in the head; it can be the final norm of a network without another one.
-
-    Args:
-        tensors: tensors by the model's names, but for the head.
-        weight: name of the weight of the head's linear layer.
-        where: name of the file in messages.
-        library_name: as in `with_head`.
-
-    Raises:
-        CheckpointError: the head has a norm.
-    """
-    part = weight.partition(".")[0]
-    norm = next(
-        (
-            name.removesuffix(".weight")
-            for name, tensor in tensors.items()
-            if name.startswith(f"{part}.") and name.endswith(".weight") and tensor.ndim == 1
-        ),
-        None,
-    )
-    if norm is None:
-        return
-    message = (
-        f"{where}: the head has a norm, {_shown(tensors, f'{norm}.weight')}, before its linear "
-        f"layer {_shown(tensors, weight)}"
-    )
-    has_final_norm = "norm.weight" in tensors or "fc_norm.weight" in tensors
-    is_layer_norm = f"{norm}.bias" in tensors and f"{norm}.running_mean" not in tensors
-    if has_final_norm or library_name or not is_layer_norm:
-        raise CheckpointError(
-            f"{message}, and a linear layer alone is read: save the backbone as a folder, and fit "
-            "a head on it with vitserve train --probe --from FOLDER"
+    def _refuse_norm_before(self, weight: str) -> None:
+        """Refuse a norm in the head; it can be the final norm of a network without another one."""
+        tensors = self.tensors
+        norm = next(
+            (
+                name.removesuffix(".weight")
+                for name in self._of_part(weight)
+                if name.endswith(".weight") and tensors[name].ndim == 1
+            ),
+            None,
         )
-    lines = ", ".join(
-        f'{{from = "{norm}.{kind}", to = "norm.{kind}"}}' for kind in ("weight", "bias")
-    )
-    raise CheckpointError(
-        f"{message}: if the head reads the CLS token, this is the final norm: write this line into "
-        f"keys.toml, and give --keys keys.toml (VIT_KEYS): tensor = [{lines}]"
-    )
+        if norm is None:
+            return
+        message = (
+            f"{self.where}: the head has a norm, {self._shown(f'{norm}.weight')}, before its "
+            f"linear layer {self._shown(weight)}"
+        )
+        has_final_norm = "norm.weight" in tensors or "fc_norm.weight" in tensors
+        is_layer_norm = f"{norm}.bias" in tensors and f"{norm}.running_mean" not in tensors
+        if has_final_norm or self.library_name or not is_layer_norm:
+            raise CheckpointError(
+                f"{message}, and a linear layer alone is read: {self._way_to_new_head(weight)}"
+            )
+        key_map = self._key_map({f"{norm}.{kind}": f"norm.{kind}" for kind in ("weight", "bias")})
+        raise CheckpointError(
+            f"{message}: if the head reads the CLS token, this is the final norm, computed with "
+            "the eps of the others (norm_eps): write this line into keys.toml, and give --keys "
+            f"keys.toml (VIT_KEYS): {key_map}"
+        )
+
+    def _way_to_new_head(self, weight: str) -> str:
+        """Return how to serve the backbone with a head of one layer instead of this one."""
+        fit = "and fit a head on it with vitserve train --probe --from FOLDER"
+        if self.library_name:
+            return f"save the backbone as a folder, {fit}"
+        key_map = self._key_map(dict.fromkeys(self._of_part(weight), ""))
+        return (
+            f"write this line into keys.toml: {key_map}; write the backbone as a folder, vitserve "
+            "convert FILE --keys keys.toml --architecture A,num_classes=0 --preprocess P -o "
+            f"FOLDER, {fit}"
+        )
+
+    def _advice(self, likely: list[str]) -> str:
+        """Return a refusal that names the layer, and how to make it the head."""
+        weight = likely[0]
+        others = ""
+        if len(likely) > 1:
+            others = f" (or {', '.join(map(self._shown, likely[1:3]))})"
+        layer = f"{self._shown(weight)} is likely the head{others}: if so"
+        if self.library_name:
+            return (
+                f"{layer}, save the layer as {self.library_name!r}, the name in the class that "
+                "the config names"
+            )
+        names = {weight: "head.weight"}
+        if _bias_of(weight) in self.tensors:
+            names[_bias_of(weight)] = "head.bias"
+        return (
+            f"{layer}, write this line into keys.toml, and give --keys keys.toml (VIT_KEYS): "
+            f"{self._key_map(names)}"
+        )
+
+    def _of_part(self, weight: str) -> list[str]:
+        """Return the names of the tensors of the part that a weight belongs to."""
+        part = weight.partition(".")[0]
+        return [name for name in self.tensors if name.startswith(f"{part}.")]
+
+    def _shown(self, name: str) -> str:
+        return f"{self.stored.get(name, name)!r:.100} {list(self.tensors[name].shape)}"
+
+    def _key_map(self, new_names: Mapping[str, str]) -> str:
+        """Return one line of a file of `VIT_KEYS` that gives tensors new names."""
+        entries = (
+            f"{{from = {json.dumps(self.stored.get(name, name))}, to = {json.dumps(new_name)}}}"
+            for name, new_name in new_names.items()
+        )
+        return f"tensor = [{', '.join(entries)}]"
+
+
+def _bias_of(weight: str) -> str:
+    return f"{weight.removesuffix('weight')}bias"
 
 
 def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -164,30 +217,3 @@ def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
 def _reads_features(weight: Tensor, width: int) -> bool:
     """Return whether a layer reads the CLS token, or CLS and the mean of the patches (DINOv2)."""
     return weight.shape[0] > 0 and weight.shape[1] in (width, 2 * width)
-
-
-def _shown(tensors: Mapping[str, Tensor], name: str) -> str:
-    return f"{name!r:.100} {list(tensors[name].shape)}"
-
-
-def _advice(tensors: Mapping[str, Tensor], likely: list[str], library_name: str) -> str:
-    """Return a refusal that names the layer, and how to make it the head: a key map, or a name."""
-    weight = likely[0]
-    others = ""
-    if len(likely) > 1:
-        others = f" (or {', '.join(_shown(tensors, name) for name in likely[1:3])})"
-    layer = f"{_shown(tensors, weight)} is likely the head{others}: if so"
-    if library_name:
-        return (
-            f"{layer}, save the layer as {library_name!r}, the name in the class that the config "
-            "names"
-        )
-    names = {weight: "head.weight"}
-    bias = weight.removesuffix("weight") + "bias"
-    if bias in tensors:
-        names[bias] = "head.bias"
-    lines = ", ".join(f'{{from = "{old}", to = "{new}"}}' for old, new in names.items())
-    return (
-        f"{layer}, write this line into keys.toml, and give --keys keys.toml (VIT_KEYS): "
-        f"tensor = [{lines}]"
-    )

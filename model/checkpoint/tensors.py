@@ -28,8 +28,8 @@ _REMEDIES: Final = {
     "head": "the file has a head, the architecture has none: correct num_classes, or architectures",
     "dist_token": "state a distilled architecture, such as deit_tiny_distilled_patch16_224",
     "head_dist": "state a distilled architecture, such as deit_tiny_distilled_patch16_224",
-    "pre_logits": "this layer before the head is not computed: fit a new head on the backbone with "
-    "vitserve train --probe",
+    "pre_logits": "this layer before the head is not computed: save the backbone without both as a "
+    "folder, and fit a head on it with vitserve train --probe --from FOLDER",
     "fc_norm": "global_pool=avg has fc_norm, global_pool=token has norm: correct global_pool",
     "reg_token": "state the number of register tokens: reg_tokens (num_register_tokens)",
 }

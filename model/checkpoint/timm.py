@@ -200,7 +200,7 @@ def _vit(files: Files, config: Mapping[str, Any], pretrained: _Described) -> Sto
         vit = parsed.vit_config()
     stored = files.without(_stored(files), "mask_token")
     if vit.num_classes:
-        stored = with_head(stored, files, "head")
+        stored = with_head(stored, files, {}, "head")
     tensors = native_tensors(native_names(stored, parsed, vit, files.title), vit, files.title)
     if not parsed.dynamic_img_size or vit.relative_position_bias:
         return StoredNetwork(vit, tensors)

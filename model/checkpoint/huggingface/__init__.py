@@ -72,7 +72,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
     elif texts is not None:
         classes = len(texts.labels)
     else:
-        tensors = with_head(tensors, files, "classifier")
+        tensors = with_head(tensors, files, stored, "classifier")
         classes = _classes(tensors, stored.get("head.weight", "classifier.weight"), files.title)
     vit = vit.model_copy(update={"num_classes": classes})
     labels = HeadLabels(texts.labels) if texts else _labels(stated, classes, options)

@@ -110,10 +110,12 @@ class InferredNetwork:
         """
         tensors = self.tensors
         is_own = self.has_own_sizes
-        if "num_classes" in self.arguments and self.classes:
+        stated_classes = self.arguments.get("num_classes", self.classes)
+        if stated_classes != self.classes:
+            told = f"has a head of {self.classes} classes" if self.classes else "has no head"
             raise CheckpointError(
-                f"{self.where}: its tensors tell num_classes={self.classes}, but VIT_ARCHITECTURE "
-                "says num_classes=0"
+                f"{self.where}: VIT_ARCHITECTURE says num_classes={stated_classes}, but the file "
+                f"{told}: state num_classes={self.classes}, or give the file of the whole model"
             )
         absent_parts = self._absent_parts()
         is_mean = is_own and self.stated.get("global_pool") in ("avg", "avgmax", "max")

@@ -13,7 +13,7 @@ from torch import Tensor
 from model.checkpoint.files import CONFIG_FILE, OPEN_CLIP_CONFIG, Files
 from model.checkpoint.huggingface.names import ENCODER
 from model.checkpoint.own_heads import with_head
-from model.checkpoint.tensors import Rules, join_parts, renamed, taken
+from model.checkpoint.tensors import Rules, join_parts, renamed, stored_names, taken
 from model.errors import CheckpointError
 
 
@@ -162,7 +162,7 @@ def in_layout(tensors: Mapping[str, Tensor], files: Files) -> tuple[Layout, dict
     for name in ("cls_token", "pos_embed"):
         if name in native and native[name].ndim == 2:
             native[name] = native[name].unsqueeze(0)
-    native = with_head(native, files)
+    native = with_head(native, files, stored_names(tensors, layout.rules))
     if _reads_mean(native):
         habits["global_pool"] = "cls_mean"
     return layout._replace(habits=habits), native

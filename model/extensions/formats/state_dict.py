@@ -57,7 +57,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
     prepared = files.prepared(network.tensors)
     refuse_lone_head(prepared, files.title)
     tensors = mapped(prepared, keys)
-    state_dict = _StateDict(files, options, network, name, without_told(arguments))
+    state_dict = _StateDict(files, options, network, name, arguments)
     if name not in ("", OWN) and runs_in_library(name, "VIT_ARCHITECTURE"):
         checkpoint = state_dict.of_library(tensors)
     else:
@@ -75,7 +75,7 @@ class _StateDict:
         options: options of the operator.
         network: the network within the file.
         name: name of the stated architecture; empty if none is stated.
-        arguments: arguments of the stated architecture that no file tells.
+        arguments: arguments of the stated architecture.
     """
 
     files: SingleFile
@@ -94,7 +94,11 @@ class _StateDict:
         classes = shape_of(tensors, f"{head}.weight", where, 1, 2, 4)[0]
         with validating(where):
             config = library.library_config(
-                self.name, self.arguments, classes, len(preprocess.mean), preprocess.size
+                self.name,
+                without_told(self.arguments),
+                classes,
+                len(preprocess.mean),
+                preprocess.size,
             )
         return self._checkpoint(self.name, config, library.renamed_by_library(config, tensors))
 

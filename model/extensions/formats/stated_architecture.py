@@ -67,12 +67,8 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def without_told(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that no file tells; `num_classes=0` says that there is no head."""
-    return {
-        key: value
-        for key, value in arguments.items()
-        if key not in _TOLD or (key, value) == ("num_classes", 0)
-    }
+    """Return the arguments that no file tells."""
+    return {key: value for key, value in arguments.items() if key not in _TOLD}
 
 
 def refuse_contradiction(config: NetworkConfig, arguments: Mapping[str, Any], where: str) -> None:
