@@ -49,8 +49,8 @@ from service.engine.messages import BatchReport, InferenceRequest, ModelInfo
 from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.engine_server import EngineServer
 from service.extensions.cluster.remote_model import RemoteModels
-from service.lifecycle import NEW_OBJECTS, bound_heaps
 from service.models.local_models import LocalModels
+from service.process_memory import NEW_OBJECTS, bound_heaps
 from service.settings import Settings, load_settings
 from service.web.image_stores import MemoryImageStore
 
@@ -208,7 +208,7 @@ async def ask(path: Path, load: Load, size: int, results: Any) -> None:
 
 
 def _run(core: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a process's part on one core, set up like the service's: see `service.lifecycle`."""
+    """Run a process's part on one core, set up like the service's: see `service.process_memory`."""
     os.sched_setaffinity(0, {core})
     gc.set_threshold(NEW_OBJECTS)
     bound_heaps()

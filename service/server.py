@@ -16,10 +16,10 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from service.addresses import UNIX, SocketFiles, listen, port_of
 from service.background import Tasks, keep_running
+from service.draining import Lifecycle, exit_now, log_end, stop_signals
 from service.http.application import HttpApplication
 from service.http.connection import LAST_CALLERS_SECONDS
 from service.http.connections import MAX_CONNECTIONS, Connections
-from service.lifecycle import Lifecycle, exit_now, log_end, stop_signals
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from model.checkpoint.input_size import resized_network, resized_preprocess
 from model.checkpoint.local_files import validating
-from model.checkpoint.resizing import resized_network, resized_preprocess
 from model.checkpoint.tensors import checked, digest_of
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.description import Description

@@ -13,11 +13,11 @@ from torch import Tensor
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import CONFIG_FILE, Files
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
+from model.checkpoint.input_size import StoredNetwork, resized_network
 from model.checkpoint.labels import imagenet_labels
 from model.checkpoint.local_files import advising, required, validating
 from model.checkpoint.options import SET_PREPROCESS, CheckpointOptions
 from model.checkpoint.own_heads import with_head
-from model.checkpoint.resizing import StoredNetwork, resized_network
 from model.checkpoint.stated_head import HeadLabels, stated_head
 from model.checkpoint.timm_architectures import architectures, runs_in_library, split_name
 from model.checkpoint.timm_arguments import parse_arguments

@@ -11,13 +11,14 @@ from typing import NoReturn
 
 from service.addresses import UNIX, SocketFiles, listen
 from service.cli.setting_flags import add_checkpoint, add_setting_flags, settings_from
+from service.draining import exit_now
 from service.engine.devices import fit_to_machine, uses_gpu
 from service.engine.loading import load_predictor
 from service.errors import SettingsError
 from service.extension import Extension, check, extensions, naming
-from service.lifecycle import NEW_OBJECTS, bound_heaps, exit_now
 from service.models.configured import configured_models, notes_on_folder
 from service.observe import logs
+from service.process_memory import NEW_OBJECTS, bound_heaps
 from service.setting_warnings import (
     proxy_warnings,
     require_keys_as_meant,

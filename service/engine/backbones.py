@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from model.errors import CheckpointError
-from service.engine.base import ModelRunner
+from service.engine.interface import ModelRunner
 from service.engine.local import HandedOver, LocalEngine
 from service.engine.messages import (
     BatchReport,
@@ -73,7 +73,7 @@ class Backbones:
 
 
 class ModelEngine:
-    """The engine of one model, perhaps shared with others; see `service.engine.base.Engine`.
+    """The engine of one model, perhaps shared with others; see `service.engine.interface.Engine`.
 
     Attributes:
         info: description of the model; None before it is loaded.

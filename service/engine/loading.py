@@ -24,7 +24,7 @@ from model.errors import CheckpointError
 from model.heads import Head
 from model.outputs import embedding_width
 from model.runtime.backend import WITHOUT_GRAPHS
-from service.engine.cache import graph_entry, keep_kernels
+from service.engine.cache_folder import graph_entry, keep_kernels
 from service.engine.checkpoint_files import checkpoint_from
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes

@@ -25,7 +25,7 @@ from typing import Final, Self
 
 from model.errors import VitError
 from service.background import keep_running
-from service.engine.base import ModelRunner
+from service.engine.interface import ModelRunner
 from service.engine.messages import (
     BatchReport,
     EngineState,

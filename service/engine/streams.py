@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 from model.errors import CheckpointChanged, VitError
 from model.outputs import RequestedOutputs
-from service.engine.base import ModelRunner
 from service.engine.batching import BatchQueue, Poll, QueuedItem
+from service.engine.interface import ModelRunner
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, Release
 from service.errors import EngineUnavailable, InferenceFailed, ServiceError
 

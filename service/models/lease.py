@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from model.heads import Head
-from service.engine.base import Engine
+from service.engine.interface import Engine
 from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable, ServiceError
 from service.models.version import Version

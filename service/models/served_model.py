@@ -3,7 +3,7 @@
 import time
 from typing import Literal
 
-from service.engine.base import Engine
+from service.engine.interface import Engine
 from service.engine.messages import ModelInfo
 from service.models.version import Version
 from vitserve.documents import ListedModel

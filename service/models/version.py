@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Final, Generic, Literal, TypeVar
 
 from service.engine.backbones import Checkpoint
-from service.engine.base import Engine
+from service.engine.interface import Engine
 
 E_co = TypeVar("E_co", bound=Engine, covariant=True)
 

@@ -30,7 +30,7 @@ from service.errors import (
 from service.http.connection import connection_of
 from service.models.lease import Lease
 from service.web.lanes import Deadline, Lane
-from service.web.limits import CountedBytes, Permit
+from service.web.limiter import CountedBytes, Permit
 from service.web.middleware import request_context
 from service.web.service import Service
 from service.web.upload import RIGHT_CALLS

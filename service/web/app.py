@@ -14,9 +14,9 @@ from typing import Final, NoReturn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from service.draining import Lifecycle, exit_now
 from service.engine.messages import EngineStatus, ModelInfo
 from service.extension import Extension, Routes, extensions, extensions_by_scheme, naming
-from service.lifecycle import Lifecycle, exit_now
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.observe.state import Sources
@@ -28,7 +28,7 @@ from service.web.api_keys import ApiKeyMiddleware, KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore, MemoryImageStore
 from service.web.lanes import Lanes
-from service.web.limits import RECEIVING_BYTES, ByteBudget, Limiter
+from service.web.limiter import RECEIVING_BYTES, ByteBudget, Limiter
 from service.web.middleware import ProblemMiddleware, RequestContextMiddleware
 from service.web.origins import OriginMiddleware, split_origins
 from service.web.path_rules import PathRules

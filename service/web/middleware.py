@@ -23,10 +23,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.addresses import network_of
+from service.draining import Lifecycle
 from service.errors import ClientDisconnected, ServiceError, Unauthorized
 from service.http.application import AnswerRoom, Header
 from service.http.connection import connection_of
-from service.lifecycle import Lifecycle
 from service.models.lease import Lease
 from service.observe.metrics import Metrics, stage_seconds
 from service.server import TRUSTED_PROXY

@@ -7,7 +7,7 @@ from python_multipart.multipart import MultipartParser
 
 from model.errors import by_likeness
 from service.errors import MalformedRequest, MissingImage, TooManyImages
-from service.web.limits import Permit
+from service.web.limiter import Permit
 from service.web.upload import (
     RIGHT_CALL,
     Upload,

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from service.engine.base import Engine
+from service.draining import Lifecycle
+from service.engine.interface import Engine
 from service.errors import Draining, EngineUnavailable
-from service.lifecycle import Lifecycle
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore
 from service.web.lanes import Lanes
-from service.web.limits import ByteBudget, Limiter
+from service.web.limiter import ByteBudget, Limiter
 
 _KNOWN_TEXTS: Final = 4096
 

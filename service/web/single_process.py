@@ -7,13 +7,14 @@ from pathlib import Path
 from weakref import WeakSet
 
 from service.addresses import ANY, UNIX, in_url, tcp_hosts
+from service.draining import Lifecycle, Terminal
 from service.engine.backbones import Backbones, Loader, ModelEngine
 from service.engine.messages import ModelInfo
-from service.lifecycle import Lifecycle, Terminal, freeze_objects, release_memory, trim_regularly
 from service.models.configured import configured_models
 from service.models.local_models import LocalModels
 from service.models.version import Version
 from service.observe.metrics import Metrics
+from service.process_memory import freeze_objects, release_memory, trim_regularly
 from service.server import Server
 from service.settings import Settings
 from service.web.app import create_app, log_model

@@ -21,7 +21,7 @@ from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
 from service.engine.backbones import Checkpoint
-from service.engine.base import Engine
+from service.engine.interface import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from model.checkpoint.resizing import resized_network
+from model.checkpoint.input_size import resized_network
 from model.checkpoint.tensors import taken
 from model.config import ViTConfig
 from model.errors import CheckpointError

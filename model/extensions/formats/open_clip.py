@@ -13,9 +13,9 @@ from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import OPEN_CLIP_CONFIG, Files
+from model.checkpoint.input_size import StoredNetwork
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.resizing import StoredNetwork
 from model.checkpoint.tensors import Rules, renamed
 from model.checkpoint.timm_architectures import architectures, runs_in_library
 from model.checkpoint.timm_arguments import POOL, Pair, TimmPool, parse_arguments

@@ -18,11 +18,11 @@ from service.engine.backbones import Backbones, Loader
 from service.extensions.cluster.engine_server import EngineServer
 from service.extensions.cluster.processes import SERVING, Report
 from service.extensions.cluster.supervisor import TRY_AGAIN, Child
-from service.lifecycle import release_memory, trim_regularly
 from service.models.configured import configured_models
 from service.models.local_models import LocalModels
 from service.models.override import Override
 from service.observe.metrics import Metrics
+from service.process_memory import release_memory, trim_regularly
 from service.settings import Settings
 from service.web.image_stores import MemoryImageStore
 

@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from service.lifecycle import exit_now, stop_signals
+from service.draining import exit_now, stop_signals
 from service.models.override import Override
 
 logger = logging.getLogger("vitserve")

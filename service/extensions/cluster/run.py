@@ -15,13 +15,13 @@ from prometheus_client import values
 from prometheus_client.multiprocess import mark_process_dead
 
 from service.addresses import SocketFiles, listen, port_of
+from service.draining import Terminal
 from service.engine.backbones import Loader
 from service.errors import SettingsError
 from service.extensions.cluster.engine_process import STOP, run_engine
 from service.extensions.cluster.processes import RUNNING, SERVING, OperatingSystem, Report
 from service.extensions.cluster.supervisor import Child, Supervisor
 from service.extensions.cluster.worker import RELOAD, run_web, worker_settings
-from service.lifecycle import Terminal
 from service.models.override import Override
 from service.observe import logs
 from service.observe.metrics import Metrics

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
+from service.draining import log_end
 from service.extensions.cluster.processes import RUNNING, Link, OperatingSystem, Report
-from service.lifecycle import log_end
 
 logger = logging.getLogger("vitserve")
 

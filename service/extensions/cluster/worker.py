@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from service.draining import Lifecycle
 from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.processes import RUNNING, SERVING, Report
 from service.extensions.cluster.remote_images import RemoteImageStore
 from service.extensions.cluster.remote_model import RemoteModels
 from service.extensions.cluster.supervisor import Child
-from service.lifecycle import Lifecycle, freeze_objects, trim_regularly
 from service.observe.metrics import Metrics
+from service.process_memory import freeze_objects, trim_regularly
 from service.server import Server
 from service.settings import Settings
 from service.web.app import create_app, log_model

@@ -27,9 +27,9 @@ from service.web.admit import admit, model_of, service_of
 from service.web.body import read_whole
 from service.web.json_bodies import decoded, require_known
 from service.web.problems import Problem
-from service.web.routes.answers import json_response
 from service.web.routes.endpoint import Router
 from service.web.routes.models import allowed, load, require_admin, small_body
+from service.web.routes.shared_answers import json_response
 from vitserve import __version__
 
 # The protocol has its own OpenAPI document, so ours omits these routes.

@@ -23,12 +23,12 @@ from service.engine.local import BATCH_SECONDS
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.extension import check
 from service.extensions.ray.merged_metrics import render_replicas
-from service.lifecycle import freeze_objects, trim_regularly
 from service.models.configured import configured_models
 from service.models.local_models import LocalModels
 from service.models.version import Version
 from service.observe import logs
 from service.observe.metrics import Metrics
+from service.process_memory import freeze_objects, trim_regularly
 from service.setting_values import MEMORY
 from service.setting_warnings import variable_warnings
 from service.settings import Settings, load_settings

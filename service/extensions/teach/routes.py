@@ -33,9 +33,9 @@ from service.web.admit import AdmittedRequest, admit, model_of, service_of
 from service.web.api_keys import holds_admin_key
 from service.web.body import check_early
 from service.web.middleware import request_context
-from service.web.routes.answers import to_json
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, SEVERAL_PICTURES, problems
+from service.web.routes.shared_answers import to_json
 from vitserve.head_documents import (
     AddedExamples,
     ExampleCounts,

@@ -28,14 +28,14 @@ from service.web.body import check_early, read_picture, use_named_model
 from service.web.gather import all_of
 from service.web.picture import decode_file, decode_photo, infer_pixels, keep, kept_picture
 from service.web.query import Absent, ModelName
-from service.web.routes.answers import (
+from service.web.routes.endpoint import Router
+from service.web.routes.openapi import BINARY, ONE_PICTURE, problems
+from service.web.routes.shared_answers import (
     map_fields,
     model_parameter,
     npy_response,
     region_document,
 )
-from service.web.routes.endpoint import Router
-from service.web.routes.openapi import BINARY, ONE_PICTURE, problems
 from vitserve.documents import MAPS, AttentionDocument
 
 router = Router("attention")

@@ -21,12 +21,6 @@ from service.web.gather import all_of
 from service.web.image_stores import new_image_id
 from service.web.picture import infer_file, keep
 from service.web.query import Absent, ModelQuery
-from service.web.routes.answers import (
-    map_fields,
-    model_parameter,
-    problem_item,
-    region_document,
-)
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import ONE_PICTURE, problems
 from service.web.routes.several_models import (
@@ -35,6 +29,12 @@ from service.web.routes.several_models import (
     SeveralModels,
     find_models,
     infer_by_group,
+)
+from service.web.routes.shared_answers import (
+    map_fields,
+    model_parameter,
+    problem_item,
+    region_document,
 )
 from vitserve.documents import (
     Attention,

@@ -8,10 +8,10 @@ from starlette.responses import Response
 from service.errors import InvalidParameter
 from service.web.admit import admit, model_of
 from service.web.body import check_early, read_pictures, use_named_model
-from service.web.routes.answers import answer_each
 from service.web.routes.classify import ClassifyQuery, classify_file
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import SEVERAL_PICTURES, problems
+from service.web.routes.shared_answers import answer_each
 from vitserve.documents import BatchClassification
 
 router = Router("classify")

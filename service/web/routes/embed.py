@@ -30,9 +30,9 @@ from service.web.body import (
 from service.web.gather import of_each
 from service.web.picture import embed_texts, infer_file, keep
 from service.web.query import ModelQuery
-from service.web.routes.answers import answer_each, npy_response, to_json
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, ONE_PICTURE, SEVERAL_PICTURES, problems
+from service.web.routes.shared_answers import answer_each, npy_response, to_json
 from service.web.upload import UploadedFile
 from vitserve.documents import BatchEmbedding, Embedding, TextEmbeddings
 

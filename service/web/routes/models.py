@@ -21,9 +21,9 @@ from service.web.admit import admit, service_of
 from service.web.api_keys import bearer_token, holds_admin_key
 from service.web.body import read_whole
 from service.web.json_bodies import decoded
-from service.web.routes.answers import to_json
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import problems
+from service.web.routes.shared_answers import to_json
 from service.web.service import Service
 from vitserve.documents import ListedModel
 

@@ -15,7 +15,7 @@ from model.config import LibraryConfig, ViTConfig
 from model.outputs import MapRequest, RequestedOutputs
 from model.parameters import methods_of
 from service.background import Tasks
-from service.engine.base import Engine
+from service.engine.interface import Engine
 from service.engine.messages import InferenceRequest, attributes
 from service.errors import InvalidParameter, ServiceError
 from service.models.version import Version

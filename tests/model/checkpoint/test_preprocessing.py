@@ -17,7 +17,7 @@ from model.checkpoint.files import Files
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.family import Family
 from model.checkpoint.huggingface.preprocessor import carried_preprocess
-from model.checkpoint.resizing import resized_preprocess
+from model.checkpoint.input_size import resized_preprocess
 from model.checkpoint.timm import Pretrained
 from model.config import PreprocessConfig
 from model.errors import CheckpointError

@@ -24,7 +24,7 @@ from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.engine import devices, loading
-from service.engine.cache import keep_kernels
+from service.engine.cache_folder import keep_kernels
 from service.engine.devices import (
     all_gpus,
     decode_threads,

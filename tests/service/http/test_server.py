@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from service import server as module
-from service.lifecycle import Terminal, stop_signals
+from service.draining import Terminal, stop_signals
 from service.server import Server, connection_limit
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.http.listening import Connection, post

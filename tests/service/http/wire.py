@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 from service.errors import MalformedRequest, ServiceError
 from service.http.application import Header
 from service.http.connections import Connections
-from service.web.limits import ByteBudget
+from service.web.limiter import ByteBudget
 
 Request = tuple[str, str, bytes]
 """Method, path and body."""

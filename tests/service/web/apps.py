@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast
 
-from service.lifecycle import Lifecycle
+from service.draining import Lifecycle
 from service.models.local_model import LocalModel
 from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.app import create_app
 from service.web.image_stores import ImageStore
-from service.web.limits import ByteBudget
+from service.web.limiter import ByteBudget
 from service.web.service import Service
 from tests.service.fakes import FixedModels, png
 from tests.service.web.fake_engine import FakeEngine

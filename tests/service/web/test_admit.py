@@ -18,7 +18,7 @@ from service.errors import InferenceFailed
 from service.web import admit
 from service.web.gather import all_of
 from service.web.lanes import Deadline
-from service.web.limits import Permit
+from service.web.limiter import Permit
 from tests.model.images.pictures import encode
 from tests.service.fakes import PATIENCE, model_info, on_a_loop, png, until
 from tests.service.web.apps import App, Clock, app, budget_of, form, service_in, settle

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from service.draining import Lifecycle
 from service.engine.backbones import Backbones
 from service.engine.loading import load_predictor
-from service.lifecycle import Lifecycle
 from service.models.local_models import LocalModels
 from service.observe.metrics import Metrics
 from service.server import Server

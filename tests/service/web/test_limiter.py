@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import QueueFull
-from service.web.limits import Limiter
+from service.web.limiter import Limiter
 
 
 def flood(limiter: Limiter, caller: str) -> int:

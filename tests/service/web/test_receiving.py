@@ -10,8 +10,8 @@ import pytest
 
 from service.errors import QueueFull, ReceivingFull
 from service.web.admit import check_room
-from service.web.limits import MIN_BODY_RATE as RATE
-from service.web.limits import ByteBudget, CountedBytes
+from service.web.limiter import MIN_BODY_RATE as RATE
+from service.web.limiter import ByteBudget, CountedBytes
 from service.web.refusal_pace import RefusalPace
 from tests.service.fakes import on_a_loop, png, until
 from tests.service.web.apps import Clock, app, budget_of, form, service_in

@@ -17,7 +17,7 @@ from service.errors import ServiceError
 from service.web.admit import Sender
 from service.web.body import read_files
 from service.web.lanes import Deadline
-from service.web.limits import ByteBudget, CountedBytes
+from service.web.limiter import ByteBudget, CountedBytes
 from service.web.upload import Upload, UploadLimits
 from tests.service.fakes import PATIENCE
 

@@ -16,7 +16,7 @@ from service.extensions.inference_protocol.grpc.call import Call
 from service.extensions.inference_protocol.grpc.methods import METHODS, STREAMS, Streams
 from service.web.api_keys import KeyGuard
 from service.web.lanes import Lane
-from service.web.limits import RECEIVING_BYTES
+from service.web.limiter import RECEIVING_BYTES
 from service.web.middleware import Answered
 from service.web.problems import CLIENT_DISCONNECTED, INTERNAL_ERROR, problem_of
 from service.web.refusal_pace import RefusalPace

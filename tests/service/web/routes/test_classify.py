@@ -14,7 +14,7 @@ from model.parameters import methods_of
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
-from service.web.routes.answers import map_fields, region_document
+from service.web.routes.shared_answers import map_fields, region_document
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.named_models import several

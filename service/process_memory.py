@@ -1,18 +1,13 @@
-"""The life of a process: its state, its stop signals, its end, and the memory that it returns."""
+"""The memory of a process: garbage collection, heaps, and pages that it returns."""
 
 import ctypes
 import gc
-import logging
 import os
-import signal
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from typing import Final
 
 from model.cores import usable_cores
 from service.background import supervised_thread
-
-logger = logging.getLogger("vitserve")
 
 _TRIM_SECONDS: Final = 30.0
 """Interval at which a process returns freed memory to the system."""
@@ -27,24 +22,6 @@ With Python's default of 700, the collector ran for each batch of requests. With
 took a third of the event loop's time and freed nothing: no request leaves a reference cycle that
 holds a picture.
 """
-
-
-class Lifecycle:
-    """The state of a process.
-
-    Attributes:
-        stopping: whether the process is to end. It is not ready, but still serves, so that load
-            balancers have time to stop using it.
-        draining: whether it also refuses new work.
-        answered, refused: counts of requests since `stopping`.
-    """
-
-    def __init__(self) -> None:
-        self.stopping = False
-        self.draining = False
-        self.answered = 0
-        self.refused = 0
-        self.exit_code = 0
 
 
 def freeze_objects() -> None:
@@ -97,36 +74,3 @@ def _trim_forever() -> None:
 def _trim() -> None:
     if hasattr(ctypes.CDLL(None), "malloc_trim"):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-
-
-def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that drain the service; without SIGHUP if nohup has ignored it."""
-    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-    return (signal.SIGTERM, signal.SIGINT, *hang_up)
-
-
-def log_end(answered: int, refused: int) -> None:
-    """Log the last line of a service: the counts of requests since the stop signal."""
-    fields = {"answered": answered, "refused": refused}
-    text = "stopped: since the signal, %(answered)d requests were answered and %(refused)d refused"
-    logger.info(text, fields, extra={"fields": fields})
-
-
-def exit_now(code: int) -> NoReturn:
-    """End the process at once; its threads may be inside a decoder or a kernel."""
-    logging.shutdown()
-    os._exit(code)
-
-
-class Terminal:
-    """The terminal that this process was started in, if any."""
-
-    def __init__(self, descriptors: Sequence[int] = (0, 1, 2)) -> None:
-        self._descriptors = [descriptor for descriptor in descriptors if os.isatty(descriptor)]
-
-    def hang_up(self, reload: Callable[[], None]) -> bool:
-        """Reload on SIGHUP, unless a closed terminal sent it; return whether it reloaded."""
-        closed = bool(self._descriptors) and not any(map(os.isatty, self._descriptors))
-        if not closed:
-            reload()
-        return not closed
