@@ -48,7 +48,7 @@ class TrustedProxies(ProxyHeadersMiddleware):
         await super().__call__(scope, receive, send)
 
 
-def connection_limit(configured: int = MAX_CONNECTIONS) -> int:
+def connection_limit(configured: int) -> int:
     """Return how many connections this process may hold: `configured`, or fewer.
 
     Raises the soft limit of open files as far as needed and possible. The result is smaller than
@@ -88,7 +88,6 @@ class Server:
         on_hang_up: Callable[[], bool] = lambda: False,
         *,
         is_supervised: bool = False,
-        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._settings = settings
         self._lifecycle = lifecycle
@@ -99,7 +98,7 @@ class Server:
         self._socket_files = SocketFiles([])
         self._last_connections = Tasks()
         self.connections = Connections(
-            app, connection_limit(max_connections), idle_seconds=settings.keep_alive
+            app, connection_limit(MAX_CONNECTIONS), idle_seconds=settings.keep_alive
         )
         served: Any = app
         trusted = os.environ.get("FORWARDED_ALLOW_IPS")

@@ -12,9 +12,6 @@ from service.http.connection import HttpConnection
 MAX_CONNECTIONS: Final = 2048
 """Connections of a process: eight for each slot of a queue of the default size."""
 
-IDLE_SECONDS: Final = 75.0
-"""Default idle time after an answer: load balancers often keep idle connections for 60 s."""
-
 _MAX_ENDING = 64  # connections beyond the limit that are still being refused
 _READ_BYTES = 128 << 10
 
@@ -32,13 +29,7 @@ class Connections:
         protocol: factory of new connections for uvicorn.
     """
 
-    def __init__(
-        self,
-        app: HttpApplication,
-        max_connections: int = MAX_CONNECTIONS,
-        *,
-        idle_seconds: float = IDLE_SECONDS,
-    ) -> None:
+    def __init__(self, app: HttpApplication, max_connections: int, *, idle_seconds: float) -> None:
         self.app = app
         self.idle_seconds = idle_seconds
         self.buffer = memoryview(bytearray(_READ_BYTES))

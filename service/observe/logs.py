@@ -28,6 +28,14 @@ trace_ids: ContextVar[Mapping[str, str]] = ContextVar("trace_ids", default=Mappi
 """Ids of the current request's span, by their names in log lines; empty without a span."""
 
 
+def shortened(text: str, limit: int) -> str:
+    """Return the text, or its start and end if it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    half = (limit - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
 class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object: a short message, and a field for each value."""
 

@@ -37,9 +37,9 @@ from service.web.admit import AdmittedRequest, model_of
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_json
 from service.web.digests import HEADERS as DIGEST_HEADERS
 from service.web.digests import DeclaredDigests
-from service.web.multipart import Form, form_parser
+from service.web.multipart import Form, form_parser, parse_header
 from service.web.query import merged, parameters_of
-from service.web.upload import RIGHT_CALL, Upload, UploadedFile, UploadLimits, parse_header
+from service.web.upload import RIGHT_CALL, Upload, UploadedFile, UploadLimits
 from vitserve.documents import FIELD
 
 Q = TypeVar("Q", bound=BaseModel)

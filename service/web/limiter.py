@@ -109,9 +109,9 @@ class Limiter:
         if self.in_use + count > self.capacity or not self._leaves_some(count, caller):
             await asyncio.sleep(0)
 
-    def permit(self, caller: str = "") -> "Permit":
+    def permit(self) -> "Permit":
         """Take one slot and return its permit; raises `QueueFull` if no slot is free."""
-        permit = Permit(self, caller)
+        permit = Permit(self)
         permit.extend()
         return permit
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.addresses import network_of
@@ -28,6 +27,7 @@ from service.errors import ClientDisconnected, ServiceError, Unauthorized
 from service.http.application import AnswerRoom, Header
 from service.http.connection import connection_of
 from service.models.lease import Lease
+from service.observe.logs import shortened
 from service.observe.metrics import Metrics, stage_seconds
 from service.server import TRUSTED_PROXY
 from service.web import problems
@@ -49,6 +49,9 @@ LINES_A_SECOND = 10
 
 _MAX_PATH = 200
 """Characters of a request's path in its log line."""
+
+_MAX_ADDRESS = 64
+"""Characters of a client's address; a proxy may send any, and callers are remembered."""
 
 
 def request_id_from(sent_id: str) -> str:
@@ -113,11 +116,12 @@ class RequestContext(Answered):
         self, scope: Scope, receive: Receive, send: Send, lifecycle: Lifecycle, started: float
     ) -> None:
         sent_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        client = scope.get("client")
         super().__init__(
             scope["method"],
             scope["path"],
             request_id_from(sent_id.decode("latin-1")),
-            client=(scope.get("client") or (None,))[0],
+            client=client and client[0][:_MAX_ADDRESS],
         )
         self.started = started
         self.endpoint: str | None = None
@@ -178,7 +182,7 @@ class RequestLog:
         fields: dict[str, Any] = {
             "request_id": request.request_id,
             "method": request.method,
-            "path": problems.shortened(request.path, _MAX_PATH),
+            "path": shortened(request.path, _MAX_PATH),
             "status": request.status,
             "duration_ms": round(1000 * request.seconds, 1),
         }
@@ -323,14 +327,9 @@ class RequestContextMiddleware:
             logger.info(
                 "no request: %(status)s %(detail)s %(request_id)s", fields, extra={"fields": fields}
             )
-        content = problems.body(problem, request_id)
-        answer_headers = {
-            "content-type": problems.MEDIA_TYPE,
-            "content-length": str(len(content)),
-            "x-request-id": request_id,
-        } | {name.lower(): value for name, value in problem.headers.items()}
-        encoded = [(name.encode(), value.encode()) for name, value in answer_headers.items()]
-        return problem.status, encoded, content
+        answer = problem.answer(request_id)
+        answer_headers = [*answer.raw_headers, (b"x-request-id", request_id.encode())]
+        return problem.status, answer_headers, bytes(answer.body)
 
 
 class ProblemMiddleware:
@@ -347,31 +346,30 @@ class ProblemMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = request_context(scope)
+        path = scope["path"]
         try:
             await self._app(scope, receive, send)
         except ClientDisconnected:
             return
         except Exception as error:
-            if scope["type"] != "http" or request_context(scope).status:
+            if context.status:
                 raise
             problem = problems.problem_of(error)
+            context.code = problem.code
             # A 503 to a probe is a state, not a refusal.
-            if scope["path"] not in self._rules.probes or isinstance(error, Unauthorized):
+            if path not in self._rules.probes or isinstance(error, Unauthorized):
                 self._metrics.rejected.labels(problem.code).inc()
-                caller = request_context(scope).caller
-                delay = self._pace.delay_after(error, connection_of(scope), caller)
+                delay = self._pace.delay_after(error, connection_of(scope), context.caller)
                 await asyncio.sleep(delay)
-            answer = self._answer_of(problem, scope)
+            other_form = self._rules.problem_answer(path)
+            if other_form is None:
+                answer = problem.answer(context.request_id)
+            else:
+                answer = other_form(problem)
             await answer(scope, receive, send)
             if problem.code == problems.INTERNAL_ERROR:
                 raise
-
-    def _answer_of(self, problem: problems.Problem, scope: Scope) -> Response:
-        """Return the answer to a request, and note the problem in its context."""
-        context = request_context(scope)
-        context.code = problem.code
-        other_form = self._rules.problem_answer(scope["path"])
-        if other_form is not None:
-            return other_form(problem)
-        content = problems.body(problem, context.request_id)
-        return Response(content, problem.status, problem.headers, problems.MEDIA_TYPE)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
-from python_multipart.multipart import MultipartParser
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from model.errors import by_likeness
 from service.errors import MalformedRequest, MissingImage, TooManyImages
@@ -14,7 +14,6 @@ from service.web.upload import (
     UploadedFile,
     UploadLimits,
     file_too_large,
-    parse_header,
 )
 from vitserve.documents import FIELD
 
@@ -22,13 +21,20 @@ _MAX_FIELDS: Final = 64
 """Without a limit, a body of tiny parts would occupy the event loop for a minute."""
 
 _MAX_FIELD_BYTES: Final = 1 << 18  # a thousand labels of 256 characters
-
+_MAX_HEADER_PARAMETERS: Final = 64  # the parser's time is quadratic in their number
 
 _READ_HEADERS: Final = frozenset(
     [b"content-disposition", b"content-transfer-encoding", b"content-type"]
 )
 _IDENTITIES: Final = (b"", b"7bit", b"8bit", b"binary")
 _CHARSETS: Final = (b"utf-8", b"utf8", b"us-ascii", b"ascii")
+
+
+def parse_header(header: bytes) -> tuple[bytes, dict[bytes, bytes]]:
+    """Return a header's value and parameters; raises `MalformedRequest` for too many of them."""
+    if header.count(b";") > _MAX_HEADER_PARAMETERS:
+        raise MalformedRequest(f"a header with more than {_MAX_HEADER_PARAMETERS} parameters")
+    return parse_options_header(header)
 
 
 def form_parser(boundary: bytes, form: "Form") -> Callable[[bytes], object]:

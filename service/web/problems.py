@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from starlette.responses import Response
+
 from model import errors as model_errors
 from service import errors
+from service.observe.logs import shortened
 from vitserve.documents import ProblemDocument
 
 MEDIA_TYPE = "application/problem+json"
@@ -35,6 +38,11 @@ class Problem:
             code=self.code,
             request_id=request_id,
         )
+
+    def answer(self, request_id: str) -> Response:
+        """Return the answer with the problem document."""
+        content = self.document(request_id).model_dump_json()
+        return Response(content, self.status, self.headers, MEDIA_TYPE)
 
 
 TABLE: dict[type[Exception], tuple[int, str]] = {  # extensions' errors have their `problem`
@@ -121,16 +129,3 @@ def _headers(error: Exception) -> dict[str, str]:
         case errors.MethodNotAllowed():
             return {"Allow": ", ".join(error.allowed)}
     return {}
-
-
-def shortened(text: str, limit: int) -> str:
-    """Return the text, or its start and end if it is longer than `limit` characters."""
-    if len(text) <= limit:
-        return text
-    half = (limit - 3) // 2
-    return f"{text[:half]}...{text[-half:]}"
-
-
-def body(problem: Problem, request_id: str) -> bytes:
-    """Return the encoded problem document."""
-    return problem.document(request_id).model_dump_json().encode()

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from python_multipart.multipart import parse_options_header
-
-from service.errors import MalformedRequest, UploadTooLarge
+from service.errors import UploadTooLarge
 from vitserve.documents import FIELD
 
 RIGHT_CALL: Final = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @photo.jpg URL"
@@ -15,8 +13,6 @@ RIGHT_CALL: Final = f"curl -F {FIELD}=@photo.jpg URL, or curl --data-binary @pho
 
 RIGHT_CALLS: Final = f'{RIGHT_CALL}, or JSON {{"image": "BASE64"}} as application/json'
 """The same for routes that read JSON too."""
-
-_MAX_HEADER_PARAMETERS: Final = 64  # the parser's time is quadratic in their number
 
 UploadedFile = bytearray | UploadTooLarge
 """The bytes of one file, or the error that they are too many."""
@@ -51,13 +47,6 @@ class UploadLimits:
     fields: Collection[str] = (FIELD,)
     parameters: Collection[str] = ()
     setting: str = ""
-
-
-def parse_header(header: bytes) -> tuple[bytes, dict[bytes, bytes]]:
-    """Return a header's value and parameters; raises `MalformedRequest` for too many of them."""
-    if header.count(b";") > _MAX_HEADER_PARAMETERS:
-        raise MalformedRequest(f"a header with more than {_MAX_HEADER_PARAMETERS} parameters")
-    return parse_options_header(header)
 
 
 _UTF8_MARK: Final = b"\xef\xbb\xbf"

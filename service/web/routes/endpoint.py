@@ -102,9 +102,13 @@ class Endpoint:
         match = self._regex.fullmatch(path)
         if match is None:
             return None
-        return {
-            name: self._convertors[name].convert(value) for name, value in match.groupdict().items()
-        }
+        try:
+            return {
+                name: self._convertors[name].convert(value)
+                for name, value in match.groupdict().items()
+            }
+        except ValueError:  # Python converts at most 4,300 digits
+            return None
 
     @property
     def _name(self) -> str:

@@ -80,7 +80,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.answer_room = ByteBudget(1 << 20)
-        connections = Connections(self)
+        connections = Connections(self, 1, idle_seconds=75)
         config = uvicorn.Config(
             self, interface="asgi3", ws="none", lifespan="off", log_config=None, proxy_headers=False
         )

@@ -5,14 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import QueueFull
-from service.web.limiter import Limiter
+from service.web.limiter import Limiter, Permit
+
+
+def take(limiter: Limiter, caller: str) -> Permit:
+    """Take a slot for a caller."""
+    permit = Permit(limiter, caller)
+    permit.extend()
+    return permit
 
 
 def flood(limiter: Limiter, caller: str) -> int:
     """Take slots for a caller until one is refused, and return their number."""
     for taken in range(limiter.capacity + 1):
         try:
-            limiter.permit(caller)
+            take(limiter, caller)
         except QueueFull:
             return taken
     raise AssertionError("more slots than the capacity")
@@ -21,7 +28,7 @@ def flood(limiter: Limiter, caller: str) -> int:
 def test_a_flood_leaves_slots_to_others():
     limiter = Limiter(256)
     assert flood(limiter, "flood") == 224
-    with limiter.permit("honest"), limiter.permit("another"):
+    with take(limiter, "honest"), take(limiter, "another"):
         assert limiter.in_use == 226
 
 
@@ -29,7 +36,7 @@ def test_a_refusal_names_the_held_slots():
     limiter = Limiter(16)
     flood(limiter, "flood")
     with pytest.raises(QueueFull, match=r"this caller holds 14 of 16 slots"):
-        limiter.permit("flood")
+        take(limiter, "flood")
 
 
 def test_a_small_capacity_is_not_shared():
@@ -49,7 +56,7 @@ def test_every_slot_is_given_back(requests):
     limiter = Limiter(64)
     permits = []
     for caller, count, action in requests:
-        permit = limiter.permit(caller)
+        permit = take(limiter, caller)
         with contextlib.suppress(QueueFull):
             permit.extend(count)
         if action == "lend":

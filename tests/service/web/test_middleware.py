@@ -205,6 +205,16 @@ async def test_a_path_cannot_begin_a_log_line(caplog: pytest.LogCaptureFixture) 
 
 
 @on_a_loop
+async def test_a_forwarded_address_is_shortened(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    caller = app().communicator("GET", "/model")
+    caller.scope["client"] = ("a" * 60_000, 0)  # as a proxy forwards it
+    await caller.run()
+    [line] = lines(caplog)
+    assert len(vars(line)["fields"]["client"]) == 64
+
+
+@on_a_loop
 @pytest.mark.parametrize(
     ("sent", "line", "code"),
     [

@@ -17,7 +17,7 @@ import pytest
 
 from model import errors as model_errors
 from service import errors
-from service.web.problems import TABLE, body, problem_of
+from service.web.problems import TABLE, problem_of
 from tests.service.fakes import png
 from tests.service.web.apps import App, app, service_in
 
@@ -238,7 +238,8 @@ def test_long_details_are_cut_in_the_middle(length: int, kept: int) -> None:
 
 
 def test_a_problem_document_has_these_fields() -> None:
-    document = json.loads(body(problem_of(errors.NotFound("/ü: no such path")), "abc"))
+    answer = problem_of(errors.NotFound("/ü: no such path")).answer("abc")
+    document = json.loads(bytes(answer.body))
     assert document == {
         "type": "about:blank",
         "title": "Not Found",

@@ -1,8 +1,11 @@
 """The route and the query of a request; the routes of operators and their tools."""
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from model.methods import methods
+from service.web.routes.endpoint import Endpoint
 from tests.needs import TEACH, needs
 from tests.service.fakes import CLASSES, on_a_loop, png
 from tests.service.web.apps import App, app, inside
@@ -27,6 +30,15 @@ async def test_405_names_the_methods_of_the_path(method: str, path: str, allow: 
         response.json["detail"]
         == f"{method} {path}: no such method on this path; there are {allow}"
     )
+
+
+def test_a_number_of_too_many_digits_is_no_path() -> None:
+    async def item(request: Request) -> Response:
+        raise NotImplementedError
+
+    endpoint = Endpoint("GET", "/items/{number:int}", item)
+    assert endpoint.match("/items/12") == {"number": 12}
+    assert endpoint.match(f"/items/{'1' * 5000}") is None
 
 
 @on_a_loop
