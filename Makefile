@@ -30,7 +30,7 @@ help:
 	@echo "make gpu-kit  write all files for a GPU machine without a network to $(GPU_KIT); PYTHON_THERE=3.12"
 	@echo "make rules   write the Prometheus rules as a manifest of its operator"
 	@echo "make image   build the container's image VARIANT=cpu, cuda or cuda12"
-	@echo "make protocol  generate the gRPC messages from the .proto files of service/extensions/inference_protocol/grpc"
+	@echo "make protocol  write services.binpb from the .proto files of service/extensions/inference_protocol/grpc"
 	@echo "make screenshots  take the screenshots in docs/images; needs Chromium"
 	@echo "make wheels  write the wheels and the source distribution to dist/"
 	@echo "make site    write the documentation's site to dist/site"
@@ -163,10 +163,12 @@ GRPC := service/extensions/inference_protocol/grpc
 protocol: $(VENV)/.made
 	$(BIN)/python -m venv $(VENV)/protocol
 	$(VENV)/protocol/bin/pip install --quiet --disable-pip-version-check 'grpcio-tools==1.72.*'
-	$(VENV)/protocol/bin/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. \
-		$(GRPC)/open_inference.proto
-	$(VENV)/protocol/bin/python -m grpc_tools.protoc --proto_path=. --proto_path=$(GRPC)/proto \
-		--include_imports --descriptor_set_out=$(GRPC)/services.binpb \
+	# v1alpha differs from v1 only in its package.
+	mkdir -p $(VENV)/protocol/proto/grpc/reflection/v1alpha
+	sed 's/^package .*/package grpc.reflection.v1alpha;/' $(GRPC)/proto/grpc/reflection/v1/reflection.proto \
+		>$(VENV)/protocol/proto/grpc/reflection/v1alpha/reflection.proto
+	$(VENV)/protocol/bin/python -m grpc_tools.protoc --proto_path=$(GRPC)/proto \
+		--proto_path=$(VENV)/protocol/proto --descriptor_set_out=$(GRPC)/services.binpb \
 		inference.proto grpc/health/v1/health.proto grpc/reflection/v1/reflection.proto \
 		grpc/reflection/v1alpha/reflection.proto
 

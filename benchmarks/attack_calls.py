@@ -112,15 +112,15 @@ def _called(call: Callable[[Any], Awaitable[None]], address: str) -> Ask:
 
 def grpc_message(labels: str | None = None) -> bytes:
     """Return a message of ModelInfer with a JPEG; needs protobuf."""
-    from service.extensions.inference_protocol.grpc.open_inference_pb2 import (  # noqa: PLC0415
-        InferParameter,
-        ModelInferRequest,
+    from service.extensions.inference_protocol.grpc.descriptors import (  # noqa: PLC0415
+        message_class,
     )
 
-    image = ModelInferRequest.InferInputTensor(name="image", datatype="BYTES", shape=[1])
+    kind = message_class("ModelInferRequest")
+    image = kind.InferInputTensor(name="image", datatype="BYTES", shape=[1])
     picture = flat("JPEG", 300)
-    parameters = {} if labels is None else {"labels": InferParameter(string_param=labels)}
-    message = ModelInferRequest(
+    parameters = {} if labels is None else {"labels": {"string_param": labels}}
+    message = kind(
         model_name=MODEL,
         inputs=[image],
         parameters=parameters,

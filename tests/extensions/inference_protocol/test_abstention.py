@@ -7,7 +7,7 @@ import pytest
 
 from model.extensions.taught.known_examples import KnownExamples
 from model.heads import Head
-from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
+from service.extensions.inference_protocol.grpc.descriptors import POOL, message_class
 from service.models.served_heads import ServedHead
 from tests.extensions.inference_protocol.grpc.caller import Output, arrays, calling, image
 from tests.service.fakes import model_info, on_a_loop, png
@@ -54,10 +54,11 @@ async def test_the_protocol_tells_the_set_size() -> None:
 @on_a_loop
 async def test_the_configuration_has_abstentions() -> None:
     async with calling(FakeEngine(model_info(coverage=0.95))) as caller:
-        answer = messages.ModelConfigResponse.FromString(await caller.call("ModelConfig"))
+        answer = message_class("ModelConfigResponse").FromString(await caller.call("ModelConfig"))
 
     [abstained] = [output for output in answer.config.output if output.name == "abstained"]
-    assert messages.DataType.Name(abstained.data_type) == "TYPE_BOOL"
+    types = POOL.FindEnumTypeByName("inference.DataType").values_by_number
+    assert types[abstained.data_type].name == "TYPE_BOOL"
 
 
 @on_a_loop

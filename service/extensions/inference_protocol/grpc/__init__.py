@@ -5,7 +5,11 @@
                          calls.py     id, key, metrics, log line, errors as status codes
                          methods.py   the methods, with `call.py` for one call
                          messages.py  bounded messages, to and from `tensors`
-                         descriptors.py, health.py, reflection.py  the standard services
+                         health.py, reflection.py  the standard services
+                         descriptors.py  the classes of the messages
+
+The folder `proto` declares all messages and services. `make protocol` compiles it to
+`services.binpb`, from which protobuf builds the classes at run time: no module is generated.
 
 The modules above this package check and compute requests, like over HTTP. Nothing imports this
 package unless `VIT_GRPC_PORT` is set, because it needs the extra `grpc`.

@@ -8,8 +8,7 @@ import grpc
 
 from service.addresses import network_of
 from service.errors import MalformedRequest, RequestTimeout
-from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
-from service.extensions.inference_protocol.grpc.messages import check_cost, parse
+from service.extensions.inference_protocol.grpc.messages import ModelRequest, check_cost, parse
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_id_from
 from service.web.service import Service
@@ -90,8 +89,8 @@ class Call:
         """Return the message as an ASGI event with a body; see `message`."""
         return {"type": "http.request", "body": await self.message(), "more_body": False}
 
-    async def model_request(self) -> messages.ModelRequest:
+    async def model_request(self) -> Any:
         """Return a message about the server or a model; raises `UploadTooLarge`, see `message`."""
         data = await self.message()
         check_cost(memoryview(data), {})
-        return parse(messages.ModelRequest, data)
+        return parse(ModelRequest, data)

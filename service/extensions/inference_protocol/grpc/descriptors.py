@@ -1,15 +1,15 @@
-"""Descriptors of this port's services, from `services.binpb`, which `make protocol` writes.
+"""Descriptors and messages of this port's services, from `services.binpb`.
 
-They have a pool of their own: the default pool accepts each name once, and other packages may
-register the names of the standard services.
+`make protocol` writes that file from the folder `proto`. The descriptors have a pool of their own:
+the default pool accepts each name once, and other packages may register the same names.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 FILES: Final = FileDescriptorSet.FromString(
@@ -21,7 +21,8 @@ for _file in FILES:
     POOL.Add(_file)
 
 
-def message_class(name: str) -> type[Message]:
-    """Return the class of a message of the standard services, by its full name."""
-    kind: type[Message] = GetMessageClass(POOL.FindMessageTypeByName(name))
-    return kind
+@cache
+def message_class(name: str) -> Any:
+    """Return the class of a message by its name, by default of the package `inference`."""
+    full_name = name if "." in name else f"inference.{name}"
+    return GetMessageClass(POOL.FindMessageTypeByName(full_name))

@@ -6,14 +6,13 @@ from typing import Final
 
 from service.errors import NotFound, Unavailable, UnknownModel
 from service.extensions.inference_protocol import GRPC_HEALTH_SERVICE, GRPC_SERVICE
-from service.extensions.inference_protocol.grpc.descriptors import message_class
 from service.web.service import Service
 
 WATCH_SECONDS: Final = 0.5
 """Interval at which a watch checks the status; orchestrators probe as often."""
 
-REQUEST: Final = message_class("grpc.health.v1.HealthCheckRequest")
-RESPONSE: Final = message_class("grpc.health.v1.HealthCheckResponse")
+REQUEST: Final = "grpc.health.v1.HealthCheckRequest"
+RESPONSE: Final = "grpc.health.v1.HealthCheckResponse"
 
 # Names that mean the whole service.
 _WHOLE: Final = frozenset({"", GRPC_SERVICE, GRPC_HEALTH_SERVICE})

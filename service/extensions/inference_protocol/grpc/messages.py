@@ -5,24 +5,23 @@ object. https://protobuf.dev/programming-guides/encoding/
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message
 
 from service.errors import MalformedRequest, UploadTooLarge
 from service.extensions.inference_protocol import VERSION
-from service.extensions.inference_protocol.grpc.open_inference_pb2 import (
-    InferParameter,
-    ModelInferRequest,
-    ModelInferResponse,
-    ModelRequest,
-)
+from service.extensions.inference_protocol.grpc.descriptors import message_class
 from service.extensions.inference_protocol.tensors import (
     InferenceRequest,
     InputTensor,
     OutputTensor,
     RequestedOutput,
 )
+
+ModelRequest: Final = message_class("ModelRequest")
+ModelInferRequest: Final = message_class("ModelInferRequest")
+ModelInferResponse: Final = message_class("ModelInferResponse")
 
 _Fields = Mapping[int, Any]
 
@@ -43,12 +42,10 @@ _MAX_COST: Final = 1_000_000
 
 _FIELD_COST: Final = 1000
 
-M = TypeVar("M", bound=Message)
 
-
-def parse(kind: type[M], data: bytes | bytearray) -> M:
+def parse(kind: type[Message], data: bytes | bytearray) -> Any:
     """Return a message; raises `MalformedRequest`."""
-    message: M = kind()
+    message = kind()
     try:
         message.ParseFromString(bytes(data))
     except DecodeError as error:
@@ -56,7 +53,7 @@ def parse(kind: type[M], data: bytes | bytearray) -> M:
     return message
 
 
-def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
+def decode_request(data: bytearray) -> tuple[Any, InferenceRequest]:
     """Return the requested model and the request of a message; drop the message's bytes.
 
     Raises:
@@ -96,7 +93,7 @@ def decode_request(data: bytearray) -> tuple[ModelRequest, InferenceRequest]:
     )
 
 
-def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Any]:
+def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {
         name: (value, value.WhichOneof("parameter_choice")) for name, value in parameters.items()
     }

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from google.protobuf import json_format
-from google.protobuf.message import Message
 
 from service.engine.messages import ModelInfo
 from service.errors import NotFound, Unavailable
@@ -17,8 +16,8 @@ from service.extensions.inference_protocol.descriptions import (
     server_metadata,
 )
 from service.extensions.inference_protocol.grpc import health, reflection
-from service.extensions.inference_protocol.grpc import open_inference_pb2 as messages
 from service.extensions.inference_protocol.grpc.call import Call
+from service.extensions.inference_protocol.grpc.descriptors import message_class
 from service.extensions.inference_protocol.grpc.messages import (
     check_cost,
     decode_request,
@@ -55,24 +54,24 @@ class Streams(NamedTuple):
     reflections: Lane
 
 
-def _encode(document: Mapping[str, Any], message: Message) -> bytes:
+def _encode(document: Mapping[str, Any], message: str) -> bytes:
     """Return a document of the protocol, the same as over HTTP, as an encoded message."""
-    return bytes(json_format.ParseDict(document, message).SerializeToString())
+    return bytes(json_format.ParseDict(document, message_class(message)()).SerializeToString())
 
 
 async def _server_live(service: Service, call: Call) -> bytes:
     # Do not receive the message: the call needs no key.
-    return _encode({"live": True}, messages.ServerLiveResponse())
+    return _encode({"live": True}, "ServerLiveResponse")
 
 
 async def _server_ready(service: Service, call: Call) -> bytes:
-    return _encode({"ready": _is_ready(service)}, messages.ServerReadyResponse())
+    return _encode({"ready": _is_ready(service)}, "ServerReadyResponse")
 
 
 async def _model_ready(service: Service, call: Call) -> bytes:
     request = await call.model_request()
     is_ready = _is_ready(service, request.name, request.version)
-    return _encode({"ready": is_ready}, messages.ModelReadyResponse())
+    return _encode({"ready": is_ready}, "ModelReadyResponse")
 
 
 def _is_ready(service: Service, name: str | None = None, version: str = "") -> bool:
@@ -87,19 +86,17 @@ def _is_ready(service: Service, name: str | None = None, version: str = "") -> b
 
 async def _server_metadata(service: Service, call: Call) -> bytes:
     await call.model_request()
-    return _encode(server_metadata(__version__, swaps=False), messages.ServerMetadataResponse())
+    return _encode(server_metadata(__version__, swaps=False), "ServerMetadataResponse")
 
 
-def _described(
-    describe: Callable[[ModelInfo, Service], Mapping[str, Any]], kind: type[Message]
-) -> Method:
+def _described(message: str, describe: Callable[[ModelInfo, Service], Mapping[str, Any]]) -> Method:
     """Return a method that describes the requested model; an empty name is the default model."""
 
     async def method(service: Service, call: Call) -> bytes:
         request = await call.model_request()
         check_version(request.version)
         with await acquire(service, request.name or None, call.deadline) as model:
-            return _encode(describe(model.info, service), kind())
+            return _encode(describe(model.info, service), message)
 
     return method
 
@@ -122,14 +119,14 @@ async def _model_infer(service: Service, call: Call) -> bytes:
 
 async def _check(service: Service, call: Call) -> bytes:
     name = _parsed(health.REQUEST, await call.message()).get("service", "")
-    return _encode({"status": health.status_of(service, name)}, health.RESPONSE())
+    return _encode({"status": health.status_of(service, name)}, health.RESPONSE)
 
 
 async def _watch(streams: Streams, call: Call) -> None:
     name = _parsed(health.REQUEST, await call.message()).get("service", "")
 
     async def send(status: str) -> None:
-        await call.send(_encode({"status": status}, health.RESPONSE()))
+        await call.send(_encode({"status": status}, health.RESPONSE))
 
     with streams.watches.turn(call.caller, 1, call.deadline) as turn:
         await turn
@@ -142,10 +139,10 @@ async def _reflect(streams: Streams, call: Call) -> None:
         await turn
         while (message := await call.next_message()) is not None:
             answer = reflection.answer(_parsed(reflection.REQUEST, message))
-            await call.send(_encode(answer, reflection.RESPONSE()))
+            await call.send(_encode(answer, reflection.RESPONSE))
 
 
-def _parsed(kind: type[Message], data: bytes) -> dict[str, Any]:
+def _parsed(message: str, data: bytes) -> dict[str, Any]:
     """Return a message of a standard service as a dictionary.
 
     Raises:
@@ -154,7 +151,7 @@ def _parsed(kind: type[Message], data: bytes) -> dict[str, Any]:
     """
     check_cost(memoryview(data), {})
     document: dict[str, Any] = json_format.MessageToDict(
-        parse(kind, data), preserving_proto_field_name=True
+        parse(message_class(message), data), preserving_proto_field_name=True
     )
     return document
 
@@ -164,15 +161,13 @@ _PROTOCOL: Final[dict[str, Method]] = {
     "ServerReady": _server_ready,
     "ModelReady": _model_ready,
     "ServerMetadata": _server_metadata,
-    "ModelMetadata": _described(
-        lambda info, _: model_metadata(info), messages.ModelMetadataResponse
-    ),
+    "ModelMetadata": _described("ModelMetadataResponse", lambda info, _: model_metadata(info)),
     "ModelConfig": _described(
-        lambda info, _: {"config": model_configuration(info)}, messages.ModelConfigResponse
+        "ModelConfigResponse", lambda info, _: {"config": model_configuration(info)}
     ),
     "ModelStatistics": _described(
+        "ModelStatisticsResponse",
         lambda info, service: model_statistics(info, service.metrics),
-        messages.ModelStatisticsResponse,
     ),
     "ModelInfer": _model_infer,
 }

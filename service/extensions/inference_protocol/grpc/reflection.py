@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import grpc
 
-from service.extensions.inference_protocol.grpc.descriptors import FILES, POOL, message_class
+from service.extensions.inference_protocol.grpc.descriptors import FILES, POOL
 
-REQUEST: Final = message_class("grpc.reflection.v1.ServerReflectionRequest")
-RESPONSE: Final = message_class("grpc.reflection.v1.ServerReflectionResponse")
+REQUEST: Final = "grpc.reflection.v1.ServerReflectionRequest"
+RESPONSE: Final = "grpc.reflection.v1.ServerReflectionResponse"
 
 # Clients use the second package if the first is unknown; the messages are the same.
 PATHS: Final = tuple(

@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 
 from service.extensions.inference_protocol import GRPC_SERVICE
-from service.extensions.inference_protocol.grpc.open_inference_pb2 import (
-    InferParameter,
+from service.extensions.inference_protocol.grpc.descriptors import message_class
+from service.extensions.inference_protocol.grpc.messages import (
     ModelInferRequest,
     ModelInferResponse,
 )
@@ -44,16 +44,14 @@ class Caller:
         """A call that has sent no message yet."""
         return self.channel.stream_unary(f"/{GRPC_SERVICE}/{method}")(**options)
 
-    async def infer(self, request: ModelInferRequest, **options: Any) -> ModelInferResponse:
+    async def infer(self, request: Any, **options: Any) -> Any:
         response = ModelInferResponse()
         response.ParseFromString(
             await self.call("ModelInfer", request.SerializeToString(), **options)
         )
         return response
 
-    async def refusal(
-        self, request: ModelInferRequest | bytes, **options: Any
-    ) -> grpc.aio.AioRpcError:
+    async def refusal(self, request: Any, **options: Any) -> grpc.aio.AioRpcError:
         """The error that answers a request for inference."""
         message = request if isinstance(request, bytes) else request.SerializeToString()
         try:
@@ -84,24 +82,24 @@ async def calling(engine: Any = None, **settings: Any) -> AsyncIterator[Caller]:
             yield Caller(service, port, channel, lifespan.aclose)
 
 
-def image(*files: bytes) -> ModelInferRequest:
+def image(*files: bytes) -> Any:
     """Pictures as typed contents."""
     tensor = Input(name="image", datatype="BYTES", shape=[len(files)])
     tensor.contents.bytes_contents.extend(files)
     return ModelInferRequest(model_name="fake", inputs=[tensor])
 
 
-def raw(name: str, datatype: str, shape: list[int], content: bytes) -> ModelInferRequest:
+def raw(name: str, datatype: str, shape: list[int], content: bytes) -> Any:
     """A tensor as raw contents."""
     tensor = Input(name=name, datatype=datatype, shape=shape)
     return ModelInferRequest(model_name="fake", inputs=[tensor], raw_input_contents=[content])
 
 
-def number(value: int) -> InferParameter:
-    return InferParameter(int64_param=value)
+def number(value: int) -> Any:
+    return message_class("InferParameter")(int64_param=value)
 
 
-def arrays(response: ModelInferResponse) -> dict[str, Any]:
+def arrays(response: Any) -> dict[str, Any]:
     """The outputs by name; texts as lists."""
     found: dict[str, Any] = {}
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):

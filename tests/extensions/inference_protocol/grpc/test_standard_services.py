@@ -11,6 +11,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 
 from service.extensions.inference_protocol import GRPC_SERVICE
 from service.extensions.inference_protocol.grpc import health, reflection
+from service.extensions.inference_protocol.grpc.descriptors import message_class
 from tests.extensions.inference_protocol.grpc.caller import Caller, calling
 from tests.service.fakes import on_a_loop, until
 from tests.service.web.apps import service_in
@@ -19,11 +20,15 @@ Code = grpc.StatusCode
 
 
 def question(name: str) -> bytes:
-    return bytes(json_format.ParseDict({"service": name}, health.REQUEST()).SerializeToString())
+    return bytes(
+        json_format.ParseDict(
+            {"service": name}, message_class(health.REQUEST)()
+        ).SerializeToString()
+    )
 
 
 def status(content: bytes) -> str:
-    message: Any = health.RESPONSE.FromString(content)
+    message: Any = message_class(health.RESPONSE).FromString(content)
     return str(json_format.MessageToDict(message)["status"])
 
 
@@ -89,8 +94,10 @@ async def test_one_caller_watches_few_times() -> None:
 
 async def ask(caller: Caller, path: str, **asked: str) -> Any:
     call = caller.channel.stream_stream(path)()
-    await call.write(json_format.ParseDict(asked, reflection.REQUEST()).SerializeToString())
-    answer = reflection.RESPONSE.FromString(await call.read())
+    await call.write(
+        json_format.ParseDict(asked, message_class(reflection.REQUEST)()).SerializeToString()
+    )
+    answer = message_class(reflection.RESPONSE).FromString(await call.read())
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
     return answer
