@@ -19,7 +19,7 @@ class ModelFactory:
         make: returns an engine, not started yet, for a model's own settings.
         configured: entries of the folder of models; None for a single checkpoint.
         overrides: see `LocalModels`.
-        on_retired: called when an old version of a model is closed and forgotten.
+        on_retired: see `OpenVersions`.
 
     Attributes:
         configured: entries of the folder as they are now.

@@ -70,7 +70,7 @@ class Lease:
 
     def release(self) -> None:
         """Stop holding the version."""
-        self.version.end()
+        self.version.release()
 
     def __enter__(self) -> Lease:
         return self

@@ -2,7 +2,7 @@
 
 The next version is loaded while the current one serves:
 
-    new_version -> load: read, check, warm up -> take_over -> last request of the old one -> forget
+    new_version -> load: read, check, warm up -> take_over -> the old one retires
                      fails: the old one stays
 """
 
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from service.background import Tasks
 from service.engine.backbones import Checkpoint, ModelEngine
+from service.models.retiring import OpenVersions
 from service.models.served_model import ServedModel
 from service.models.version import Version
 
@@ -27,9 +27,10 @@ class LocalModel(ServedModel):
         make: returns an engine, not started yet, for a checkpoint (None: the configured one).
         checkpoint: checkpoint of the first version.
         number: number of the first version.
-        on_retired: called when an old version is closed and forgotten.
+        on_retired: see `OpenVersions`.
 
     Attributes:
+        versions: its versions that are not closed.
         is_default: whether the process cannot serve without this model.
         broke: whether it failed after it had served.
         loaded: monotonic seconds of its last load, 0 before the first.
@@ -48,16 +49,13 @@ class LocalModel(ServedModel):
         on_retired: Callable[[], None] = lambda: None,
     ) -> None:
         self._make = make
-        self._on_retired = on_retired
-        self._tasks = Tasks()
-        self._open: set[Version[ModelEngine]] = set()
+        self.versions = OpenVersions(on_retired)
         self.current = self.new_version(checkpoint, number)
         self.is_default = True
         self.broke = False
         self.loaded = 0.0
         self._last_used: float | None = None
         self.on_change: Callable[[], None] = lambda: None
-        self._retiring: asyncio.Task[None] | None = None
 
     @property
     def size(self) -> int:
@@ -74,7 +72,7 @@ class LocalModel(ServedModel):
     def new_version(self, checkpoint: Checkpoint, number: int) -> Version[ModelEngine]:
         """Return a new version, which `load` loads."""
         version = Version(self._make(checkpoint), number, checkpoint)
-        self._open.add(version)
+        self.versions.open.add(version)
         return version
 
     async def load(self, version: Version[ModelEngine]) -> str:
@@ -87,7 +85,7 @@ class LocalModel(ServedModel):
     async def load_current(self) -> str:
         """Load the current version, which is unloaded or failed; return as `load`."""
         if self.current.state == "failed":
-            await self.forget(self._replace_by_unloaded())
+            await self.versions.close(self._replace_by_unloaded())
         self.current.move("loading")
         return await self.load(self.current)
 
@@ -107,50 +105,21 @@ class LocalModel(ServedModel):
                 logger.critical("cannot start%s: %s", where, status.reason)
         self.on_change()
 
-    # Leaving
+    # Retiring
 
     def take_over(self, following: Version[ModelEngine]) -> None:
-        """Make a loaded version current; close the version before it after its last request."""
+        """Make a loaded version current, and retire the version before it."""
         previous = self.current
         self.current = following
         self.is_being_replaced = False
-        self._retiring = self._tasks.begin(self._retire(previous))
+        self.versions.retire(previous)
 
     def unload(self) -> None:
-        """Give its memory back after its last request; `load_current` loads it again."""
+        """Retire the current version; `load_current` loads it again."""
         previous = self._replace_by_unloaded()
         self.current.move("unloaded")
-        self._retiring = self._tasks.begin(self._retire(previous))
+        self.versions.retire(previous)
         self.on_change()
-
-    @property
-    def is_retiring(self) -> bool:
-        """Return whether an old version has requests left."""
-        return self._retiring is not None and not self._retiring.done()
-
-    async def retired(self, timeout: float | None = None) -> None:
-        """Wait until the old version's last requests have ended, and it is closed."""
-        if self._retiring is not None:
-            await asyncio.wait([self._retiring], timeout=timeout)
-
-    async def leave(self) -> None:
-        """Close all versions once their last requests have ended."""
-        older = (version.idle() for version in self._open)
-        await asyncio.gather(self._retire(self.current), self.retired(), *older)
-        await self.close()
-
-    async def close(self) -> None:
-        """Close all versions, though they may have requests left."""
-        self._tasks.cancel()
-        await asyncio.gather(*map(self.forget, tuple(self._open)))
-
-    async def forget(self, version: Version[ModelEngine]) -> None:
-        """Close a version."""
-        if version.state != "gone":
-            version.move("leaving")
-        await version.engine.close()
-        version.move("gone")
-        self._open.discard(version)
 
     def _replace_by_unloaded(self) -> Version[ModelEngine]:
         """Make a version of the same number current, which the caller moves; return the old one."""
@@ -159,10 +128,3 @@ class LocalModel(ServedModel):
         self._info = self.info
         self.current = self.new_version(previous.checkpoint, previous.number)
         return previous
-
-    async def _retire(self, version: Version[ModelEngine]) -> None:
-        version.move("leaving")
-        await version.idle()
-        await self.forget(version)
-        self._on_retired()
-        logger.info("the old model is closed")

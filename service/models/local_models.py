@@ -108,10 +108,10 @@ class LocalModels(OnDemandModels):
         while waits or not self._load_lock.locked():
             async with self._load_lock:
                 model = self.served.get(key)
-                if model is None or not model.is_retiring:
+                if model is None or not model.versions.is_retiring:
                     yield
                     return
-            await model.retired()
+            await model.versions.retired()
         raise SwapUnderWay(SWAP_UNDER_WAY)
 
     async def _make_room(self, key: str) -> None:
@@ -149,13 +149,13 @@ class LocalModels(OnDemandModels):
         except BaseException as error:
             if current is not None:
                 self._note_refused(key, error)
-            await model.forget(version)
+            await model.versions.close(version)
             raise
         if current is None:
             self.served[key] = model
             model.on_change = self.on_change
         elif self.served.get(key) is not current:  # it was deleted meanwhile
-            await model.forget(version)
+            await model.versions.close(version)
             return
         else:
             model.take_over(version)
@@ -190,8 +190,8 @@ class LocalModels(OnDemandModels):
         async with self._load_lock:
             if self.served[self.key(name)].state != "ready":
                 return
-            leaving = self._memory.unload([self.served[name]])
-        await asyncio.shield(leaving)
+            unloading = self._memory.unload([self.served[name]])
+        await asyncio.shield(unloading)
 
     async def delete(self, name: str) -> None:
         """Remove a model; see `Models.delete`."""
@@ -201,7 +201,7 @@ class LocalModels(OnDemandModels):
         model = self.served.pop(name)
         self.refused.discard(name)
         self.overrides[name] = Override(model.current.number, is_deleted=True)
-        self._tasks.begin(model.leave())
+        self._tasks.begin(model.versions.retire_all(model.current))
         self.on_change()
 
     # Configuration

@@ -91,7 +91,7 @@ class Names:
             self.require_ready(key)
         assert info is not None, "a ready model is described"
         version = model.current
-        version.begin()
+        version.hold()
         head = self.heads.get(name or "")
         is_ready = version.engine.ready
         if head is None:

@@ -15,7 +15,7 @@ from service.models.folder import FolderEntry
 from service.models.local_model import LocalModel
 from service.models.override import Override
 from service.models.registry import Models
-from service.models.residency import LEAVE_SECONDS, Residency
+from service.models.residency import RETIRE_SECONDS, Residency
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")
@@ -29,7 +29,7 @@ class OnDemandModels(Models):
         make: returns an engine, not started yet, for a model's own settings.
         configured: entries of the folder, see `configured_models`.
         overrides: checkpoints by name that another process served instead of the configured ones.
-        on_retired: called when an old version of a model is closed and forgotten.
+        on_retired: see `OpenVersions`.
         clock: monotonic seconds.
 
     Attributes:
@@ -87,7 +87,7 @@ class OnDemandModels(Models):
     async def close(self) -> None:
         """Close all models."""
         self._tasks.cancel()
-        await asyncio.gather(*(model.close() for model in self.served.values()))
+        await asyncio.gather(*(model.versions.close_all() for model in self.served.values()))
 
     async def load(self, name: str | None, caller: str = "") -> None:
         """Wait until a model answers, and load it if it is unloaded; see `Models.load`."""
@@ -143,7 +143,7 @@ class OnDemandModels(Models):
         if key in self.served:
             # Its memory is needed. A request may hold it and wait for this load, so do not wait
             # for long.
-            await self.served[key].retired(LEAVE_SECONDS)
+            await self.served[key].versions.retired(RETIRE_SECONDS)
         async with self._load_lock:
             model = self.served.get(key)
             if model is None or model.state == "ready":
@@ -182,4 +182,4 @@ class OnDemandModels(Models):
         return {self.default_name, *(key for key in self.served if self._waiters[key])}
 
     async def _fit(self, key: str, caller: str, *, evict: bool) -> None:
-        await self._memory.fit(key, caller, evict=evict, may_leave=key != self.default_name)
+        await self._memory.fit(key, caller, evict=evict, may_unload=key != self.default_name)

@@ -27,8 +27,8 @@ RESIDENCY_SECONDS: Final = 30.0
 _TOO_BUSY_SECONDS: Final = 5.0
 """Value of Retry-After when the other models have work."""
 
-LEAVE_SECONDS: Final = 1.0
-"""Seconds in which a load waits for the last requests of a model that was unloaded for it."""
+RETIRE_SECONDS: Final = 1.0
+"""Seconds that a load waits for the last requests of the model that was unloaded for it."""
 
 UNNAMED: Final = "unnamed"
 """A caller without a known key or address, as over a Unix socket."""
@@ -60,7 +60,7 @@ class Residency:
         self._capacity = capacity
         self._kept = kept
         self._results = results
-        self._leaving: set[Version[ModelEngine]] = set()
+        self._retiring: set[Version[ModelEngine]] = set()
         self._tasks = tasks
         self._clock = clock
         self._sizes: dict[str, int] = {}
@@ -70,9 +70,9 @@ class Residency:
     # Bytes
 
     def loaded(self) -> dict[str, int]:
-        """Return the bytes of each backbone that is loaded, or still leaving."""
+        """Return the bytes of each backbone that is loaded, or still retiring."""
         sizes = {}
-        for version in self._leaving:
+        for version in self._retiring:
             if version.engine.info is not None:
                 sizes[version.engine.info.backbone] = version.engine.size
         for backbone, models in self._ready().items():
@@ -127,14 +127,14 @@ class Residency:
             self._results["evicted"] += 1
             await self._give_back(models)
 
-    async def fit(self, key: str, caller: str, *, evict: bool, may_leave: bool) -> None:
+    async def fit(self, key: str, caller: str, *, evict: bool, may_unload: bool) -> None:
         """Unload models if memory is short now that a model is loaded.
 
         Args:
             key: key of the loaded model.
             caller: see `Models.load`.
             evict: whether to unload others for it.
-            may_leave: whether to unload the model itself if others are not unloaded.
+            may_unload: whether to unload the model itself if others are not unloaded.
 
         Raises:
             ModelsFull: others were to be unloaded, and could not be.
@@ -147,28 +147,28 @@ class Residency:
         try:
             if evict:
                 await self.make_room(key, caller)
-            elif may_leave:
+            elif may_unload:
                 await self._give_back([model])
         except ModelsFull:
-            if may_leave:
+            if may_unload:
                 await self._give_back([model])
             raise
 
     def unload(self, models: list[LocalModel]) -> asyncio.Task[None]:
         """Unload models; their memory counts until the task ends with their last requests."""
-        leaving = {model.current for model in models}
-        self._leaving |= leaving
+        retiring = {model.current for model in models}
+        self._retiring |= retiring
         for model in models:
             model.unload()
-        return self._tasks.begin(self._retired(models, leaving))
+        return self._tasks.begin(self._retired(models, retiring))
 
-    async def _retired(self, models: list[LocalModel], leaving: set[Version[ModelEngine]]) -> None:
-        await asyncio.gather(*(model.retired() for model in models))
-        self._leaving -= leaving
+    async def _retired(self, models: list[LocalModel], retiring: set[Version[ModelEngine]]) -> None:
+        await asyncio.gather(*(model.versions.retired() for model in models))
+        self._retiring -= retiring
 
     async def _give_back(self, models: list[LocalModel]) -> None:
         """Unload models, but wait only shortly for their last requests: other loads wait, too."""
-        await asyncio.wait([self.unload(models)], timeout=LEAVE_SECONDS)
+        await asyncio.wait([self.unload(models)], timeout=RETIRE_SECONDS)
 
     def _to_evict(self, lacking: int, kept: Collection[str], caller: str) -> list[LocalModel]:
         """Return the models of the least recently used backbone without work."""

@@ -35,7 +35,7 @@ class ServedModel:
     def state(self) -> ModelState:
         """Return the state in which the name is listed."""
         match self.current.state:
-            case "leaving" | "gone":  # the service stops
+            case "retiring" | "closed":  # the service stops
                 return "ready" if self.current.engine.ready else "loading"
             case "unloaded" if self.is_being_replaced:
                 return "loading"

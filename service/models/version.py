@@ -1,24 +1,23 @@
 """One version of a model: its life as a state machine, and the requests that hold it.
 
-              asked for             warm
+               load             engine is warm
     unloaded ----------> loading ----------> ready
        | ^                | | |               | |
        | '----------------' | '---> failed <--' |
        |     no memory      |          |        |
        '-----------+--------+----------+--------'
-                   | replaced, unloaded, deleted, or the service stops
+                   | retire: replaced, unloaded, deleted, or the service stops
                    v
-                leaving ------------------> gone
-                         its last lease
-                         is released
+                retiring ----------------> closed
+                          close, after the
+                          last release
 
-A name that is served has one current version, and perhaps older ones that are leaving. Unloading
-replaces the current version by an unloaded one of the same number; the old one leaves.
+A name that is served has one current version, and perhaps older ones that retire. Unloading
+replaces the current version by an unloaded one of the same number; the old one retires.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final, Generic, Literal, TypeVar
 
 from service.engine.backbones import Checkpoint
@@ -26,7 +25,7 @@ from service.engine.interface import Engine
 
 E_co = TypeVar("E_co", bound=Engine, covariant=True)
 
-State = Literal["unloaded", "loading", "ready", "failed", "leaving", "gone"]
+State = Literal["unloaded", "loading", "ready", "failed", "retiring", "closed"]
 
 TRANSITIONS: Final[dict[tuple[State, State], str]] = {
     ("unloaded", "loading"): "LocalModel.load_current, for a request or the operator",
@@ -34,13 +33,17 @@ TRANSITIONS: Final[dict[tuple[State, State], str]] = {
     ("loading", "ready"): "its engine, once it is warm",
     ("loading", "failed"): "its engine, if the checkpoint cannot be loaded",
     ("ready", "failed"): "its engine, if the device no longer computes",
-    ("unloaded", "leaving"): "LocalModel.take_over, leave, close",
-    ("loading", "leaving"): "LocalModel.forget, after a refused swap; leave, close",
-    ("ready", "leaving"): "LocalModel.take_over, unload, leave, close",
-    ("failed", "leaving"): "LocalModel.load_current, take_over, leave, close",
-    ("leaving", "gone"): "LocalModel.forget, once no request holds it",
+    ("unloaded", "retiring"): "LocalModel.take_over",
+    ("loading", "retiring"): "OpenVersions.close, after a refused swap",
+    ("ready", "retiring"): "LocalModel.take_over, unload",
+    ("failed", "retiring"): "LocalModel.load_current, take_over",
+    ("retiring", "closed"): "OpenVersions.close, once no request holds it",
 }
-"""Each allowed change of a state, and who makes it."""
+"""Each allowed change of a state, and who makes it.
+
+Deleting a model, and the end of the service, retire a version in any state
+(`OpenVersions.retire_all`, `close_all`).
+"""
 
 
 class Version(Generic[E_co]):
@@ -51,7 +54,7 @@ class Version(Generic[E_co]):
         number: counts up with each checkpoint that is loaded under the name.
         checkpoint: the loaded checkpoint; None for the configured one.
         requests: number of requests that have not ended.
-        keepers: number of other processes whose requests may still come.
+        grants: number of other processes whose requests may still come.
         on_work: called when the first request begins, and when the last one has ended.
     """
 
@@ -60,7 +63,7 @@ class Version(Generic[E_co]):
         self.number = number
         self.checkpoint = checkpoint
         self.requests = 0
-        self.keepers = 0
+        self.grants = 0
         self.on_work: Callable[[], None] = lambda: None
         self._released = asyncio.Event()
         self._moved: State | None = None  # None while the engine has the state
@@ -82,39 +85,30 @@ class Version(Generic[E_co]):
         assert (before, state) in TRANSITIONS, f"a version went from {before} to {state}"
         self._moved = None if state == "loading" else state
 
-    @contextmanager
-    def request(self) -> Iterator[E_co]:
-        """Hold the version until the context ends; the engine is the context."""
-        self.begin()
-        try:
-            yield self.engine
-        finally:
-            self.end()
-
-    def begin(self) -> None:
-        """Hold the version for a request until its `end`."""
+    def hold(self) -> None:
+        """Hold the version for a request, until its `release`."""
         self.requests += 1
         if self.requests == 1:
             self.on_work()
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Release the version from a request."""
         self.requests -= 1
         if not self.requests:
             self._released.set()
             self.on_work()
 
-    def keep(self) -> None:
-        """Hold the version for the requests of another process, until its `drop`."""
-        self.keepers += 1
+    def grant(self) -> None:
+        """Hold the version for the requests of another process, until its `take_back`."""
+        self.grants += 1
 
-    def drop(self) -> None:
+    def take_back(self) -> None:
         """Release the version from another process."""
-        self.keepers -= 1
+        self.grants -= 1
         self._released.set()
 
     async def idle(self) -> None:
         """Wait until neither a request nor another process holds the version."""
-        while self.requests or self.keepers:
+        while self.requests or self.grants:
             self._released.clear()
             await self._released.wait()

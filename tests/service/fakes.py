@@ -4,8 +4,8 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from service.models.local_model import LocalModel
 from service.models.local_models import LocalModels
 from service.models.override import Override
 from service.models.registry import Models
+from service.models.version import Version
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.model.images.pictures import encode
@@ -69,6 +70,16 @@ async def until(condition: Callable[[], bool]) -> None:
         while not condition():
             await asyncio.sleep(seconds)
             seconds = min(1.2 * seconds, 0.05)
+
+
+@contextmanager
+def holding(version: Version[Any]) -> Iterator[None]:
+    """A request that holds a version."""
+    version.hold()
+    try:
+        yield
+    finally:
+        version.release()
 
 
 def start(model: LocalModel, on_change: Callable[[], None]) -> None:

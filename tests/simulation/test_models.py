@@ -35,7 +35,11 @@ from service.errors import (
 from service.models.local_models import LocalModels
 from service.models.version import TRANSITIONS, State, Version
 from service.settings import load_settings
-from tests.service.fakes import PATIENCE, model_info
+from tests.service.fakes import (
+    PATIENCE,
+    holding,
+    model_info,
+)
 
 CAPACITY = 6
 MAX_BATCH = 3
@@ -212,14 +216,14 @@ class ModelMachine(RuleBasedStateMachine):
             await asyncio.sleep(0.0005)
             self.look_at_states()
             engines = [(len(runner.launched), runner.waiting) for runner in self.runners.values()]
-            waiting = [version.engine.status for version in self.model._open]
+            waiting = [version.engine.status for version in self.model.versions.open]
             now = (
                 engines,
                 waiting,
                 [each.answer.done() for each in self.requests if each.answer is not None],
             )
             # A thread that has taken a batch may not yet be in the model.
-            engines_open: list[Any] = [version.engine for version in self.model._open]
+            engines_open: list[Any] = [version.engine for version in self.model.versions.open]
             taken = sum(len(engine._streams._under_way) for engine in engines_open)
             is_quiet = now == before and taken == sum(
                 runner.waiting for runner in self.runners.values()
@@ -235,7 +239,7 @@ class ModelMachine(RuleBasedStateMachine):
             before = now
 
     def look_at_states(self) -> None:
-        for version in {*self.states, *self.model._open}:
+        for version in {*self.states, *self.model.versions.open}:
             before = self.states.get(version, "loading")
             assert version.state in reachable(before), "no drawn way leads here"
             self.states[version] = version.state
@@ -251,7 +255,7 @@ class ModelMachine(RuleBasedStateMachine):
         if len(self.requests) >= MOST:
             return
         request = Request(next(self.numbers) % 250, self.model.current, self.checkpoint())
-        request.held.enter_context(request.version.request())
+        request.held.enter_context(holding(request.version))
         self.requests.append(request)
 
     @rule(which=WHICH, explained=st.booleans())
@@ -385,11 +389,11 @@ class ModelMachine(RuleBasedStateMachine):
                 assert self.dropped.isdisjoint(numbers), "launched for nobody"
             assert runner.waiting <= 3  # two streams, and the thread of maps
         assert (
-            len(self.model._open) <= 3
+            len(self.model.versions.open) <= 3
         )  # the current version, a retiring one, and one that waits to load
         for request in self.requests:
             if request.answer is None or not request.answer.done():
-                assert request.version in self.model._open, (
+                assert request.version in self.model.versions.open, (
                     "its engine is closed, and it has no answer"
                 )
 
@@ -412,7 +416,7 @@ class ModelMachine(RuleBasedStateMachine):
             runner.turns.release(100)
         self.wait(self.models.close())
         self.look_at_states()
-        assert set(self.states.values()) == {"gone"}
+        assert set(self.states.values()) == {"closed"}
         assert not self.errors
         self.loop.close()
 

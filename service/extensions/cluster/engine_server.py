@@ -170,21 +170,21 @@ class _Grant:
         self.is_recalled = False
         self.is_used = False
         self._is_busy = False
-        version.keep()
+        version.grant()
 
     def use(self, *, is_busy: bool) -> None:
         """Note whether the worker has requests, so that the version is not evicted."""
         self.is_used = True
         if is_busy and not self._is_busy:
-            self.version.begin()
+            self.version.hold()
         elif self._is_busy and not is_busy:
-            self.version.end()
+            self.version.release()
         self._is_busy = is_busy
 
     def end(self) -> None:
         """Release the version."""
         self.use(is_busy=False)
-        self.version.drop()
+        self.version.take_back()
 
 
 class _Worker:

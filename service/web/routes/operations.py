@@ -94,11 +94,13 @@ def _prepare_maps(version: Version[Engine]) -> None:
 
 async def _compute(version: Version[Engine], picture: InferenceRequest) -> None:
     """Compute a picture, and discard the answer."""
+    version.hold()
     try:
-        with version.request() as engine:
-            await engine.infer(picture, timeout=_PREPARE_SECONDS)
+        await version.engine.infer(picture, timeout=_PREPARE_SECONDS)
     except ServiceError as error:
         logger.info("the first map will take longer: %s", error)
+    finally:
+        version.release()
 
 
 @router.get("/labels", answer=Labels, responses=problems(404, 422, 503))

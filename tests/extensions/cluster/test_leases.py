@@ -186,8 +186,8 @@ class LeaseMachine(RuleBasedStateMachine):
                 await lease.load(request.models, "caller")
             except (UnknownModel, EngineUnavailable):
                 is_replaced = len(self.replacing) > request.replaced or request.may_fail
-                assert not request.was_loaded, "a held version is gone"
-                assert is_replaced, "an unloaded version is gone"
+                assert not request.was_loaded, "a held version is closed"
+                assert is_replaced, "an unloaded version is closed"
                 return
             result = await lease.engine.infer(request_for(red), timeout=PATIENCE)
             assert result.outputs.indices[0] == 1000 * int(lease.info.content) + red
@@ -239,7 +239,9 @@ class LeaseMachine(RuleBasedStateMachine):
         for error in await asyncio.gather(*self.changes, return_exceptions=True):
             assert isinstance(error, UnknownModel | SwapUnderWay | bool | None), error
         models = [engine.models for engine in self.engines]
-        while any(len(model._open) > 1 for each in models for model in each.served.values()):
+        while any(
+            len(model.versions.open) > 1 for each in models for model in each.served.values()
+        ):
             await asyncio.sleep(0.001)  # until versions without requests are closed
         for worker in self.workers:
             await worker.close()

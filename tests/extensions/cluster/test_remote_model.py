@@ -32,6 +32,7 @@ from tests.service.fakes import (
     PATIENCE,
     FakePredictor,
     expected_indices,
+    holding,
     model_info,
     on_a_loop,
     pixels,
@@ -335,7 +336,7 @@ async def test_all_engines_swap_to_the_next_model() -> None:
     async with running(engines=2) as service:
         leads, follows = [await service.worker() for _ in range(2)]
         old = follows.default.current
-        with old.request():
+        with holding(old):
             await load(leads, "next")
             assert [name_of(worker) for worker in service.workers] == ["next", "next"]
             assert leads.default.current.number == follows.default.current.number == 2
@@ -351,8 +352,8 @@ async def test_all_engines_swap_to_the_next_model() -> None:
                 sum(sum(map(len, each.predictors["next"].launched)) for each in service.devices)
                 == 2
             )
-            assert all(len(each.model._open) == 2 for each in service.devices)
-        await until(lambda: all(len(each.model._open) == 1 for each in service.devices))
+            assert all(len(each.model.versions.open) == 2 for each in service.devices)
+        await until(lambda: all(len(each.model.versions.open) == 1 for each in service.devices))
         await until(lambda: follows.results == {"loaded": 2, "served": 1})
         follows.reload()
         await until(lambda: [name_of(worker) for worker in service.workers] == ["configured"] * 2)
@@ -367,7 +368,7 @@ async def test_one_engine_refuses_a_swap_for_all() -> None:
             await load(model, "bad")
         assert name_of(model) == "configured"
         assert all(
-            not each.models._load_lock.locked() and len(each.model._open) == 1
+            not each.models._load_lock.locked() and len(each.model.versions.open) == 1
             for each in service.devices
         )
         await until(
@@ -449,7 +450,7 @@ async def test_a_dead_worker_ends_no_take_over() -> None:
         leader.handle(frames.Call(0, frames.Change("take_over", "")))
         await asyncio.sleep(0)  # the version takes over, and its load is not over
         await leader.close()
-        await until(lambda: before.state == "gone")
+        await until(lambda: before.state == "closed")
         assert name_of(stays) == "next"
         await load(stays, "other")
 
@@ -533,15 +534,15 @@ async def test_arriving_request_keeps_a_model_busy() -> None:
         def works() -> bool:
             return version.requests > 0
 
-        with other.served["other"].current.request():
+        with holding(other.served["other"].current):
             await until(works)
-            with other.served["other"].current.request():
+            with holding(other.served["other"].current):
                 pass
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await until(lambda: not works())
         await until(lambda: not works())
-        assert version.keepers == 2
+        assert version.grants == 2
 
 
 @pytest.mark.parametrize("changes", [["delete"], ["put"], ["delete", "put"]], ids="-".join)
@@ -555,7 +556,7 @@ async def test_admitted_request_outlives_its_model(
         await until(lambda: "other" in model.served and model.served["other"].state == "ready")
         admitted = model.served["other"].current
         [device] = service.devices
-        with admitted.request():  # whose picture is being read
+        with holding(admitted):  # whose picture is being read
             version = device.models.served["other"].current
             await until(lambda: version.requests)
             for change in changes:
@@ -568,7 +569,7 @@ async def test_admitted_request_outlives_its_model(
             result = await admitted.engine.infer(request_for(5), timeout=PATIENCE)
             assert result.outputs.indices.tolist() == expected_indices(5, 3)
             assert device.predictors["other"].launched == [[5]]
-        await until(lambda: not version.keepers)
+        await until(lambda: not version.grants)
 
 
 @on_a_loop
@@ -577,7 +578,7 @@ async def test_deletion_during_a_load_wins() -> None:
         model = await service.worker()
         await model.put("other", {"checkpoint": "other"})
         [device] = service.devices
-        with model.served["other"].current.request():
+        with holding(model.served["other"].current):
             device.gate.clear()
             replacing = asyncio.create_task(model.put("other", {"checkpoint": "next"}))
             await until(device.models._load_lock.locked)
@@ -615,7 +616,7 @@ async def test_a_recall_revives_no_old_version() -> None:
     client.send = sent.append  # type: ignore[method-assign, assignment]
     model = RemoteModel([client], "m")
     client._on_change = model.refresh
-    with model.current.request():
+    with holding(model.current):
         waiting = model.current
         client._receive(frames.Granted(1, "m", 1, model_info()))
         assert waiting.engine.ready, "a request that waits has the next version at once"
@@ -638,7 +639,7 @@ async def test_one_engine_alone_evicts_a_model() -> None:
         await model.put("other", {"checkpoint": "other"})
         evicts, stays = service.devices
         await evicts.models.unload("other")
-        assert len(evicts.models.served["other"]._open) == 1
+        assert len(evicts.models.served["other"].versions.open) == 1
         await evicts.models.load("other")
         await until(lambda: len(model.served["other"].current.engine.engines) == 2)
-        assert len(stays.models.served["other"]._open) == 1
+        assert len(stays.models.served["other"].versions.open) == 1

@@ -28,7 +28,14 @@ from service.errors import (
 from service.models.configured import configured_models
 from service.models.local_models import LocalModels
 from service.settings import Settings, load_settings
-from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
+from tests.service.fakes import (
+    PATIENCE,
+    FakePredictor,
+    holding,
+    model_info,
+    on_a_loop,
+    request_for,
+)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -107,7 +114,7 @@ async def ask(models: LocalModels, name: str, red: int = 3) -> int:
     """Return the launches of the predictor that answered."""
     await models.load(name)
     version = models.served[name].current
-    with version.request():
+    with holding(version):
         return (await version.engine.infer(request_for(red), timeout=PATIENCE)).batch_size
 
 
@@ -318,7 +325,7 @@ async def test_an_arriving_request_keeps_its_model(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
-        with models.served["b"].current.request():
+        with holding(models.served["b"].current):
             with pytest.raises(ModelsFull):
                 await models.load("c")
             assert states(models)["b"] == "ready"
@@ -328,10 +335,10 @@ async def test_an_arriving_request_keeps_its_model(
 async def test_a_slow_eviction_blocks_no_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.models.residency.LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr("service.models.residency.RETIRE_SECONDS", 0.0)
     async with running(tmp_path, "a", "b", "c", models_bytes="200") as (models, _):
         kept = models.served["b"].current
-        kept.keep()
+        kept.grant()
         with ExitStack() as end:
             end.callback(kept.drop)
             with pytest.raises(ModelsFull):
@@ -343,7 +350,7 @@ async def test_a_slow_eviction_blocks_no_load(
             assert await models.put("a", {"checkpoint": "a.1"}) is False
             again = asyncio.create_task(ask(models, "b"))
         await again
-        with models.served["b"].current.request():
+        with holding(models.served["b"].current):
             unloading = asyncio.create_task(models.unload("b"))
             await until(lambda: states(models)["b"] == "unloaded")
             assert await models.put("a", {"checkpoint": "a.2"}) is False
@@ -358,7 +365,7 @@ async def test_an_unloaded_model_loads_again(
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         version = models.served["b"].current
-        with version.request():
+        with holding(version):
             unloading = asyncio.create_task(models.unload("b"))
             await until(lambda: states(models)["b"] == "unloaded")
             assert (await version.engine.infer(request_for(1), timeout=PATIENCE)).batch_size == 1
@@ -431,7 +438,7 @@ async def test_a_put_waits_for_the_old_version(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
-        with models.served["b"].current.request():
+        with holding(models.served["b"].current):
             await models.put("b", {"checkpoint": "x"})
             second = asyncio.create_task(models.put("b", {"checkpoint": "y"}))
             await asyncio.sleep(0.01)
@@ -491,7 +498,7 @@ async def test_a_deletion_beats_the_next_version(
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, _):
         before = models.served["b"]
-        with before.current.request():
+        with holding(before.current):
 
             async def agree() -> None:
                 await models.delete("b")
@@ -499,7 +506,7 @@ async def test_a_deletion_beats_the_next_version(
             await models.replace("b", {"checkpoint": "x"}, agree=agree)
         assert states(models) == {"a": "ready"}
         assert models.overrides["b"].is_deleted
-        await until(lambda: not before._open)
+        await until(lambda: not before.versions.open)
 
 
 @on_a_loop
@@ -508,15 +515,15 @@ async def test_a_deletion_before_a_load_leaks_none(tmp_path: Path) -> None:
         await ask(models, "c")
         before = models.served["b"]
         evicted = models.served["c"].current
-        evicted.keep()  # so that the load waits for the memory of `c`
+        evicted.grant()  # so that the load waits for the memory of `c`
         putting = asyncio.create_task(models.put("b", {"checkpoint": "x"}))
         await until(lambda: states(models)["c"] == "unloaded")
         await models.delete("b")
-        await until(lambda: not before._open)
-        evicted.drop()
+        await until(lambda: not before.versions.open)
+        evicted.take_back()
         await putting
         assert disk.loads[-1] == "x"
-        assert not before._open
+        assert not before.versions.open
 
 
 @on_a_loop
@@ -525,7 +532,7 @@ async def test_deletion_answers_admitted_requests(
 ) -> None:
     async with running(tmp_path, "a", "b") as (models, disk):
         before = models.served["b"].current
-        with before.request():
+        with holding(before):
             await models.put("b", {"checkpoint": "x"})
             await models.delete("b")
             await asyncio.sleep(0.01)
@@ -575,7 +582,7 @@ async def test_an_admitted_request_gets_its_model(waits: bool, change: str, tmp_
         await models.unload("b")
         disk.gate.clear()
         version = models.served["b"].current
-        with nullcontext() if waits else version.request():
+        with nullcontext() if waits else holding(version):
             asking = asyncio.create_task(ask(models, "b") if waits else asyncio.sleep(0))
             await until(lambda: not waits or models._load_lock.locked())
             put = partial(

@@ -14,16 +14,16 @@ def new_version(*, ready: bool = False, state: str = "loading") -> Version[Any]:
     return Version(engine)
 
 
-def test_every_state_leads_to_gone() -> None:
+def test_every_state_leads_to_closed() -> None:
     for state in get_args(State):
         seen: set[State] = {state}
         for _ in TRANSITIONS:
             seen |= {after for before, after in TRANSITIONS if before in seen}
-        assert "gone" in seen
+        assert "closed" in seen
 
 
-def test_a_gone_version_does_not_return() -> None:
-    assert "gone" not in {before for before, _ in TRANSITIONS}
+def test_a_closed_version_does_not_return() -> None:
+    assert "closed" not in {before for before, _ in TRANSITIONS}
 
 
 @on_a_loop
@@ -48,17 +48,17 @@ async def test_an_unloaded_version_is_loaded_again() -> None:
 
 
 @on_a_loop
-async def test_a_leaving_version_ignores_engines() -> None:
+async def test_a_retiring_version_ignores_engines() -> None:
     version = new_version(ready=True)
-    version.move("leaving")
+    version.move("retiring")
     version.engine.ready = False
     version.engine.status.state = "failed"
-    assert version.state == "leaving"
+    assert version.state == "retiring"
 
 
 @on_a_loop
-@pytest.mark.parametrize("state", ["unloaded", "gone"])
-async def test_a_version_cannot_skip_leaving(state: State) -> None:
+@pytest.mark.parametrize("state", ["unloaded", "closed"])
+async def test_a_version_cannot_skip_retiring(state: State) -> None:
     version = new_version(ready=True)
     with pytest.raises(AssertionError, match=f"from ready to {state}"):
         version.move(state)

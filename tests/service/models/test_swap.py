@@ -20,7 +20,14 @@ from service.models.local_model import LocalModel
 from service.models.local_models import LocalModels
 from service.models.version import Version
 from service.settings import load_settings
-from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, request_for
+from tests.service.fakes import (
+    PATIENCE,
+    FakePredictor,
+    holding,
+    model_info,
+    on_a_loop,
+    request_for,
+)
 
 
 class Models:
@@ -112,7 +119,7 @@ async def test_each_request_keeps_its_version() -> None:
     async with running() as (swap, models):
         old = swap.current
         before = models.predictors["configured"]
-        with old.request():
+        with holding(old):
             before.gate.clear()
             launched = ask(old, 1)
             await before.wait_until_busy()
@@ -143,7 +150,7 @@ async def test_the_old_model_is_freed_at_once() -> None:
             await load(models, "next")
             await until(lambda: models.retired == 1)
             assert old() is None
-            assert swap._open == {swap.current}
+            assert swap.versions.open == {swap.current}
         finally:
             gc.enable()
 
@@ -156,7 +163,7 @@ async def test_a_bad_checkpoint_keeps_the_old_one(
         models.broken = {"bad"}
         with pytest.raises(CheckpointRefused, match="bad: no such file"):
             await load(models, "bad")
-        assert swap._open == {swap.current}
+        assert swap.versions.open == {swap.current}
         assert (await ask(swap.current, 1)).batch_size == 1
         assert models.predictors["configured"].launched == [[1]]
         refusal = "the next checkpoint is refused, and the old one stays: bad: no such file"
@@ -183,7 +190,7 @@ async def test_a_late_checkpoint_is_refused(
         with pytest.raises(CheckpointRefused, match=r"^it was not loaded and warm within 0.05 s"):
             await load(models, "hangs")
         assert (await ask(swap.current, 1)).batch_size == 1
-        assert swap._open == {swap.current}
+        assert swap.versions.open == {swap.current}
         models.gate.set()
         hung = models.engines[-1]
         await until(
@@ -211,7 +218,7 @@ async def test_a_concurrent_load_is_refused() -> None:
 @on_a_loop
 async def test_a_load_waits_for_the_old_model() -> None:
     async with running() as (swap, models):
-        with swap.current.request():
+        with holding(swap.current):
             await load(models, "second")
             third = asyncio.create_task(load(models, "third"))
             for _ in range(50):
