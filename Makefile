@@ -156,8 +156,7 @@ rules:
 	sed -i '/^  groups:$$/q' $(PROMETHEUS_RULE)
 	sed --separate '1,/^groups:$$/d; s/^./  &/' deploy/prometheus/rules/*.yml >>$(PROMETHEUS_RULE)
 
-# The generator has its own environment. Its version belongs to the oldest protobuf that must run the
-# generated code.
+# The compiler has its own environment.
 GRPC := service/extensions/inference_protocol/grpc
 
 protocol: $(VENV)/.made

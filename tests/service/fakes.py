@@ -99,7 +99,11 @@ class FixedModels(Models):
 
     async def close(self) -> None:
         await asyncio.gather(
-            *(model.close() for model in self.served.values() if isinstance(model, LocalModel))
+            *(
+                model.versions.close_all()
+                for model in self.served.values()
+                if isinstance(model, LocalModel)
+            )
         )
 
     async def load(self, name: str | None, caller: str = "") -> None:

@@ -290,7 +290,7 @@ class _Worker:
         models = self._server.models
         model = change.model
         match change.act:
-            case "load":
+            case "load_next":
                 swap = _Swap(models, change)
                 await swap.load()
                 self._swap = swap
@@ -298,7 +298,7 @@ class _Worker:
                 await self._take_over(model)
             case "discard":
                 await self._discard(change.reason)
-            case "wake":
+            case "load":
                 await models.load(model or None, change.caller)
             case "unload":
                 await models.unload(model)

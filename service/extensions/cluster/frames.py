@@ -104,17 +104,16 @@ class EmbedTexts(_Frame, frozen=True, tag=2):
 class Change(_Frame, frozen=True, tag=3):
     """Requests a change of the models, which `engine_server` applies.
 
-    `load` loads a model, or another version of it, while the old one serves. `take_over` gives it
-    all new requests, and succeeds when all workers use it; `discard` closes it. `wake` loads an
-    unloaded model.
+    `load_next` loads a new model, or the next version of one that still serves. `take_over` gives
+    it all new requests, and succeeds when all workers use it; `discard` closes it.
 
     Attributes:
-        checkpoint: argument of `Models.put` for `load`.
+        checkpoint: argument of `Models.put` for `load_next`.
         reason: reason for `discard`.
-        caller: client that is charged for `wake`, see `Models.load`.
+        caller: client that is charged for `load`, see `Models.load`.
     """
 
-    act: Literal["load", "take_over", "discard", "wake", "unload", "delete", "reload"]
+    act: Literal["load_next", "take_over", "discard", "load", "unload", "delete", "reload"]
     model: str = ""
     checkpoint: str | dict[str, Any] | None = None
     reason: str = ""

@@ -64,7 +64,7 @@ class RemoteModel(ServedModel):
         if isinstance(checkpoint, Mapping):
             checkpoint = dict(checkpoint)
         try:
-            await ask_all(self.engines, frames.Change("load", self.name, checkpoint))
+            await ask_all(self.engines, frames.Change("load_next", self.name, checkpoint))
         except ServiceError as error:
             discard = frames.Change("discard", reason=str(error))
             await asyncio.gather(
@@ -169,20 +169,20 @@ class RemoteModels(Models):
         if version.engine.ready:
             return
         served = asyncio.create_task(version.engine.served.wait())
-        waking = asyncio.create_task(self._wake(name, caller))
+        loading = asyncio.create_task(self._load_all(name, caller))
         try:
-            await asyncio.wait({served, waking}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({served, loading}, return_when=asyncio.FIRST_COMPLETED)
             if not served.done():
-                waking.result()
+                loading.result()
         finally:
             served.cancel()
-            waking.cancel()
+            loading.cancel()
 
-    async def _wake(self, name: str | None, caller: str) -> NoReturn:
+    async def _load_all(self, name: str | None, caller: str) -> NoReturn:
         """Load a model on all engines, again if it is evicted; raises the first error."""
         while True:
-            wake = frames.Change("wake", self.key(name), caller=caller)
-            requests = (engine.ask(wake) for engine in self.engines)
+            load = frames.Change("load", self.key(name), caller=caller)
+            requests = (engine.ask(load) for engine in self.engines)
             for error in await asyncio.gather(*requests, return_exceptions=True):
                 if error is not None:
                     raise error

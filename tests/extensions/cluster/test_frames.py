@@ -113,7 +113,9 @@ REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
     st.builds(frames.EmbedTexts, SMALL, st.lists(st.text(), max_size=9).map(tuple), SECONDS),
     st.builds(
         frames.Change,
-        st.sampled_from(["load", "take_over", "discard", "wake", "unload", "delete", "reload"]),
+        st.sampled_from(
+            ["load_next", "take_over", "discard", "load", "unload", "delete", "reload"]
+        ),
         st.text(),
         st.none() | st.text() | st.dictionaries(st.text(), st.text() | SMALL),
     ),
@@ -151,7 +153,7 @@ ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
     st.tuples(st.builds(frames.Put, PICTURES, st.none()), st.none() | st.text()),
     st.tuples(
-        st.sampled_from([frames.Change("load", "m"), frames.Change("discard", reason="no")]),
+        st.sampled_from([frames.Change("load_next", "m"), frames.Change("discard", reason="no")]),
         st.none(),
     ),
 )

@@ -426,7 +426,7 @@ async def test_swap_of_a_dead_worker_is_discarded(loaded: bool) -> None:
         [device] = service.devices
         if not loaded:
             device.gate.clear()
-        asking = asyncio.create_task(dies.engines[0].ask(frames.Change("load", "", "next")))
+        asking = asyncio.create_task(dies.engines[0].ask(frames.Change("load_next", "", "next")))
         await until(device.models._load_lock.locked)
         if loaded:
             await asking
@@ -445,7 +445,7 @@ async def test_a_dead_worker_ends_no_take_over() -> None:
         [device] = service.devices
         before = device.model.current
         others = set(device.server.workers)
-        await leads.engines[0].ask(frames.Change("load", "", "next"))
+        await leads.engines[0].ask(frames.Change("load_next", "", "next"))
         leader = next(worker for worker in others if worker.leads_a_swap)
         leader.handle(frames.Call(0, frames.Change("take_over", "")))
         await asyncio.sleep(0)  # the version takes over, and its load is not over

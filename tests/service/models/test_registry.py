@@ -340,7 +340,7 @@ async def test_a_slow_eviction_blocks_no_load(
         kept = models.served["b"].current
         kept.grant()
         with ExitStack() as end:
-            end.callback(kept.drop)
+            end.callback(kept.take_back)
             with pytest.raises(ModelsFull):
                 await models.load("c")
             assert states(models) == {"a": "ready", "b": "unloaded", "c": "unloaded"}
