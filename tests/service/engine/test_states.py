@@ -124,7 +124,7 @@ async def test_a_failed_load_names_its_device(
     failed = asyncio.Event()
     start(model, failed.set)
     await failed.wait()
-    await model.close()
+    await model.versions.close_all()
     assert [record.message for record in caplog.records] == [line]
 
 
