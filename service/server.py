@@ -1,24 +1,21 @@
-"""The server of a web process: uvicorn listens, and this module drains before the process ends."""
+"""The server of a web process: uvicorn listens, and signals drain it; see `service.draining`."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import uvicorn
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from service.addresses import UNIX, SocketFiles, listen, port_of
-from service.background import Tasks, keep_running
-from service.draining import Lifecycle, exit_now, log_end, stop_signals
+from service.background import keep_running
+from service.draining import Drain, Lifecycle, stop_signals
 from service.http.application import HttpApplication
-from service.http.connection import LAST_CALLERS_SECONDS
 from service.http.connections import MAX_CONNECTIONS, Connections
 from service.settings import Settings
 
@@ -95,8 +92,6 @@ class Server:
         self._on_hang_up = on_hang_up
         self._is_supervised = is_supervised
         self._hung_up = False
-        self._socket_files = SocketFiles([])
-        self._last_connections = Tasks()
         self.connections = Connections(
             app, connection_limit(MAX_CONNECTIONS), idle_seconds=settings.keep_alive
         )
@@ -115,10 +110,12 @@ class Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            # With a timeout, uvicorn would cut requests off. `_give_up` ends the process instead.
+            # With a timeout, uvicorn would cut requests off. `Drain` ends the process instead.
             timeout_graceful_shutdown=None,
         )
         self._uvicorn = uvicorn.Server(config)
+        self._drain = Drain(self._uvicorn, self.connections, lifecycle, settings.drain_timeout)
+        self._drain.logs_end = not is_supervised  # the supervisor logs the sum of its processes
 
     @property
     def is_listening(self) -> bool:
@@ -149,7 +146,7 @@ class Server:
         signals = stop_signals()
         if sockets is None:
             [sockets] = listen(self._settings.hosts, self._settings.port)
-            self._socket_files = SocketFiles(sockets)
+            self._drain.socket_files = SocketFiles(sockets)
         serving = loop.create_task(self._uvicorn.serve(sockets))
         background = [keep_running("connections", self.connections.watch)]
         if self._beside is not None:
@@ -164,80 +161,18 @@ class Server:
                 loop.remove_signal_handler(number)
             for task in background:
                 task.cancel()
-            self._socket_files.remove()
-        self._log_end()
+            self._drain.socket_files.remove()
+        self._drain.log_end()
 
     def stop(self, exit_code: int) -> None:
         """Stop without the delay for load balancers, because the process can serve no request."""
         self._lifecycle.exit_code = exit_code
-        self._begin_to_stop(0.0)
+        self._drain.begin(0.0)
 
     def drain(self) -> None:
         """Serve for the delay, then refuse new work; stop when accepted requests are answered."""
         if not self._lifecycle.stopping:
-            self._begin_to_stop(self._settings.drain_delay)
-
-    def _begin_to_stop(self, delay: float) -> None:
-        self._lifecycle.stopping = True
-        loop = asyncio.get_running_loop()
-        loop.call_later(delay, self._stop_listening)
-        loop.call_later(self._settings.drain_timeout, self._give_up)
-
-    def _listening(self) -> Sequence[asyncio.Server]:
-        """Return uvicorn's listeners; none before it has started, because a start may fail."""
-        return getattr(self._uvicorn, "servers", ())
-
-    def _stop_listening(self) -> None:
-        loop = asyncio.get_running_loop()
-        for server in self._listening():
-            for listener in server.sockets:
-                loop.remove_reader(listener.fileno())
-        # Close later: a closed asyncio server drops accepted sockets that have no protocol yet.
-        loop.call_soon(self._close_listeners)
-
-    def _close_listeners(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.connections.ending_since = loop.time()
-        # Within 0.1 s, uvicorn sees this and closes idle connections.
-        self._uvicorn.should_exit = True
-        loop.call_later(LAST_CALLERS_SECONDS, setattr, self._lifecycle, "draining", True)
-        for server in self._listening():
-            listeners = [
-                socket.socket(fileno=os.dup(listener.fileno())) for listener in server.sockets
-            ]
-            server.close()
-            for listener in listeners:
-                self._accept_last(listener)
-
-    def _accept_last(self, listener: socket.socket) -> None:
-        """Accept the connections that the system queued, and close the listener.
-
-        Closing alone would make the system reset these connections.
-        """
-        loop = asyncio.get_running_loop()
-        config = self._uvicorn.config
-        state = self._uvicorn.server_state
-        listener.setblocking(False)
-        # `accept` fails when the queue is empty, or the process has too many open files.
-        with listener, contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                accepted = loop.connect_accepted_socket(
-                    partial(self.connections.protocol, config, state), connection
-                )
-                self._last_connections.begin(accepted)
-
-    def _give_up(self) -> None:
-        logger.warning(
-            "not all requests were answered within %g s: ending", self._settings.drain_timeout
-        )
-        self._log_end()
-        self._socket_files.remove()
-        exit_now(self._lifecycle.exit_code)
-
-    def _log_end(self) -> None:
-        if not self._is_supervised:  # the supervisor logs the sum of its processes
-            log_end(self._lifecycle.answered, self._lifecycle.refused)
+            self._drain.begin(self._settings.drain_delay)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._is_supervised:
@@ -250,8 +185,7 @@ class Server:
             self.drain()
         elif number != signal.SIGHUP and not self._hung_up:
             logger.warning("%s again: ending at once", number.name)
-            self._socket_files.remove()
-            exit_now(128 + number)
+            self._drain.end_at_once(128 + number)
         # systemd may send SIGHUP together with SIGTERM, and terminals send it twice. Both request
         # one stop.
         self._hung_up = number == signal.SIGHUP

@@ -59,6 +59,7 @@ _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b
 
 _SEND_A_FRAME: Final = "send a frame of a video as JPEG"
 _CONVERT: Final = "convert it to JPEG or PNG"
+_CHANGED_LINE_ENDS: Final = "whose line ends were changed: transfer it in binary mode"
 
 # First bytes of files that people send instead of a picture, and what a message calls them.
 _OTHER_KINDS: Final = tuple(
@@ -76,6 +77,7 @@ _OTHER_KINDS: Final = tuple(
         (rb"P[1-7Ff]\s", f"a Netpbm picture: {_CONVERT}"),
         (rb".{128}DICM", f"a DICOM picture: {_CONVERT}"),
         (rb"v/1\x01|#\?RADIANCE", f"an HDR picture: {_CONVERT}"),
+        (rb"\x89PNG[\r\n]+\x1a", f"a PNG {_CHANGED_LINE_ENDS}"),
         (rb"\x93NUMPY", "a NumPy array: encode it as PNG"),
         (rb"\x1aE\xdf\xa3|RIFF.{4}AVI |\0\0\x01[\xb3\xba]|FLV", f"a video: {_SEND_A_FRAME}"),
         (
@@ -84,6 +86,9 @@ _OTHER_KINDS: Final = tuple(
         ),
     )
 )
+
+# In a JPEG, one line feed in 256 follows a carriage return by chance.
+_TEXT_LINES: Final = 4
 
 # Message for a raw photo or a TIFF whose first picture is a thumbnail.
 RAW = (
@@ -110,6 +115,8 @@ def format_of(data: bytes | bytearray) -> str:
             f"not a picture of an allowed format: JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF{kind}"
         )
     name = _brand(data) if match.lastgroup == "ISO" else str(match.lastgroup)
+    if name == "JPEG" and _has_text_line_ends(data):
+        raise UnsupportedImageFormat(f"a JPEG {_CHANGED_LINE_ENDS}")
     if name == "TIFF" and is_thumbnail(data):
         raise UnsupportedImageFormat(RAW)
     if READERS[name] is None:
@@ -121,6 +128,18 @@ def format_of(data: bytes | bytearray) -> str:
 def is_picture(data: bytes | bytearray) -> bool:
     """Return whether a file begins like one of the known formats."""
     return MAGIC.match(data) is not None
+
+
+def _has_text_line_ends(data: bytes | bytearray) -> bool:
+    """Return whether each line feed follows a carriage return, as after a transfer as text."""
+    count = 0
+    feed = data.find(b"\n")
+    while feed > 0:
+        if data[feed - 1] != ord("\r"):
+            return False
+        count += 1
+        feed = data.find(b"\n", feed + 1)
+    return count >= _TEXT_LINES
 
 
 def _brand(data: bytes | bytearray) -> str:

@@ -17,6 +17,7 @@ from uvicorn import Config
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 from uvicorn.server import ServerState
 
+from service.draining import LAST_CALLERS_SECONDS
 from service.errors import MalformedRequest, RequestTimeout, ServiceError
 from service.http.exchange import Exchange, RequestHeaders, encode_headers
 
@@ -35,11 +36,10 @@ LAST_STALL_SECONDS: Final = 2.0
 LINGER_SECONDS: Final = 10.0
 """Time for the rest of a refused body: closing at once would reset, and may lose the answer."""
 
-LAST_CALLERS_SECONDS: Final = 1.0
-"""Time after the listener is closed for the requests of clients that have just connected."""
-
-_PAUSE_BYTES = 64 << 10  # of a body that the application has not read
-_UNSENT_BYTES = 128 << 10  # of a connection's answers in the kernel, whose default is 2.5 MiB
+# Bytes of a body that wait for the application, from which the socket is not read.
+_PAUSE_BYTES = 64 << 10
+# Bytes of an answer that the kernel takes before it sends them; its default is 2.5 MiB.
+_UNSENT_BYTES = 128 << 10
 _SCOPE = {
     "type": "http",
     "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -47,8 +47,7 @@ _SCOPE = {
     "root_path": "",
 }
 
-
-# What clients of other protocols send first, and what a message says to them.
+# First bytes from clients of other protocols, and the messages to them.
 _OTHER_PROTOCOLS: Final = (
     (b"\x16\x03", "this port does not speak TLS: call http://, or let a proxy end TLS"),
     (b"PRI * HTTP/2.0", "this is HTTP/2: speak HTTP/1.1 to this port, or call another port"),
@@ -62,13 +61,17 @@ def _reason(received: bytes, error: Exception) -> str:
     for start, message in _OTHER_PROTOCOLS:
         if received.startswith(start):
             return message
+    method = received.partition(b" ")[0]
+    if method.isalpha() and not method.isupper():
+        return f"methods are upper case: {method.upper().decode():.20}"
     return f"this is not HTTP/1.1: {error}"
 
 
 class HttpConnection(asyncio.BufferedProtocol):
     """A connection, in the form that uvicorn's `Config(http=...)` expects.
 
-    It uses only the configuration and the `state` of uvicorn.
+    It reads uvicorn's configuration. Its connections and tasks are in uvicorn's `state`, because
+    `uvicorn.Server.shutdown` waits for those.
 
     Attributes:
         left: done when the socket is closed.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_HEADER_BYTES = 64 << 10
-_MAX_HEADERS = 256  # in memory, each takes thirty times its shortest form
+_MAX_HEADERS = 256  # a header takes 30 times the bytes of its shortest form in memory
 
 # Largest body that is read after a refusal: a new connection costs both sides more.
 DISCARDED_BYTES: Final = 1 << 20

@@ -1,11 +1,12 @@
 """The layers around every request, as plain ASGI.
 
 RequestContextMiddleware      request id, start time, metrics, log line
-  (CORSMiddleware)            Starlette's
-    ProblemMiddleware         errors become problem documents; extensions' layers follow
-      OriginMiddleware        Host and Origin
-      ApiKeyMiddleware        Authorization: Bearer, see `service.web.api_keys`
-        routes
+  (ProblemMiddleware)         if extensions have layers, which follow it
+    (CORSMiddleware)          Starlette's, if VIT_CORS_ORIGINS is set
+      ProblemMiddleware       errors become problem documents
+        OriginMiddleware      Host and Origin
+          (ApiKeyMiddleware)  Authorization: Bearer, see `service.web.api_keys`
+            routes
 """
 
 import asyncio

@@ -77,6 +77,7 @@ class Form:
         self._value = bytearray()
         self._name = ""
         self._encoding = ""
+        self._is_unchosen = False  # a file input in which no file was chosen, unless bytes follow
         self._file: bytearray | None = None
         self._parameter: str | None = None
         self._text = bytearray()
@@ -86,13 +87,14 @@ class Form:
         if not self._has_ended:
             raise MalformedRequest("multipart: the body ends before its last boundary")
         if not self._files:
-            raise MissingImage(f"the form lacks a part named {FIELD!r}: {RIGHT_CALL}")
+            raise MissingImage(f"the form lacks a file in a part named {FIELD!r}: {RIGHT_CALL}")
         return Upload(self._files, self._fields)
 
     def on_part_begin(self) -> None:
         """Forget the previous part."""
         self._name = ""
         self._encoding = ""
+        self._is_unchosen = False
         self._file = None
         self._parameter = None
 
@@ -114,6 +116,7 @@ class Form:
             if self._name:
                 raise MalformedRequest("multipart: a part has two names: send two parts")
             self._name = parameters.get(b"name", b"").decode("utf-8", "replace")
+            self._is_unchosen = parameters.get(b"filename") == b""
         charset = parameters.get(b"charset", b"utf-8")
         if header == b"content-transfer-encoding" and value.lower() not in _IDENTITIES:
             self._encoding = f"Content-Transfer-Encoding {value.decode('latin-1')!r:.50}"
@@ -123,10 +126,14 @@ class Form:
         self._value.clear()
 
     def on_headers_finished(self) -> None:
-        """Begin a file or a parameter; raises `TooManyImages`, and `QueueFull` without slots."""
+        """Begin a file or a parameter; raises as `_begin_file` and `_begin_parameter`."""
         if self._name not in self._limits.fields:
             self._begin_parameter(self._name)
-            return
+        elif not self._is_unchosen:
+            self._begin_file()
+
+    def _begin_file(self) -> None:
+        """Begin a file; raises `TooManyImages`, and `QueueFull` without slots."""
         if len(self._files) >= self._limits.files:
             raise self._too_many_files()
         if self._files:
@@ -178,7 +185,11 @@ class Form:
                     f"multipart: more than {_MAX_FIELD_BYTES} bytes in fields besides the files"
                 )
             self._text += data[start:end]
-        elif self._file is not None:
+            return
+        if self._is_unchosen:
+            self._is_unchosen = False
+            self._begin_file()
+        if self._file is not None:
             self._file += data[start:end]
             if len(self._file) > self._limits.file_bytes:
                 self._fail_file()

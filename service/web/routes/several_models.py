@@ -17,6 +17,7 @@ from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MissingImage, ServiceError, UploadTooLarge
 from service.models.lease import Lease
+from service.models.registry import Models
 from service.web.admit import AdmittedRequest, model_of, service_of
 from service.web.decoders import Decoded
 from service.web.gather import all_of
@@ -88,10 +89,7 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
     service = service_of(request)
     if query.labels is not None:
         raise InvalidParameter("labels: needs exactly one model")
-    names = _names(query, service.models.names())
-    for name in names:
-        if name not in service.models.heads:  # an error of a served head is its answer
-            service.models.key(name)
+    names = _names(query, service.models)
     models = await all_of(_find(request, name) for name in names)
     failed: dict[str, Exception] = {}
     groups: dict[tuple[object, ...], Group] = {}
@@ -113,20 +111,25 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
     return SeveralModels(names, list(groups.values()), failed, first)
 
 
-def _names(query: ClassifyQuery, known: Sequence[str]) -> list[str]:
+def _names(query: ClassifyQuery, models: Models) -> list[str]:
     """Return the names in a query, without repetitions.
 
     Raises:
+        UnknownModel: a name is unknown.
         InvalidParameter: the query has more names than there are models.
     """
+    known = models.names()
     if query.model == "*":
-        return list(known)
-    names = (query.model or "").split(",")
+        return known
+    names = [name.strip() for name in (query.model or "").split(",", len(known) + 1)]
+    for name in names[: len(known) + 1]:
+        if name not in models.heads:  # an error of a served head is its answer
+            models.key(name)
     if len(names) > len(known):
         raise InvalidParameter(
-            f"model: {len(names)} names; there are {len(known)} models, and * names all"
+            f"model: more names than the {len(known)} models; send each once, or * for all"
         )
-    return list(dict.fromkeys(name.strip() for name in names))
+    return list(dict.fromkeys(names))
 
 
 async def _find(request: Request, name: str) -> Lease | ServiceError:

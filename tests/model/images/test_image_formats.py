@@ -196,6 +196,21 @@ def test_other_magic_is_unsupported(data):
         preprocess(data, config())
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("JPEG", b"\n", b"\r\n"),
+        ("PNG", b"\n", b"\r\n"),
+        ("PNG", b"\r\n", b"\n"),
+        ("PNG", b"\r", b"\n"),
+    ],
+)
+def test_transfer_as_text_is_recognised(name: str, before: bytes, after: bytes) -> None:
+    damaged = encode(scene(), name).replace(before, after)
+    with pytest.raises(UnsupportedImageFormat, match=f"a {name} whose line ends were changed"):
+        format_of(damaged)
+
+
 @pytest.mark.parametrize("name", ["PPM", "ICO", "TGA", "JPEG2000", "PCX", "SGI", "DDS", "EPS"])
 def test_other_formats_of_pillow_are_refused(name):
     image = Image.new("RGB", (32, 32), "red")

@@ -532,6 +532,7 @@ async def test_http_1_0_is_told_that_it_may_go_on() -> None:
         (b"PROXY TCP4 1.2.3.4 5.6.7.8 1 2\r\n" + GET, "turn it off in the load balancer"),
         (b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c", "turn it off in the load balancer"),
         (b"GET /classify?model=a b HTTP/1.1\r\nHost: x\r\n\r\n", "this is not HTTP/1.1: "),
+        (b"post /classify HTTP/1.1\r\nHost: x\r\n\r\n", "methods are upper case: POST"),
     ],
 )
 async def test_other_protocol_is_named(sent: bytes, remedy: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from service import server as module
+from service import draining as module
 from service.draining import Terminal, stop_signals
 from service.server import Server, connection_limit
 from tests.service.fakes import on_a_loop, png, until

@@ -160,8 +160,16 @@ def test_field_without_effect_is_refused(parts: list[bytes], message: str) -> No
 
 
 def test_form_without_file_names_its_field() -> None:
-    with pytest.raises(MissingImage, match=r"^the form lacks a part named 'file': curl -F file="):
+    with pytest.raises(MissingImage, match=r"^the form lacks a file in a part named 'file': curl"):
         read(form(part(b"3", "top_k")), limits=WITH_PARAMETERS)
+
+
+def test_empty_file_input_is_left_out() -> None:
+    unchosen = b'Content-Disposition: form-data; name="file"; filename=""\r\n\r\n'
+    assert read(form(part(b"x"), unchosen)) == [b"x"]
+    assert read(form(unchosen + b"x")) == [b"x"]
+    with pytest.raises(MissingImage, match="lacks a file"):
+        read(form(unchosen))
 
 
 @pytest.mark.parametrize(
