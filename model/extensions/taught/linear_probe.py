@@ -26,8 +26,12 @@ FOLDS: Final = 5
 # Mean difference between the logits of a class at its own mean, and at the means of the others.
 # With it, scores of 3 to 10 pictures per class had the lowest loss on other pictures.
 _MEAN_MARGIN: Final = 8.0
-# Smallest mean variance within classes, relative to the variance of all features.
+# Smallest mean variance within classes, relative to the variance of all features, and absolute: it
+# is the rounding of features of about 1.
 _LEAST_VARIANCE: Final = 1e-6
+_ROUNDING: Final = 1e-12
+# Smallest margin that is scaled: with equal pictures in all classes it is 0.
+_LEAST_MARGIN: Final = 1e-6
 # Number of logits from which on only one fold is held out.
 _MANY: Final = 5_000_000
 
@@ -173,7 +177,8 @@ def discriminants(
     means = np.stack([features[truth == label].mean(axis=0) for label in range(classes)])
     deviations = features - means[truth]
     covariance = (deviations.T @ deviations).astype(np.float64) / max(1, len(truth) - classes)
-    variance = max(covariance.trace() / len(covariance), _LEAST_VARIANCE * float(features.var()))
+    least = _LEAST_VARIANCE * float(features.var()) + _ROUNDING
+    variance = max(covariance.trace() / len(covariance), least)
     for shrinkage in shrinkages:
         shrunk = (1 - shrinkage) * covariance
         shrunk[np.diag_indices_from(shrunk)] += shrinkage * variance
@@ -183,5 +188,5 @@ def discriminants(
         bias = (excess - (weight * means).sum(axis=1)) / 2
         at_means = means @ weight.T + bias
         margin = (at_means.diagonal() - at_means.mean(axis=1)).mean() * classes / (classes - 1)
-        scale = _MEAN_MARGIN / margin
+        scale = _MEAN_MARGIN / max(margin, _LEAST_MARGIN)
         yield Discriminant(weight * scale, bias * scale)

@@ -121,6 +121,15 @@ def test_equal_pictures_of_a_class_can_be_fitted() -> None:
     assert np.isfinite(choice.scores).all()
 
 
+@pytest.mark.parametrize("pictures", [np.zeros((3, 4)), np.ones((3, 4)), np.eye(4)[:3]])
+def test_equal_classes_are_equally_likely(pictures: NDArray[np.float64]) -> None:
+    """The classes have the same pictures, which may all be one."""
+    features = np.tile(pictures, (2, 1)).astype(np.float32)
+    head, choice = fit_head(features, np.repeat([0, 1], 3), "ab")
+    np.testing.assert_allclose(head.scores(head.logits(features)), 0.5, atol=1e-3)
+    assert np.isfinite(choice.scores).all()
+
+
 def test_each_class_is_spread_over_all_folds() -> None:
     truth = np.repeat([0, 1, 2], [20, 11, 1])
     folds = draw_folds(truth, 3, seed=0)
