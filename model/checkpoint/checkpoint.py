@@ -98,13 +98,16 @@ class Checkpoint(Description):
             return replace(self, config=config, preprocess=preprocess)
         old = self.vit
         if size[0] % old.patch_size or size[1] % old.patch_size:
+            patch = old.patch_size
+            near = (max(1, round(size[0] / patch)) * patch, max(1, round(size[1] / patch)) * patch)
             raise CheckpointError(
                 f"{self.source}: image size {_by(size)} is not a multiple of the patch size "
-                f"{old.patch_size}"
+                f"{patch}: give --image-size {_by(near)} (VIT_IMAGE_SIZE)"
             )
         if old.relative_position_bias:
             raise CheckpointError(
-                f"{self.source}: relative position biases are not resized; keep {old.image_size}"
+                f"{self.source}: relative position biases are not resized: leave --image-size "
+                f"(VIT_IMAGE_SIZE) out, or give {_by(old.image_size)}"
             )
         new, tensors = resized_network(
             self.tensors, old, size, self.source, antialias=self.antialias

@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from model.checkpoint.tensors import digest_of
 from model.checkpoint.unread_tensors import refuse_unread_tensors
 from model.checkpoint.wrappers import left_out_notes, without_wrappers
 from model.errors import CheckpointError
+from model.images.listing import is_junk
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -139,12 +140,21 @@ class Files:
         )
 
     def names(self) -> list[str]:
-        """Return the names of the files in the folder and in its subfolders, sorted."""
+        """Return the sorted names of the files in the folder and its subfolders, without junk."""
         with reading(self.title):
             paths = [*self.folder.glob("*"), *self.folder.glob("*/*")]
-            return sorted(
-                path.relative_to(self.folder).as_posix() for path in paths if path.is_file()
-            )
+            names = [path.relative_to(self.folder) for path in paths if path.is_file()]
+        return sorted(name.as_posix() for name in names if not any(map(is_junk, name.parts)))
+
+    def misnamed(self, name: str) -> str:
+        """Return advice to rename a file whose name differs by case, or as a copy's: `x (1).json`.
+
+        It is empty if there is no such file.
+        """
+        for other in self.names():
+            if re.sub(r" ?\(\d+\)(?=\.)", "", other).lower() == name and other != name:
+                return f"rename {other} to {name}; else "
+        return ""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -214,7 +224,7 @@ class Files:
             return self._parts(_complete_shards(shard, names, self.title))
         raise CheckpointError(
             f"{self.title}: no weights ({', '.join(self.weights[:-1])} or {self.weights[-1]}): "
-            f"{_remedy_without_weights(names)}"
+            f"{self.misnamed(WEIGHTS_FILE)}{_remedy_without_weights(names)}"
         )
 
     def _sharded(self, name: str) -> dict[str, Tensor]:
@@ -228,9 +238,10 @@ class Files:
             )
         shards = sorted(set(index.values()))
         for shard in shards:
-            if PurePosixPath(shard).name != shard or not shard.endswith(suffix):
+            if PureWindowsPath(shard).name != shard or not shard.endswith(suffix):
                 raise CheckpointError(
-                    f"{where}: {shard!r:.100} is not the name of a {suffix} file in the same folder"
+                    f"{where}: {shard!r:.100} is not the name of a {suffix} file: the shards "
+                    "lie beside the index, so write their names alone into it"
                 )
             if self.path(shard) is None:
                 raise CheckpointError(
@@ -283,7 +294,7 @@ def _remedy_without_weights(names: Sequence[str]) -> str:
     foreign = next(filter(foreign_advice, names), None)
     if foreign is not None:
         return f"{foreign} is {foreign_advice(foreign)}"
-    files = [name for name in names if name.endswith(SUFFIXES) and "/" not in name]
+    files = [name for name in names if name.lower().endswith(SUFFIXES) and "/" not in name]
     if not files:
         return "copy or download them into the folder"
     return (

@@ -172,6 +172,8 @@ def labels_in_value(value: Any, where: str) -> tuple[str, ...]:
     holders = [key for key in _HOLDERS if key in nested]
     if holders:
         labels = labels_in_holder(value, holders[0], where)
+        if holders[0] == "label_names":
+            labels = described(labels, value.get("label_descriptions"), where)
         if holders[0] == "id2label" and "label2id" in holders:
             require_agreement(labels, value["label2id"], where)
         return _counted(labels, value, where)
@@ -219,11 +221,24 @@ def labels_in_holder(fields: Mapping[str, Any], key: str, where: str) -> tuple[s
     return labels_in_value(value, where)
 
 
+def described(names: Sequence[str], texts: object, where: str) -> tuple[str, ...]:
+    """Return timm's `label_names`, described by its `label_descriptions`."""
+    texts = texts or {}
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise CheckpointError(f"{where}: label_descriptions: expected an object from name to text")
+    return tuple(texts.get(name, name) for name in names)
+
+
 def _labels_in_list(values: Sequence[Any], where: str) -> tuple[str, ...]:
     """Return the labels of a list of texts, or of objects such as COCO's `categories`."""
     rows: list[Row] = []
     for position, value in enumerate(values):
         fields = value if isinstance(value, dict) else _fields_of(value)
+        if "dtype" in fields:
+            raise CheckpointError(
+                f"{where}: lists the columns of a data set, not labels: give the names of its "
+                "class_label alone"
+            )
         index = next((fields[key] for key in INDEX_NAMES if key in fields), position)
         label = next((fields[key] for key in LABEL_NAMES if key in fields), None)
         rows.append((f"entry {position}", index, label))

@@ -10,7 +10,6 @@ from model.checkpoint.label_forms import (
     MAX_LABELS,
     is_document,
     labels_in_file,
-    labels_in_json,
 )
 from model.checkpoint.local_files import read_text_file, resolved_source
 from model.errors import CheckpointError, InputError
@@ -19,6 +18,7 @@ from model.label_texts import hidden_character, is_list, parse_labels
 # `imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: the index of each
 # class.
 LABEL_PRESETS: Final = ("imagenet-1k", "numbers")
+_TUPLE: Final = re.compile(r"^\s*\(([^()]*)\)\s*$")  # as Python prints it
 _FILE: Final = re.compile(r"[^\"'\[{]*\.(txt|json|csv|tsv|ya?ml|names|labels)", re.IGNORECASE)
 
 
@@ -75,14 +75,19 @@ def _in_file(text: str, where: str, suffix: str, classes: int | None) -> tuple[s
 
 def _listed(text: str, where: str) -> tuple[str, ...]:
     """Return the labels that a setting lists."""
-    if text.lstrip().startswith("{"):
-        return labels_in_json(text, where)
+    if is_document(text):
+        return labels_in_file(text, where, "")
+    text = _TUPLE.sub(r"\1", text)
     if not is_list(text) or _FILE.fullmatch(text):
         raise CheckpointError(
             f"{where} {text!r:.200}: neither a file, nor names like cat,dog, nor one of "
             f"{', '.join(LABEL_PRESETS)}"
         )
     try:
-        return parse_labels(text, where, most=MAX_LABELS)
+        labels = parse_labels(text, where, most=MAX_LABELS)
     except InputError as error:
         raise CheckpointError(str(error)) from None
+    if '"' in text:
+        return labels
+    # Unquoted labels may have indices, as lines of a file: `0:cat,1:dog`.
+    return labels_in_file("\n".join(labels), where, "")

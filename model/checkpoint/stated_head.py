@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.label_forms import NAME_THEM, UNNAMED, labels_in_holder, require_agreement
+from model.checkpoint.label_forms import (
+    NAME_THEM,
+    UNNAMED,
+    described,
+    labels_in_holder,
+    require_agreement,
+)
 from model.checkpoint.local_files import advising
 from model.checkpoint.options import CheckpointOptions
 from model.errors import CheckpointError
@@ -85,7 +91,8 @@ class StatedHead:
     def _labels(self, classes: int) -> HeadLabels | None:
         """Return the config's labels as they are, or None."""
         if self.config.get("label_names"):
-            return self.noted(self._described(self._stated("label_names", classes)))
+            names = self._stated("label_names", classes)
+            return self.noted(described(names, self.config.get("label_descriptions"), self.where))
         if self.config.get("id2label") is not None:
             return self._compared(self._stated("id2label", classes))
         if self.config.get("label2id"):
@@ -101,15 +108,6 @@ class StatedHead:
                     f"{self.where}: {key}: {len(names)} labels, but the head has {classes} classes"
                 )
         return names
-
-    def _described(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return timm's `label_names`, described by its `label_descriptions`."""
-        texts: Any = self.config.get("label_descriptions") or {}
-        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-            raise CheckpointError(
-                f"{self.where}: label_descriptions: expected an object from name to text"
-            )
-        return tuple(str(texts.get(name, name)) for name in names)
 
     def _compared(self, names: tuple[str, ...]) -> HeadLabels:
         """Return the labels of `id2label`; refuse a `label2id` that contradicts them.

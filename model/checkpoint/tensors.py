@@ -23,14 +23,23 @@ _JOINED: Final = (
     ("attn_pool.kv.", "attn_pool.k.", "attn_pool.v."),
     (".mlp.fc1.", ".mlp.fc1_g.", ".mlp.fc1_x."),
 )
+_DISTILLED: Final = (
+    "state the right class: distilled, such as deit_tiny_distilled_patch16_224 and "
+    "DeiTForImageClassificationWithTeacher, or not"
+)
+_FINAL_NORM: Final = (
+    "global_pool=avg has fc_norm, global_pool=token has norm: correct global_pool "
+    "(use_mean_pooling)"
+)
 # Remedies if tensors of a part are missing or unexpected, by the first word of their names.
 _REMEDIES: Final = {
     "head": "the file has a head, the architecture has none: correct num_classes, or architectures",
-    "dist_token": "state a distilled architecture, such as deit_tiny_distilled_patch16_224",
-    "head_dist": "state a distilled architecture, such as deit_tiny_distilled_patch16_224",
+    "dist_token": _DISTILLED,
+    "head_dist": _DISTILLED,
+    "distillation_classifier": _DISTILLED,
     "pre_logits": "this layer before the head is not computed: save the backbone without both as a "
     "folder, and fit a head on it with vitserve train --probe --from FOLDER",
-    "fc_norm": "global_pool=avg has fc_norm, global_pool=token has norm: correct global_pool",
+    "fc_norm": _FINAL_NORM,
     "reg_token": "state the number of register tokens: reg_tokens (num_register_tokens)",
 }
 _UNCHANGED: Final[Mapping[str, str]] = MappingProxyType({})
@@ -125,7 +134,10 @@ def taken(
         CheckpointError: missing, of another shape, not floating point, or sparse.
     """
     if name not in tensors:
-        raise CheckpointError(f"{where}: missing key {_stored_name(name, stored)!r}")
+        raise CheckpointError(
+            f"{where}: missing key {_stored_name(name, stored)!r}: save all of model.state_dict(), "
+            "or correct the architecture that asks for it"
+        )
     stored_shape = tuple(tensors[name].shape)
     if stored_shape != shape:
         raise CheckpointError(
@@ -209,10 +221,14 @@ def _remedy_of_names(
             f"near it is {_stored_name(near[0], stored)!r}: if it is the same tensor, rename it, "
             "or give the file of weights alone with a map of names, --keys FILE (VIT_KEYS)"
         )
-    if first in missing and first.endswith(".bias"):
+    weight = f"{first.removesuffix('.bias')}.weight"
+    if first in missing and first.endswith(".bias") and weight not in missing:
         return "if the layer has no bias, save zeros under this name; else save the whole model"
     if missing:
-        return "the file is a part of the model: save all of model.state_dict()"
+        return (
+            "save all of model.state_dict(), if the file is a part of the model; else correct the "
+            "architecture, which has this layer"
+        )
     return (
         "the architecture lacks this part: correct the architecture, or save without the part; "
         'of a file of weights alone --keys FILE (VIT_KEYS) leaves it out, with to = ""'

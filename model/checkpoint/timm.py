@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
 from model.checkpoint.checkpoint import Checkpoint, native_tensors
@@ -57,6 +57,10 @@ _UNUSED_ARGUMENTS: Final = frozenset(
     }
 )
 Count = Annotated[int, Field(ge=1)]
+Statistic = Annotated[
+    tuple[float, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, int | float) else value),
+]
 
 
 class _Described(BaseModel):
@@ -78,8 +82,8 @@ class Pretrained(_Described):
     crop_pct: CropShare
     crop_mode: Literal["center", "squash"] | None = None
     interpolation: Interpolation
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: Statistic
+    std: Statistic
 
     def preprocess(self) -> PreprocessConfig:
         """Return timm's preprocessing for evaluation; raises pydantic.ValidationError."""
@@ -87,7 +91,10 @@ class Pretrained(_Described):
             "size": self.input_size[1:],
             "resize": _RESIZE[self.crop_mode or "center"],  # timm's own default
         }
-        stated = self.model_dump(include={"crop_pct", "interpolation", "mean", "std"})
+        stated = self.model_dump(include={"crop_pct", "interpolation"})
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            # As in timm, one number is for all channels.
+            stated[name] = values * self.input_size[0] if len(values) == 1 else values
         return PreprocessConfig.model_validate(fields | stated)
 
 
@@ -149,6 +156,11 @@ def _described(config: Mapping[str, Any], tag: str, where: str) -> dict[str, Any
             f"{where}: pretrained_cfg is missing: an object with input_size, crop_pct, "
             "interpolation, mean and std, as timm.models.save_for_hf(model, FOLDER) writes it"
         )
+    if described is not config and described.get("model_args"):
+        raise CheckpointError(
+            f"{where}: pretrained_cfg.model_args: timm reads model_args beside pretrained_cfg: "
+            "move it there, or remove it"
+        )
     return {"tag": tag or None} | described
 
 
@@ -194,6 +206,8 @@ def _vit(files: Files, config: Mapping[str, Any], pretrained: _Described) -> Sto
         "in_chans": channels,
         **_arguments(where, config, ("num_classes", "global_pool")),
     }
+    if arguments.get("norm_layer"):
+        arguments["norm_eps"] = 1e-6  # timm's own, in place of the architecture's
     advice = "; arguments of model_args that change no answer can be left out"
     with advising(advice), validating(where):
         parsed = parse_arguments(arguments)
@@ -271,6 +285,8 @@ def _head_fields(config: Mapping[str, Any], pretrained: Mapping[str, Any]) -> di
     """Return the fields that describe the head, from the config or else its `pretrained_cfg`."""
     keys = ("problem_type", "label_names", "label_descriptions")
     inner = {key: pretrained[key] for key in keys if pretrained.get(key)}
+    if "pretrained_cfg" not in config and config.get("labels"):  # in timm's first folders
+        inner["label_names"] = config["labels"]
     return inner | {key: value for key, value in config.items() if value}
 
 

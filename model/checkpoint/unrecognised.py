@@ -42,9 +42,9 @@ def unrecognised(
             f"{files.where(CONFIG_FILE)}: not a format that is read ({readable})"
         )
     return CheckpointError(
-        f"{files.title}: has no {CONFIG_FILE}: {_inner_models(files)}expected {CONFIG_FILE}, "
-        f"{WEIGHTS_FILE} and {PREPROCESSOR_FILE}, as save_pretrained writes them (a Trainer into "
-        "checkpoint-N); to read a file of weights alone, name that file"
+        f"{files.title}: has no {CONFIG_FILE}: {files.misnamed(CONFIG_FILE)}{_inner_models(files)}"
+        f"expected {CONFIG_FILE}, {WEIGHTS_FILE} and {PREPROCESSOR_FILE}, as save_pretrained "
+        "writes them (a Trainer into checkpoint-N); to read a file of weights alone, name that file"
     )
 
 

@@ -31,7 +31,7 @@ def activation(value: Any, where: str) -> Activation:
     """Return the model's name of an activation; raise `CheckpointError` for an unknown one."""
     if not isinstance(value, str) or value not in _ACTIVATIONS:
         raise CheckpointError(
-            f"{where}: hidden_act: activation {value!r:.100} is not one of "
+            f"{where}: hidden_act {value!r:.100} is not computed: give a model with one of "
             f"{', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[value]
@@ -57,7 +57,7 @@ def number(value: Any, name: str, where: str, kind: type[int | float] = int) -> 
     is_number = isinstance(value, int | kind) and not isinstance(value, bool)
     if not is_number or not 0 < float(value) <= _MAX_NUMBER:
         raise CheckpointError(
-            f"{where}: {name} {value!r:.100}: expected a number of 1 to {_MAX_NUMBER}"
+            f"{where}: {name} {value!r:.100}: expected a number above 0 and at most {_MAX_NUMBER}"
         )
     return value
 

@@ -63,7 +63,7 @@ def check_classes(root: Path, split: Split, picture_count: int, least: int, pick
         if list_folder(only).holds_folders_only:
             hint = f"; if its folders are the classes: {pick} {only}"
         raise DatasetError(
-            f"{root}: one class ({only.name!r}): at least two classes are required{hint}"
+            f"{root}: one class ({split.labels[0]!r}): at least two classes are required{hint}"
         )
     _check_labels(root, split.labels)
 

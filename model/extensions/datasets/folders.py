@@ -95,6 +95,11 @@ def find_pictures(root: Path, *, least_classes: int = 2, pick: str = "--data") -
             splits are unclear or have different classes. Or classes differ only by case, or links
             put pictures into two classes.
     """
+    if root.is_file():
+        raise DatasetError(
+            f"{root}: a file, not a folder: unpack an archive, and give the folder that holds "
+            "one folder of pictures for each class"
+        )
     remarks = Remarks(root)
     listing = list_folder(root)
     if wraps_itself(listing):

@@ -22,7 +22,7 @@ _VALIDATION_WORDS: Final = """
     валідація валидационная تحقق תיקוף
 """
 _TEST_WORDS: Final = """
-    test tests testing tst eval evaluate evaluation holdout heldout prufung pruefung essai prueba
+    test tests testing tst te eval evaluate evaluation holdout heldout prufung pruefung essai prueba
     pruebas evaluacion teste prova тест 测试 測試 评估 テスト
     테스트 시험 testowy testowe testovaci тестовая тестирование тестування اختبار בדיקה
 """

@@ -98,6 +98,7 @@ def _splits_above_classes(
     """Return the splits if each has a folder with all classes (`train/cat`), else None."""
     candidates = [child for child in children if child.holds_folders_only]
     if not any(role_of(child.path.name) for child in candidates) and not _share_classes(candidates):
+        _refuse_unlabelled(children, candidates, pick)
         return None
     for child in children:
         name = child.path.name
@@ -121,6 +122,19 @@ def _splits_above_classes(
         name = str(child.path.relative_to(remarks.root))
         splits.append(Split.of_folders(name, role_of(child.path.name), child.folders))
     return splits
+
+
+def _refuse_unlabelled(
+    children: Sequence[Listing], candidates: Sequence[Listing], pick: str
+) -> None:
+    """Refuse `unlabeled` beside a folder with the classes, because neither is a class."""
+    others = [child for child in children if child not in candidates]
+    if len(candidates) == len(others) == 1 and "unlabel" in others[0].path.name.casefold():
+        labelled = candidates[0].path
+        raise DatasetError(
+            f"{others[0].path}: is named like pictures without labels, and {labelled.name}/ beside "
+            f"it has folders like classes: {pick} {labelled}"
+        )
 
 
 def _share_classes(children: Sequence[Listing]) -> bool:

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from model.checkpoint.local_files import read_text_file, reading, validating
-from model.errors import CheckpointError
+from model.errors import CheckpointError, nearest
 from model.layer_config import Frozen
 
 
@@ -112,5 +112,7 @@ def _numbered(name: str, numbers: tuple[str, ...]) -> str:
 
 def _take(tensors: dict[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
-        raise CheckpointError(f"VIT_KEYS: {name!r}: no tensor of this name is left")
+        near = nearest(name, tensors)
+        advice = f"did you mean {near!r}?" if near else "{} stands for the number of a block"
+        raise CheckpointError(f"VIT_KEYS: {name!r}: no tensor of this name is left: {advice}")
     return tensors.pop(name)

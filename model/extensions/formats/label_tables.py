@@ -36,7 +36,8 @@ def read(text: str, where: str, suffix: str) -> tuple[str, ...] | None:
     """Return the labels of a CSV table; None for another file."""
     if suffix not in _SUFFIXES:
         return None
-    rows = _rows(lines_of(text, where), where)
+    # Excel writes the separator into a first line, `sep=;`.
+    rows = _rows(lines_of(re.sub(r"\Asep=.[\r\n]+", "", text), where), where)
     names = [cell.lower().replace(" ", "_") for cell in rows[0][1]]
     width = len(names)
     numeric = _index_columns(rows[1:], width) if len(rows) > 1 < width else []
@@ -98,7 +99,7 @@ def _index_columns(rows: Sequence[Row], width: int) -> list[int]:
 
 def _rows(lines: Sequence[str], where: str) -> list[Row]:
     """Return the rows of a CSV table with their line numbers, all of the same length."""
-    delimiter = max("\t;,", key=lines[0].count)
+    delimiter = max("\t;,|", key=lines[0].count)
     reader = csv.reader(
         (f"{line}\n" for line in lines), delimiter=delimiter, skipinitialspace=True, strict=True
     )

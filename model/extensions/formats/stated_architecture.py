@@ -6,7 +6,7 @@ It is a name of timm with optional arguments that differ, `vit_base_patch16_224,
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from model.checkpoint.timm_architectures import architectures, runs_in_library, split_name
@@ -48,8 +48,11 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
         r"\s*,\s*(?![^\[]*\])", text.strip()
     )  # a comma within a list does not split
     if "=" in name:
+        example = f"{OWN},{text[:200]}"
+        if re.match(r"\w+[^\w=]", name):
+            example = re.sub(r"[^\w=.-]+", ",", text[:200])
         raise CheckpointError(
-            f"VIT_ARCHITECTURE {text!r:.200}: expected a name first, as in {OWN},{text[:200]}"
+            f"VIT_ARCHITECTURE {text!r:.200}: expected a name first, then a comma, as in {example}"
         )
     name, _ = split_name(name)
     known = _known_arguments(name)
@@ -59,11 +62,24 @@ def parse_architecture(text: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise CheckpointError(f"VIT_ARCHITECTURE {pair!r}: expected argument=value")
         if known and key not in known:
-            near = nearest(key, known)
-            hint = f": did you mean {near}?" if near else ""
-            raise CheckpointError(f"VIT_ARCHITECTURE: {name} has no argument {key!r:.100}{hint}")
+            raise CheckpointError(
+                f"VIT_ARCHITECTURE: {name} has no argument {key!r:.100}: {_meant(key, known)}"
+            )
+        if key in arguments:
+            raise CheckpointError(
+                f"VIT_ARCHITECTURE: {key} is stated twice: {arguments[key]} and {value:.100}: "
+                "remove the wrong one"
+            )
         arguments[key] = _value(value)
     return name, arguments
+
+
+def _meant(key: str, known: Collection[str]) -> str:
+    """Return advice on the likely meaning of an unknown argument."""
+    near = nearest(key, known)
+    words = set(key.split("_"))
+    similar = [near] if near else sorted(name for name in known if words & set(name.split("_")))
+    return f"did you mean {' or '.join(similar)}?" if similar else f"it has {', '.join(USUAL)}"
 
 
 def without_told(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -236,6 +236,20 @@ def test_splits_without_classes_are_refused(tmp_path: Path) -> None:
         find_pictures(tmp_path)
 
 
+def test_unlabelled_pictures_are_no_class(tmp_path: Path) -> None:
+    write_class(tmp_path / "labeled" / "cat", "red", 1)
+    write_class(tmp_path / "labeled" / "dog", "blue", 1)
+    write_class(tmp_path / "unlabeled", "green", 1)
+    with pytest.raises(DatasetError, match=r"unlabeled: .* --data \S+/labeled$"):
+        find_pictures(tmp_path)
+
+
+def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "pets.zip").write_bytes(b"PK")
+    with pytest.raises(DatasetError, match=r"pets.zip: a file, not a folder: unpack an archive"):
+        find_pictures(tmp_path / "pets.zip")
+
+
 def test_pictures_beside_classes_are_refused(tmp_path: Path) -> None:
     root = split_root(tmp_path, "train", "test")
     write_class(root / "train", "red", 2)

@@ -17,6 +17,8 @@ FORMS = {
     "turned.csv": 'label,index\n"dog",1\n"cat",0\n"red fox",2\n',
     "bare.csv": "0,cat\n1,dog\n2,red fox\n",
     "semicolons.csv": "id;class name\n0;cat\n1;dog\n2;red fox\n",
+    "excel.csv": "sep=;\nid;name\n0;cat\n1;dog\n2;red fox\n",
+    "pipes.csv": "id|label\n0|cat\n1|dog\n2|red fox\n",
     "tabs.tsv": "cat\t0\ndog\t1\nred fox\t2\n",
     "described.csv": "class_id,name,supercategory\n0,cat,pet\n1,dog,pet\n2,red fox,wild\n",
     "named.csv": "index,wnid,label\n0,n00,cat\n1,n01,dog\n2,n02,red fox\n",
@@ -56,6 +58,26 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_labels_are_read_in_each_form(name: str, encoding: str, tmp_path: Path) -> None:
     assert_read(tmp_path / name, FORMS[name], encoding)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0:cat,1:dog,2:red fox",
+        "red fox=2,cat=0,dog=1",
+        "{0: 'cat', 1: 'dog', 2: 'red fox'}",
+        "['cat', 'dog', 'red fox']",
+        "('cat', 'dog', 'red fox')",
+    ],
+)
+def test_a_setting_is_read_as_lines_of_a_file(text: str) -> None:
+    assert read_labels(text, 3) == LABELS
+
+
+def test_quotes_keep_numbers_in_a_setting() -> None:
+    with pytest.raises(CheckpointError, match=r"count from 0; .*write each label in quotes"):
+        read_labels("1:cat,2:dog", 2)
+    assert read_labels('"1:cat","2:dog"', 2) == ("1:cat", "2:dog")
 
 
 def test_files_of_the_field_are_read(shared: Path) -> None:

@@ -229,7 +229,15 @@ def test_preprocessing_tells_an_oblong_grid(tmp_path: Path) -> None:
         ("vit_tiny_patch16_224,no_embed_class=true", "no square grid"),
         ("vit_tiny_patch16_224,global_pool=avg", "missing key 'fc_norm.bias'"),
         ("vit_tiny_patch16_224,qk_norm=true", "missing key"),
-        ("vit_tiny_patch16_224,nonsense=1", "nonsense"),
+        ("vit_tiny_patch16_224,nonsense=1", "'nonsense': it has num_heads, norm_order, act_layer"),
+        ("vit_tiny_patch16_224,pool=avg", "'pool': did you mean global_pool or pool_include"),
+        ("vit_tiny_patch16_224,depth=12,depth=11", "depth is stated twice: 12 and 11: remove"),
+        ("vit num_heads=3", "expected a name first, then a comma, as in vit,num_heads=3"),
+        ("num_heads=3", "expected a name first, then a comma, as in vit,num_heads=3"),
+        (
+            "vit_tiny_patch16_224,pre_norm=true,norm_order=pre",
+            r"missing key 'norm_pre.bias' .*: save all .*; else correct the architecture",
+        ),
         (
             "vit_tiny_patch16_224,img_size=32",
             r"says img_size=32, but .* tell img_size=\[48, 48\]: correct the argument, or leave it",
@@ -308,7 +316,7 @@ def test_what_a_format_lacks_is_asked_for(
     [
         (
             {"architecture": "num_heads=3"},
-            "^VIT_ARCHITECTURE 'num_heads=3': expected a name first, as in vit,num_heads=3",
+            "^VIT_ARCHITECTURE 'num_heads=3': expected a name first, then a comma, as in vit",
         ),
         (
             {"architecture": "vit_tiny_patch16_224,global_pol=avg"},
@@ -419,7 +427,14 @@ def test_a_renamed_projection_needs_an_order(tmp_path: Path) -> None:
         ("nonsense", "not TOML"),
         ("[[tensor]]", "tensor.0.from"),
         ('[[tensor]]\nfrom = "b"\nto = "x"\nother = 1', "other"),
-        ('[[tensor]]\nfrom = "nothing"\nto = "x"', "'nothing': no tensor of this name is left"),
+        (
+            '[[tensor]]\nfrom = "a.*"\nto = "x"',
+            r"'a\.\*': no tensor of this name is left: did you mean 'a.[01]'",
+        ),
+        (
+            '[[tensor]]\nfrom = "nothing"\nto = "x"',
+            r"'nothing': no tensor of this name is left: \{\} stands for the number of a block",
+        ),
         ('[[tensor]]\nfrom = ["a.0", "z"]\nto = "x"', "'z': no tensor of this name is left"),
         ('[[tensor]]\nfrom = "a.{}"\nto = "x"', "two tensors are called 'x'"),
         ('[[tensor]]\nfrom = "b"\nto = "a.0"', "two tensors are called 'a.0'"),

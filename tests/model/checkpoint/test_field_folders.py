@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "a lost tensor": (
         "huggingface",
         _without(f"{LAYER}.weight"),
-        f"missing key '{LAYER}.weight': the file is a part of the model",
+        f"missing key '{LAYER}.weight': save all of model",
     ),
     "a layer without a bias": (
         "huggingface",
@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         _tensor(f"{LAYER}.weight", 16, 32, dtype=torch.int8),
         "save weights in floating point",
     ),
-    "a second head": ("timm", _tensor("head_dist.weight", 3, 16), "state a distilled architecture"),
+    "a second head": ("timm", _tensor("head_dist.weight", 3, 16), "state the right class"),
     "registers": ("timm", _tensor("reg_token", 1, 4, 16), "number of register tokens: reg_tokens"),
     "another pooling": ("timm", _config("global_pool", "avg"), "correct global_pool"),
     "more classes": ("timm", _config("num_classes", 4), "correct the number of classes"),

@@ -45,6 +45,21 @@ def test_labels_may_stand_in_the_setting(text: str) -> None:
     assert read_labels(text, 3) == LABELS
 
 
+def test_a_tuple_of_python_may_be_a_setting() -> None:
+    assert read_labels("(cat, dog, red fox)", 3) == LABELS
+
+
+def test_pictures_in_the_setting_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"VIT_LABELS: .*'a.jpg' is a picture, not a label"):
+        read_labels("a.jpg,b.jpg", 2)
+
+
+def test_descriptions_replace_names_of_timm(tmp_path: Path) -> None:
+    text = '{"label_names": ["n1", "dog"], "label_descriptions": {"n1": "cat"}, "num_classes": 2}'
+    (tmp_path / "config.json").write_text(text)
+    assert read_labels(str(tmp_path / "config.json"), 2) == ("cat", "dog")
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.json"])
 def test_hidden_characters_in_files_are_refused(name: str, tmp_path: Path) -> None:
     texts = {
@@ -83,6 +98,10 @@ REFUSED = {
     "numbers.json": ("[1, 2]", "entry 0: 1: a label must be text"),
     "damaged.json": ('["cat", ', "not JSON"),
     "key.json": ('{"a": "cat", "b": "dog"}', "neither from index to label nor from label to index"),
+    "columns.json": (
+        '{"features": [{"name": "image", "dtype": "image"}, {"name": "label", "dtype": {}}]}',
+        "lists the columns of a data set, not labels: give the names of its class_label alone",
+    ),
     "listing.txt": ("a.jpg\nb.jpg\n", "line 1: 'a.jpg' is a picture, not a label"),
     "listing.json": ('{"a.jpg": 0, "b.jpg": 0}', "'a.jpg' is a picture, not a label"),
     "lines.txt": ("a\n" * 100_002, "100002 lines, but at most 100000 labels are read: give"),

@@ -308,6 +308,35 @@ def test_timms_imagenet_tag_gives_the_labels(tmp_path: Path) -> None:
     assert any("imagenet-1k" in note for note in checkpoint.assumed)
 
 
+def test_one_statistic_is_for_all_channels(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+    put(folder / "config.json", "pretrained_cfg.mean", [0.25])
+    put(folder / "config.json", "pretrained_cfg.std", 0.5)
+    preprocess = load_checkpoint(str(folder)).preprocess
+    assert preprocess.mean == (0.25, 0.25, 0.25)
+    assert preprocess.std == (0.5, 0.5, 0.5)
+
+
+def test_labels_of_timms_first_folders(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+
+    def flatten(config: dict[str, Any]) -> None:
+        config |= config.pop("pretrained_cfg")
+        config["labels"] = config.pop("label_names")
+
+    edit(folder / "config.json", flatten)
+    assert load_checkpoint(str(folder)).labels == ("a", "b", "c")
+
+
+def test_a_stated_norm_has_timms_epsilon(tmp_path: Path) -> None:
+    folder = timm_folder(tmp_path)
+    put(folder / "config.json", "architecture", "vit_base_patch16_clip_224")
+    put(folder / "config.json", "model_args.pre_norm", False)
+    assert load_checkpoint(str(folder)).vit.norm_eps == 1e-5
+    put(folder / "config.json", "model_args.norm_layer", "layernorm")
+    assert load_checkpoint(str(folder)).vit.norm_eps == 1e-6
+
+
 def test_a_folder_of_timm_without_a_head(tmp_path: Path) -> None:
     folder = timm_folder(tmp_path)
     headed = load_checkpoint(str(folder))
