@@ -322,6 +322,12 @@ async def model_of(request: Request, name: str | None = None, *, share: float = 
     return lease
 
 
+async def use_named_model(request: Request, admitted: AdmittedRequest, name: str | None) -> None:
+    """Let another model answer if the form names one; raises as `model_of`."""
+    if name is not None and name != admitted.model.info.name:
+        admitted.model = await model_of(request, name)
+
+
 def deadline_of(service: Service, started: float, share: float = 1.0) -> Deadline:
     """Return the end of a part of a request's time.
 

@@ -33,7 +33,7 @@ from service.errors import (
     UploadTooLarge,
 )
 from service.models.lease import Lease
-from service.web.admit import AdmittedRequest, model_of
+from service.web.admit import AdmittedRequest
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_json
 from service.web.digests import HEADERS as DIGEST_HEADERS
 from service.web.digests import DeclaredDigests
@@ -130,12 +130,6 @@ def require_file(file: UploadedFile) -> bytearray:
     if isinstance(file, UploadTooLarge):
         raise file
     return file
-
-
-async def use_named_model(request: Request, admitted: AdmittedRequest, name: str | None) -> None:
-    """Let another model answer if the form names one; raises as `model_of`."""
-    if name is not None and name != admitted.model.info.name:
-        admitted.model = await model_of(request, name)
 
 
 async def read_files(admitted: AdmittedRequest, limits: UploadLimits) -> Upload:

@@ -59,22 +59,18 @@ async def infer_file(
 
     Raises as `decode_file` and `infer_pixels`.
     """
+    is_loaded = admitted.model.is_loaded
+    head: Head | None = None
     try:
-        if not admitted.model.is_loaded:  # a refused picture does not load the model
-            decoded, turn = await decode_file(admitted, data)
-            turn.leave()
-            return decoded, await infer_pixels(admitted, decoded.picture.pixels, requested)
-        # Texts come first, because they are scarcer than passes: refusing here saves the pass.
-        head = await _find_head(admitted, requested)
+        if is_loaded:  # texts come first, because they are scarcer than passes
+            head = await _find_head(admitted, requested)
         decoded, turn = await decode_file(admitted, data)
         pixels = decoded.picture.pixels
-        if requested.map is not None:
+        if not is_loaded or requested.map is not None:
             turn.leave()
             return decoded, await infer_pixels(admitted, pixels, requested, head)
         with turn:
-            if head is None:
-                return decoded, await _infer(admitted, pixels, requested)
-            result = await _infer(admitted, pixels, head.backbone_request(requested))
+            result = await _infer(admitted, pixels, for_engine(requested, head))
         return decoded, await _answer(admitted, head, requested, result)
     finally:
         admitted.permit.release()
@@ -86,7 +82,7 @@ async def infer_pixels(
     requested: RequestedOutputs,
     head: Head | None = None,
 ) -> InferenceResult:
-    """Return the model's answer to one picture, uint8 [H, W, C].
+    """Return the model's answer to one picture, uint8 [H, W, C], in a turn of its own.
 
     Args:
         head: the head that scores the features, if it is known already.
@@ -96,9 +92,16 @@ async def infer_pixels(
     await load_model(admitted)
     if head is None:
         head = await _find_head(admitted, requested)
-    if head is None:
-        return await _infer_in_turn(admitted, pixels, requested)
-    result = await _infer_in_turn(admitted, pixels, head.backbone_request(requested))
+    of_engine = for_engine(requested, head)
+    lanes = admitted.service.lanes
+    if of_engine.needs_pass:  # a map that needs a pass of its own
+        async with admitted.turn(lanes.explanations):
+            result = await _infer(admitted, pixels, of_engine)
+    else:
+        caller = admitted.sender.caller
+        with lanes.pictures.turn(caller, pixels.nbytes, admitted.deadline) as turn:
+            await turn
+            result = await _infer(admitted, pixels, of_engine)
     return await _answer(admitted, head, requested, result)
 
 
@@ -199,18 +202,9 @@ async def load_model(admitted: AdmittedRequest, *, share: float = 1.0) -> None:
 # Infer
 
 
-async def _infer_in_turn(
-    admitted: AdmittedRequest, pixels: NDArray[np.uint8], requested: RequestedOutputs
-) -> InferenceResult:
-    """Infer in a turn of the lane for pictures, or for maps that need a pass of their own."""
-    lanes = admitted.service.lanes
-    if requested.needs_pass:
-        async with admitted.turn(lanes.explanations):
-            return await _infer(admitted, pixels, requested)
-    caller = admitted.sender.caller
-    with lanes.pictures.turn(caller, pixels.nbytes, admitted.deadline) as turn:
-        await turn
-        return await _infer(admitted, pixels, requested)
+def for_engine(requested: RequestedOutputs, head: Head | None) -> RequestedOutputs:
+    """Return the outputs that the engine computes: features, if a head outside it scores."""
+    return requested if head is None else head.backbone_request(requested)
 
 
 async def _infer(
@@ -245,9 +239,14 @@ async def _find_head(admitted: AdmittedRequest, requested: RequestedOutputs) -> 
 
 
 async def _answer(
-    admitted: AdmittedRequest, head: Head, requested: RequestedOutputs, result: InferenceResult
+    admitted: AdmittedRequest,
+    head: Head | None,
+    requested: RequestedOutputs,
+    result: InferenceResult,
 ) -> InferenceResult:
-    """Return the answer of a head to the features of a picture."""
+    """Return the answer of a head to the features of a picture; without a head, the engine's."""
+    if head is None:
+        return result
     work = partial(answer_by_head, head, requested, result.outputs)
     return replace(result, outputs=await compute(admitted, work, cost=head.multiplications))
 

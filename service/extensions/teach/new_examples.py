@@ -15,8 +15,8 @@ from service.errors import InferenceFailed, InvalidParameter
 from service.extensions.teach.examples import HeadRow
 from service.extensions.teach.settings import TeachSettings
 from service.settings import Settings, settings_of
-from service.web.admit import AdmittedRequest
-from service.web.body import read_pictures, read_whole, require_file, use_named_model
+from service.web.admit import AdmittedRequest, use_named_model
+from service.web.body import read_pictures, read_whole, require_file
 from service.web.gather import of_each
 from service.web.picture import infer_file, infer_pixels, kept_picture
 from service.web.query import Absent

@@ -23,8 +23,8 @@ from model.outputs import (
 from model.parameters import parse_maps
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
-from service.web.admit import AdmittedRequest, admit, model_of, service_of
-from service.web.body import check_early, read_picture, use_named_model
+from service.web.admit import AdmittedRequest, admit, model_of, service_of, use_named_model
+from service.web.body import check_early, read_picture
 from service.web.gather import all_of
 from service.web.picture import decode_file, decode_photo, infer_pixels, keep, kept_picture
 from service.web.query import Absent, ModelName

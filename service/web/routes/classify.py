@@ -14,8 +14,8 @@ from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, MapRequest, Requested
 from model.parameters import parse_maps
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
-from service.web.admit import AdmittedRequest, admit, model_of
-from service.web.body import check_early, read_picture, use_named_model
+from service.web.admit import AdmittedRequest, admit, model_of, use_named_model
+from service.web.body import check_early, read_picture
 from service.web.decoders import Decoded
 from service.web.gather import all_of
 from service.web.image_stores import new_image_id

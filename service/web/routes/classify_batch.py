@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.errors import InvalidParameter
-from service.web.admit import admit, model_of
-from service.web.body import check_early, read_pictures, use_named_model
+from service.web.admit import admit, model_of, use_named_model
+from service.web.body import check_early, read_pictures
 from service.web.routes.classify import ClassifyQuery, classify_file
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import SEVERAL_PICTURES, problems

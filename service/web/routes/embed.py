@@ -18,14 +18,13 @@ from model.parameters import parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.models.lease import Lease
-from service.web.admit import AdmittedRequest, admit, model_of
+from service.web.admit import AdmittedRequest, admit, model_of, use_named_model
 from service.web.body import (
     check_early,
     read_picture,
     read_pictures,
     read_whole,
     require_file,
-    use_named_model,
 )
 from service.web.gather import of_each
 from service.web.picture import embed_texts, infer_file, keep

@@ -21,7 +21,15 @@ from service.models.registry import Models
 from service.web.admit import AdmittedRequest, model_of, service_of
 from service.web.decoders import Decoded
 from service.web.gather import all_of
-from service.web.picture import answer_by_head, compute, decode_file, infer_file, keep, load_model
+from service.web.picture import (
+    answer_by_head,
+    compute,
+    decode_file,
+    for_engine,
+    infer_file,
+    keep,
+    load_model,
+)
 
 if TYPE_CHECKING:
     from service.web.routes.classify import ClassifyQuery
@@ -174,10 +182,7 @@ async def infer_by_group(
 
 def _combined(group: Group) -> RequestedOutputs:
     """Return the outputs that a group of models requests of one pass."""
-    first, *others = [
-        requested if model.head is None else model.head.backbone_request(requested)
-        for model, requested in group
-    ]
+    first, *others = [for_engine(requested, model.head) for model, requested in group]
     return replace(first, more=tuple(others))
 
 
