@@ -317,7 +317,9 @@ async def model_of(request: Request, name: str | None = None, *, share: float = 
     """
     service = service_of(request)
     context = request_context(request.scope)
-    lease = await acquire(service, name, deadline_of(service, context.started, share))
+    lease = await acquire(
+        service, name, deadline_of(service, context.started, share), context.caller
+    )
     context.leases.append(lease)
     return lease
 
@@ -338,7 +340,7 @@ def deadline_of(service: Service, started: float, share: float = 1.0) -> Deadlin
     return Deadline(started + share * service.settings.request_timeout, service.clock)
 
 
-async def acquire(service: Service, name: str | None, deadline: Deadline) -> Lease:
+async def acquire(service: Service, name: str | None, deadline: Deadline, caller: str) -> Lease:
     """Hold a model until its release; load it only if its description is not known yet.
 
     Raises:
@@ -346,14 +348,14 @@ async def acquire(service: Service, name: str | None, deadline: Deadline) -> Lea
         raises.
     """
     if service.models.needs_load(name):
-        async with waiting_for_model(service, name, deadline):
+        async with waiting_for_model(service, name, deadline, caller):
             await service.models.load(name)
     return service.models.acquire(name)
 
 
 @asynccontextmanager
 async def waiting_for_model(
-    service: Service, name: str | None, deadline: Deadline
+    service: Service, name: str | None, deadline: Deadline, caller: str
 ) -> AsyncIterator[None]:
     """Hold a slot while a request waits for a model; these are at most a quarter of all.
 
@@ -361,7 +363,7 @@ async def waiting_for_model(
         ModelLoading: too many requests wait for models, or the time for loading is up.
         QueueFull: every slot is taken.
     """
-    with service.limiter.waiting():
+    with service.limiter.waiting(caller):
         try:
             async with asyncio.timeout(deadline.remaining()):
                 yield

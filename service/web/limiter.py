@@ -69,27 +69,28 @@ class Limiter:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.in_use = 0
-        self._waiting = 0
+        self._waiting: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, caller: str) -> Iterator[None]:
         """Hold a slot while a model is loaded; waiting requests hold at most a quarter of all.
 
         Raises:
-            ModelLoading: a quarter of the slots wait for models already.
+            ModelLoading: that quarter is taken, or the rest of it is for other callers.
             QueueFull: every slot is taken.
         """
-        if self._waiting >= max(1, self.capacity // 4):
-            raise ModelLoading(
-                f"the model is being loaded, and {self._waiting} requests wait for models"
-            )
+        most = max(1, self.capacity // 4)
+        waiting = self._waiting.total()
+        if waiting >= most or not _leaves_some(self._waiting[caller], 1, most, waiting):
+            raise ModelLoading(f"the model is being loaded, and {waiting} requests wait for models")
         with self.permit():
-            self._waiting += 1
+            self._waiting[caller] += 1
             try:
                 yield
             finally:
-                self._waiting -= 1
+                self._waiting[caller] -= 1
+                self._waiting = +self._waiting  # without callers that wait no more
 
     def check(self, count: int = 1, caller: str = "") -> None:
         """Raise `QueueFull` unless `count` slots are free, and the caller may take them."""
@@ -125,9 +126,14 @@ class Limiter:
 
     def _leaves_some(self, count: int, caller: str) -> bool:
         held = self._held[caller] if caller else 0
-        if not held or self.capacity < _LEAST_SHARED:
-            return True
-        return held + count <= _SHARE * (self.capacity - self.in_use - count)
+        return _leaves_some(held, count, self.capacity, self.in_use)
+
+
+def _leaves_some(held: int, count: int, capacity: int, in_use: int) -> bool:
+    """Return whether a caller that takes `count` more slots leaves some to others."""
+    if not held or capacity < _LEAST_SHARED:
+        return True
+    return held + count <= _SHARE * (capacity - in_use - count)
 
 
 class Permit:
@@ -155,9 +161,10 @@ class Permit:
 
     @contextlib.contextmanager
     def lent(self, keep: int = 0) -> Iterator[None]:
-        """Lend a slot to other requests while work of this request waits.
+        """Lend a slot to other requests while work of this request waits in a lane.
 
-        At the end the slot is taken back, even if all are in use.
+        The lane bounds the waiting work by its deadline, so that work need not keep others out. At
+        the end the slot is taken back, even if all are in use.
 
         Args:
             keep: number of slots that are not lent.

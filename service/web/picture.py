@@ -195,8 +195,9 @@ async def load_model(admitted: AdmittedRequest, *, share: float = 1.0) -> None:
             if not model.is_loaded:
                 service = admitted.service
                 deadline = deadline_of(service, admitted.sender.started, share)
-                async with waiting_for_model(service, model.info.name, deadline):
-                    await model.load(service.models, admitted.sender.caller or UNNAMED)
+                caller = admitted.sender.caller or UNNAMED
+                async with waiting_for_model(service, model.info.name, deadline, caller):
+                    await model.load(service.models, caller)
 
 
 # Infer

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import QueueFull
+from service.errors import ModelLoading, QueueFull
 from service.web.limiter import Limiter, Permit
 
 
@@ -37,6 +37,17 @@ def test_a_refusal_names_the_held_slots():
     flood(limiter, "flood")
     with pytest.raises(QueueFull, match=r"this caller holds 14 of 16 slots"):
         take(limiter, "flood")
+
+
+def test_waiting_for_models_is_shared():
+    limiter = Limiter(64)
+    with contextlib.ExitStack() as stack:
+        for _ in range(14):
+            stack.enter_context(limiter.waiting("flood"))
+        with pytest.raises(ModelLoading), limiter.waiting("flood"):
+            pass
+        with limiter.waiting("honest"):
+            assert limiter.in_use == 15
 
 
 def test_a_small_capacity_is_not_shared():

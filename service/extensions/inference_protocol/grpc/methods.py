@@ -95,7 +95,7 @@ def _described(message: str, describe: Callable[[ModelInfo, Service], Mapping[st
     async def method(service: Service, call: Call) -> bytes:
         request = await call.model_request()
         check_version(request.version)
-        with await acquire(service, request.name or None, call.deadline) as model:
+        with await acquire(service, request.name or None, call.deadline, call.caller) as model:
             return _encode(describe(model.info, service), message)
 
     return method
@@ -111,7 +111,7 @@ async def _model_infer(service: Service, call: Call) -> bytes:
             partial(decode_request, body), size=len(body) // BYTES_A_VALUE
         )
         check_version(target.version)
-        with await acquire(service, target.name or None, call.deadline) as model:
+        with await acquire(service, target.name or None, call.deadline, call.caller) as model:
             admitted.model = model
             inference = await read(admitted, body, lambda _: request)
             return await infer(admitted, inference, encode_answer)

@@ -436,7 +436,9 @@ async def test_a_waiting_batch_holds_one_slot() -> None:
         "POST", "/classify/batch", query="model=few", **form(*[png(1)] * 6)
     )
     task = asked.start()
-    await until(lambda: limiter._waiting == limiter.in_use == 1)  # the last picture is decoded then
+    await until(
+        lambda: limiter._waiting.total() == limiter.in_use == 1
+    )  # the last picture is decoded then
     engine.gate.set()
     await task
     assert limiter.in_use == 0
