@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -54,14 +53,14 @@ def graph_entry(settings: Settings) -> KeptEntry | None:
     return KeptEntry(folder, {name: _resolved(getattr(settings, name)) for name in _GRAPH_SETTINGS})
 
 
-def keep_kernels(settings: Settings, environment: MutableMapping[str, str] = os.environ) -> None:
+def keep_kernels(settings: Settings) -> None:
     """Let torch's compilers keep their kernels in the cache folder.
 
     By default they use the folder for temporary files, which containers and systems empty. Folders
     that the environment names stay.
     """
-    for name in _KERNELS.keys() - environment.keys():
-        folder = cache_folder(settings, _KERNELS[name], environment)
+    for name in _KERNELS.keys() - os.environ.keys():
+        folder = cache_folder(settings, _KERNELS[name])
         if folder is None:
             continue
         try:
@@ -71,18 +70,16 @@ def keep_kernels(settings: Settings, environment: MutableMapping[str, str] = os.
                 "compiled kernels are not kept: %s; set VIT_CACHE_DIR to a writable folder", error
             )
             return
-        environment[name] = str(folder)
+        os.environ[name] = str(folder)
 
 
-def cache_folder(
-    settings: Settings, kind: str, environment: Mapping[str, str] = os.environ
-) -> Path | None:
+def cache_folder(settings: Settings, kind: str) -> Path | None:
     """Return the folder of one kind of cached files, or None if they are not kept."""
     if settings.cache_dir == "off":
         return None
     if settings.cache_dir is not None:
         return Path(settings.cache_dir).expanduser().absolute() / kind
-    base = environment.get("XDG_CACHE_HOME", "")
+    base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         home = Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()
     except RuntimeError:  # the user has no home folder

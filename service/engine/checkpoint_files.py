@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +19,24 @@ if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
 
 
+def link_torch() -> None:
+    """Link torch's largest library, so that `import torch` does not stop other threads for long.
+
+    The import holds the interpreter's lock while the system links: for 0.4 s, and for seconds on a
+    busy machine. No effect if the library is missing or already linked.
+    """
+    if "torch" in sys.modules or not sys.platform.startswith("linux"):
+        return
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
+        library = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"
+        # A call through ctypes releases the lock; `ctypes.CDLL(library)` does not.
+        ctypes.CDLL(None).dlopen(os.fsencode(library), os.RTLD_NOW)
+
+
 def checkpoint_from(settings: Settings) -> Checkpoint:
     """Read the checkpoint; raises `CheckpointError` if it cannot be read exactly."""
+    link_torch()
     from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
     from model.checkpoint.options import SETTINGS  # noqa: PLC0415
 

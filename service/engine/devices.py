@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -73,29 +72,26 @@ def uses_gpu(settings: Settings) -> bool:
     return settings.device != "auto" or gpus_are_here()
 
 
-def gpus_are_here(folder: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> bool:
+def gpus_are_here(folder: Path = Path("/dev")) -> bool:
     """Return whether this machine or container has GPUs, even if CUDA cannot use them."""
-    if environment.get(VISIBLE) in ("", "-1"):
+    if os.environ.get(VISIBLE) in ("", "-1"):
         return False
     return any(re.fullmatch(r"nvidia\d+|dxg", node.name) for node in folder.iterdir())
 
 
-def all_gpus(
-    environment: Mapping[str, str] = os.environ, listing: Callable[[], str] | None = None
-) -> tuple[str, ...]:
+def all_gpus() -> tuple[str, ...]:
     """Return the device of each GPU, or of each MIG instance if a GPU is divided.
-
-    Args:
-        environment: environment of this process.
-        listing: returns the output of `nvidia-smi -L`; by default runs that command.
 
     Raises:
         DeviceError: the driver lists no GPU, or does not answer.
     """
-    visible = environment.get(VISIBLE)
+    visible = os.environ.get(VISIBLE)
     if visible:
         return tuple(f"cuda:{index}" for index in range(len(visible.split(","))))
-    text = (listing or _listing)()
+    try:
+        text = output_of("nvidia-smi", "-L", timeout_seconds=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DeviceError(f"device 'all': nvidia-smi -L does not list the GPUs: {error}") from error
     gpus = [
         re.findall(r"UUID: ((?:GPU|MIG)-[^)\s]+)", part)
         for part in re.split(r"^(?=GPU \d)", text, flags=re.M)[1:]
@@ -107,14 +103,7 @@ def all_gpus(
     return tuple(f"cuda:{name}" for gpu in gpus for name in gpu[1:] or gpu)
 
 
-def _listing() -> str:
-    try:
-        return output_of("nvidia-smi", "-L", timeout_seconds=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise DeviceError(f"device 'all': nvidia-smi -L does not list the GPUs: {error}") from error
-
-
-def visible_devices(device: str, environment: Mapping[str, str] = os.environ) -> str:
+def visible_devices(device: str) -> str:
     """Return the `CUDA_VISIBLE_DEVICES` of a process that sees only this device, as `cuda:0`.
 
     This gives a name to a MIG instance, of which CUDA shows only one, and lets all GPUs of a kind
@@ -122,13 +111,12 @@ def visible_devices(device: str, environment: Mapping[str, str] = os.environ) ->
 
     Args:
         device: `cuda`, `cuda:N`, or `cuda:` and an identifier. N counts the visible devices.
-        environment: environment of this process.
 
     Raises:
         DeviceError: at most N devices are visible.
     """
     identifier = device.removeprefix("cuda").removeprefix(":") or "0"
-    visible = environment.get(VISIBLE)
+    visible = os.environ.get(VISIBLE)
     if not visible or not identifier.isdecimal():
         return identifier
     devices = visible.split(",")

@@ -25,7 +25,7 @@ from model.heads import Head
 from model.outputs import embedding_width
 from model.runtime.backend import WITHOUT_GRAPHS
 from service.engine.cache_folder import graph_entry, keep_kernels
-from service.engine.checkpoint_files import checkpoint_from
+from service.engine.checkpoint_files import checkpoint_from, link_torch
 from service.engine.devices import VISIBLE, gpus_are_here, visible_devices
 from service.engine.messages import ModelInfo, attributes
 from service.extension import extensions, naming
@@ -117,6 +117,7 @@ def _key(settings: Settings, backbone: str) -> str:
 def _read(settings: Settings) -> _Read:
     if settings.device.startswith("cuda"):
         show_alone(settings.device)
+    link_torch()
     # torch takes seconds to import.
     from model.checkpoint.checkpoint import backbone_and_head  # noqa: PLC0415
     from model.checkpoint.local_files import recording  # noqa: PLC0415

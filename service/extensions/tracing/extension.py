@@ -10,7 +10,7 @@ from service.errors import SettingsError
 from service.extension import Extension
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator
 
     from starlette.types import ASGIApp
 
@@ -25,12 +25,13 @@ _EXPORTERS = {
 """Variables of OpenTelemetry that choose an exporter, and the supported value."""
 
 
-def exports_spans(environment: Mapping[str, str] = os.environ) -> bool:
+def exports_spans() -> bool:
     """Return whether OpenTelemetry's variables ask for spans and the extra `otel` is installed.
 
     Raises:
         SettingsError: the variables ask for an unsupported exporter.
     """
+    environment = os.environ
     exporter = environment.get("OTEL_TRACES_EXPORTER")
     endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     is_wanted = exporter or any(environment.get(name) for name in endpoints)

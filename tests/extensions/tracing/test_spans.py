@@ -1,5 +1,6 @@
 """Exported spans of requests to a whole application."""
 
+import os
 import threading
 from typing import Any
 
@@ -103,17 +104,22 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
     ],
 )
-def test_standard_variables_enable_tracing(environment: dict[str, str], exported: bool) -> None:
-    assert exports_spans(environment) is exported
+def test_standard_variables_enable_tracing(
+    environment: dict[str, str], exported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", environment)
+    assert exports_spans() is exported
 
 
-def test_a_missing_exporter_is_refused() -> None:
+def test_a_missing_exporter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
     with pytest.raises(
         SettingsError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL='grpc': expected http/protobuf"
     ):
-        exports_spans({**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+        exports_spans()
+    monkeypatch.setattr(os, "environ", {"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4318"})
     with pytest.raises(SettingsError, match=r"'localhost:4318': expected a URL such as http://"):
-        exports_spans({"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4318"})
+        exports_spans()
 
 
 def test_a_wrong_sdk_variable_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

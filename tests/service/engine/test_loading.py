@@ -26,6 +26,7 @@ from model.runtime.predictor import Predictor
 from service.engine import devices, loading
 from service.engine.cache_folder import keep_kernels
 from service.engine.devices import (
+    VISIBLE,
     all_gpus,
     decode_threads,
     fit_to_machine,
@@ -298,6 +299,19 @@ def test_a_later_start_needs_no_torch(tmp_path: Path) -> None:
     ]
 
 
+def test_torch_is_linked_before_its_import() -> None:
+    script = """
+        import sys
+        from pathlib import Path
+        from service.engine.checkpoint_files import link_torch
+        link_torch()
+        print("libtorch_cpu" in Path("/proc/self/maps").read_text(), "torch" in sys.modules)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=150)
+    assert ran.stdout.split() == ["True", "False"]
+
+
 WHOLE = """\
 GPU 0: NVIDIA H200 (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
 GPU 1: NVIDIA H200 (UUID: GPU-1c6b5d1c-0f3a-7d6e-9a1b-aaaaaaaaaaaa)
@@ -329,20 +343,27 @@ GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-1c6b5d1c-0f3a-7d6e-9a1b-aaaaaaaaaaaa)
     ids=["whole", "divided", "one is visible", "three are visible"],
 )
 def test_all_means_every_usable_gpu(
-    environment: dict[str, str], listing: str, expected: tuple[str, ...]
+    environment: dict[str, str],
+    listing: str,
+    expected: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert all_gpus(environment, lambda: listing) == expected
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(devices, "output_of", lambda *_, **__: listing)
+    assert all_gpus() == expected
     assert load_settings({"device": ",".join(expected)}).devices == expected
 
 
 def test_no_gpu_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DeviceError, match=r"^device 'all': the driver lists no GPU$"):
-        all_gpus({}, lambda: "No devices were found\n")
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(os, "environ", {"PATH": ""})
+    with monkeypatch.context() as patched:
+        patched.setattr(devices, "output_of", lambda *_, **__: "No devices were found\n")
+        with pytest.raises(DeviceError, match=r"^device 'all': the driver lists no GPU$"):
+            all_gpus()
     with pytest.raises(
         DeviceError, match=r"^device 'all': nvidia-smi -L does not list the GPUs: .*nvidia-smi"
     ) as found:
-        all_gpus({})
+        all_gpus()
     assert "\n" not in str(found.value)
 
 
@@ -353,13 +374,14 @@ def test_the_driver_is_asked_with_a_timeout(
         assert (command, options.pop("timeout")) == (("nvidia-smi", "-L"), 60)
         return ended(["sh", "-c", script], **options)
 
+    monkeypatch.delenv(VISIBLE, raising=False)
     ended = subprocess.run
     monkeypatch.setattr(subprocess, "run", run)
     script = "echo 'GPU 0: H200 (UUID: GPU-a)'"
-    assert all_gpus({}) == ("cuda:0",)
+    assert all_gpus() == ("cuda:0",)
     script += "; exit 9"
     with pytest.raises(DeviceError, match="exit status 9"):
-        all_gpus({})
+        all_gpus()
 
 
 @pytest.mark.parametrize(
@@ -375,15 +397,18 @@ def test_the_driver_is_asked_with_a_timeout(
     ],
 )
 def test_an_engine_sees_its_own_device_alone(
-    device: str, visible: str | None, expected: str
+    device: str, visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert visible_devices(device, environment) == expected
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE, visible)
+    assert visible_devices(device) == expected
 
 
-def test_an_invisible_device_is_refused() -> None:
+def test_an_invisible_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "4,5")
     with pytest.raises(DeviceError, match=r"^device 'cuda:2': CUDA_VISIBLE_DEVICES=4,5 names 2$"):
-        visible_devices("cuda:2", {"CUDA_VISIBLE_DEVICES": "4,5"})
+        visible_devices("cuda:2")
 
 
 @pytest.mark.parametrize(
@@ -400,11 +425,16 @@ def test_an_invisible_device_is_refused() -> None:
     ],
 )
 def test_gpus_are_found_by_their_files(
-    nodes: tuple[str, ...], environment: dict[str, str], here: bool, tmp_path: Path
+    nodes: tuple[str, ...],
+    environment: dict[str, str],
+    here: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(os, "environ", environment)
     for node in nodes:
         (tmp_path / node).touch()
-    assert gpus_are_here(tmp_path, environment) is here
+    assert gpus_are_here(tmp_path) is here
 
 
 @pytest.mark.parametrize(
@@ -443,9 +473,10 @@ def test_the_machine_decides_the_workers(
     assert (fitted.workers, fitted.queue_size) == expected
 
 
-def test_kernels_are_kept_in_the_cache(tmp_path: Path) -> None:
+def test_kernels_are_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"TRITON_CACHE_DIR": "/elsewhere"}
-    keep_kernels(load_settings({"cache_dir": str(tmp_path)}), environment)
+    monkeypatch.setattr(os, "environ", environment)
+    keep_kernels(load_settings({"cache_dir": str(tmp_path)}))
     assert environment == {
         "TRITON_CACHE_DIR": "/elsewhere",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
@@ -455,14 +486,13 @@ def test_kernels_are_kept_in_the_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["off", "a file"])
 def test_an_unusable_cache_keeps_no_kernels(
-    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a file").touch()
     environment: dict[str, str] = {}
-    keep_kernels(
-        load_settings({"cache_dir": folder if folder == "off" else str(tmp_path / folder)}),
-        environment,
-    )
+    monkeypatch.setattr(os, "environ", environment)
+    cache_dir = folder if folder == "off" else str(tmp_path / folder)
+    keep_kernels(load_settings({"cache_dir": cache_dir}))
     assert environment == {}
     assert ("compiled kernels are not kept" in caplog.text) == (folder != "off")
 
