@@ -70,8 +70,8 @@ class StoreUsage(NamedTuple):
 class ImageStore(Protocol):
     """Stores pictures, each with its region of the original, under unguessable ids."""
 
-    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
-        """Store a picture under the id, by default a new one; return the id, None if not stored."""
+    async def put(self, picture: ModelInput, image_id: str) -> bool:
+        """Store a picture under an id; return whether it is stored."""
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None if it is unknown, expired or evicted."""
@@ -112,12 +112,11 @@ class MemoryImageStore:
         self._bytes = 0
         self._evicted = 0
 
-    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
+    async def put(self, picture: ModelInput, image_id: str) -> bool:
         """Store a picture; see `ImageStore.put`."""
         cost = _cost(picture)
         if self._ttl == 0 or cost > self._max_bytes:
-            return None
-        image_id = image_id or new_image_id()
+            return False
         self._drop_expired()
         if image_id in self._pictures:  # two models of one preprocessing store the same picture
             self._remove(image_id)
@@ -125,7 +124,7 @@ class MemoryImageStore:
             self._evict_oldest()
         self._pictures[image_id] = (self._clock() + self._ttl, picture)
         self._bytes += cost
-        return image_id
+        return True
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture; see `ImageStore.get`."""

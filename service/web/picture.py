@@ -300,11 +300,11 @@ async def keep(
     image_id = image_id or new_image_id()
     key = id_of_kind(image_id, admitted.model.info.preprocess)
     try:
-        stored = await admitted.service.images.put(picture, key)
+        is_stored = await admitted.service.images.put(picture, key)
     except Exception:  # any error of a store costs the answer only its id
         logger.exception("the picture is not kept")
         return None
-    return stored and image_id
+    return image_id if is_stored else None
 
 
 async def kept_picture(service: Service, image_id: str, model: Lease) -> ModelInput | None:

@@ -121,10 +121,10 @@ class Change(_Frame, frozen=True, tag=3):
 
 
 class Put(_Frame, frozen=True, tag=6):
-    """Requests to keep a picture for GET /attention; the result is its id, or None if not kept."""
+    """Requests to keep a picture for GET /attention; the result is whether it is kept."""
 
     picture: ModelInput
-    image_id: str | None
+    image_id: str
 
 
 class Get(_Frame, frozen=True, tag=7):
@@ -271,7 +271,7 @@ decoder: Final = msgspec.msgpack.Decoder(Frame, dec_hook=_from_plain)
 _results: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
     Submit: msgspec.msgpack.Decoder(InferenceResult, dec_hook=_from_plain),
     EmbedTexts: msgspec.msgpack.Decoder(NDArray[np.float32], dec_hook=_from_plain),
-    Put: msgspec.msgpack.Decoder(str | None),
+    Put: msgspec.msgpack.Decoder(bool),
     Get: msgspec.msgpack.Decoder(ModelInput | None, dec_hook=_from_plain),
 }
 

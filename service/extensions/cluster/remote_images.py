@@ -15,10 +15,9 @@ class RemoteImageStore:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
-    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
-        """Keep a picture, and return its id; None if it is not kept, or the engine has ended."""
-        stored: str | None = await self._ask(frames.Put(picture, image_id))
-        return stored
+    async def put(self, picture: ModelInput, image_id: str) -> bool:
+        """Keep a picture; return whether it is kept, false if the engine has ended."""
+        return bool(await self._ask(frames.Put(picture, image_id)))
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture; None if it is not kept (any more), or the engine has ended."""

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from model.images.preprocess import ModelInput, Region
-from service.web.image_stores import StoreUsage, new_image_id
+from service.web.image_stores import StoreUsage
 
 logger = logging.getLogger("vitserve")
 
@@ -127,27 +127,26 @@ class RedisImageStore:
         self._put = self._redis.register_script(_PUT)
         self._usage = StoreUsage()
 
-    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
+    async def put(self, picture: ModelInput, image_id: str) -> bool:
         """Store a picture; see `ImageStore.put`."""
         pixels = picture.pixels
         value = _HEADER.pack(*pixels.shape, *picture.region) + pixels.tobytes()
         cost = len(value) + _OVERHEAD_BYTES
         if self._ttl_milliseconds == 0 or cost > self._max_bytes:
-            return None
-        image_id = image_id or new_image_id()
+            return False
         names = ("order-by-age", f"picture:{image_id}", "evictions", "bytes")
         keys = [f"{self._prefix}{name}" for name in names]
         limits = (self._ttl_milliseconds, cost, self._max_bytes)
 
-        async def store() -> str:
+        async def store() -> bool:
             answer = await self._put(keys, [image_id, value, *limits])
             pictures, size, evicted, ages_in_milliseconds = answer
             self._usage = StoreUsage(int(pictures), int(size), int(evicted))
             for age in ages_in_milliseconds:
                 self._on_evicted(age / 1000)
-            return image_id
+            return True
 
-        return await self._ask(store)
+        return bool(await self._ask(store))
 
     async def get(self, image_id: str) -> ModelInput | None:
         """Return the picture, or None, also if Redis does not answer; see `ImageStore.get`."""

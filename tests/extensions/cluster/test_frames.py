@@ -119,7 +119,7 @@ REQUESTS: st.SearchStrategy[frames.Request] = st.one_of(
         st.text(),
         st.none() | st.text() | st.dictionaries(st.text(), st.text() | SMALL),
     ),
-    st.builds(frames.Put, PICTURES, st.none() | st.text()),
+    st.builds(frames.Put, PICTURES, st.text()),
     st.builds(frames.Get, st.text()),
 )
 FRAMES: st.SearchStrategy[frames.Frame] = st.one_of(
@@ -151,7 +151,7 @@ ANSWERS: st.SearchStrategy[tuple[frames.Request, Any]] = st.one_of(
     st.tuples(st.builds(lambda: SUBMIT), results()),
     st.tuples(st.just(frames.EmbedTexts(1, (), 1.0)), floats((3, 5))),
     st.tuples(st.just(frames.Get("id")), st.none() | PICTURES),
-    st.tuples(st.builds(frames.Put, PICTURES, st.none()), st.none() | st.text()),
+    st.tuples(st.builds(frames.Put, PICTURES, st.just("id")), st.booleans()),
     st.tuples(
         st.sampled_from([frames.Change("load_next", "m"), frames.Change("discard", reason="no")]),
         st.none(),

@@ -27,7 +27,7 @@ from service.extensions.cluster.remote_model import RemoteModel, RemoteModels
 from service.models.local_models import LocalModels
 from service.models.override import Override
 from service.settings import load_settings
-from service.web.image_stores import MemoryImageStore
+from service.web.image_stores import MemoryImageStore, new_image_id
 from tests.service.fakes import (
     PATIENCE,
     FakePredictor,
@@ -311,7 +311,8 @@ async def test_every_worker_finds_a_kept_picture() -> None:
     async with running() as service:
         stores = [RemoteImageStore((await service.worker()).engines[0]) for _ in range(2)]
         picture = ModelInput(pixels(9), Region(1, 2, 3, 4))
-        image_id = await stores[0].put(picture)
+        image_id = new_image_id()
+        assert await stores[0].put(picture, image_id)
         assert image_id is not None
         for store in stores:
             found = await store.get(image_id)
@@ -324,7 +325,7 @@ async def test_every_worker_finds_a_kept_picture() -> None:
         await until(lambda: all(store.usage().pictures == 1 for store in stores))
         await service.devices[0].die()
         await until(lambda: service.workers[0].engines[0].status.state == "failed")
-        assert (await stores[0].put(picture), await stores[0].get(image_id)) == (None, None)
+        assert (await stores[0].put(picture, "id"), await stores[0].get(image_id)) == (False, None)
         await service.devices[0].start()
 
 

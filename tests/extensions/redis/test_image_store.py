@@ -16,6 +16,7 @@ import pytest
 from model.images.preprocess import ModelInput, Region
 from service.extensions.redis import image_store
 from service.extensions.redis.image_store import RedisImageStore
+from service.web.image_stores import new_image_id
 from tests.service.fakes import PATIENCE, on_a_loop, png
 from tests.service.web.apps import Clock, app, service_in
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+ID = "A" * 22
 COST = 20 * 20 * 3 + 44 + 512
 """Bytes of a picture: its pixels, their head, and what Redis has for itself."""
 
@@ -107,8 +109,8 @@ async def stores(
 
 
 async def put(store: RedisImageStore, kept: ModelInput) -> str:
-    image_id = await store.put(kept)
-    assert image_id is not None
+    image_id = new_image_id()
+    assert await store.put(kept, image_id)
     return image_id
 
 
@@ -160,7 +162,7 @@ async def test_bytes_limit_pictures_of_all_sizes(server: Redis) -> None:
 async def test_picture_stored_twice_counts_once(server: Redis) -> None:
     async with stores(server, max_bytes=3 * COST) as (one, two):
         for store in (one, two, one):
-            await store.put(picture(1), "A" * 22)
+            await store.put(picture(1), ID)
         assert one.usage() == (1, COST, 0)
         client = redis.Redis.from_url(server.url)
         client.delete(*client.keys("*bytes"))  # as Redis does under its own limit of memory
@@ -205,7 +207,7 @@ async def test_zero_limits_store_nothing(server: Redis) -> None:
     failures: list[None] = []
     for changes in ({"ttl": 0}, {"max_bytes": 0}, {"max_bytes": 1000}, {"max_bytes": COST - 1}):
         async with stores(server, 1, failed=lambda: failures.append(None), **changes) as (store,):
-            assert await store.put(picture(1)) is None
+            assert not await store.put(picture(1), ID)
     assert failures == []
     async with stores(server, 1, max_bytes=COST) as (store,):
         for value in (1, 2):
@@ -303,15 +305,15 @@ async def test_one_request_probes_a_frozen_redis(
         server.process.send_signal(signal.SIGSTOP)
         for pause in (1, 2, 4, 8, 8):
             caplog.clear()
-            assert await asyncio.gather(*(store.put(picture(1)) for _ in range(20))) == [None] * 20
+            assert not any(await asyncio.gather(*(store.put(picture(1), ID) for _ in range(20))))
             assert len(caplog.messages) == 1, "all wait for the same answer at most"
             clock.now += pause - 0.1
-            assert await store.put(picture(1)) is None
+            assert not await store.put(picture(1), ID)
             assert len(caplog.messages) == 1
             clock.now += 0.1
         assert len(failures) == 5 * 21
         server.process.send_signal(signal.SIGCONT)
-        while await store.put(picture(2)) is None:
+        while not await store.put(picture(2), ID):
             clock.now += 8
-        assert None not in await asyncio.gather(*(store.put(picture(3)) for _ in range(5)))
+        assert all(await asyncio.gather(*(store.put(picture(3), ID) for _ in range(5))))
     server.stop()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.images.preprocess import ModelInput, Region
-from service.web.image_stores import MemoryImageStore
+from service.web.image_stores import MemoryImageStore, new_image_id
 from tests.service.web.apps import Clock
 
 
@@ -19,8 +19,8 @@ def kept(max_bytes: int = 1 << 20, ttl: float = 60) -> tuple[MemoryImageStore, C
 
 
 def put(store: MemoryImageStore, kept_picture: ModelInput) -> str:
-    image_id = asyncio.run(store.put(kept_picture))
-    assert image_id is not None
+    image_id = new_image_id()
+    assert asyncio.run(store.put(kept_picture, image_id))
     return image_id
 
 
@@ -62,7 +62,7 @@ def test_full_memory_evicts_the_oldest() -> None:
 def test_huge_picture_evicts_nothing() -> None:
     store, _ = kept(max_bytes=2_000)
     image_id = put(store, picture(1))
-    assert asyncio.run(store.put(picture(2, side=100))) is None
+    assert not asyncio.run(store.put(picture(2, side=100), "id"))
     assert asyncio.run(store.get(image_id)) is not None
     exact, _ = kept(max_bytes=store.usage().size)
     for value in (1, 2):  # one picture fills it
@@ -72,7 +72,7 @@ def test_huge_picture_evicts_nothing() -> None:
 
 def test_zero_keeps_nothing() -> None:
     for store, _ in (kept(ttl=0), kept(max_bytes=0)):
-        assert asyncio.run(store.put(picture(1))) is None
+        assert not asyncio.run(store.put(picture(1), "id"))
         assert store.usage() == (0, 0, 0)
 
 
@@ -88,13 +88,13 @@ def test_bytes_are_the_sum_of_all_sizes(steps: list[tuple[str, int, int]]) -> No
 async def require_sums(steps: list[tuple[str, int, int]]) -> None:
     store, clock = kept(max_bytes=9_000, ttl=60)
     of_one = kept()[0]
-    await of_one.put(picture(0, side=1))
+    await of_one.put(picture(0, side=1), "id")
     overhead = of_one.usage().size - 3
     latest: dict[str, tuple[float, ModelInput]] = {}
     for action, number, amount in steps:
         if action == "wait":
             clock.now += amount
-        elif await store.put(picture(number, side=amount), str(number)) is not None:
+        elif await store.put(picture(number, side=amount), str(number)):
             latest[str(number)] = (clock.now + 60, picture(number, side=amount))
         found = {name: await store.get(name) for name in latest}
         held = {name: each for name, each in found.items() if each is not None}

@@ -40,7 +40,7 @@ async def test_top_k_defaults_to_five_or_fewer(service: App) -> None:
 
 
 class FailingStore(MemoryImageStore):
-    async def put(self, picture: ModelInput, image_id: str | None = None) -> str | None:
+    async def put(self, picture: ModelInput, image_id: str) -> bool:
         raise KeyError("dictionary is empty")
 
 
