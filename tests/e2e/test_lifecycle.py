@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.load import Load
 from tests.e2e.processes import Processes, is_gone, maps
 from tests.e2e.serving import LOG_LINE, Pictures, Serve, Served, problem
-from tests.launcher import PATIENCE, free_port, listens, run_vitserve, until
+from tests.launcher import PATIENCE, VitserveProcess, free_port, listens, run_vitserve, until
 
 pytestmark = pytest.mark.timeout(180)  # servers start and end
 
@@ -30,14 +30,6 @@ def exit_code(server: Served) -> int:
 def is_draining(server: Served) -> bool:
     response = server.get("/readyz")
     return response.status_code == 503 and problem(response)[1] == "draining"
-
-
-def complaint(*arguments: str, **settings: str) -> str:
-    """Return the standard error of a server that cannot start and ends with code 1."""
-    done = run_vitserve("serve", *arguments, log_level="warning", **settings)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout == ""
-    return done.stderr.strip()
 
 
 # Starting
@@ -85,8 +77,9 @@ def test_a_port_in_use_is_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        line = complaint(port=str(port))
-    assert line == (
+        done = run_vitserve("serve", port=port, log_level="warning")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.strip() == (
         f"vitserve: cannot listen on 127.0.0.1:{port}: Address already in use; "
         "--port (VIT_PORT) chooses another"
     )
@@ -97,7 +90,10 @@ def test_a_broken_checkpoint_is_one_line(checkpoint: Path, tmp_path: Path) -> No
     config = json.loads((folder / "config.json").read_text())
     del config["preprocess"]["mean"]
     (folder / "config.json").write_text(json.dumps(config))
-    line = complaint(checkpoint=str(folder), port="0")
+    options = {"checkpoint": folder, "port": 0, "log_level": "warning"}
+    with VitserveProcess(tmp_path / "log", "serve", warm=True, **options) as server:
+        assert server.process.wait(PATIENCE) == 1
+    line = server.log.strip()
     assert LOG_LINE.match(line)
     assert "CRITICAL cannot start: " in line
     assert "\n" not in line
