@@ -39,16 +39,16 @@ def test_few_pictures_fit_no_temperature() -> None:
 )
 def test_the_best_held_out_form_is_chosen(made: Form, name: int) -> None:
     generator = np.random.default_rng(0)
-    logits = 3 * generator.normal(size=(3000, 8)).astype(np.float32)
+    logits = 3 * generator.normal(size=(1600, 8)).astype(np.float32)
     scores, _ = scores_and_energies(logits, 2.0, made)
-    labels = (scores.cumsum(axis=1) < generator.random((3000, 1))).sum(axis=1).clip(max=7)
-    fit, chosen = choose_fit(logits[:1500], labels[:1500], Fit(1.0))
+    labels = (scores.cumsum(axis=1) < generator.random((1600, 1))).sum(axis=1).clip(max=7)
+    fit, chosen = choose_fit(logits[:800], labels[:800], Fit(1.0))
     assert chosen == FORMS[name]
-    assert choose_fit(logits[:1500], labels[:1500], Fit(2.0, made)) == (Fit(2.0, made), ""), (
+    assert choose_fit(logits[:800], labels[:800], Fit(2.0, made)) == (Fit(2.0, made), ""), (
         "nothing fits better"
     )
     found, best = (
-        losses(logits[1500:], labels[1500:], each).mean() for each in (fit, Fit(2.0, made))
+        losses(logits[800:], labels[800:], each).mean() for each in (fit, Fit(2.0, made))
     )
     assert found <= best + 0.003
     assert (np.diff(np.take_along_axis(scores, np.argsort(logits, axis=1), axis=1)) >= 0).all(), (

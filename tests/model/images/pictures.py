@@ -62,6 +62,8 @@ def encode(image: Image.Image, name: str, orientation: int | None = None, **opti
         exif = Image.Exif()
         exif[ORIENTATION] = orientation
         options["exif"] = exif
+    if name == "PNG":
+        options.setdefault("compress_level", 1)  # the usual level takes four times as long
     file = io.BytesIO()
     image.save(file, name, **options)
     return file.getvalue()
