@@ -19,7 +19,7 @@ from model.checkpoint.labels import LABEL_PRESETS, read_labels
 from model.checkpoint.options import PREPROCESS_PRESETS, CheckpointOptions, read_preprocess
 from model.checkpoint.sources import BUNDLED, open_source
 from model.checkpoint.stated_head import activated, require_use_of_labels
-from model.checkpoint.unread_files import refuse_unread, unread_files
+from model.checkpoint.unread_files import refuse_unread, unread_fields, unread_files
 from model.checkpoint.unrecognised import unrecognised
 from model.errors import CheckpointError
 from model.extension import extensions, naming, resolve
@@ -129,7 +129,7 @@ def _completed(checkpoint: Checkpoint, files: Files, options: CheckpointOptions)
     return replace(
         checkpoint,
         revision=files.revision,
-        notes=checkpoint.notes + files.notes + unread_files(files),
+        notes=checkpoint.notes + files.notes + unread_files(files) + unread_fields(files),
         assumed=checkpoint.assumed + files.assumed,
         content=hashlib.sha256(repr(parts).encode()).hexdigest()[:16],
     )

@@ -76,7 +76,8 @@ class Checkpoint(Description):
         if len(self.preprocess.mean) != channels:
             raise CheckpointError(
                 f"{self.source}: mean and std have {len(self.preprocess.mean)} channels, the model "
-                f"takes {channels}"
+                f"takes {channels}: give a preprocessing for {channels} with --preprocess FILE "
+                "(VIT_PREPROCESS)"
             )
         if channels not in (1, 3):
             raise CheckpointError(f"{self.source}: takes {channels} channels; pictures have 1 or 3")
@@ -162,14 +163,18 @@ class Checkpoint(Description):
         self._load(network.module)
         return network.eval()
 
-    def _load(self, module: nn.Module) -> None:
-        tensors = native_tensors(self.tensors, self.config, self.source)
+    def require_finite(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise `CheckpointError` for a tensor with a value that is not finite."""
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(
                     f"{self.source}: {self.stored.get(name, name)} holds values that are not "
                     "finite: give a checkpoint from before the training diverged"
                 )
+
+    def _load(self, module: nn.Module) -> None:
+        tensors = native_tensors(self.tensors, self.config, self.source)
+        self.require_finite(tensors)
         if isinstance(self.config, ViTConfig):
             tensors |= placeholder_heads(self.config)
         # `native_tensors` has checked all names; a library itself makes its buffers of integers.
@@ -186,6 +191,9 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
     size, and the mean and deviation of pixels, which the network's graph divides by. Some heads
     belong to the backbone: a head that is not one linear layer on the features of an image, such as
     the two heads of a distilled model, and a text tower.
+
+    Raises:
+        CheckpointError: a value of the head is not finite; `build` checks the backbone's.
     """
     tensors = dict(checkpoint.tensors)
     config = checkpoint.config
@@ -194,6 +202,7 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
     weight = tensors.pop(f"{layer}.weight", None)
     if weight is not None:
         bias = tensors.pop(f"{layer}.bias")
+        checkpoint.require_finite({f"{layer}.weight": weight, f"{layer}.bias": bias})
         head = replace(
             checkpoint.head,
             weight=weight.float().numpy().copy(),

@@ -9,11 +9,10 @@ Indices are checked: each of 0...N-1 once.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import PurePath
 from typing import Any, Final
 
-from model.checkpoint.local_files import reading
+from model.checkpoint.local_files import parsed_json
 from model.errors import CheckpointError
 from model.extension import extensions, resolve
 from model.images.listing import PICTURE_SUFFIXES
@@ -145,21 +144,7 @@ def label_lines(text: str, where: str) -> tuple[str, ...]:
 
 def labels_in_json(text: str, where: str) -> tuple[str, ...]:
     """Return the labels in a JSON value; raise `CheckpointError` as `labels_in_file`."""
-    with reading(where, "not JSON", ValueError, RecursionError):
-        value = json.loads(text, object_pairs_hook=partial(unique_keys, where=where))
-    return labels_in_value(value, where)
-
-
-def unique_keys(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
-    """Return an object; refuse a key that stands twice, because `dict` keeps only the last."""
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise CheckpointError(
-                f"{where}: {key!r:.100} is there twice: {result[key]!r:.100} and {value!r:.100}"
-            )
-        result[key] = value
-    return result
+    return labels_in_value(parsed_json(text, where), where)
 
 
 def labels_in_value(value: Any, where: str) -> tuple[str, ...]:

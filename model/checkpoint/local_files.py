@@ -15,9 +15,10 @@ import errno
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
@@ -177,9 +178,26 @@ def decoded(data: bytes, where: str) -> str:
 
 def read_json(path: Path, where: str) -> Any:
     """Return the JSON value in a small file; raise `CheckpointError` if it cannot be read."""
-    text = read_text_file(path, where)
+    return parsed_json(read_text_file(path, where), where)
+
+
+def parsed_json(text: str, where: str) -> Any:
+    """Return the value of a JSON text; raise `CheckpointError` if it cannot be read."""
     with reading(where, "not JSON", ValueError, RecursionError):
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=partial(unique_keys, where=where))
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
+    """Return an object; refuse a key that stands twice, because `dict` keeps only the last."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise CheckpointError(
+                f"{where}: {key!r:.100} is there twice: {result[key]!r:.100} and {value!r:.100}: "
+                "remove the wrong one"
+            )
+        result[key] = value
+    return result
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The operator's options for a checkpoint, which complete or override its own content."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -10,7 +9,13 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from model.checkpoint.labels import LABEL_PRESETS, read_labels
-from model.checkpoint.local_files import advising, read_json, reading, resolved_source, validating
+from model.checkpoint.local_files import (
+    advising,
+    parsed_json,
+    read_json,
+    resolved_source,
+    validating,
+)
 from model.config import PreprocessConfig
 from model.errors import CheckpointError
 from model.layer_config import Size
@@ -126,9 +131,7 @@ def read_preprocess(name: str) -> PreprocessConfig:
     if name in PREPROCESS_PRESETS:
         return PREPROCESS_PRESETS[name]
     if name.startswith("{"):
-        with reading("VIT_PREPROCESS", "not JSON", ValueError, RecursionError):
-            fields = json.loads(name)
-        return _validated(fields, "VIT_PREPROCESS")
+        return _validated(parsed_json(name, "VIT_PREPROCESS"), "VIT_PREPROCESS")
     path = Path(name).expanduser()
     if resolved_source(path, str(path)) is None:
         raise CheckpointError(

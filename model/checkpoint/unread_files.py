@@ -14,6 +14,7 @@ from model.checkpoint.files import (
     Files,
 )
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE
+from model.checkpoint.known_fields import unknown_fields
 from model.checkpoint.options import CheckpointOptions
 from model.checkpoint.unread_tensors import QUANTISED_REMEDY
 from model.errors import CheckpointError
@@ -78,6 +79,25 @@ def _refuse_fields(files: Files) -> None:
         raise CheckpointError(
             f"{where}: pruned_heads is not read: give the model with all its attention heads"
         )
+
+
+def unread_fields(files: Files) -> tuple[str, ...]:
+    """Return a note of the fields of a library's config that its class does not have."""
+    config = files.config
+    if CONFIG_FILE not in files.read_names or "format" in config:
+        return ()
+    is_timms = "architecture" in config
+    pretrained = config.get("pretrained_cfg")
+    kinds = [str(config.get("model_type"))]
+    if is_timms:
+        kinds = ["timm", "pretrained_cfg"]
+    names = unknown_fields(config, "common", *kinds)
+    if is_timms and isinstance(pretrained, dict):
+        inner = unknown_fields(pretrained, "pretrained_cfg", "common")
+        names += [f"pretrained_cfg.{name}" for name in inner]
+    if not names:
+        return ()
+    return (f"{CONFIG_FILE}: not read, because its class has no such field: {', '.join(names)}",)
 
 
 def unread_files(files: Files) -> tuple[str, ...]:

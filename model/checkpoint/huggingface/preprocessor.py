@@ -5,6 +5,7 @@ the class that the file names, or else of the class of the model's family. Sizes
 statistics that come from a class are listed as assumed.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from model.checkpoint.files import Files
 from model.checkpoint.huggingface.family import Family
+from model.checkpoint.known_fields import unknown_fields
 from model.checkpoint.local_files import advising, validating
 from model.checkpoint.options import SET_PREPROCESS
 from model.config import PreprocessConfig
@@ -58,6 +60,8 @@ _CLASSES: Final = {
 
 Statistic = float | list[float]
 Resized = tuple[Literal["squash", "shortest_edge"], tuple[int, int]]
+# Names of steps that change pixels in other classes, and that their classes do not have.
+_STEP: Final = re.compile("do_|rescale_offset|offset")
 # A factor within this share of 1/255 is 1/255.
 _TOLERANCE: Final = 1e-6
 
@@ -160,33 +164,15 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
         raise CheckpointError(
             f"{where}: image_processor_type {kind!r:.100} is not read by this version"
         )
-    defaults = _CLASSES[kind]
-    # A step whose flag is null is left out, as in transformers.
-    stated = {
-        name: False if value is None and name.startswith("do_") else value
-        for name, value in json.items()
-    }
-    with validating(where):
-        processor = _Processor.model_validate(defaults | stated)
-    if processor.do_normalize and None in (processor.image_mean, processor.image_std):
-        raise CheckpointError(f"{where}: image_mean or image_std is null: state both")
-    resize, resize_size = _sized(processor.size, processor.default_to_square, f"{where}: size")
-    size = resize_size
-    if processor.do_center_crop:
-        crop, size = _sized(processor.crop_size, True, f"{where}: crop_size")
-        if crop == "shortest_edge":
-            raise CheckpointError(
-                f"{where}: crop_size is a shortest_edge: expected a number, or height and width"
-            )
-        if size[0] > resize_size[0] or size[1] > resize_size[1]:
-            raise CheckpointError(
-                f"{where}: crop_size {size} is larger than size {resize_size}: pictures are not "
-                "padded"
-            )
-    elif resize == "shortest_edge":
+    unknown = unknown_fields(json, "processor")
+    step = next(filter(_STEP.match, unknown), None)
+    if step is not None:
         raise CheckpointError(
-            f"{where}: size keeps the aspect and do_center_crop is false: no one input size"
+            f"{where}: {step} is not a step of {kind}: leave the field out if training did not do "
+            "it either"
         )
+    processor = _processor(json, kind, where)
+    resize, resize_size, size = _sizes(processor, where)
     mean, std = _statistics(processor, _channels(files))
     fields = {
         "size": size,
@@ -204,14 +190,55 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
         used |= {"image_mean", "image_std"}
     with validating(where, "image_"):
         preprocess = PreprocessConfig.model_validate(fields)
-    names = [name for name in defaults if name in used - stated.keys()]
-    if not names:
-        return Carried(preprocess, ())
-    assumed = (
-        f"preprocessing: {', '.join(names)} of {kind}, because {where} does not state it "
-        "(VIT_PREPROCESS)"
-    )
-    return Carried(preprocess, (assumed,))
+    assumed: tuple[str, ...] = ()
+    names = [name for name in _CLASSES[kind] if name in used - json.keys()]
+    if names:
+        assumed = (
+            f"preprocessing: {', '.join(names)} of {kind}, because {where} does not state it "
+            "(VIT_PREPROCESS)",
+        )
+    if unknown:
+        assumed += (f"preprocessing: without {', '.join(unknown)}, which {kind} does not have",)
+    return Carried(preprocess, assumed)
+
+
+def _processor(json: dict[str, Any], kind: str, where: str) -> _Processor:
+    """Return the fields of a processor's JSON, with the attributes of its class for others."""
+    # A step whose flag is null is left out, as in transformers.
+    stated = {
+        name: False if value is None and name.startswith("do_") else value
+        for name, value in json.items()
+    }
+    with validating(where):
+        processor = _Processor.model_validate(_CLASSES[kind] | stated)
+    if processor.do_normalize and None in (processor.image_mean, processor.image_std):
+        raise CheckpointError(f"{where}: image_mean or image_std is null: state both")
+    return processor
+
+
+def _sizes(processor: _Processor, where: str) -> tuple[str, tuple[int, int], tuple[int, int]]:
+    """Return how a picture is resized, to which (rows, columns), and those of the input.
+
+    Raises:
+        CheckpointError: they do not tell one input size, or a picture would be padded.
+    """
+    resize, resize_size = _sized(processor.size, processor.default_to_square, f"{where}: size")
+    if not processor.do_center_crop:
+        if resize == "shortest_edge":
+            raise CheckpointError(
+                f"{where}: size keeps the aspect and do_center_crop is false: no one input size"
+            )
+        return resize, resize_size, resize_size
+    crop, size = _sized(processor.crop_size, True, f"{where}: crop_size")
+    if crop == "shortest_edge":
+        raise CheckpointError(
+            f"{where}: crop_size is a shortest_edge: expected a number, or height and width"
+        )
+    if size[0] > resize_size[0] or size[1] > resize_size[1]:
+        raise CheckpointError(
+            f"{where}: crop_size {size} is larger than size {resize_size}: pictures are not padded"
+        )
+    return resize, resize_size, size
 
 
 def _class_name(json: dict[str, Any], family: Family, files: Files) -> Any:

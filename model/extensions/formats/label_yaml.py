@@ -5,8 +5,8 @@ A dictionary as Python prints it is YAML, too.
 
 from typing import Any, Final
 
-from model.checkpoint.label_forms import LINE_SUFFIXES, is_document, labels_in_value, unique_keys
-from model.checkpoint.local_files import reading
+from model.checkpoint.label_forms import LINE_SUFFIXES, is_document, labels_in_value
+from model.checkpoint.local_files import reading, unique_keys
 from model.errors import CheckpointError
 
 _SUFFIXES: Final = (".yaml", ".yml")

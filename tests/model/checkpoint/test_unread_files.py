@@ -10,15 +10,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_checkpoint
+from model.checkpoint.checkpoint import backbone_and_head
+from model.checkpoint.huggingface.families import FAMILIES, IMAGE_TOWERS
+from model.checkpoint.known_fields import unknown_fields
+from model.errors import CheckpointError
 from tests.model.checkpoint.folders import (
     FOLDERS,
     adapter_folder,
+    edit_tensors,
     huggingface_folder,
     native_folder,
     put,
     refusal,
     timm_folder,
 )
+from tests.timm_reference import timm, transformers
 
 QUANTISED: Final = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
@@ -137,3 +143,66 @@ def test_rates_of_dropout_do_not_matter(tmp_path: Path) -> None:
     for name in ("drop_rate", "drop_path_rate", "attn_drop_rate"):
         put(folder / "config.json", f"model_args.{name}", 0.1)
     assert load_checkpoint(str(folder)).content == expected.content
+
+
+@pytest.mark.parametrize(
+    ("format_", "key", "value", "name"),
+    [
+        ("huggingface", "hiden_act", "relu", "hiden_act (hidden_act?)"),
+        ("huggingface", "use_mean_pooling", True, "use_mean_pooling"),
+        ("huggingface", "temperature", 5.0, "temperature"),
+        ("timm", "pretrained_cfg.bgr", True, "pretrained_cfg.bgr"),
+        ("timm", "colour", "blue", "colour"),
+    ],
+)
+def test_unknown_fields_of_a_config_are_noted(
+    format_: str, key: str, value: object, name: str, tmp_path: Path
+) -> None:
+    folder = FOLDERS[format_](tmp_path)
+    assert load_checkpoint(str(folder)).notes == ()
+    put(folder / "config.json", key, value)
+    note = f"config.json: not read, because its class has no such field: {name}"
+    assert load_checkpoint(str(folder)).notes == (note,)
+
+
+def test_steps_of_other_processors_are_refused(tmp_path: Path) -> None:
+    file = huggingface_folder(tmp_path) / "preprocessor_config.json"
+    for step in ("do_flip_channel_order", "do_grayscale", "rescale_offset", "do_magic"):
+        put(file, step, True)
+        said = refusal(tmp_path)
+        assert f"{step} is not a step of ViTImageProcessor: leave the field out" in said
+            tmp_path
+        )
+        put(file, step, False)
+    put(file, "magic", 1)
+    [assumed] = load_checkpoint(str(tmp_path)).assumed
+    assert assumed == "preprocessing: without magic, which ViTImageProcessor does not have"
+
+
+def test_a_field_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    config = huggingface_folder(tmp_path) / "config.json"
+    config.write_text(config.read_text().replace("{", '{"hidden_act": "relu", ', 1))
+    assert "'hidden_act' is there twice: 'relu' and 'gelu': remove the wrong one" in refusal(
+        tmp_path
+    )
+
+
+def test_fields_of_transformers_are_known() -> None:
+    library = transformers()
+    for family in (*FAMILIES, *IMAGE_TOWERS):
+        fields = getattr(library, family.class_name).config_class().to_dict()
+        assert unknown_fields(fields, "common", family.model_type) == [], family.class_name
+        processor = getattr(library, f"{family.image_processor}Pil")().to_dict()
+        assert unknown_fields(processor, "processor") == []
+
+
+def test_fields_of_timm_are_known() -> None:
+    fields = timm().get_pretrained_cfg("vit_tiny_patch16_224").to_dict()
+    assert unknown_fields(fields, "pretrained_cfg") == []
+
+
+def test_a_head_that_diverged_costs_its_model(tmp_path: Path) -> None:
+    huggingface_folder(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors["classifier.bias"].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=r"classifier.bias holds values that are not finite"):
+        backbone_and_head(load_checkpoint(str(tmp_path)))
