@@ -171,8 +171,6 @@ def test_steps_of_other_processors_are_refused(tmp_path: Path) -> None:
         put(file, step, True)
         said = refusal(tmp_path)
         assert f"{step} is not a step of ViTImageProcessor: leave the field out" in said
-            tmp_path
-        )
         put(file, step, False)
     put(file, "magic", 1)
     [assumed] = load_checkpoint(str(tmp_path)).assumed
