@@ -184,7 +184,7 @@ async def test_a_bad_checkpoint_keeps_the_old_one(
 async def test_a_late_checkpoint_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.models.local_models.LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("service.models.swap.LOAD_SECONDS", 0.05)
     async with running() as (swap, models):
         models.gate.clear()
         with pytest.raises(CheckpointRefused, match=r"^it was not loaded and warm within 0.05 s"):
