@@ -1,10 +1,10 @@
 """The engine of one backbone, on threads of this process.
 
-    event loop                      engine threads, one a stream
+    event loop                      engine threads, one per stream
     ----------                      ----------------------------
     infer() --> BatchQueue.put ---> poll -> launch -> outcomes
        ^                                              |
-       +------ one call_soon_threadsafe a batch ------+
+       +----- one call_soon_threadsafe per batch -----+
 
 Every queued image gets exactly one outcome: its result, an error of its own, or cancellation. A
 timer of the event loop ends it at its deadline, even if all threads are busy, and the queue does

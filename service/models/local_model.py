@@ -91,7 +91,8 @@ class LocalModel(ServedModel):
 
     def _changed(self, version: Version[ModelEngine], ended: asyncio.Event) -> None:
         """Note that the engine of a version is ready, has failed, or is closed."""
-        self.loaded = time.monotonic()
+        if version.engine.ready:
+            self.loaded = time.monotonic()
         ended.set()
         if version is not self.current:
             return

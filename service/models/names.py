@@ -19,7 +19,7 @@ class Names:
 
     Args:
         served: models by key.
-        default: key of the model that requests without a name ask.
+        default: key of the model that answers requests without a name.
 
     Attributes:
         heads: heads that are served like models, under names that no model has.

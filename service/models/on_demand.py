@@ -92,7 +92,7 @@ class OnDemandModels(Models):
     async def load(self, name: str | None, caller: str = "") -> None:
         """Wait until a model answers, and load it if it is unloaded; see `Models.load`."""
         key = self.key(name)
-        # It is ready once it is loaded, even if it is unloaded again before this coroutine goes on.
+        # Keep this version: it may be ready, and unloaded again, before this coroutine runs.
         version = self.served[key].current
         self._waiters[key] += 1
         try:
@@ -126,7 +126,7 @@ class OnDemandModels(Models):
     async def _load_all(self) -> None:
         """Load each model in turn, even if it does not fit.
 
-        Its description is then known, and requests that it would refuse do not load it.
+        Its description is known afterwards, so a request that it would refuse does not load it.
         """
         for key, model in list(self.served.items()):
             if model.state == "loading":  # otherwise a request has had it loaded

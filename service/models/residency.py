@@ -1,4 +1,4 @@
-"""The memory of models: which backbones are loaded, who fits, and which one is unloaded for others.
+"""The memory of models: which backbones are loaded, and which one is unloaded for another.
 
 A load takes all cores for a good part of a second. So a backbone that was loaded for a caller stays
 for some seconds, and others are unloaded for the same caller only once in that time. An operator's

@@ -55,9 +55,8 @@ class SwappableModels(OnDemandModels):
 
         Args:
             name: name of the model.
-            checkpoint: see `Models.put`. None means the configured checkpoint of a new model, of
-                the default model if it is configured, and with `waits` of each configured model.
-                For all other models, None means the served checkpoint.
+            checkpoint: see `Models.put`. None means the checkpoint that the model serves; with
+                `waits`, and for the default model, the configured one if there is one.
             waits: whether to wait for the load under way.
             agree: called when the version is loaded; returns when it may take over, or raises an
                 error that refuses it.

@@ -12,8 +12,9 @@
                           close, after the
                           last release
 
-A name that is served has one current version, and perhaps older ones that retire. Unloading
-replaces the current version by an unloaded one of the same number; the old one retires.
+A new version is `loading`, because its load is due. A name has one current version, and perhaps
+older ones that retire. Unloading replaces the current version by an unloaded one of the same
+number; the old one retires.
 """
 
 import asyncio
@@ -70,7 +71,7 @@ class Version(Generic[E_co]):
 
     @property
     def state(self) -> State:
-        """Return the current state. The engine has it from `loading` to `ready` or `failed`."""
+        """Return the current state; the engine tells whether it is loading, ready or failed."""
         if self._moved is not None:
             return self._moved
         if self.engine.ready:
