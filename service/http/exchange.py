@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _MAX_HEADER_BYTES = 64 << 10
 _MAX_HEADERS = 256  # a header takes 30 times the bytes of its shortest form in memory
 
+_MAX_PATH_BYTES = 4096  # decoding 64 KiB of percent-escapes would hold the event loop for 15 ms
+
 # Largest body that is read after a refusal: a new connection costs both sides more.
 DISCARDED_BYTES: Final = 1 << 20
 
@@ -107,11 +109,13 @@ class RequestHeaders:
         """Return the ASGI scope of the request whose headers are complete.
 
         Raises:
-            MalformedRequest: the target has no path.
+            MalformedRequest: the target has no path, or one that is too long.
         """
         target = httptools.parse_url(self._url)
         if target.path is None or not target.path.isascii():
             raise MalformedRequest("the target of the request has no path in ASCII")
+        if len(target.path) > _MAX_PATH_BYTES:
+            raise MalformedRequest(f"the path of the request has more than {_MAX_PATH_BYTES} bytes")
         path = target.path.decode("ascii")
         return {
             **scope_of_connection,

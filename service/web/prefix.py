@@ -12,6 +12,7 @@ from service.setting_values import parse_root_path
 logger = logging.getLogger("vitserve")
 
 _PREFIX_HEADER: Final = b"x-forwarded-prefix"
+_MAX_CHARACTERS: Final = 1000
 
 
 class Prefixes:
@@ -68,9 +69,10 @@ def _first_segment(path: str) -> str:
 
 def _joined(values: Iterable[str]) -> str | None:
     """Return the prefix of a chain of proxies, the outermost first, None if it is invalid."""
+    joined = ",".join(values)
+    if len(joined) > _MAX_CHARACTERS:
+        return None
     try:
-        return "".join(
-            parse_root_path(part.strip()) for value in values for part in value.split(",")
-        )
+        return "".join(parse_root_path(part.strip()) for part in joined.split(","))
     except ValueError:
         return None

@@ -3,10 +3,10 @@
 Unknown, repeated and wrong parameters are refused by name, in the address as in the form.
 """
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, TypeVar, get_origin
-from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.json_schema import SkipJsonSchema
@@ -18,6 +18,8 @@ from service.web.upload import FormFields
 Q = TypeVar("Q", bound=BaseModel)
 
 _MAX_PARAMETERS: Final = 64
+_MAX_BARE_PERCENTS: Final = 64
+_BARE_PERCENT: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 Absent = SkipJsonSchema[None]
 """The type of None as the default of a parameter, which OpenAPI does not name."""
@@ -96,10 +98,20 @@ def _pairs(query_string: bytes) -> list[tuple[str, str]]:
     """
     if query_string.count(b"&") >= _MAX_PARAMETERS:
         raise InvalidParameter(f"more than {_MAX_PARAMETERS} parameters")
+    query_string, bare = _BARE_PERCENT.subn(b"%25", query_string, _MAX_BARE_PERCENTS + 1)
+    if bare > _MAX_BARE_PERCENTS:
+        raise InvalidParameter("the query has many % without two digits: send each as %25")
+    pairs = [pair.partition(b"=") for pair in query_string.split(b"&") if pair]
     try:
-        return parse_qsl(query_string.decode(), keep_blank_values=True, errors="strict")
+        return [(_decoded(name), _decoded(value)) for name, _, value in pairs]
     except UnicodeDecodeError:
         raise InvalidParameter("the query is not UTF-8: send percent-encoded UTF-8") from None
+
+
+def _decoded(encoded: bytes) -> str:
+    """Return a percent-encoded text; `urllib` would take 15 ms for 20,000 escapes."""
+    escaped = encoded.replace(b"+", b" ").replace(b"\\", b"%5c").replace(b"%", b"\\x")
+    return escaped.decode("unicode_escape").encode("latin-1").decode()
 
 
 def merged(query: Q, query_string: bytes, fields: FormFields) -> Q:

@@ -158,6 +158,7 @@ FORMS: dict[str, Form] = {
     "target in absolute form": kept(get(line=b"GET http://y.example/healthz HTTP/1.1"), 200),
     "target without a path": refused(get(line=b"GET http://x HTTP/1.1")),
     "target of CONNECT": refused(get(line=b"CONNECT x:443 HTTP/1.1")),
+    "endless path": refused(get(line=b"GET /%b HTTP/1.1" % (b"a" * 4096))),
     "target with encoded dots": kept(get(line=b"GET /docs/%2e%2e/healthz HTTP/1.1"), 404),
     "target with an encoded line end": kept(get(line=b"GET /healthz%0d%0aX-A:b HTTP/1.1"), 404),
     "target in UTF-8": refused(get(line="GET /hëalthz HTTP/1.1".encode())),

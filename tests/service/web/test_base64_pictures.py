@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from urllib.parse import quote
@@ -125,6 +126,21 @@ def test_text_may_hold_a_picture(
     assert picture_of_text(text, 10_000, RIGHT_CALLS) == picture
     with pytest.raises(UploadTooLarge):
         picture_of_text(text, len(picture) - 5, RIGHT_CALLS)
+
+
+def test_escapes_survive_any_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = png(7)
+    uri = quote(f"data:image/png;base64,{base64.b64encode(picture).decode()}", safe="").encode()
+    for piece_bytes in range(50, 60):
+        monkeypatch.setattr(base64_pictures, "PIECE_BYTES", piece_bytes)
+        assert picture_of_text(bytearray(uri.lower()[:50] + uri[50:]), 10_000, "") == picture
+
+
+def test_a_flood_of_percents_is_refused_fast() -> None:
+    started = time.process_time()
+    with pytest.raises(UnsupportedImageFormat):
+        picture_of_text(bytearray(b"data:image/png;base64," + b"%" * (4 << 20)), 20 << 20, "")
+    assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,61 @@
 
 import base64
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from service.errors import InvalidParameter
+from service.web.query import parse_query, validated
 from tests.needs import needs
 from tests.service.fakes import on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.http_communicator import HttpCommunicator
 from tests.service.web.named_models import several
+
+
+class Texts(BaseModel):
+    """A query of one parameter with any number of values."""
+
+    text: tuple[str, ...] = ()
+
+
+PIECES = [
+    b"%",
+    b"2",
+    b"0",
+    b"a",
+    b"\\",
+    b"x",
+    b"=",
+    b"+",
+    "ü".encode(),
+    b"%C3",
+    b"%BC",
+    b"N{",
+    b"&text=",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12))
+def test_a_query_is_decoded_like_urllib(pieces: list[bytes]) -> None:
+    query = b"text=" + b"".join(pieces)
+    try:
+        expected = parse_qsl(query.decode(), keep_blank_values=True, errors="strict")
+    except UnicodeDecodeError:
+        with pytest.raises(InvalidParameter, match="not UTF-8"):
+            parse_query(Texts, query)
+    else:
+        assert parse_query(Texts, query) == validated(Texts, expected)
+
+
+def test_a_flood_of_bare_percents_is_refused() -> None:
+    assert parse_query(Texts, b"text=100%") == Texts(text=("100%",))
+    with pytest.raises(InvalidParameter, match="send each as %25"):
+        parse_query(Texts, b"text=" + b"%" * 60_000)
 
 
 async def post(service: App, path: str, query: str = "", **fields: str) -> HttpCommunicator:
