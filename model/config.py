@@ -71,7 +71,7 @@ class NetworkConfig(Frozen):
 
     @property
     def logits(self) -> int:
-        """Return how many logits the network computes; without a head, one that is never shown."""
+        """Return the number of logits; without a head it is one, which no answer shows."""
         return max(self.num_classes, 1)
 
     @property
@@ -317,9 +317,9 @@ class ViTConfig(NetworkConfig):
     def attention_source(self) -> AttentionSource:
         """Return the query whose attention a map of the last layer shows.
 
-        If the head reads the CLS token, it is that token's query. With attention pooling it is the
-        pooling query, unless that has another number of attention heads. Else it is the mean over
-        all patch queries, as with attention pooling in earlier layers.
+        * `cls`: the head reads the CLS token.
+        * `pool_query`: the pooling is by attention, with as many attention heads as the blocks.
+        * `patch_mean`: the mean over all patch queries, for all other networks.
         """
         if self.pool in ("cls", "cls_mean") or (self.pool == "transfer" and self.class_token):
             return "cls"

@@ -18,17 +18,17 @@ MAX_CHARACTERS: Final = 256
 # Most texts of one request: labels times templates.
 MAX_TEXTS: Final = 1000
 
-# Most characters that JSON takes for one character of a label.
+# Longest JSON escape of one character.
 _JSON_CHARACTERS: Final = 12
 
-# Most commas of a quoted name, on average.
+# Commas that a list may have on average per label if some labels are quoted.
 _COMMAS: Final = 32
 
-# Characters that a text must not contain: controls, also of direction, halves of surrogate pairs,
-# and the replacement of bytes that were not UTF-8.
-_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffd]")
+# Control characters, line separators, bidirectional overrides, lone surrogates, and U+FFFD, the
+# replacement of bytes that were not UTF-8.
+CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffd]")
 
-# Scripts whose letters U+200C and U+200D part and join: of the Arabic and the Indic families.
+# Arabic and Indic scripts, in which the joiners U+200C and U+200D are legitimate.
 _SCRIPTS: Final = (
     "\u0600-\u109f\u1700-\u18af\u1900-\u1c7f\u1cd0-\u1cff\ua800-\uabff"
     "\ufb50-\ufdff\ufe70-\ufefc\U00010a00-\U00011fff\U0001e900-\U0001e95f"
@@ -40,8 +40,8 @@ _UNSPACED: Final = (
 _VIRAMAS: Final = "\u094d\u09cd\u0a4d\u0acd\u0b4d\u0bcd\u0c4d\u0ccd\u0d4d\u0dca"
 _EMOJI: Final = "\u2190-\u2bff\U0001f000-\U0001faff"
 
-# Format characters (category Cf) that change nothing that a reader sees. Those that show a sign of
-# their own are left out, and so are those that part words, or shape a word, an emoji or a flag.
+# Format characters (category Cf) that change nothing that a reader sees. Characters with a visible
+# sign are left out, and so are those that part words, or shape a word, an emoji or a flag.
 _HIDDEN: Final = re.compile(
     f"(?!(?<=[{_SCRIPTS}])[\u200c\u200d][{_SCRIPTS}]|(?<=[{_VIRAMAS}])\u200d"
     f"|(?<=[{_UNSPACED}])\u200b[{_UNSPACED}]"
@@ -87,11 +87,6 @@ def with_labels(config: NetworkConfig, labels: Sequence[str]) -> NetworkConfig:
     if not labels:
         return config
     return config.model_copy(update={"num_classes": len(labels)})
-
-
-def is_list(text: str) -> bool:
-    """Return whether a setting holds labels, and not the name of a file or preset."""
-    return "," in text or text.startswith("[")
 
 
 def parse_labels(text: str, name: str = "labels", *, most: int = MAX_TEXTS) -> tuple[str, ...]:
@@ -160,7 +155,7 @@ def without_hidden(text: str) -> str:
 
 def is_visible(text: str) -> bool:
     """Return whether a text has 1 to `MAX_CHARACTERS` characters, and some of them are visible."""
-    if len(text) > MAX_CHARACTERS or _CONTROL.search(text):
+    if len(text) > MAX_CHARACTERS or CONTROL.search(text):
         return False
     return not _INVISIBLE.issuperset(map(unicodedata.category, text))
 

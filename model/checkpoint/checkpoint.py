@@ -4,7 +4,6 @@ Its model consists of a backbone, which other checkpoints may share, and a head 
 """
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Final
@@ -19,14 +18,13 @@ from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.description import Description
 from model.errors import CheckpointError
 from model.heads import Head
+from model.label_texts import CONTROL
 from model.layer_config import Size
 from model.network.library import LibraryNetwork, library_config, linear_head, meta_tensors
 from model.network.vit import VisionTransformer, meta_model, placeholder_heads
 
 # Characters of a label and of a name, which every answer repeats.
 MAX_TEXT: Final = 1000
-# Characters that steer a terminal, end a line, turn the text after them, or are half a character.
-_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,7 @@ class Checkpoint(Description):
 
         Raises:
             CheckpointError: labels or channels disagree with the architecture, or a label or the
-                name is longer than `MAX_TEXT`, has characters of `_CONTROL`, or cannot be encoded
-                as UTF-8.
+                name is longer than `MAX_TEXT`, has characters of `CONTROL`.
         """
         if len(self.labels) != self.config.num_classes:
             raise CheckpointError(
@@ -66,7 +63,7 @@ class Checkpoint(Description):
                     f"{self.source}: {what} has {len(text)} characters, at most {MAX_TEXT} are "
                     "allowed"
                 )
-            if _CONTROL.search(text):
+            if CONTROL.search(text):
                 raise CheckpointError(
                     f"{self.source}: {what}, {text!a:.100}, has control characters or cannot be "
                     "written as UTF-8: correct it, or name the labels with --labels FILE "

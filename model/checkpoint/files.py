@@ -42,15 +42,15 @@ class Files:
         title: name of the folder, file or repository in messages.
         folder: path of the folder.
         revision: commit of a repository; None for a folder on this machine.
-        is_remote: whether the files come from elsewhere, and thus may not name a path of here.
+        is_remote: whether the files were downloaded; such files may not name local paths.
         digest: hash of the tensors, once they have been read.
         parent: outer folder, which gives the model its name.
-        overlay: an adapter's files, whose name and preprocessing come before these files' own.
+        overlay: an adapter's files, whose name and preprocessing take precedence.
         merge: function that merges the adapter into the tensors.
         notes: the origin of the files, and changes to the names of the tensors, once read.
         assumed: choices about the head.
         read_names: names of the files that have been read.
-        weights: names of files of weights in order of preference, which is transformers'.
+        weights: names of files of weights in transformers' order of preference.
     """
 
     weights: tuple[str, ...] = (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE, PICKLE_INDEX_FILE)
@@ -271,7 +271,7 @@ class Files:
 
 
 def _complete_shards(shard: re.Match[str], names: Sequence[str], title: str) -> list[str]:
-    """Return the names of all shards of a set without an index, from the match of one of them."""
+    """Return the names of all shards of a set without an index, derived from one shard's name."""
     start, count, suffix = shard.groups()
     expected = [f"{start}-{number + 1:05}-of-{count}{suffix}" for number in range(int(count))]
     present = set(filter(SHARD.fullmatch, names))

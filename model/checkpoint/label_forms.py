@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from model.checkpoint.local_files import parsed_json
 from model.errors import CheckpointError
-from model.extension import extensions, resolve
+from model.extension import extensions, naming, resolve
 from model.images.listing import PICTURE_SUFFIXES
 
 # A label reader returns the labels in the text of a file, or None if it does not read this form.
@@ -95,7 +95,10 @@ def labels_in_file(text: str, where: str, suffix: str) -> tuple[str, ...]:
     for extension in extensions():
         for name in extension.label_readers:
             reader: LabelReader = resolve(name, extension)
-            labels = reader(text, where, suffix)
+            with naming(extension, "label_readers"):
+                labels = reader(text, where, suffix)
+                if not isinstance(labels, tuple | None):
+                    raise TypeError(f"{name} returned {type(labels).__name__}, see `LabelReader`")
             if labels is not None:
                 return labels
     if suffix not in LINE_SUFFIXES:

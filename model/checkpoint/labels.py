@@ -13,7 +13,7 @@ from model.checkpoint.label_forms import (
 )
 from model.checkpoint.local_files import read_text_file, resolved_source
 from model.errors import CheckpointError, InputError
-from model.label_texts import hidden_character, is_list, parse_labels
+from model.label_texts import hidden_character, parse_labels
 
 # `imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: the index of each
 # class.
@@ -24,6 +24,8 @@ _FILE: Final = re.compile(r"[^\"'\[{]*\.(txt|json|csv|tsv|ya?ml|names|labels)", 
 
 def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
     """Return the labels that a setting names or lists.
+
+    The first of these decides: a preset, JSON or a Python literal, an existing file, commas.
 
     Args:
         name: one of `LABEL_PRESETS`, a file, or the labels themselves: `cat,dog`, `["cat", "dog"]`.
@@ -39,7 +41,7 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
     where = "VIT_LABELS"
     if name == "imagenet-1k":
         labels = imagenet_labels()
-    elif name.lstrip().startswith(("[", "{")) or resolved_source(path, str(path)) is None:
+    elif is_document(name) or resolved_source(path, str(path)) is None:
         labels = _listed(name, where)
     else:
         where = str(path)
@@ -68,7 +70,7 @@ def _in_file(text: str, where: str, suffix: str, classes: int | None) -> tuple[s
     """Return the labels in a file; a text file may also list them as the setting does."""
     is_text = suffix in LINE_SUFFIXES and not is_document(text)
     is_one_line = len(text.rstrip().splitlines()) == 1
-    if is_text and is_one_line and classes != 1 and is_list(text):
+    if is_text and is_one_line and classes != 1 and "," in text:
         return _listed(text.strip(), where)
     return labels_in_file(text, where, suffix)
 
@@ -78,7 +80,7 @@ def _listed(text: str, where: str) -> tuple[str, ...]:
     if is_document(text):
         return labels_in_file(text, where, "")
     text = _TUPLE.sub(r"\1", text)
-    if not is_list(text) or _FILE.fullmatch(text):
+    if "," not in text or _FILE.fullmatch(text):
         raise CheckpointError(
             f"{where} {text!r:.200}: neither a file, nor names like cat,dog, nor one of "
             f"{', '.join(LABEL_PRESETS)}"

@@ -4,9 +4,9 @@ The errors of libraries on a bad file become a `CheckpointError`: one line that 
 the cause.
 
 The folder or file that the operator names may be a symbolic link, which is followed wherever it
-leads. A file of a folder is read only if it is below that folder once all links are followed. The
-files of a ConfigMap (`config.json -> ..data/config.json`) are. The only exception is the cache of
-the Hugging Face Hub: its folders `models--owner--name/snapshots/REVISION` hold links to
+leads. A file of a folder is read only if it is below that folder once all links are followed, as
+the files of a ConfigMap are (`config.json -> ..data/config.json`). The only exception is the cache
+of the Hugging Face Hub: its folders `models--owner--name/snapshots/REVISION` hold links to
 `models--owner--name/blobs`.
 """
 
@@ -212,7 +212,7 @@ def reading(where: str, refusal: str = "", *malformed: type[Exception]) -> Itera
     try:
         yield
     except OSError as error:
-        # A library looked before the beginning of the file.
+        # A library seeks a negative position: the file is shorter than its format promises.
         is_damaged = bool(malformed) and error.errno == errno.EINVAL
         raise CheckpointError(
             f"{where}: {refusal if is_damaged else error.strerror or error}"

@@ -121,7 +121,7 @@ class _Head:
         return dict(tensors)
 
     def _refuse_norm_before(self, weight: str) -> None:
-        """Refuse a norm in the head; it can be the final norm of a network without another one."""
+        """Refuse a norm in the head, with a key map if it can be the missing final norm."""
         tensors = self.tensors
         norm = next(
             (

@@ -40,7 +40,7 @@ class HeadLabels:
 
     @property
     def has_names(self) -> bool:
-        """Whether they are more than the numbers that transformers gives classes without names."""
+        """Whether a label is a name, and not only a number such as `LABEL_0`."""
         return not all(map(UNNAMED.fullmatch, self.names))
 
     def without_hidden(self) -> "HeadLabels":
@@ -155,14 +155,15 @@ def stated_head(config: Mapping[str, Any], where: str, options: CheckpointOption
 def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
     """Return the checkpoint with the operator's activation, if there is one.
 
+    A head of one class gets a sigmoid, as in transformers: a softmax of one class is always 1.
+
     Args:
         checkpoint: the checkpoint.
         activation: `softmax` or `sigmoid`; None keeps the checkpoint's own.
 
-    A head of one class gets a sigmoid, as in transformers: a softmax of one class is always 1.
-
     Raises:
-        CheckpointError: the activation would not matter, or the scores were fitted to the other.
+        CheckpointError: the activation would have no effect, or the scores were fitted with the
+            other activation.
     """
     if activation is None:
         is_constant = checkpoint.config.num_classes == 1 and checkpoint.zero_shot is None

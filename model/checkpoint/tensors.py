@@ -240,7 +240,7 @@ def _blocks(names: Iterable[str]) -> set[int]:
 
 
 def _stored_name(name: str, stored: Mapping[str, str]) -> str:
-    """Return the file's name of a tensor; of a missing one by its neighbours in the file."""
+    """Return the file's name of a tensor; for a missing tensor, guess from neighbouring names."""
     if name in stored:
         return stored[name]
     module, _, kind = name.rpartition(".")

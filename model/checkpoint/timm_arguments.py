@@ -84,11 +84,12 @@ class TimmArguments(CommonArguments):
     """Arguments of timm's `VisionTransformer`, with its defaults.
 
     Attributes:
-        mlp_layer: not timm's own name, like `distilled` and `stem_layers`: its entry points pass
-            Python objects.
+        mlp_layer: this project's name, like `distilled` and `stem_layers`; timm's entry points pass
+            Python objects instead.
         rel_pos: whether each block has relative position biases, from a table or an MLP, its own
             or shared by all blocks.
-        norm_order: for networks of other code, like `patch_bias`, `patch_norms` and `attn_dim`.
+        norm_order: for networks that are not timm's, like `patch_bias`, `patch_norms` and
+            `attn_dim`.
     """
 
     qk_norm: bool = False

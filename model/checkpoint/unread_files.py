@@ -22,7 +22,7 @@ from model.errors import CheckpointError
 # Names that diffusers and others give to LoRA weights, which no config describes.
 _LORA: Final = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 _MERGE: Final = "merge it where it was trained, with merge_and_unload(), and save the model"
-# Files that could be read instead of the files that are.
+# Alternatives to the files that a reader reads.
 _ALTERNATIVES: Final = (
     *Files.weights,
     "open_clip_model.safetensors",

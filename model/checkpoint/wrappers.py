@@ -12,8 +12,7 @@ from model.errors import CheckpointError
 _WRAPPERS: Final = frozenset(
     {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 )
-# First parts of all names where people's own classes hold a network; no library's network begins
-# with them.
+# Attributes in which people's own classes hold the network. No library's names begin with them.
 _AROUND: Final = frozenset(
     {"model", "net", "network", "backbone", "encoder", "student", "ema_model", "base_model"}
 )

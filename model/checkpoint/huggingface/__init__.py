@@ -33,7 +33,7 @@ _BACKBONES: Final = {family.class_name: family for family in IMAGE_TOWERS} | {
     for family in reversed(FAMILIES)
     if not family.vision_defaults
 }
-# Classes of transformers that read the weights of a class that is not read, by its model type.
+# For a model type that vitserve does not read: the class of transformers that loads its weights.
 _RELATED: Final = {"vit_mae": "ViTModel"}
 
 
@@ -147,7 +147,7 @@ def family_of(config: Mapping[str, Any], where: str) -> tuple[Family, bool]:
 
 
 def _advice(model_type: str) -> str:
-    """Return how a class of a model type that is not read becomes one that is."""
+    """Return advice on how to convert an unsupported class into a supported one."""
     related = _RELATED.get(model_type)
     names = [name for name, family in _BACKBONES.items() if family.model_type == model_type]
     if related or names:

@@ -25,10 +25,10 @@ def keep_positions(tensors: Tensors, config: ViTConfig, size: Size, where: str) 
 def place_dinov2(
     tensors: Tensors, config: ViTConfig, size: Size, where: str, *, antialias: bool = False
 ) -> Placed:
-    """Resize positions, which the class reads as a square whatever image size the config states.
+    """Resize the positions of DINOv2, which are a square whatever image size the config states.
 
-    The class resizes them at each forward pass; for the released models always, because they were
-    trained at 518 px and are preprocessed to 224 px.
+    transformers resizes them at each forward pass. All released models need it: they were trained
+    at 518 px, and their pictures have 224 px.
     """
     width = config.width
     patches = math.prod(config.grid)

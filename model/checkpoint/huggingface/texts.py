@@ -250,7 +250,7 @@ def _tokenizer(files: Files, model_type: str) -> Any:
         for name, path in paths.items():
             (Path(folder) / name).symlink_to(path)
         (Path(folder) / _TOKENIZER_CONFIG).write_text(json.dumps(config))
-        # Without this file, the library warns about its own defaults, which no tokenizer reads.
+        # Without a config, the library warns about defaults that tokenizers do not use.
         (Path(folder) / CONFIG_FILE).write_text(
             json.dumps(
                 {

@@ -1,11 +1,14 @@
 """Labels in the forms of the core: lines, JSON, and the setting itself."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from model.checkpoint import label_forms
 from model.checkpoint.labels import read_labels
-from model.errors import CheckpointError
+from model.errors import CheckpointError, ExtensionError
+from model.extension import Extension
 from tests.support.label_files import ENCODINGS, LABELS, assert_read, assert_refused
 
 FORMS = {
@@ -136,3 +139,18 @@ def test_other_encodings_are_refused_by_name(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(CheckpointError, match=message):
             read_labels(str(file), 2)
+
+
+@pytest.mark.parametrize("reader", [Mock(return_value=["cat"]), Mock(side_effect=KeyError())])
+def test_faulty_label_reader_is_named(
+    reader: Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reader = (
+        Mock(side_effect=result) if isinstance(result, Exception) else Mock(return_value=result)
+    )
+    extension = Extension(name="mine", label_readers=("mine.labels:read",))
+    monkeypatch.setattr(label_forms, "extensions", lambda: (extension,))
+    monkeypatch.setattr(label_forms, "resolve", lambda name, extension: reader)
+    (tmp_path / "labels.ini").write_text("x")
+    with pytest.raises(ExtensionError, match="the extension 'mine': `label_readers` failed"):
+        read_labels(str(tmp_path / "labels.ini"), 1)
