@@ -145,9 +145,6 @@ def test_other_encodings_are_refused_by_name(tmp_path: Path) -> None:
 def test_faulty_label_reader_is_named(
     reader: Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    reader = (
-        Mock(side_effect=result) if isinstance(result, Exception) else Mock(return_value=result)
-    )
     extension = Extension(name="mine", label_readers=("mine.labels:read",))
     monkeypatch.setattr(label_forms, "extensions", lambda: (extension,))
     monkeypatch.setattr(label_forms, "resolve", lambda name, extension: reader)
