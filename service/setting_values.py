@@ -6,6 +6,7 @@ Parsers raise `ValueError` with the expected form; `service.settings` adds the s
 import hashlib
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ MEMORY = "memory://"
 
 _NAMED_KEY = re.compile(r"([A-Za-z0-9_-]{1,64}):(.*)", re.DOTALL)
 _KEY_EXAMPLE = '["web:KEY1", "KEY2"]'
+_BEGINS_WITH_NAME = re.compile(r":|=[^=]")
+"""Part of a key that begins with a name in another form, as in `web=KEY1` or `my.app:KEY1`."""
 
 _QUOTES = "\"'"
 _NOT_IN_A_KEY = re.compile(r"[\x00-\x20\x7f\"'\u2018-\u201d;,\[\]{}]|\A\$(?=\w+\Z)")
@@ -40,7 +43,7 @@ _NOT_IN_A_KEY = re.compile(r"[\x00-\x20\x7f\"'\u2018-\u201d;,\[\]{}]|\A\$(?=\w+\
 
 _BYTES = re.compile(r"\d+(?:\.\d+)?\s*(?:b|[kmgtp](?:i?b)?|([kmgtp]i))?", re.ASCII | re.IGNORECASE)
 _ANSWERS = frozenset(["true", "false", "yes", "no", "on", "off", "none", "null", "0", "1"])
-"""Texts that other settings take as an answer, and no name of a folder."""
+"""Texts that other settings take as an answer: not keys, hosts or names of folders."""
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _ORIGIN_HOST = re.compile(r"(?:\*\.)?(?:[a-z0-9_-]+\.)*[a-z0-9_-]+|\[[0-9a-f:.]+\]")
@@ -49,7 +52,7 @@ _ORIGIN_FORM = "write SCHEME://HOST[:PORT], as in https://example.org or https:/
 
 _ROOT_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*")
 
-_GPU = r"(?:\d+|(?:GPU|MIG)-[\w/-]{1,48})"
+_GPU = r"(?:0|[1-9][0-9]*|(?:GPU|MIG)-[A-Za-z0-9_/-]{1,48})"
 """The number of a GPU, or the identifier of a GPU or of a MIG instance."""
 
 
@@ -137,10 +140,10 @@ def _host_name(text: str) -> str:
     if text == "*":
         return text
     host = _ascii_host(text.lower().removesuffix("."))
-    if not _ORIGIN_HOST.fullmatch(host):
+    if not _ORIGIN_HOST.fullmatch(host) or host in _ANSWERS:
         raise ValueError(
             f"{text!r} is not a host's name; write it without scheme, port and path: "
-            "vit.example.org"
+            "vit.example.org, or *.example.org"
         )
     return host.strip("[]")
 
@@ -190,32 +193,40 @@ def _as_text(value: object) -> object:
 
 
 def _from_json(value: object) -> object:
-    try:
-        if isinstance(value, str):
-            return json.loads(value, object_pairs_hook=unique_names)
+    if not isinstance(value, str):
         return value
+    try:
+        parsed = json.loads(value, object_pairs_hook=unique_names)
     except DuplicateName:
         raise
     except (ValueError, RecursionError):
-        raise ValueError('expected JSON like {"cat": 0.4}') from None
+        parsed = value
+    if parsed is None or isinstance(parsed, dict):
+        return parsed
+    raise ValueError('expected JSON like {"cat": 0.4}')
 
 
 def _device(value: str) -> str:
-    if not re.fullmatch(rf"auto|cpu|all|cuda(:{_GPU})?(,cuda:{_GPU})*", value):
+    text = re.sub(r"\s*,\s*", ",", value)
+    if not re.fullmatch(rf"auto|cpu|all|cuda(:{_GPU})?(,cuda:{_GPU})*", text):
         raise ValueError(
             "expected auto, cpu, all, cuda, cuda:0, cuda:GPU-..., cuda:MIG-... or cuda:0,cuda:1"
         )
-    devices = ["cuda:0" if device == "cuda" else device for device in value.split(",")]
+    devices = ["cuda:0" if device == "cuda" else device for device in text.split(",")]
     if len(set(devices)) < len(devices):
         raise ValueError("expected each device once")
-    return value
+    return text
 
 
 def _check_key(secret: str) -> None:
-    """Refuse a key that no caller can send, or that is a list in another format.
+    """Refuse a key that no caller can send, or that is a list, a file or an answer.
 
     The message shows one character, never the key.
     """
+    if secret.lower() in _ANSWERS:
+        raise ValueError("expected a key; remove the setting to serve without")
+    if secret.startswith(("/", "@/")) and os.path.exists(secret.removeprefix("@")):  # noqa: PTH110  any text
+        raise ValueError('expected a key, not the path of a file: "$(cat FILE)" is its content')
     wrong = _NOT_IN_A_KEY.search(secret)
     if wrong is not None:
         raise ValueError(
@@ -228,6 +239,10 @@ def _keys(items: list[str]) -> Iterator[ApiKey]:
     for position, text in enumerate(items, start=1):
         item = without_quotes(text)
         named = _NAMED_KEY.fullmatch(item)
+        if named is None and _BEGINS_WITH_NAME.search(item):
+            raise ValueError(
+                "expected KEY or NAME:KEY; a name has at most 64 letters, digits, - and _"
+            )
         name = named[1] if named else f"key{position}"
         secret = without_quotes(named[2]) if named else item
         _check_key(secret)
@@ -260,6 +275,8 @@ def _admin_key(value: SecretStr, info: ValidationInfo) -> SecretStr:
     if not key:
         raise ValueError("expected a key")
     _check_key(key)
+    if _NAMED_KEY.fullmatch(key):
+        raise ValueError("expected a key without a name")
     if key.encode() in [caller_key.secret for caller_key in info.data.get("api_keys", ())]:
         raise ValueError(
             "expected a key that is not in VIT_API_KEYS: its holder chooses the served models"
@@ -288,6 +305,8 @@ def _folder(value: str) -> str:
         raise ValueError(f"expected the path of a folder; for a folder of this name ./{value}")
     if "$" in value:
         raise ValueError("expected the path of a folder; a variable after $ is not expanded")
+    if "://" in value:
+        raise ValueError("expected the path of a folder on this machine, not a URL")
     try:
         Path(value).expanduser()
     except RuntimeError:
@@ -314,7 +333,7 @@ def _absolute_folder(value: str) -> str:
 
 
 Name = Annotated[str, Field(min_length=1)]
-Score = Annotated[float, Field(ge=0, le=1)]
+Score = Annotated[float, Field(ge=0, le=1, strict=True)]
 Seconds = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
 
 AdminKey = Annotated[SecretStr, AfterValidator(_admin_key)]

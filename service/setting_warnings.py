@@ -9,7 +9,7 @@ from model.errors import nearest
 from service.addresses import UNIX
 from service.errors import SettingsError
 from service.setting_values import without_quotes
-from service.settings import ENV_PREFIX, Settings, settings_class, variable_of
+from service.settings import ENV_PREFIX, SERVICE_LINK, Settings, settings_class, variable_of
 
 _NEEDS = {
     "key_max_requests": ("api_keys",),
@@ -19,6 +19,12 @@ _NEEDS = {
     "models_bytes": ("models",),
 }
 """Settings that have an effect only with one of others."""
+
+_LIKENESS = 0.75
+"""Lowest ratio of difflib at which an unknown variable resembles a setting."""
+
+_PRODUCT = "VITSERVE"
+"""A prefix that operators may write instead of `VIT`."""
 
 
 def unused_warnings(settings: Settings) -> list[str]:
@@ -36,26 +42,6 @@ def unused_warnings(settings: Settings) -> list[str]:
             f"VIT_DRAIN_DELAY={settings.drain_delay:g} has passed: requests are cut off"
         )
     return lines
-
-
-def require_keys_as_meant(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `SettingsError` if a misspelt VIT_API_KEYS would leave the service open to others."""
-    if settings.api_keys or settings.is_local:
-        return
-    for variable in sorted(environment):
-        if _meant_by(variable) == "API_KEYS" and environment[variable]:
-            raise SettingsError(
-                f"{variable} is not a setting: did you mean {ENV_PREFIX}API_KEYS? Without it, "
-                f"everybody who reaches VIT_HOST={settings.host} may use this service"
-            )
-
-
-def _meant_by(variable: str) -> str:
-    """Return the setting that a variable names or misspells, without prefix, or an empty text."""
-    if not variable.upper().startswith(ENV_PREFIX):
-        return ""
-    name = variable.upper().removeprefix(ENV_PREFIX)
-    return nearest(name, [name.upper() for name in settings_class().model_fields], 0.75)
 
 
 def take_platform_port(
@@ -97,22 +83,33 @@ def proxy_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
     return lines
 
 
-def variable_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a warning for each unknown `VIT_` variable and for each value with kept quotes."""
+def check_variables(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a warning for each value with kept quotes, and for each unknown `VIT_` variable.
+
+    Raises:
+        SettingsError: an unknown variable resembles a setting.
+    """
     names = [name.upper() for name in settings_class().model_fields]
     lines = []
     for variable in sorted(environment):
-        if not variable.upper().startswith(ENV_PREFIX):
-            continue
-        name = variable.upper().removeprefix(ENV_PREFIX)
+        prefix, _, name = variable.upper().replace("-", "_").partition("_")
         value = environment[variable].strip()
-        if name not in names:
-            near = _meant_by(variable)
-            meant = f": did you mean {ENV_PREFIX}{near}?" if near else ""
-            lines.append(f"{variable} is not a setting and is ignored{meant}")
-        elif without_quotes(value) != value:
-            lines.append(
-                f"{variable}: the quotes around its value are ignored; "
-                "remove them from the env file"
+        if f"{prefix}_" != ENV_PREFIX and not (prefix == _PRODUCT and name in names):
+            continue
+        if value.startswith(SERVICE_LINK):
+            continue
+        if variable.upper() == f"{ENV_PREFIX}{name}" and name in names:
+            if without_quotes(value) != value:
+                lines.append(
+                    f"{variable}: the quotes around its value are ignored; "
+                    "remove them from the env file"
+                )
+            continue
+        near = nearest(name, names, _LIKENESS)
+        is_of_clients = variable == "VIT_API_KEY" and settings.api_keys
+        if near and value and not is_of_clients:
+            raise SettingsError(
+                f"{variable} is not a setting: did you mean {ENV_PREFIX}{near}? If not, unset it"
             )
+        lines.append(f"{variable} is not a setting and is ignored")
     return lines

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
 )
@@ -48,6 +49,9 @@ from service.setting_values import (
 )
 
 ENV_PREFIX = "VIT_"
+
+SERVICE_LINK = "tcp://"
+"""Beginning of the values that Kubernetes sets for a Service, such as `VIT_PORT` for `vit`."""
 
 
 class Settings(ModelSettings, BaseSettings):
@@ -244,9 +248,9 @@ class Settings(ModelSettings, BaseSettings):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _without_quotes(cls, value: object) -> object:
-        """Remove the quotes that an env file may keep."""
-        if not isinstance(value, str) or not value:
+    def _without_quotes(cls, value: object, info: ValidationInfo) -> object:
+        """Remove the quotes that an env file may keep; refuse an empty value of a flag."""
+        if not isinstance(value, str) or value == cls.model_fields[info.field_name or ""].default:
             return value
         cleaned = without_quotes(value)
         if not cleaned:
@@ -385,7 +389,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, are_typed: bool = F
 
 def _remedy(written: str) -> str:
     """Return an addition to the message about a wrong value that another program has written."""
-    if written.startswith("tcp://"):
+    if written.startswith(SERVICE_LINK):
         return "; Kubernetes sets this variable for a Service named vit: set enableServiceLinks off"
     if " #" in written:
         return "; remove the comment, which is part of the value in an env file"

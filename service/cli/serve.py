@@ -20,11 +20,10 @@ from service.models.configured import configured_models, notes_on_folder
 from service.observe import logs
 from service.process_memory import NEW_OBJECTS, bound_heaps
 from service.setting_warnings import (
+    check_variables,
     proxy_warnings,
-    require_keys_as_meant,
     take_platform_port,
     unused_warnings,
-    variable_warnings,
 )
 from service.settings import Settings, settings_class
 
@@ -47,10 +46,9 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
     logs.never_wait()
-    warnings += [*variable_warnings(), *proxy_warnings(), *unused_warnings(settings)]
+    warnings += [*check_variables(settings), *proxy_warnings(), *unused_warnings(settings)]
     for line in warnings:
         logger.warning("%s", line)
-    require_keys_as_meant(settings)
     if not settings.api_keys and not settings.is_local:
         logger.warning(
             "VIT_HOST=%s without VIT_API_KEYS: everybody who reaches this service may use it",

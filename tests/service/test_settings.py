@@ -13,11 +13,10 @@ from service.cli.setting_flags import settings_from
 from service.errors import SettingsError
 from service.setting_values import ApiKey
 from service.setting_warnings import (
+    check_variables,
     proxy_warnings,
-    require_keys_as_meant,
     take_platform_port,
     unused_warnings,
-    variable_warnings,
 )
 from service.settings import Settings, load_settings
 
@@ -90,6 +89,7 @@ GIVEN: list[tuple[str, str, Any]] = [
     ("device", "cpu", "cpu"),
     ("device", "cuda:0,cuda:1", "cuda:0,cuda:1"),
     ("device", "all", "all"),
+    ("device", "cuda:0, cuda:1", "cuda:0,cuda:1"),
     ("device", "cuda:MIG-c7384736-a75d", "cuda:MIG-c7384736-a75d"),
     (
         "device",
@@ -148,10 +148,19 @@ WRONG: list[tuple[str, str, str]] = [
     ("device", "gpu", "cuda:0"),
     ("device", "cuda:1,cuda:1", "once"),
     ("device", "cuda,cuda:0", "once"),
+    ("device", "cuda:0,cuda:00", "cuda:0,cuda:1"),
+    ("device", "cuda:\uff11", "cuda:0,cuda:1"),
     ("device", "cpu,cuda:0", "cuda:0,cuda:1"),
     ("dtype", "int4", "'auto', 'float32', 'bfloat16' or 'float16'"),
     ("coverage", "95", "less than 1"),
     ("thresholds", "cat", 'expected JSON like {"cat": 0.4}'),
+    ("thresholds", "0.4", 'expected JSON like {"cat": 0.4}'),
+    ("thresholds", '["cat"]', 'expected JSON like {"cat": 0.4}'),
+    ("thresholds", '{"cat": true}', "a valid number"),
+    ("cache_dir", "s3://bucket/graphs", "not a URL"),
+    ("checkpoint_folder", "file:///checkpoints", "not a URL"),
+    ("allowed_hosts", "none", "not a host's name"),
+    ("allowed_hosts", ".example.org", "*.example.org"),
     ("thresholds", '{"cat": 0.4, "cat": 0.5}', "'cat' is given twice"),
     ("model_name", "cat,dog", "without commas"),
     ("device", "cuda:MIG-", "cuda:MIG-..."),
@@ -283,6 +292,35 @@ def test_a_wrong_value_is_told_in_one_line(
     assert "\n" not in line
 
 
+@pytest.mark.parametrize("name", sorted({"root_path"} ^ set(Settings.model_fields)))
+def test_an_empty_flag_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match="expected a value; remove the setting to use its"):
+        load_settings({name: ""})
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("none", "remove the setting to serve without"),
+        ("False", "remove the setting to serve without"),
+        ("web=KEY1", "NAME:KEY"),
+        ("my.app:KEY1", "NAME:KEY"),
+        (":KEY1", "NAME:KEY"),
+        (f"web:{__file__}", "not the path of a file"),
+        (f"@{__file__}", "not the path of a file"),
+    ],
+)
+def test_key_in_another_form_is_refused(text: str, remedy: str) -> None:
+    with pytest.raises(SettingsError, match=remedy):
+        load_settings({"api_keys": f"one,{text}"})
+
+
+@pytest.mark.parametrize("text", ["none", "admin:KEY1", __file__])
+def test_admin_key_in_another_form_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="expected a key"):
+        load_settings({"admin_key": text})
+
+
 def test_message_about_a_flag_names_the_flag() -> None:
     with pytest.raises(SettingsError, match=r"^--max-batch='0': expected greater"):
         settings_from(argparse.Namespace(max_batch="0"))
@@ -296,13 +334,30 @@ def test_keys_are_never_shown() -> None:
     assert str(raised.value).startswith("VIT_RECENT_URL=***: expected memory://")
 
 
-@pytest.mark.parametrize("variable", ["VIT_APIKEYS", "VIT_API_KEY", "VIT_API_KEYS_FILE"])
-def test_misspelt_keys_open_no_service(variable: str) -> None:
-    environment = {variable: "K1"}
-    require_keys_as_meant(load_settings(), environment)
-    require_keys_as_meant(load_settings({"host": "0.0.0.0", "api_keys": "K2"}), environment)
-    with pytest.raises(SettingsError, match=f"^{variable} is not a setting: .* VIT_API_KEYS"):
-        require_keys_as_meant(load_settings({"host": "0.0.0.0"}), environment)
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("VIT_APIKEYS", "VIT_API_KEYS"),
+        ("VIT_API_KEY", "VIT_API_KEYS"),
+        ("VIT_API_KEYS_FILE", "VIT_API_KEYS"),
+        ("VIT-API-KEYS", "VIT_API_KEYS"),
+        ("VITSERVE_API_KEYS", "VIT_API_KEYS"),
+        ("VIT_ADMIN_KEY_FILE", "VIT_ADMIN_KEY"),
+        ("VIT_PROT", "VIT_PORT"),
+        ("vit_models_byte", "VIT_MODELS_BYTES"),
+        ("VITSERVE_PORT", "VIT_PORT"),
+    ],
+)
+def test_misspelt_setting_ends_the_start(variable: str, meant: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{variable} is not a setting: .* {meant}?"):
+        check_variables(load_settings(), {variable: "K1", "VIT_PORT": "1"})
+
+
+def test_key_of_clients_may_be_beside_keys() -> None:
+    with_keys = load_settings({"api_keys": "K2"})
+    assert check_variables(with_keys, {"VIT_API_KEY": "K1"}) == [
+        "VIT_API_KEY is not a setting and is ignored"
+    ]
 
 
 def test_untrusted_item_of_proxies_is_named() -> None:
@@ -338,12 +393,11 @@ def test_line_break_in_a_name_is_refused() -> None:
         load_settings({"model_name": "cat\ndog"})
 
 
-def test_a_slip_of_the_pen_is_noticed() -> None:
-    told = "VIT_PROT is not a setting and is ignored: did you mean VIT_PORT?"
-    assert variable_warnings({"VIT_PROT": "1", "VIT_PORT": "1", "HOME": "/"}) == [told]
-    assert variable_warnings({"VIT_TRIM_SECONDS": "1"}) == [
-        "VIT_TRIM_SECONDS is not a setting and is ignored"
-    ]
+def test_unknown_variables_are_named() -> None:
+    link = "tcp://10.0.0.1:8000"  # of Kubernetes
+    environment = {"VIT_TRIM_SECONDS": "1", "HOME": "/", "VITSERVE_PORT": link, "VITSERVE_TAG": "1"}
+    told = "VIT_TRIM_SECONDS is not a setting and is ignored"
+    assert check_variables(load_settings(), environment) == [told]
 
 
 @pytest.mark.parametrize(("name", "text", "value"), GIVEN)
@@ -357,9 +411,8 @@ def test_quotes_of_env_files_change_no_value(
 
 def test_kept_quotes_cause_a_warning() -> None:
     told = "VIT_MODELS: the quotes around its value are ignored; remove them from the env file"
-    assert variable_warnings({"VIT_MODELS": '"models"', "VIT_LABELS": '"a red car","cat"'}) == [
-        told
-    ]
+    environment = {"VIT_MODELS": '"models"', "VIT_LABELS": '"a red car","cat"'}
+    assert check_variables(load_settings(), environment) == [told]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from service.observe import logs
 from service.observe.metrics import Metrics
 from service.process_memory import freeze_objects, trim_regularly
 from service.setting_values import MEMORY
-from service.setting_warnings import variable_warnings
+from service.setting_warnings import check_variables
 from service.settings import Settings, load_settings
 from service.web.app import create_app, log_model
 
@@ -79,7 +79,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     except ValidationError as error:
         raise SettingsError(f"an argument of the application: {first_problem(error)}") from None
     settings = replica_settings(load_settings(), share)
-    for line in variable_warnings():
+    for line in check_variables(settings):
         logger.warning("%s", line)
     if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
         logger.warning(
