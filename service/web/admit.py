@@ -328,6 +328,7 @@ async def use_named_model(request: Request, admitted: AdmittedRequest, name: str
     """Let another model answer if the form names one; raises as `model_of`."""
     if name is not None and name != admitted.model.info.name:
         admitted.model = await model_of(request, name)
+        request_context(request.scope).model = name
 
 
 def deadline_of(service: Service, started: float, share: float = 1.0) -> Deadline:

@@ -115,6 +115,13 @@ async def test_a_field_may_complete_the_query() -> None:
 
 
 @on_a_loop
+async def test_log_names_the_model_of_a_form(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "service.web.middleware"):
+        await post(several()[0], "/classify", model="few")
+    assert caplog.records[-1].__dict__["fields"]["model"] == "few"
+
+
+@on_a_loop
 @pytest.mark.parametrize(
     ("query", "fields", "code", "detail"),
     [
