@@ -54,11 +54,11 @@ from vitserve.errors import (
 )
 from vitserve.head_documents import AddedExamples, HeadDescription
 from vitserve.methods import AsyncMethods, BlockingMethods
+from vitserve.pictures import ImageSource
 from vitserve.proxies import Proxy, Transport, proxy_of, transport_through
 from vitserve.requests import (
     Answer,
     DrawingOptions,
-    ImageSource,
     MapOptions,
     Request,
     client_options,

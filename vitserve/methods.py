@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Unpack, overload
-from urllib.parse import quote
 
 from vitserve import requests
 from vitserve.documents import (
@@ -21,19 +20,17 @@ from vitserve.documents import (
     Pooling,
 )
 from vitserve.head_documents import AddedExamples, HeadDescription
+from vitserve.pictures import ImageSource
 from vitserve.requests import (
     Answer,
     Array,
     DrawingOptions,
-    ImageSource,
     MapOptions,
     Request,
     WithAttention,
 )
 
 _Arguments = ParamSpec("_Arguments")
-
-"""The parameter `pool` of /embed."""
 
 
 class Method(Generic[_Arguments, Answer]):
@@ -92,8 +89,8 @@ class Methods:
             model: one of the names that `models` lists, by default the service's default.
             min_score: least score of a class in the answer.
         """
-        if model is not None and (model == "*" or "," in model):
-            raise ValueError(f"model {model!r} names several models: call classify_by")
+        if model is not None and (not isinstance(model, str) or model == "*" or "," in model):
+            raise ValueError(f"model {model!r} is not one name: call classify_by for several")
         query = requests.query(
             top_k=top_k,
             attention=attention,
@@ -210,7 +207,7 @@ class Methods:
         self, image: ImageSource | Classification, **options: Unpack[DrawingOptions]
     ) -> Request[bytes]:
         """Return a map drawn as PNG."""
-        return replace(requests.map_of(image, bytes, **options), drawn=True)
+        return replace(requests.map_of(image, requests.png, **options), drawn=True)
 
     @Method
     def model(self, name: str | None = None) -> Request[ModelDescription]:
@@ -248,7 +245,7 @@ class Methods:
         `Classification` the service uses the picture that it kept. The first example creates the
         head, on the features of the model `backbone`.
         """
-        path = f"/heads/{quote(head, safe='')}/examples"
+        path = f"{requests.head_path(head)}/examples"
         query = {"label": label, "backbone": backbone}
         if isinstance(image, Classification):
             options = requests.query(**query, id=image.id)
@@ -259,7 +256,7 @@ class Methods:
     @Method
     def head(self, name: str) -> Request[HeadDescription]:
         """Describe a taught head: its examples, its accuracy, and labels that look wrong."""
-        return Request("GET", f"/heads/{quote(name, safe='')}", HeadDescription.model_validate_json)
+        return Request("GET", requests.head_path(name), HeadDescription.model_validate_json)
 
 
 class BlockingMethods(Methods):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import TypeAdapter
@@ -25,29 +25,12 @@ from vitserve.documents import (
     RegionDocument,
 )
 from vitserve.errors import ClientError, ForeignAnswer, error_of
+from vitserve.pictures import PNG_SIGNATURE, ImageSource, file_bytes, require_several
 from vitserve.shrinking import Pixel, shrink
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from PIL import Image
-
-ImageSource: TypeAlias = "str | Path | bytes | IO[bytes] | Image.Image | NDArray[np.uint8]"
-"""A path, the bytes of a file, a file open for binary reading, a PIL image, or a uint8 array.
-
-An array [rows, columns] is grey, [rows, columns, 3] is RGB, and [rows, columns, 4] is RGBA.
-"""
-
-_ORIENTATION_TAG = 0x0112
-_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
-
-_ARRAY_MODES = {(): "L", (1,): "L", (3,): "RGB", (4,): "RGBA"}
-"""Modes by an array's axes after rows and columns."""
-
-_EXPECTED = (
-    "expected a path, bytes, a file open for binary reading, a PIL image, "
-    "or a uint8 array [rows, columns] or [rows, columns, 1, 3 or 4]"
-)
 
 Array: TypeAlias = "NDArray[np.float32]"
 
@@ -56,8 +39,8 @@ WithAttention = bool | Literal["relevance"]
 
 Answer = TypeVar("Answer")
 
-_MAX_PATH = 4096
-"""Most characters of a path on Linux; a longer text is a picture's content."""
+_LONGEST_TIMEOUT = 1e9
+"""Seconds; sockets do not take much longer timeouts."""
 
 _MIN_SHRUNK_BYTES = 16_384
 """Smaller files are not worth shrinking."""
@@ -154,18 +137,22 @@ def service_url(url: str | httpx.URL) -> httpx.URL:
     """Return the address of a service; raises `ClientError` for another kind of address."""
     if not isinstance(url, str | httpx.URL):
         raise TypeError(f"url {url!r}: expected an address such as http://localhost:8000")
-    scheme, separator, rest = str(url).strip().partition("://")
-    if scheme.startswith(("/", "unix:", "http+unix")) or scheme.endswith("unix"):
+    text = str(url).strip()
+    if re.match(r"/(?!/)|(\w+\+)?unix:", text):
         raise ClientError(
             "a Unix socket needs the url http://localhost and transport=HTTPTransport(uds=PATH) "
             "of httpx"
         )
-    if not separator or scheme.lower() not in ("http", "https") or not rest:
-        meant = (rest if separator else scheme) or "localhost:8000"
+    if not re.match(r"https?://[^/]", text, re.IGNORECASE):
+        meant = re.sub(r"^(\w*://|https?:)?/*", "", text) or "localhost:8000"
         raise ClientError(f"expected an address such as http://{meant}")
-    address = httpx.URL(str(url).strip())
-    if address.query or address.fragment:
+    if "?" in text or "#" in text:
         raise ClientError("expected an address without ? and #: each request has its own query")
+    try:
+        address = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        form = "http://HOST:PORT, with an IPv6 address in brackets"
+        raise ClientError(f"{error}: expected {form}") from None
     if address.port is not None and not 0 < address.port < 65_536:
         raise ClientError(f"expected a port from 1 to 65535, not {address.port}")
     return address
@@ -181,9 +168,11 @@ def client_options(
         if address.userinfo:
             raise ClientError("a user in the url and an api_key exclude each other: give only one")
     if not isinstance(timeout, httpx.Timeout):
-        if not isinstance(timeout, int | float) or not timeout > 0:
-            raise ValueError(f"timeout {timeout}: expected seconds above 0")
-        timeout = httpx.Timeout(timeout, pool=None)
+        if not isinstance(timeout, Real) or not 0 < timeout < _LONGEST_TIMEOUT:
+            raise ValueError(
+                f"timeout {timeout!r}: expected seconds above 0, or httpx.Timeout(None) for none"
+            )
+        timeout = httpx.Timeout(float(timeout), pool=None)
     return {"base_url": address, "headers": headers, "timeout": timeout}
 
 
@@ -192,9 +181,11 @@ def _authorization(api_key: str) -> bytes:
     if not isinstance(api_key, str):
         raise TypeError(f"the api_key is of type {type(api_key).__name__}: expected str")
     key = api_key.strip()
-    wrong = re.search(r"[\x00-\x20\x7f]", key)
+    wrong = re.search("[\x00-\x20\x7f\"',;\u2018-\u201d]", key)
     if wrong is not None:
         raise ClientError(f"the api_key contains {wrong[0]!r}: give the key alone")
+    if not key:
+        raise ClientError("the api_key is empty: leave it out for a service without keys")
     return f"Bearer {key}".encode()
 
 
@@ -205,26 +196,22 @@ def body(image: ImageSource) -> dict[str, Any]:
 
 def form(images: Sequence[ImageSource]) -> dict[str, Any]:
     """Return httpx's arguments for a request with several pictures."""
-    if _is_picture(images):
-        raise TypeError("expected a list of pictures, not one")
+    require_several(images)
     arguments = _files_of(map(file_bytes, images))
     if not arguments["files"]:
         raise ValueError("the list of pictures is empty")
     return arguments
 
 
-def _is_picture(images: object) -> bool:
-    """Return whether an object is one picture; some pictures are sequences, too."""
-    if isinstance(images, str | bytes | bytearray | os.PathLike):
-        return True
-    if hasattr(images, "getexif") or hasattr(images, "read"):
-        return True
-    shape = getattr(images, "shape", ())
-    return len(shape) == 2 or (len(shape) == 3 and shape[2:] in _ARRAY_MODES)
-
-
 def _files_of(contents: Iterable[bytes]) -> dict[str, Any]:
     return {"files": [(FIELD, (str(index), data)) for index, data in enumerate(contents)]}
+
+
+def head_path(name: str) -> str:
+    """Return the path of a taught head; raises `ValueError` if the name would be another path."""
+    if name in ("", ".", ".."):
+        raise ValueError(f"head {name!r}: expected the name of a head")
+    return f"/heads/{quote(name, safe='')}"
 
 
 def query(**parameters: object) -> dict[str, Any]:
@@ -277,13 +264,14 @@ def _text(name: str, value: object) -> str | list[str]:
     """Return a parameter's value in the service's form; labels and texts may contain commas."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str) or not isinstance(value, Iterable):
         return str(value)
-    if name == "text":
-        return list(value)
-    if name == "labels":
-        return json.dumps(list(value), ensure_ascii=False)
-    return ",".join(map(str, value))
+    items = list(value)
+    if name not in ("labels", "text"):
+        return ",".join(map(str, items))
+    if not all(isinstance(item, str) for item in items):
+        raise TypeError(f"{name}: expected a list of str")
+    return items if name == "text" else json.dumps(items, ensure_ascii=False)
 
 
 def documents(content: bytes) -> list[AttentionDocument]:
@@ -292,71 +280,16 @@ def documents(content: bytes) -> list[AttentionDocument]:
     return parsed if isinstance(parsed, list) else [parsed]
 
 
+def png(content: bytes) -> bytes:
+    """Return a PNG unchanged; raises `ValueError` for other bytes."""
+    if not content.startswith(PNG_SIGNATURE):
+        raise ValueError("not a PNG")
+    return content
+
+
 def array(content: bytes) -> Array:
     """Parse a file of numpy's format."""
     import numpy as np  # noqa: PLC0415  slow to import, and few programs need it
 
     parsed: Array = np.load(io.BytesIO(content), allow_pickle=False)
     return parsed
-
-
-def file_bytes(image: ImageSource) -> bytes:
-    """Return the bytes of an image file; PIL images and arrays become PNG.
-
-    PIL and numpy are recognised by their attributes, because importing them is slow.
-
-    Raises:
-        OSError: the file cannot be read.
-        TypeError: the object is not a picture.
-    """
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, str):
-        _require_path(image)
-    if isinstance(image, str | os.PathLike):
-        return Path(image).read_bytes()
-    if hasattr(image, "getexif"):
-        return _png(cast("Image.Image", image))
-    if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
-        return _rest(cast("IO[bytes]", image))
-    try:
-        pixels = memoryview(image)  # type: ignore[arg-type]  # numpy's stubs lack the buffer protocol
-    except (TypeError, ValueError):
-        raise TypeError(f"{_EXPECTED}, not {type(image).__name__}") from None
-    shape = pixels.shape or ()
-    if pixels.format == "B" and len(shape) == 1:
-        return pixels.tobytes()  # the bytes of a file
-    if pixels.format != "B" or len(shape) < 2 or shape[2:] not in _ARRAY_MODES:
-        raise TypeError(f"{_EXPECTED}, not {getattr(image, 'dtype', 'an array')} {list(shape)}")
-    from PIL import Image  # noqa: PLC0415  slow to import, and few programs need it
-
-    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels.tobytes()))
-
-
-def _require_path(text: str) -> None:
-    """Raise `FileNotFoundError` for a text that is a picture's URL or content."""
-    if not text:
-        raise FileNotFoundError("the path of the picture is empty")
-    if text.lower().startswith(("http://", "https://", "s3://", "gs://")):
-        raise FileNotFoundError(f"{text[:99]}: download the picture, and pass its path or bytes")
-    if text.startswith("data:") or len(text) > _MAX_PATH:
-        raise FileNotFoundError(f"{text[:20]}...: not a path; of base64, pass b64decode(text)")
-
-
-def _rest(file: IO[bytes]) -> bytes:
-    data = file.read()
-    if not data:
-        raise ValueError("the file is empty or was read to its end: call its seek(0) first")
-    return data
-
-
-def _png(image: Image.Image) -> bytes:
-    """Return the image as PNG, with the EXIF orientation and without other metadata."""
-    exif = image.getexif()
-    orientation = type(exif)()
-    orientation[_ORIENTATION_TAG] = exif.get(_ORIENTATION_TAG, 1)
-    if image.mode not in _PNG_MODES:
-        image = image.convert("RGB")
-    file = io.BytesIO()
-    image.save(file, "PNG", exif=orientation, compress_level=1)
-    return file.getvalue()

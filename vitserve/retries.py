@@ -33,6 +33,10 @@ class Retries:
     def __post_init__(self) -> None:
         if self.tries < 1:
             raise ValueError(f"tries {self.tries}: expected at least 1, which never repeats")
+        for name in ("seconds", "first_pause"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ValueError(f"{name} {value}: expected seconds of at least 0")
 
 
 def pause_after(failure: ClientError, tries: int, retries: Retries) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from vitserve.errors import ClientError
+from vitserve.pictures import require_several
 from vitserve.requests import Answer
 
 Source = TypeVar("Source")
@@ -11,10 +12,9 @@ Source = TypeVar("Source")
 
 def pictures_of(images: Iterable[Source], concurrency: int) -> Iterator[Source]:
     """Return the images of a stream; raises `TypeError` or `ValueError` for wrong arguments."""
-    if isinstance(images, str | bytes):
-        raise TypeError("expected a list of pictures, not one")
-    if concurrency < 1:
-        raise ValueError(f"concurrency {concurrency}: expected at least 1")
+    require_several(images)
+    if not isinstance(concurrency, int) or concurrency < 1:
+        raise ValueError(f"concurrency {concurrency!r}: expected an integer of at least 1")
     return iter(images)
 
 

@@ -12,6 +12,9 @@ CAT: dict[str, Any] = {
 }
 """Return an answer of POST /classify."""
 
+PNG = b"\x89PNG\r\n\x1a\n"
+"""The beginning of a PNG, an answer of GET /attention."""
+
 FULL: dict[str, Any] = {
     "type": "about:blank",
     "title": "Queue full",

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ from model.images.decode import decode
 from service.web.problems import INTERNAL_ERROR, TABLE
 from tests.conftest import REPOSITORY
 from tests.model.images.pictures import encode
-from tests.vitserve.answers import CAT, FULL, URL
+from tests.vitserve.answers import CAT, FULL, PNG, URL
 from vitserve.client import (
     AsyncClient,
     Client,
@@ -44,7 +45,8 @@ from vitserve.client import (
     Unreachable,
 )
 from vitserve.documents import Classification
-from vitserve.requests import file_bytes, form
+from vitserve.pictures import file_bytes
+from vitserve.requests import form
 
 pytestmark = pytest.mark.timeout(60)  # processes start
 
@@ -52,6 +54,13 @@ pytestmark = pytest.mark.timeout(60)  # processes start
 ONCE = Retries(tries=1)
 
 Call = Callable[..., Any]
+
+
+class TextReader:
+    """A file that reads text."""
+
+    def read(self) -> str:
+        return "dog"
 
 
 def call_blocking(
@@ -233,7 +242,7 @@ def test_texts_are_sent_one_by_one(call: Call) -> None:
 
 
 def test_every_option_of_a_map_is_sent(call: Call) -> None:
-    server = Recorder(200, content=b"PNG")
+    server = Recorder(200, content=PNG)
     options = {
         "method": "relevance",
         "view": "photo",
@@ -254,7 +263,7 @@ def test_every_option_of_a_map_is_sent(call: Call) -> None:
 
 
 def test_an_answer_names_its_kept_picture(call: Call) -> None:
-    server = Recorder(200, content=b"PNG")
+    server = Recorder(200, content=PNG)
     call(server, "heat_map", Classification.model_validate({"id": "kept", **CAT}), size=100)
     assert (server.request.method, str(server.request.url)) == (
         "GET",
@@ -431,6 +440,11 @@ def test_a_command_ignores_equal_file_names(folder: Path) -> None:
         ("/run/v.sock", "transport=HTTPTransport(uds=PATH)"),
         ("http+unix://%2Frun%2Fv.sock", "transport=HTTPTransport(uds=PATH)"),
         ("http://user:word@host", "give only one"),
+        ("http://host/?", "without ?"),
+        ("http:///path", "such as http://path"),
+        ("//host", "such as http://host"),
+        ("http:/host:80", "such as http://host:80"),
+        ("http://::1:8000", "an IPv6 address in brackets"),
     ],
 )
 def test_address_of_another_kind_is_refused(url: str, remedy: str) -> None:
@@ -441,7 +455,14 @@ def test_address_of_another_kind_is_refused(url: str, remedy: str) -> None:
 @pytest.mark.parametrize(
     ("source", "error", "remedy"),
     [
-        ("https://example.org/dog.jpg", FileNotFoundError, "download the picture"),
+        ("https://example.org/dog.jpg", FileNotFoundError, "path of a local file"),
+        ("FILE:///dog.jpg", FileNotFoundError, "path of a local file"),
+        ("DATA:image/png;base64,AAAA", FileNotFoundError, "pass b64decode"),
+        (io.StringIO("dog"), TypeError, "a file open for binary reading"),
+        (TextReader(), TypeError, "whose read() returns str"),
+        (Image.new("I", (3, 2), 40_000), ValueError, "scale them to 0 to 255"),
+        (Image.new("F", (3, 2), 0.5), ValueError, "scale them to 0 to 255"),
+        (Image.new("I;16B", (3, 2)), TypeError, "convert it to L, RGB or I;16"),
         ("data:image/png;base64,AAAA", FileNotFoundError, "pass b64decode"),
         ("A" * 5000, FileNotFoundError, "pass b64decode"),
         ("", FileNotFoundError, "the path of the picture is empty"),
@@ -458,6 +479,7 @@ def test_an_unfit_source_names_its_remedy(source: Any, error: type[Exception], r
     [
         ("dog.jpg", TypeError),
         (b"x", TypeError),
+        (bytearray(b"x"), TypeError),
         (io.BytesIO(b"x\n"), TypeError),
         (RGB, TypeError),
         (RGB[:, :, 0], TypeError),
@@ -469,13 +491,13 @@ def test_batch_expects_a_list_of_pictures(images: Any, error: type[Exception]) -
         form(images)
 
 
-@pytest.mark.parametrize("timeout", [0, None, "5"])
+@pytest.mark.parametrize("timeout", [0, None, "5", math.inf, math.nan, 10**400])
 def test_timeout_must_be_above_zero(timeout: Any) -> None:
-    with pytest.raises(ValueError, match=f"timeout {timeout}: expected seconds above 0"):
+    with pytest.raises(ValueError, match=f"timeout {timeout!r}: expected seconds above 0"):
         Client("http://host", timeout=timeout)
 
 
-@pytest.mark.parametrize("key", ["secret\nkey", "Bearer secret"])
+@pytest.mark.parametrize("key", ["secret\nkey", "Bearer secret", '"secret"', "secret,key"])
 def test_refused_key_is_not_shown(key: str) -> None:
     with pytest.raises(
         ClientError, match=r"the api_key contains '.*': give the key alone"
@@ -503,9 +525,17 @@ def test_tries_must_be_at_least_one() -> None:
         Retries(tries=0)
 
 
+@pytest.mark.parametrize("seconds", [-1, math.nan])
+def test_pauses_are_not_negative(seconds: float) -> None:
+    with pytest.raises(ValueError, match="expected seconds of at least 0"):
+        Retries(first_pause=seconds)
+    with pytest.raises(ValueError, match="expected seconds of at least 0"):
+        Retries(seconds=seconds)
+
+
 @pytest.mark.parametrize("model", ["a,b", "*"])
 def test_several_models_have_their_own_method(call: Call, model: str) -> None:
-    with pytest.raises(ValueError, match="names several models: call classify_by"):
+    with pytest.raises(ValueError, match="is not one name: call classify_by"):
         call(Recorder(200, json=CAT), "classify", b"x", model=model)
 
 
@@ -522,7 +552,15 @@ def test_one_name_is_one_model(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("images", "concurrency", "error"), [("dog.jpg", 8, TypeError), ([b"x"], 0, ValueError)]
+    ("images", "concurrency", "error"),
+    [
+        ("dog.jpg", 8, TypeError),
+        (Path(), 8, TypeError),
+        (io.BytesIO(b"one\ntwo"), 8, TypeError),
+        (np.zeros((4, 5, 3), np.uint8), 8, TypeError),
+        ([b"x"], 0, ValueError),
+        ([b"x"], 2.5, ValueError),
+    ],
 )
 def test_wrong_streams_are_refused(images: Any, concurrency: int, error: type[Exception]) -> None:
     async def collect() -> None:
@@ -539,3 +577,48 @@ def test_wrong_streams_are_refused(images: Any, concurrency: int, error: type[Ex
 def test_plain_server_is_named_over_https() -> None:
     error = httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number")
     assert "use http://" in str(Unreachable(error, httpx.URL("https://host")))
+
+
+@pytest.mark.parametrize("labels", [{"cat": 1}, ("cat",), np.array(["cat"])])
+def test_labels_of_any_iterable_are_sent(call: Call, labels: Any) -> None:
+    server = Recorder(200, json=CAT)
+    call(server, "classify", b"pixels", labels=labels)
+    assert server.request.url.params["labels"] == '["cat"]'
+
+
+@pytest.mark.parametrize("labels", [[1, 2], ["cat", None], b"cat"])
+def test_labels_that_are_not_text_are_refused(call: Call, labels: Any) -> None:
+    with pytest.raises(TypeError, match="labels: expected a list of str"):
+        call(Recorder(200, json=CAT), "classify", b"pixels", labels=labels)
+
+
+def test_texts_of_a_generator_are_sent_singly(call: Call) -> None:
+    file = io.BytesIO()
+    np.save(file, np.zeros((2, 3), np.float32))
+    server = Recorder(200, content=file.getvalue())
+    call(server, "embed_texts", (text for text in ("a", "b")))
+    assert server.request.url.params.get_list("text") == ["a", "b"]
+
+
+@pytest.mark.parametrize("classes", [{5}, np.array([5]), range(5, 6)])
+def test_classes_of_any_iterable_are_sent(call: Call, classes: Any) -> None:
+    server = Recorder(200, content=PNG)
+    call(server, "heat_map", b"pixels", class_=classes)
+    assert server.request.url.params["class"] == "5"
+
+
+@pytest.mark.parametrize("model", [["a", "b"], 3, Path("a")])
+def test_model_is_one_name(call: Call, model: Any) -> None:
+    with pytest.raises(ValueError, match="is not one name: call classify_by"):
+        call(Recorder(200, json=CAT), "classify", b"pixels", model=model)
+
+
+def test_page_of_a_proxy_is_not_a_drawing(call: Call) -> None:
+    with pytest.raises(ClientError, match="did not answer as vitserve does"):
+        call(Recorder(200, text="<html>"), "heat_map", b"pixels")
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_head_has_a_name_of_its_own(call: Call, name: str) -> None:
+    with pytest.raises(ValueError, match="expected the name of a head"):
+        call(Recorder(200, json=CAT), "head", name)

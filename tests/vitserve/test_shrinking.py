@@ -14,7 +14,7 @@ from PIL import Image, ImageFilter
 from model.config import PreprocessConfig
 from model.images.preprocess import model_input
 from tests.model.images.pictures import encode
-from tests.vitserve.answers import CAT, MAP, MODEL, SIDE, URL
+from tests.vitserve.answers import CAT, MAP, MODEL, PNG, SIDE, URL
 from vitserve.client import AsyncClient, Client, Retries
 from vitserve.shrinking import shrink
 
@@ -135,6 +135,8 @@ def test_regions_refer_to_the_originals(
             "/classify/batch": {"results": [classification] * 2},
             "/attention": [found],
         }
+        if path == "/attention" and "format" not in request.url.params:
+            return httpx.Response(200, content=PNG)
         return httpx.Response(200, json=answers.get(path, classification))
 
     async def ask(method: str, *arguments: Any, **options: Any) -> Any:

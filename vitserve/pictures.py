@@ -1,0 +1,131 @@
+"""Pictures in the forms that a program may have, as the bytes of image files."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TypeAlias, cast
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL import Image
+
+ImageSource: TypeAlias = "str | Path | bytes | IO[bytes] | Image.Image | NDArray[np.uint8]"
+"""A path, the bytes of a file, a file open for binary reading, a PIL image, or a uint8 array.
+
+An array [rows, columns] is grey, [rows, columns, 3] is RGB, and [rows, columns, 4] is RGBA.
+"""
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+_ORIENTATION_TAG = 0x0112
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+_UNREAD_MODES = ("I;16B", "I;16L", "I;16N", "La")
+"""Modes that Pillow converts to RGB by clipping at 255, or not at all."""
+
+_MAX_BYTE = 255
+
+_ARRAY_MODES = {(): "L", (1,): "L", (3,): "RGB", (4,): "RGBA"}
+"""Modes by an array's axes after rows and columns."""
+
+_EXPECTED = (
+    "expected a path, bytes, a file open for binary reading, a PIL image, "
+    "or a uint8 array [rows, columns] or [rows, columns, 1, 3 or 4]"
+)
+
+_MAX_PATH = 4096
+"""Most characters of a path on Linux; a longer text is a picture's content."""
+
+
+def file_bytes(image: ImageSource) -> bytes:
+    """Return the bytes of an image file; PIL images and arrays become PNG.
+
+    PIL and numpy are recognised by their attributes, because importing them is slow.
+
+    Raises:
+        OSError: the file cannot be read.
+        TypeError: the object is not a picture.
+    """
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str):
+        _require_path(image)
+    if isinstance(image, str | os.PathLike):
+        return Path(image).read_bytes()
+    if hasattr(image, "getexif"):
+        return _png(cast("Image.Image", image))
+    if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
+        return _rest(cast("IO[bytes]", image))
+    try:
+        pixels = memoryview(image)  # type: ignore[arg-type]  # numpy's stubs lack the buffer protocol
+    except (TypeError, ValueError):
+        raise TypeError(f"{_EXPECTED}, not {type(image).__name__}") from None
+    shape = pixels.shape or ()
+    if pixels.format == "B" and len(shape) == 1:
+        return pixels.tobytes()  # the bytes of a file
+    if pixels.format != "B" or len(shape) < 2 or shape[2:] not in _ARRAY_MODES:
+        raise TypeError(f"{_EXPECTED}, not {getattr(image, 'dtype', 'an array')} {list(shape)}")
+    from PIL import Image  # noqa: PLC0415  slow to import, and few programs need it
+
+    return _png(Image.frombytes(_ARRAY_MODES[shape[2:]], (shape[1], shape[0]), pixels.tobytes()))
+
+
+def _require_path(text: str) -> None:
+    """Raise `FileNotFoundError` for a text that is a picture's URL or content."""
+    if not text:
+        raise FileNotFoundError("the path of the picture is empty")
+    if re.match(r"\w+://", text):
+        raise FileNotFoundError(f"{text[:99]}: not a path; pass the path of a local file, or bytes")
+    if text[:5].lower() == "data:" or len(text) > _MAX_PATH:
+        raise FileNotFoundError(f"{text[:20]}...: not a path; of base64, pass b64decode(text)")
+
+
+def _rest(file: IO[bytes]) -> bytes:
+    data = file.read()
+    if not isinstance(data, bytes | bytearray):
+        raise TypeError(f"{_EXPECTED}, not one whose read() returns {type(data).__name__}")
+    if not data:
+        raise ValueError("the file is empty or was read to its end: call its seek(0) first")
+    return data
+
+
+def _png(image: Image.Image) -> bytes:
+    """Return the image as PNG, with the EXIF orientation and without other metadata."""
+    if image.mode in _UNREAD_MODES:
+        raise TypeError(f"a PIL image of mode {image.mode}: convert it to L, RGB or I;16 first")
+    if image.mode in ("F", "I"):
+        _require_bytes(image)
+    exif = image.getexif()
+    orientation = type(exif)()
+    orientation[_ORIENTATION_TAG] = exif.get(_ORIENTATION_TAG, 1)
+    if image.mode not in _PNG_MODES:
+        image = image.convert("RGB")
+    file = io.BytesIO()
+    image.save(file, "PNG", exif=orientation, compress_level=1)
+    return file.getvalue()
+
+
+def _require_bytes(image: Image.Image) -> None:
+    """Raise `ValueError` unless the values of one channel are bytes, because Pillow clips them."""
+    low, high = cast("tuple[float, float]", image.getextrema())
+    if low < 0 or not 1 < high <= _MAX_BYTE:
+        raise ValueError(
+            f"a PIL image of mode {image.mode} with values from {low:g} to {high:g}: "
+            "scale them to 0 to 255"
+        )
+
+
+def require_several(images: object) -> None:
+    """Raise `TypeError` if an object is one picture; some pictures are sequences, too."""
+    shape = getattr(images, "shape", ())
+    if (
+        isinstance(images, str | bytes | bytearray | os.PathLike)
+        or hasattr(images, "getexif")
+        or hasattr(images, "read")
+        or len(shape) == 2
+        or (len(shape) == 3 and shape[2:] in _ARRAY_MODES)
+    ):
+        raise TypeError("expected a list of pictures, not one")
