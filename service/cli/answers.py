@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -91,7 +90,7 @@ def answers_from(
     except Unreachable as error:
         hint = "" if error.has_proxy or error.is_plain_http else ": is the server running?"
         raise InputError("url", f"{error}{hint}") from None
-    except (httpx.InvalidURL, ClientError) as error:
+    except ClientError as error:
         raise InputError("url", f"{url}: {error}{_remedy(error)}") from None
 
 
@@ -114,7 +113,7 @@ def _refuse_local_settings(arguments: argparse.Namespace, sent_settings: Collect
 def _remedy(error: Exception) -> str:
     """Return the remedy for an error of a server; empty if its message has the remedy."""
     if isinstance(error, Unauthorized):
-        return ": give one of the server's keys with --api-key or VIT_API_KEY"
+        return ": give one of the server's keys, without its name, with --api-key or VIT_API_KEY"
     return ""
 
 

@@ -3,9 +3,11 @@
 import argparse
 import csv
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
+from model.errors import InputError
 from model.outputs import POOLINGS
 from service.cli.answers import Embedding, add_server_flags, answers_from
 from service.cli.image_files import (
@@ -16,6 +18,8 @@ from service.cli.image_files import (
     writing,
 )
 from service.cli.setting_flags import add_setting_flags
+
+_COLUMNS: Final = ("row", "file")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the embeddings of all files, and return 1 if any file fails."""
     output: Path = arguments.output
     require_output_file(output, ".npy")
+    table = output.with_suffix(".csv")
+    _require_own_table(table)
     files = find_images(arguments.paths)
     rows: list[tuple[Path, Embedding]] = []
     with answers_from(arguments) as source:
@@ -53,12 +59,23 @@ def run(arguments: argparse.Namespace) -> int:
             answers, len(files), lambda file, row: rows.append((file, row)), "embedding"
         )
     if rows:
-        table = output.with_suffix(".csv")
         with writing(output), output.open("wb") as stream:
             np.save(stream, np.stack([row for _, row in rows]), allow_pickle=False)
         with (
             writing(table),
             table.open("w", newline="", encoding="utf-8", errors="surrogateescape") as names,
         ):
-            csv.writer(names).writerows([("row", "file"), *enumerate(file for file, _ in rows)])
+            csv.writer(names).writerows([_COLUMNS, *enumerate(file for file, _ in rows)])
     return code
+
+
+def _require_own_table(table: Path) -> None:
+    """Raise `InputError` if a file would be replaced that is not such a table."""
+    if not table.exists():
+        return
+    with writing(table), table.open("rb") as file:
+        is_own = file.readline().rstrip() == ",".join(_COLUMNS).encode()
+    if not is_own:
+        raise InputError(
+            "output", f"{table}: exists, and would be replaced: name another FILE.npy, or move it"
+        )

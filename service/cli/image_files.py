@@ -29,18 +29,27 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
     A note on stderr names pictures of a folder that lack the suffix of a picture.
 
     Raises:
-        InputError: a path does not exist, or a folder holds no images.
+        InputError: a path does not exist or is not a file, or a folder holds no images.
         DatasetError: a folder cannot be read.
     """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
             files += _find_in_folder(path)
-        elif path.exists():
+        elif path.is_file() or _is_pipe_of_shell(path):
             files.append(path)
+        elif path.exists():
+            raise InputError(
+                "path", f"{path}: not a file: write the picture to a file, and name it"
+            )
         else:
             raise InputError("path", f"{path}: no such file or folder{_hint(path)}")
     return files
+
+
+def _is_pipe_of_shell(path: Path) -> bool:
+    """Return whether a path is an open pipe, as of `<(...)`; a named pipe may never be written."""
+    return path.is_fifo() and os.path.realpath(path).rpartition("/")[2].startswith("pipe:")
 
 
 def require_class_folders(folder: Path) -> None:

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
 from model.errors import VitError
 from model.extension import CORE, claim
@@ -198,12 +198,30 @@ _LIKENESS: Final = 0.7
 """Lowest ratio of difflib at which a message suggests an option."""
 
 
+class _Once(argparse.Action):
+    """Stores a value that is given once, such as the checkpoint as an argument or as a flag."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest, self.default) not in (self.default, values):
+            flag = option_string or f"--{self.dest}"
+            parser.error(f"{flag} is given twice with different values: give one")
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with a message of one line, without the usage, which would hide it."""
         example = _example_of(self.prog.rpartition(" ")[2])
         if example and ("required" in message or "unexpected" in message):
             message = f"{message}; for example: {example}"
+        if "expected one argument" in message:
+            message += "; a value that begins with - needs =: --flag=-value"
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists all)\n")
 
 
@@ -260,6 +278,7 @@ def _parser(chosen: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentPars
         subparser = subparsers.add_parser(name, help=summary, allow_abbrev=False)
         if name == chosen:
             of_chosen = subparser
+            subparser.register("action", None, _Once)
             with _naming_outsider(name):
                 _command(name).add_arguments(subparser)
     return parser, of_chosen

@@ -6,9 +6,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ByteSize
 
@@ -39,28 +39,11 @@ CHECKPOINT_FLAGS = (
 MODEL_FLAGS = ("checkpoint", *CHECKPOINT_FLAGS, "device", "dtype")
 
 
-class _Checkpoint(argparse.Action):
-    """Stores the checkpoint, given either as the argument or as `--checkpoint`, not as both."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest, values)
-        if before != values:
-            parser.error(f"two checkpoints, {before} and {values}: name only one")
-        setattr(namespace, self.dest, values)
-
-
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint as an argument and as `--checkpoint`; VIT_CHECKPOINT is the default."""
     parser.add_argument(
         "checkpoint",
         nargs="?",
-        action=_Checkpoint,
         default=argparse.SUPPRESS,
         metavar="CHECKPOINT",
         help="a folder, a file, a hub id or `bundled` (docs/checkpoints.md)",
@@ -85,7 +68,6 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MO
         parser.add_argument(
             flag_of(name),
             dest=name,
-            action=_Checkpoint if name == "checkpoint" else "store",
             metavar="VALUE",
             default=argparse.SUPPRESS,
             help=shown.replace("%", "%%"),

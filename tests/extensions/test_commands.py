@@ -54,7 +54,7 @@ def test_converted_folder_answers_the_same(
         (["inspect", "a", "b"], "unexpected argument 'b'"),
         (
             ["inspect", "bundled", "--checkpoint", "mine"],
-            "two checkpoints, bundled and mine: name only one",
+            "--checkpoint is given twice with different values: give one",
         ),
     ],
 )

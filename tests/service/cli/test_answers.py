@@ -34,8 +34,12 @@ def test_missing_key_names_the_flag(
     transport = httpx.MockTransport(lambda _: answer)
     monkeypatch.setattr(answers, "Client", partial(Client, transport=transport))
     code, out, err = run(capsys, "classify", "examples/dog.jpg", "--url", "http://there")
-    told = "401 unauthorized: no key: give one of the server's keys with --api-key or VIT_API_KEY"
-    assert (code, out, err) == (1, "", f"vitserve: http://there: {told}\n")
+    told = "401 unauthorized: no key: give one of the server's keys, without its name, with"
+    assert (code, out, err) == (
+        1,
+        "",
+        f"vitserve: http://there: {told} --api-key or VIT_API_KEY\n",
+    )
 
 
 def test_command_gives_up_on_a_lost_server(

@@ -78,6 +78,33 @@ def test_a_broken_link_is_an_error(
     )
 
 
+@pytest.mark.parametrize("kind", ["named pipe", "device"])
+def test_path_that_is_no_file_is_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("/dev/zero")
+    if kind == "named pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    code, _, err = run(capsys, "classify", path)
+    assert (code, err) == (
+        1,
+        f"vitserve: {path}: not a file: write the picture to a file, and name it\n",
+    )
+
+
+def test_pipe_of_a_shell_is_read(
+    checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, (pictures / "a.jpg").read_bytes())
+    os.close(writer)
+    code, out, _ = run(capsys, "classify", f"/dev/fd/{reader}", "--checkpoint", checkpoint)
+    os.close(reader)
+    assert code == 0
+    assert "cat" in out
+
+
 def test_pictures_without_a_suffix_are_noted(
     checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,9 +389,12 @@ def test_unknown_option_names_the_nearest(
         ),
         (["README.md"], "`vitserve classify README.md` classifies pictures"),
         (["attention", "a.jpg", "--url", "http://there"], "but one of classify, embed"),
+        (["serve", "--port", "1", "--port=2"], "--port is given twice with different values"),
+        (["embed", "a.jpg", "-o", "a.npy", "-o", "b.npy"], "-o is given twice"),
+        (["serve", "--api-keys", "-key"], "a value that begins with - needs =: --flag=-value"),
         (
             ["serve", "--checkpoint", "mine", "bundled"],
-            "two checkpoints, mine and bundled: name only one",
+            "--checkpoint is given twice with different values: give one",
         ),
     ],
 )

@@ -50,6 +50,21 @@ def test_headless_models_classify_nothing(
     assert "a.png: cls" in out
 
 
+def test_table_of_another_program_is_kept(
+    checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "features.csv"
+    table.write_text("name,price\n")
+    command = "embed", pictures / "b.png", "-o", tmp_path / "features.npy"
+    code, _, err = run(capsys, *command, "--checkpoint", checkpoint)
+    assert code == 1
+    assert f"{table}: exists, and would be replaced: name another FILE.npy" in err
+    assert table.read_text() == "name,price\n"
+    table.unlink()
+    for _ in range(2):  # the second run replaces the files of the first
+        assert run(capsys, *command, "--checkpoint", checkpoint)[0] == 0
+
+
 def test_table_names_the_file_of_each_row(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
