@@ -102,7 +102,6 @@ COPY deploy/healthcheck.py ./
 # NumPy) has one thread, because its products are small; by default it starts one for each core.
 ENV PATH=/opt/venv/bin:$PATH \
     VIT_HOST=0.0.0.0 \
-    VIT_PORT=8000 \
     VIT_CACHE_DIR=/cache/vitserve \
     HF_HOME=/cache/huggingface \
     TMPDIR=/cache/tmp \

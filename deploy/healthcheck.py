@@ -8,6 +8,8 @@ import http.client
 import os
 import socket
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 
 class Connection(http.client.HTTPConnection):
@@ -23,10 +25,19 @@ class Connection(http.client.HTTPConnection):
         self.sock.connect(self.host.removeprefix("unix:"))
 
 
-def address() -> str:
-    """Return an address for reaching the service from this machine."""
-    hosts = os.environ.get("VIT_HOST", "").strip(" \t\"'")
-    host = hosts.split(",")[0].strip().removeprefix("[").removesuffix("]")
+def setting(name: str, arguments: Sequence[str]) -> str:
+    """Return a setting from the arguments of the service, or else from the environment."""
+    value = os.environ.get(f"VIT_{name.upper()}", "")
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, is_joined, text = argument.partition("=")
+        if flag == f"--{name}":
+            value = text if is_joined else following
+    return value.strip(" \t\"'")
+
+
+def address(hosts: str) -> str:
+    """Return an address for reaching a service on these hosts from this machine."""
+    host = hosts.split(",", maxsplit=1)[0].strip().removeprefix("[").removesuffix("]")
     return "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
 
 
@@ -36,11 +47,13 @@ def main() -> str | None:
     Returns:
         None if the service is ready, else the reason.
     """
-    # Not urllib.request, which would use a proxy of the environment.
+    # The service is process 1, or the child of an init with the same arguments.
+    arguments = Path("/proc/1/cmdline").read_text(errors="replace").split("\0")
     # The service takes PORT, too; see service.setting_warnings.
-    port = os.environ.get("VIT_PORT") or os.environ.get("PORT", "")
-    port = port.strip(" \t\"'")
-    connection = Connection(address(), int(port) if port.isdigit() else 8000, timeout=4)
+    port = setting("port", arguments) or os.environ.get("PORT", "")
+    host = address(setting("host", arguments))
+    # Not urllib.request, which would use a proxy of the environment.
+    connection = Connection(host, int(port) if port.isdigit() else 8000, timeout=4)
     try:
         # The service always answers for this host.
         connection.request("GET", "/readyz", headers={"Host": "127.0.0.1"})

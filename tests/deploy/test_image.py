@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.healthcheck import setting
 from deploy.image.slim import slim
 from tests.conftest import REPOSITORY
 from tests.stub_server import answering
@@ -133,3 +134,17 @@ def test_closed_port_is_unhealthy():
 def test_health_check_bypasses_proxies(name):
     with service(200, b"") as port:
         assert check(port, **{name: "http://127.0.0.1:1", "no_proxy": ""}).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "port"),
+    [
+        (["/sbin/docker-init", "--", "vitserve", "serve", "--port", "9000", ""], "9000"),
+        (["vitserve", "--port=9000", "--grpc-port", "1"], "9000"),
+        (["vitserve", "serve"], "8001"),
+        (["vitserve", "--port"], ""),
+    ],
+)
+def test_health_check_reads_the_flags(arguments, port, monkeypatch):
+    monkeypatch.setenv("VIT_PORT", "'8001'")
+    assert setting("port", arguments) == port

@@ -152,7 +152,7 @@ def test_probes_give_models_time_to_load(overlay: str) -> None:
     assert {
         ours[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "readiness", "liveness")
     } == {port["name"]}
-    assert f"VIT_PORT={port['containerPort']}" in (REPOSITORY / "Dockerfile").read_text()
+    assert f"\nEXPOSE {port['containerPort']}\n" in (REPOSITORY / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
