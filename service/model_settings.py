@@ -27,13 +27,13 @@ class ModelSettings(BaseModel):
     labels: LabelNames = Field(
         None,
         description='comma-separated names (`cat,dog,"a red car"`) or a JSON array; a file with '
-        "one name a line, JSON, CSV or a data set's YAML; `imagenet-1k` or "
+        "one name per line, JSON, CSV or a data set's YAML; `imagenet-1k` or "
         "`numbers`. Default: the checkpoint's",
     )
     activation: Literal["softmax", "sigmoid"] | None = Field(
         None,
-        description="function from logits to scores: `sigmoid` for a model with several labels "
-        "a picture whose files do not say so. Default: the checkpoint's",
+        description="function from logits to scores: `sigmoid` for a model that gives several "
+        "labels per picture, if its files do not say so. Default: the checkpoint's",
     )
     architecture: Name | None = Field(
         None,

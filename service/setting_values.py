@@ -38,8 +38,10 @@ _BEGINS_WITH_NAME = re.compile(r":|=[^=]")
 """Part of a key that begins with a name in another form, as in `web=KEY1` or `my.app:KEY1`."""
 
 _QUOTES = "\"'"
-_NOT_IN_A_KEY = re.compile(r"[\x00-\x20\x7f\"'\u2018-\u201d;,\[\]{}]|\A\$(?=\w+\Z)")
-"""Characters that no HTTP header can carry, or that separate keys or expand a variable."""
+_NOT_IN_A_KEY = re.compile(r"[^!-~]|[\"';,\[\]{}]|\A\$(?=\w+\Z)")
+"""Characters that HTTP headers carry in no or several encodings, or that separate keys or expand a
+variable.
+"""
 
 _BYTES = re.compile(r"\d+(?:\.\d+)?\s*(?:b|[kmgtp](?:i?b)?|([kmgtp]i))?", re.ASCII | re.IGNORECASE)
 _ANSWERS = frozenset(["true", "false", "yes", "no", "on", "off", "none", "null", "0", "1"])

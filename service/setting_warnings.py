@@ -1,4 +1,4 @@
-"""What an operator probably meant by settings that have no effect, or another than intended."""
+"""Warnings and errors about settings without an effect, or with an unintended one."""
 
 import ipaddress
 import os
@@ -40,6 +40,11 @@ def unused_warnings(settings: Settings) -> list[str]:
         lines.append(
             f"VIT_DRAIN_TIMEOUT={settings.drain_timeout:g} ends the process before "
             f"VIT_DRAIN_DELAY={settings.drain_delay:g} has passed: requests are cut off"
+        )
+    if settings.max_upload_bytes > settings.max_request_bytes:
+        lines.append(
+            f"VIT_MAX_UPLOAD_BYTES={settings.max_upload_bytes} has no effect above "
+            f"VIT_MAX_REQUEST_BYTES={settings.max_request_bytes}"
         )
     return lines
 

@@ -86,14 +86,14 @@ class Settings(ModelSettings, BaseSettings):
     # Computation.
     device: Device = Field(
         "auto",
-        description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine a device), "
+        description="`auto`, `cpu`, `cuda`, `cuda:0` or `cuda:0,cuda:1` (one engine per device), "
         "`all` GPUs and MIG instances, or an identifier: `cuda:MIG-...`. Numbers "
         "count the visible devices",
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="`auto`: OpenVINO on a CPU if it is installed, else torch; torch.compile "
-        "and one CUDA graph a batch size on a GPU. `on`: torch.compile, on a CPU "
+        "and one CUDA graph per batch size on a GPU.  `on`: torch.compile, on a CPU "
         "too. `off`: plain torch. A failure is logged and shown by /model",
     )
     cache_dir: CacheFolder = Field(
@@ -116,7 +116,7 @@ class Settings(ModelSettings, BaseSettings):
         ge=1,
         le=256,
         description="web processes; with several, and on a GPU, each engine runs in a process "
-        "of its own. Default: 1; on a GPU half of the cores, at most 24 a GPU",
+        "of its own. Default: 1; on a GPU half of the cores, at most 24 per GPU",
     )
 
     keep_alive: Annotated[float, Field(ge=1, le=86_400, allow_inf_nan=False)] = Field(
@@ -154,15 +154,15 @@ class Settings(ModelSettings, BaseSettings):
     )
     request_timeout: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = Field(
         10,
-        description="seconds from the request headers; then an image whose batch has not started "
-        "is answered 504, an incomplete body 408",
+        description="seconds from the request's headers. An image that no batch has started by "
+        "then gets 504, an incomplete body 408",
     )
 
     # Limits of requests.
     max_upload_bytes: Bytes = Field(
         ByteSize(20 << 20),
         gt=0,
-        description="bytes of a file, else 413; `20MiB` and `20MB` work too",
+        description="bytes of a file, else 413",
     )
     max_request_bytes: Bytes = Field(
         ByteSize(128 << 20), gt=0, description="bytes of a request's body, else 413"
@@ -241,7 +241,7 @@ class Settings(ModelSettings, BaseSettings):
         "`https://example.org`, `https://*.example.org` for its subdomains, or `*` "
         "for any",
     )
-    log_format: Literal["text", "json"] = Field("text", description="`json`: one object a line")
+    log_format: Literal["text", "json"] = Field("text", description="`json`: one object per line")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest severity that is logged"
     )

@@ -114,7 +114,7 @@ _SIDE_SECONDS = 60.0
 """Time after which a client asks again for the size of the default model's input."""
 
 _UNSHRUNK_FILTERS = ("nearest", "box")
-"""Filters that take whole pixels: of a smaller picture they would take other pixels."""
+"""Filters that pick single pixels; shrinking would make them pick others."""
 
 
 class _Service:

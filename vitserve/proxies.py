@@ -61,7 +61,7 @@ def proxy_of(url: httpx.URL) -> Proxy | None:
 
 
 def _is_exempt(url: httpx.URL, no_proxy: str) -> bool:
-    """Return whether NO_PROXY names a host, as urllib reads it or with `*.`, brackets, ranges."""
+    """Return whether NO_PROXY names a host, in the forms of urllib, `*.`, brackets or ranges."""
     port = url.port or {"http": 80, "https": 443}.get(url.scheme)
     if proxy_bypass(url.host) or proxy_bypass(f"{url.host}:{port}"):
         return True

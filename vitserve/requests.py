@@ -181,7 +181,7 @@ def _authorization(api_key: str) -> bytes:
     if not isinstance(api_key, str):
         raise TypeError(f"the api_key is of type {type(api_key).__name__}: expected str")
     key = api_key.strip()
-    wrong = re.search("[\x00-\x20\x7f\"',;\u2018-\u201d]", key)
+    wrong = re.search("[^!-~]|[\"',;]", key)
     if wrong is not None:
         raise ClientError(f"the api_key contains {wrong[0]!r}: give the key alone")
     if not key:

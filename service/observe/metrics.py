@@ -52,7 +52,7 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SCORES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 _BY_MODEL = frozenset({"vit_images", "vit_top1_score", "vit_image_duration_seconds"})
-"""Families with a label `model` whose series end with the model."""
+"""Metrics whose series disappear when the model is removed."""
 
 
 class Metrics(Collector):

@@ -18,25 +18,29 @@ from service.settings import load_settings
 from tests.service.web.apps import App
 
 running = App(load_settings({"audit_file": sys.argv[1]}))
-answers = [asyncio.run(running.get("/count", query)) for query in ("prefix=c", "suffix=t")]
-print(json.dumps([answers[0].json, answers[1].status, running.metric("label_counts_total")]))
+answers = [
+    asyncio.run(running.classify(query=query, path="/best"))
+    for query in ("min_score=0.1", "min_score=1", "least=1")
+]
+documents = [answers[0].json, answers[1].json]
+print(json.dumps([*documents, answers[2].status, running.metric("best_total")]))
 """
 
 
 def install(folder: Path) -> None:
     """Write the examples and their metadata into a folder, with the documented commands."""
     page = (REPOSITORY / "docs/extensions.md").read_text()
-    audit, count = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    audit, best = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     (folder / "audit_log.py").write_text(audit)
-    (folder / "label_count.py").write_text(count)
+    (folder / "best_label.py").write_text(best)
     [commands] = re.findall(r"^(mkdir.*?)^cd \.\.", page, re.M | re.S)
-    entry = "echo count = label_count:EXTENSION >>entry_points.txt"
+    entry = "echo best = best_label:EXTENSION >>entry_points.txt"
     subprocess.run(["bash", "-ec", commands + entry], cwd=folder, check=True)
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, object]], object]:
-    """The audited lines, and the answers of /count."""
+    """The audited lines, and the answers of /best."""
     folder = tmp_path_factory.mktemp("extensions")
     install(folder)
     lines = folder / "answers.jsonl"
@@ -50,13 +54,18 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, ob
 def test_documented_middleware_works(outcome):
     lines, _ = outcome
 
-    assert [(line["path"], line["status"]) for line in lines] == [("/count", 200), ("/count", 422)]
+    assert [(line["path"], line["status"]) for line in lines] == [
+        ("/best", 200),
+        ("/best", 200),
+        ("/best", 422),
+    ]
 
 
 def test_documented_route_answers(outcome):
-    _, [answer, status_of_unknown_parameter, counted] = outcome
+    _, [answer, below_least_score, status_of_unknown_parameter, counted] = outcome
 
-    labels = [label for label in model_info().labels if label.startswith("c")]
-    assert answer == {"model": model_info().name, "labels": len(labels)}
+    assert answer["model"] == model_info().name
+    assert answer["label"] in model_info().labels
+    assert below_least_score == answer | {"label": None}
     assert status_of_unknown_parameter == 422
-    assert counted == 1
+    assert counted == 2

@@ -470,6 +470,7 @@ def test_an_impossible_origin_is_refused(text: str) -> None:
         "K\x001",
         '"K1',
         "“K1”",
+        "schlüssel",
         "['K1','K2']",
         '""',
         '{"a": 1}',
@@ -499,6 +500,10 @@ def test_an_unsendable_key_is_refused(name: str, text: str) -> None:
             {"drain_delay": 40},
             "VIT_DRAIN_TIMEOUT=30 ends the process before VIT_DRAIN_DELAY=40 has passed: "
             "requests are cut off",
+        ),
+        (
+            {"max_upload_bytes": "200MB", "max_request_bytes": "100MB"},
+            "VIT_MAX_UPLOAD_BYTES=200000000 has no effect above VIT_MAX_REQUEST_BYTES=100000000",
         ),
     ],
 )

@@ -84,14 +84,6 @@ async def test_setting_decides_who_reads_metrics(public: str, status: int) -> No
     assert (await service.get("/metrics", authorization="Bearer one")).status == 200
 
 
-@on_a_loop
-async def test_a_key_may_hold_any_character() -> None:
-    service = app(api_keys="schlüssel")
-    communicator = service.communicator("GET", "/model")
-    communicator.scope["headers"].append((b"authorization", "Bearer schlüssel".encode()))
-    assert (await communicator.run()).status == 200
-
-
 # CORS
 
 
@@ -284,11 +276,11 @@ def classify_as(service: App, key: str) -> asyncio.Task[object]:
 
 
 def test_keys_without_name_are_numbered() -> None:
-    assert parse_keys(["web:abc", "def", "night-run_2:x:y", "a.b:c"]) == [
+    assert parse_keys(["web:abc", "def", "night-run_2:x:y", "a.b/c=="]) == [
         ApiKey("web", b"abc", True),
         ApiKey("key2", b"def"),
         ApiKey("night-run_2", b"x:y", True),
-        ApiKey("key4", b"a.b:c"),
+        ApiKey("key4", b"a.b/c=="),
     ]
     assert parse_keys(["web: abc"]) == parse_keys(["web:abc"])  # headers cannot contain the space
 
@@ -352,11 +344,10 @@ def test_repeated_keys_are_refused_unquoted(
     assert "abc" not in str(refused.value)
 
 
-@pytest.mark.parametrize("written", ["web:", "abc,web: ", ",", " "])
+@pytest.mark.parametrize("written", ["web:", "abc,web: ", ",", " ", ""])
 def test_empty_key_is_refused(written: str) -> None:
     with pytest.raises(SettingsError, match=r"^VIT_API_KEYS=\*\*\*: expected a (key|value)"):
         load_settings({"api_keys": written})
-    assert load_settings({"api_keys": ""}).api_keys == ()
 
 
 @on_a_loop
