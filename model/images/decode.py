@@ -19,10 +19,11 @@ import io
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
 from model.images import formats, png
@@ -65,6 +66,17 @@ MinSize = Callable[[int, int], tuple[int, int]]
 # Converts a piece of one picture.
 Converter = Callable[[Image.Image], Image.Image]
 
+# Message for a TIFF whose samples cannot be read, or not as they are meant.
+_OTHER_SAMPLES: Final = (
+    "TIFF pictures with these samples (bits, sample format or WhiteIsZero) are not read: convert "
+    "it to 8 bits per sample, or to PNG"
+)
+# Most bits of a sensor whose pixels are stored in 16 bits.
+_MOST_SENSOR_BITS: Final = 14
+# The brightest pixel must reach one part in this many of a range, unless it is the smallest.
+_LEAST_SHARE: Final = 8
+_NOT_FINITE: Final = "some pixels are not finite"
+_COLOURS = ("RGB", "RGBA", "RGBX", "CMYK")
 _GREY = ("1", "L", "LA", "La")
 # Modes that Pillow converts to grey or RGB only through other modes.
 _ROUTES: dict[str, tuple[str, ...]] = {"La": ("LA",), "LAB": ("RGB",)}
@@ -176,9 +188,38 @@ def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile
             raise UnsupportedImageFormat(
                 "this AVIF picture is of a kind that libavif does not read"
             ) from error
+        if str(error) == "unknown pixel mode":
+            raise UnsupportedImageFormat(_OTHER_SAMPLES) from error
         raise
+    if isinstance(image, TiffImageFile):
+        _check_samples(image)
     image.decodermaxblock = _PIECE_BYTES
     return image, orientation
+
+
+def _check_samples(image: TiffImageFile) -> None:
+    """Refuse a TIFF whose pixels Pillow reads without a word, but too dark or inverted."""
+    tags = image.tag_v2
+    is_inverted = tags.get(262) == 0 and image.mode.startswith(("I", "F"))
+    is_dark = 16 in tags.get(258, ()) and image.mode in _COLOURS and _bits_of_16(image) < 16
+    if is_inverted or is_dark:
+        raise UnsupportedImageFormat(_OTHER_SAMPLES)
+
+
+def _bits_of_16(image: Image.Image) -> int:
+    """Return the number of bits that samples stored in 16 bits use, 8...16.
+
+    A camera's 10, 12 or 14 bits are stated by a TIFF's BitsPerSample, or by its MaxSampleValue.
+    """
+    if not isinstance(image, TiffImageFile):
+        return 16
+    bits = max(int(image.tag_v2[258][0]), 8)
+    highest = image.tag_v2.get(281)
+    if highest:
+        used = max(int(max(highest)).bit_length(), 8)
+        if used <= _MOST_SENSOR_BITS:
+            bits = min(bits, used)
+    return bits
 
 
 def _gif_size(data: bytes | bytearray) -> tuple[int, int]:
@@ -274,12 +315,9 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
     Return None if the image needs no conversion. Alpha is dropped, not blended, and ICC profiles
     are ignored. Two kinds of modes are scaled, because Pillow would clip them:
 
-    * 16-bit grey (I;16, I;16B, I;16L, I;16N) is scaled to its high byte, like Pillow's 16-bit
-      colour.
-    * File formats do not state the range of 32-bit integers and floats (I, F). They are scaled from
-      the smallest of 0...1 (F only), 0...255 and 0...65535 that holds every pixel. Other pictures
-      are scaled from their own minimum to their maximum. A pixel that is not finite raises
-      ValueError.
+    * 16-bit grey (I;16, I;16B, I;16L, I;16N) is scaled to its highest eight bits, like Pillow's
+      16-bit colour.
+    * TIFF does not state the range of 32-bit integers and floats (I, F): see `_range_limits`.
 
     Args:
         image: loaded. The transparent colour is removed from its `info`, because it only costs time
@@ -294,7 +332,10 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
     if stored.startswith("I;16"):
         # Pillow passes 16-bit pixels on in the machine's byte order, or names the order in the
         # dtype.
-        return lambda piece: Image.fromarray((np.asarray(piece) >> 8).astype(np.uint8))
+        shift = _bits_of_16(image) - 8
+        return lambda piece: Image.fromarray(
+            np.minimum(np.asarray(piece) >> shift, 255).astype(np.uint8)
+        )
     if stored in ("I", "F"):
         return _scaler(image)
     route = _ROUTES.get(stored, ()) + (("L",) if stored in _GREY else (mode,))
@@ -308,24 +349,48 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
 
 
 def _scaler(image: Image.Image) -> Converter:
-    """Return the function that scales the likely range of the pixels to 0...255."""
+    """Return the function that scales the range of the pixels to 0...255; see `_range_limits`.
+
+    The smallest range that holds every pixel counts.
+
+    Raises:
+        ValueError: some pixels are not finite or negative, or all are so low that a smaller range
+            may be meant.
+    """
+    limits, dtype = _range_limits(image)
     extrema: Any = image.getextrema()
     low, high = map(float, extrema)
-    limits = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
-    limit = next((limit for limit in limits if low >= 0 and high <= limit), None)
-    if limit is not None:
+    if not np.isfinite([low, high]).all():
+        raise ValueError(_NOT_FINITE)
+    if low < 0 and dtype == np.uint32:  # Pillow's integers are signed
         low = 0.0
-        high = limit
-    factor = 255.0 / (high - low) if high > low else 0.0
+        high = limits[-1]
+    limit = next((limit for limit in limits if high <= limit), 0.0)
+    is_clear = limit == limits[0] or high >= limit / _LEAST_SHARE
+    if low < 0 or not limit or not is_clear:
+        ranges = ", ".join(f"0 to {limit:.0f}" for limit in limits)
+        raise ValueError(
+            f"they are from {low:g} to {high:g}, and one of {ranges} is expected: scale them, or "
+            "convert the picture to 8 bits per sample"
+        )
 
     def scale(piece: Image.Image) -> Image.Image:
-        # The span of the values may exceed 32-bit integers and floats, but not doubles.
-        values = np.asarray(piece).astype(np.float64)
-        if not np.isfinite([low, high, values.min(), values.max()]).all():
-            raise ValueError("some pixels are not finite")
-        values -= low
-        values *= factor
+        values = np.asarray(piece).view(dtype).astype(np.float64)
+        if not np.isfinite(values).all():
+            raise ValueError(_NOT_FINITE)
+        values *= 255 / limit
         values += 0.5
         return Image.fromarray(values.clip(0, 255, out=values).astype(np.uint8))
 
     return scale
+
+
+def _range_limits(image: Image.Image) -> tuple[tuple[float, ...], Any]:
+    """Return the highest values of the ranges that pixels may have, and the dtype of pixels."""
+    if image.mode == "F":
+        return (1.0, 255.0, 65535.0), np.float32
+    tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+    if tags.get(258, (32,))[0] == 16:  # signed, because unsigned ones have modes of their own
+        return (255.0, 32767.0), np.int32
+    dtype = np.uint32 if tags.get(339, (1,))[0] == 1 else np.int32
+    return (255.0, 65535.0, float(np.iinfo(dtype).max)), dtype

@@ -14,6 +14,11 @@ _MAX_BOUNDED_BYTES = 16_777_216
 # Keyword of the iTXt chunk with XMP (XMP specification, part 3).
 _XMP: Final = b"XML:com.adobe.xmp\0"
 
+# Keyword of the text chunk with Exif that ImageMagick and exiv2 write: three lines, then its bytes
+# in hexadecimal digits.
+_RAW_EXIF: Final = b"Raw profile type exif\0"
+_MAX_RAW_EXIF: Final = 262_144
+
 # Samples per pixel, by colour type.
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 
@@ -43,6 +48,7 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
     view = memoryview(data)
     kept = [view[:8]]
     exif = None
+    raw_exif = None
     xmp = None
     position = 8
     previous = b""
@@ -67,10 +73,12 @@ def strip(data: bytes | bytearray) -> tuple[bytes, int]:
             exif = bytes(view[body : end - 4])
         elif kind == b"iTXt" and data.startswith(_XMP, body):
             xmp = view[body + len(_XMP) : end - 4]
+        elif kind in (b"tEXt", b"zTXt") and data.startswith(_RAW_EXIF, body):
+            raw_exif = _raw_exif(view[body + len(_RAW_EXIF) : end - 4], kind == b"zTXt")
         position = end
         previous = kind
         if kind == b"IEND" or position >= len(data):
-            return b"".join(kept), read_orientation(exif, _packet(xmp))
+            return b"".join(kept), read_orientation(exif or raw_exif, _packet(xmp))
     raise InvalidImage(f"the file is made of more than {MAX_PARTS} parts")
 
 
@@ -86,4 +94,16 @@ def _packet(chunk: memoryview | None) -> bytes | None:
     try:
         return zlib.decompressobj().decompress(text, MAX_XMP)
     except zlib.error:
+        return None
+
+
+def _raw_exif(chunk: memoryview, is_compressed: bool) -> bytes | None:
+    """Return the Exif in a text chunk, after its keyword; None if damaged."""
+    text = bytes(chunk[:_MAX_RAW_EXIF])
+    try:
+        if is_compressed:  # the first byte is the method
+            text = zlib.decompressobj().decompress(text[1:], _MAX_RAW_EXIF)
+        digits = b"".join(text.split(b"\n")[3:])
+        return bytes.fromhex(digits.decode("ascii"))
+    except (zlib.error, ValueError):
         return None
