@@ -131,8 +131,8 @@ def parse_attention_head(head: str | None, heads: int) -> AttentionHead:
 def parse_classes(text: str, labels: Sequence[str]) -> list[int]:
     """Return the indices of the classes in a comma-separated list.
 
-    An integer is an index. Everything else is a label or one of its names, in any case: `tabby` of
-    `tabby, tabby cat`.
+    A whole label comes first, also one of digits. Another integer is an index. Everything else is
+    one of a label's names, in any case: `tabby` of `tabby, tabby cat`.
 
     Raises:
         InputError: a name is unknown or ambiguous, an index is too high, or there are too many
@@ -145,7 +145,8 @@ def parse_classes(text: str, labels: Sequence[str]) -> list[int]:
         taken = names.parts_of_label(parts)
         name = ", ".join(parts[:taken])
         parts = parts[taken:]
-        if name.isascii() and name.isdecimal() and len(name) < 10:
+        is_index = name.isascii() and name.isdecimal() and len(name) < 10
+        if is_index and name not in names.by_label:
             matches = [int(name)] if int(name) < len(labels) else []
         else:
             matches = names.classes(name)

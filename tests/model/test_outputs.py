@@ -53,7 +53,7 @@ LABELS = (
     [
         ("3", [3]),
         ("07", [7]),
-        ("7", [7]),
+        ("7", [6]),
         ("tabby", [0]),
         ("Tabby, Tabby Cat", [0]),
         ("tabby,tiger", [0, 1]),
@@ -66,6 +66,11 @@ LABELS = (
 )
 def test_classes_have_an_index_or_a_name(text: str, classes: list[int]) -> None:
     assert parse_classes(text, LABELS) == classes
+
+
+@pytest.mark.parametrize(("text", "classes"), [("1", [0]), ("10", [1]), ("0,2", [2, 2])])
+def test_label_of_digits_comes_before_index(text: str, classes: list[int]) -> None:
+    assert parse_classes(text, ("1", "10", "0")) == classes
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def maps(**said: Any) -> list[MapRequest]:
         ({"head": "1"}, [MapRequest("cls", layer=2, head=1)]),
         ({"method": "cls"}, [MapRequest.attention_row(2)]),
         pytest.param({"method": "rollout"}, [MapRequest("rollout")], marks=needs_methods),
-        ({"classes": "tiger, 7"}, [MapRequest("relevance", 1), MapRequest("relevance", 7)]),
+        ({"classes": "tiger, 07"}, [MapRequest("relevance", 1), MapRequest("relevance", 7)]),
         pytest.param({"method": "gae"}, [MapRequest("gae")], marks=needs_methods),
     ],
 )
