@@ -32,7 +32,7 @@ from model.outputs import (
 # The template of transformers' pipeline `zero-shot-image-classification`.
 DEFAULT_TEMPLATE: Final = "This is a photo of {}."
 
-# Factor on the evidence if a head abstains; the result is below `LITTLE_EVIDENCE` in any case.
+# Factor on the evidence when a head abstains, so small that the result is below `LITTLE_EVIDENCE`.
 _ABSTAINED: Final = 0.1
 
 _NOTHING: Final[Mapping[int, Any]] = MappingProxyType({})
@@ -167,11 +167,12 @@ class Head:
         maps: Mapping[int, AttentionMap] = _NOTHING,
         embeddings: Mapping[int, Floats] = _NOTHING,
     ) -> list[Outputs]:
-        """Answer one request for each of B images: the only place where scores become an answer.
+        """Answer one request for each of B images.
 
         Args:
             requests: what this head is asked for, per image.
-            logits: [B, C]; None if `best` is given and no request needs all logits.
+            logits: [B, C]; None if `best` is given, no request needs all logits, and there are no
+                thresholds.
             best: the best classes, if a graph has already ranked them on its device.
             features: [B, D], which tell whether an image is far from a taught head's examples.
             maps: attention maps by image, without score and evidence.
@@ -187,15 +188,17 @@ class Head:
         far = [False] * len(requests)
         if self.known is not None and features is not None:
             far = self.known.are_far(features).tolist()
+        predicted_scores: list[float] | None = None
+        if self.thresholds is not None:
+            assert logits is not None, "thresholds are compared with all scores"
+            predicted_scores = self._predicted_scores(logits).tolist()
         answers: list[Outputs] = []
         for image, requested in enumerate(requests):
             indices = best.indices[image, : requested.top_k]
             image_logits = None
             if requested.logits and logits is not None:
                 image_logits = logits[image]
-            thresholds = None
-            if self.thresholds is not None:
-                thresholds = self.thresholds[indices]
+            thresholds = None if self.thresholds is None else self.thresholds[indices]
             answers.append(
                 Outputs(
                     scores=best.scores[image, : requested.top_k],
@@ -207,6 +210,7 @@ class Head:
                     label_set=label_sets.get(image),
                     far=far[image],
                     thresholds=thresholds,
+                    predicted_score=predicted_scores[image] if predicted_scores else None,
                 )
             )
         return answers
@@ -247,10 +251,17 @@ class Head:
         if self.label_sets is not None:
             abstains |= [not len(label_set) for label_set in self.label_sets(logits)]
         if self.thresholds is not None:
-            abstains |= ~(self.scores(logits) >= self.thresholds).any(axis=1)
+            abstains |= self._predicted_scores(logits) < 0
         if self.known is not None and features is not None:
             abstains |= self.known.are_far(features)
         return abstains
+
+    def _predicted_scores(self, logits: Floats) -> Floats:
+        """Return the highest score of the classes that reach their thresholds, or -1: [B]."""
+        assert self.thresholds is not None
+        scores = self.scores(logits)
+        highest: Floats = np.where(scores >= self.thresholds, scores, np.float32(-1)).max(axis=1)
+        return highest
 
     def score_and_evidence(
         self, logits: Floats, classes: NDArray[np.int64], abstains: NDArray[np.bool_] | None = None
@@ -322,7 +333,7 @@ class Head:
     ) -> Mapping[int, AttentionMap]:
         """Return the maps, with score and evidence if they show a class.
 
-        A map that `MapRequest.classifier` scores stays as it is.
+        Maps of a request's own classifier stay as they are; `Head.answer` scores them.
         """
         classes: dict[int, int] = {}
         for image, shown in maps.items():

@@ -15,9 +15,7 @@ from model.methods import is_class_specific
 # One attention head by number, or all of them combined.
 AttentionHead = int | Literal["mean", "max"]
 
-
-# A drawing says in words that there is little evidence for its class below the first, and much from
-# the second on.
+# Captions say "little evidence" below the first value, and "much evidence" from the second on.
 LITTLE_EVIDENCE: Final = 0.2
 MUCH_EVIDENCE: Final = 0.6
 
@@ -105,9 +103,6 @@ class EmbeddingRequest:
 
     pool: Pooling = "head"
     normalize: bool = False
-
-
-TRANSFER: Final = EmbeddingRequest("transfer")
 
 
 def transfer_pool(config: NetworkConfig) -> Pooling:
@@ -216,6 +211,7 @@ class Outputs:
         more: outputs of other heads, in the order of the request.
         far: whether the image is far from all examples of a taught head, which then abstains.
         thresholds: float32 [top_k], the lowest score at which each class is predicted; None: 0.
+        predicted_score: with thresholds, the highest score of all classes that reach theirs, or -1.
     """
 
     scores: NDArray[np.float32]
@@ -228,6 +224,7 @@ class Outputs:
     more: "tuple[Outputs, ...]" = ()
     far: bool = False
     thresholds: NDArray[np.float32] | None = None
+    predicted_score: float | None = None
 
     def are_predicted(self, min_score: float | None = None) -> NDArray[np.bool_]:
         """Return whether each class reaches the thresholds of its head and caller, bool [top_k]."""
@@ -239,12 +236,13 @@ class Outputs:
     def reason_to_abstain(
         self, min_score: float | None = None
     ) -> Literal["coverage", "distance", "min_score"] | None:
-        """Return why the image gets no label, or None if it gets one."""
+        """Return why the image gets no label, or None if it gets one, whatever `top_k` is."""
         if self.far:
             return "distance"
         if self.label_set is not None and not len(self.label_set):
             return "coverage"
-        return None if self.are_predicted(min_score).any() else "min_score"
+        highest = self.scores[0] if self.predicted_score is None else self.predicted_score
+        return None if highest >= np.float32(min_score or 0) else "min_score"
 
     @property
     def abstains(self) -> bool:

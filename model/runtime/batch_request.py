@@ -141,7 +141,7 @@ class HeadTable(NamedTuple):
             config: the backbone's.
         """
         top_k = 1
-        logits = False
+        logits = self.own.thresholds is not None
         relevance = False
         layers: set[int] = set()
         pools: set[Pooling] = set()

@@ -260,7 +260,8 @@ class Predictor:
         if not is_plain:
             return MixedBatch(images, requests, heads, self._backend, self.config).outputs()
         top_k = max(requested.top_k for requested in requests)
-        arrays = self._backend.predict(images, BatchRequest(top_k))
+        request = BatchRequest(top_k, logits=self.own.thresholds is not None)
+        arrays = self._backend.predict(images, request)
         return self.own.outputs(requests, arrays.get("logits"), best=best_classes_of_graph(arrays))
 
     def embed_texts(self, texts: Sequence[str]) -> Floats:

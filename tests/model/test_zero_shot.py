@@ -257,6 +257,16 @@ def test_abstention_leaves_little_evidence() -> None:
     assert evidence[1] < LITTLE_EVIDENCE
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_thresholds_abstain_whatever_top_k_is(top_k: int) -> None:
+    head = Head(("a", "b"), False, thresholds=np.array([0.9, 0.3], np.float32))
+    logits = np.array([[0.2, 0.0], [3.0, 0.0], [1.5, 0.0]], np.float32)
+    answers = head.outputs([RequestedOutputs(top_k)] * 3, logits)
+    assert [answer.abstains for answer in answers] == head.abstains(logits).tolist()
+    assert [answer.abstains for answer in answers] == [False, False, True]
+    assert [answer.reason_to_abstain(0.5) for answer in answers] == ["min_score", None, "min_score"]
+
+
 def test_evidence_follows_the_logits_spread() -> None:
     logits = np.tile(np.array([-1.0, 1.0], np.float32), 500)
     logits[:4] = 8.0, 2.9, 1.7, -9.0  # their mean is 0, their deviation about 1

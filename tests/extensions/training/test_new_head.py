@@ -19,7 +19,7 @@ from model.heads import Head
 from model.images.preprocess import preprocess
 from model.network.library import LibraryNetwork, library_config, linear_head
 from model.outputs import (
-    TRANSFER,
+    EmbeddingRequest,
     MapRequest,
     RequestedOutputs,
     embedding_width,
@@ -101,7 +101,9 @@ def test_map_equals_that_of_a_taught_head(
     pixels = np.random.default_rng(0).integers(
         0, 256, (2, 16, 16, start.config.in_channels), np.uint8
     )
-    request = RequestedOutputs(1, MapRequest("relevance", class_index), embedding=TRANSFER)
+    request = RequestedOutputs(
+        1, MapRequest("relevance", class_index), embedding=EmbeddingRequest("transfer")
+    )
     served = predictor_of(with_head(start, head)).predict(pixels, request)
     taught = beside.predict(pixels, replace(request, head="taught"))
     for ours, theirs in zip(served, taught, strict=True):

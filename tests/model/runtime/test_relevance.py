@@ -19,7 +19,6 @@ from model.explanation.explain import explain
 from model.explanation.maps import sharpened_maps
 from model.heads import Head
 from model.outputs import (
-    TRANSFER,
     EmbeddingRequest,
     MapRequest,
     Outputs,
@@ -213,7 +212,10 @@ class TestOpenVino:
             if BatchRequest.of_graph("plain", plain.config).layers
             else None
         )
-        asked = [RequestedOutputs(2, row, embedding=TRANSFER), RequestedOutputs(2)]
+        asked = [
+            RequestedOutputs(2, row, embedding=EmbeddingRequest("transfer")),
+            RequestedOutputs(2),
+        ]
         expected: list[Any] = plain.predict(images, [asked[0], asked[1], asked[0]])
         backend = predictor._backend
         assert isinstance(backend, OpenVino)
@@ -485,7 +487,7 @@ def test_a_map_begins_where_its_head_reads(family: str, mode: str) -> None:
     weight = np.random.default_rng(3).standard_normal((2, width)).astype(np.float32)
     head = Head(("a", "b"), False, weight=weight, bias=np.zeros(2, np.float32), features="transfer")
     of_class = MapRequest("relevance", 1, classifier=head.linear)
-    asked = RequestedOutputs(1, of_class, embedding=TRANSFER)
+    asked = RequestedOutputs(1, of_class, embedding=EmbeddingRequest("transfer"))
     of_row = RequestedOutputs(1, MapRequest("relevance"))
     found: list[Any] = predictor.predict(
         images, [asked, of_row, replace(asked, map=replace(of_class, method="gae"))]

@@ -98,6 +98,9 @@ class FakeEngine:
         )
         label_set = np.array(expected_indices(red, red % CLASSES)) if requested.label_set else None
         thresholds = None if self.thresholds is None else self.thresholds[indices]
+        predicted_score = None
+        if thresholds is not None:
+            predicted_score = float(np.where(scores >= thresholds, scores, -1).max())
         others = [
             await self.infer(replace(request, requested=each), timeout=timeout)
             for each in requested.more
@@ -111,6 +114,7 @@ class FakeEngine:
             embedding,
             label_set=label_set,
             thresholds=thresholds,
+            predicted_score=predicted_score,
             more=more,
         )
         return InferenceResult(outputs, 1, 0.001, 0.002)
