@@ -13,6 +13,7 @@ new picture counts, and the rate of other callers.
 
 import csv
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,13 +38,14 @@ from model.checkpoint import load_checkpoint
 from model.config import PreprocessConfig
 from model.extensions.evaluation.cifar10 import TEST_FILES, TRAIN_FILES, read_files
 from model.extensions.taught.known_examples import KnownExamples
+from model.extensions.taught.linear_probe import interval
 from model.extensions.taught.taught_heads import Features, TaughtHead
 from model.images.preprocess import preprocess
 from model.outputs import EmbeddingRequest, MapRequest, Pooling, RequestedOutputs
 from model.runtime.predictor import Predictor
 from service.extensions.teach.fit import taught_head
 from vitserve.client import Client
-from vitserve.head_documents import Knowledge
+from vitserve.head_documents import Accuracy, Knowledge
 
 Floats = NDArray[np.float32]
 Numbers = NDArray[np.int64]
@@ -132,8 +134,8 @@ class Groups:
             head, known = self.learn(pool, own, y[own])
             right = float((answers(head, self.features[pool][others]) == y[others]).mean())
             assert known.accuracy is not None
-            held = float(known.accuracy.low <= right <= known.accuracy.high)
-            found |= {f"vitserve, {pool}": right, f"in the interval, {pool}": held}
+            agrees = float(_agrees(known.accuracy, right, len(others)))
+            found |= {f"vitserve, {pool}": right, f"agrees with the interval, {pool}": agrees}
         x = self.features["transfer"]
         rounded = x.astype(np.float16).astype(np.float32)
         head, _ = learn(rounded[own], y[own], self._names["transfer"])
@@ -278,6 +280,17 @@ def answers(head: TaughtHead, features: Floats) -> Numbers:
         head.head.logits(features).argmax(axis=1)
     ]
     return found
+
+
+def _agrees(accuracy: Accuracy, share: float, count: int) -> bool:
+    """Return whether a share of few test pictures agrees with an interval (Newcombe 1998).
+
+    The interval is of the accuracy on all pictures, which a share of 12 pictures misses by chance.
+    """
+    low, high = interval(share * count, count)
+    if share > accuracy.value:
+        return share - accuracy.value <= math.hypot(accuracy.high - accuracy.value, share - low)
+    return accuracy.value - share <= math.hypot(accuracy.value - accuracy.low, high - share)
 
 
 class Teacher:

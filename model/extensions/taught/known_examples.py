@@ -3,7 +3,6 @@
 No torch is needed.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -45,8 +44,7 @@ class KnownExamples:
     The distance is one minus the mean cosine to the nearest examples of the nearest label: deep
     nearest neighbours (Sun et al. 2022, https://arxiv.org/abs/2204.06507). Features of several
     parts use the weighted mean of the parts' cosines, because a part with long vectors would decide
-    alone. The limit is a conformal threshold: at least a share of `NEAR_SHARE` of pictures like the
-    examples is nearer.
+    alone.
 
     Attributes:
         examples: float32 [M, D] of float16 values, divided by their norms; a sample if there are
@@ -67,7 +65,9 @@ class KnownExamples:
     ) -> Self:
         """Build from features [N, D] and their labels [N].
 
-        The limit comes from the distance of each example to the others.
+        The limit is the quantile `NEAR_SHARE` of the distances of examples to the others. On other
+        pictures it kept that share, and the conformal rank, which is the farthest of few examples,
+        kept 98 %. The only example of a label does not count: it would be far from all others.
         """
         rows = np.linspace(0, len(features) - 1, min(len(features), MAX_KNOWN_EXAMPLES)).astype(
             np.int64
@@ -81,10 +81,12 @@ class KnownExamples:
         cosines = examples @ examples.T
         np.fill_diagonal(cosines, -np.inf)
         distances = _nearest_distances(cosines, kept_labels)
-        rank = min(len(examples), math.ceil(round((len(examples) + 1) * NEAR_SHARE, 6)))
+        has_others = np.bincount(kept_labels)[kept_labels] > 1
+        if has_others.any():
+            distances = distances[has_others]
         return cls(
             examples.astype(np.float16).astype(np.float32),
-            float(np.sort(distances)[rank - 1]),
+            float(np.quantile(distances, NEAR_SHARE)),
             weights,
             kept_labels,
         )

@@ -138,30 +138,29 @@ def choose_shrinkage(
     pictures favour one by chance. Losses are compared after a temperature is fitted. For the
     arguments see `fit_head`.
     """
-    logits = np.empty((len(SHRINKAGES), len(truth), classes), np.float32)
+    rows = np.flatnonzero(folds >= 0)
+    logits = np.empty((len(SHRINKAGES), len(rows), classes), np.float32)
     for fold in range(folds.max() + 1):
         is_held = folds == fold
         others = discriminants(features[~is_held], truth[~is_held], classes, SHRINKAGES)
         for number, (weight, bias) in enumerate(others):
-            logits[number, is_held] = features[is_held] @ weight.T + bias
-    rows = np.flatnonzero(folds >= 0)
+            logits[number, is_held[rows]] = features[is_held] @ weight.T + bias
     best = 0
-    fits = [fit_scores(held_out, truth[rows]) for held_out in logits[:, rows]]
+    fits = [fit_scores(held_out, truth[rows]) for held_out in logits]
     held_out_losses = [
-        losses(held_out, truth[rows], fit)
-        for held_out, fit in zip(logits[:, rows], fits, strict=True)
+        losses(held_out, truth[rows], fit) for held_out, fit in zip(logits, fits, strict=True)
     ]
     for number, loss in enumerate(held_out_losses):
         gain = held_out_losses[best] - loss
         if gain.mean() > gain.std() / math.sqrt(len(gain)):
             best = number
-    scores, _ = scores_and_energies(logits[best, rows], *fits[best])
+    scores, _ = scores_and_energies(logits[best], *fits[best])
     return Choice(
         SHRINKAGES[best],
         fits[best].temperature,
         float(held_out_losses[best].mean()),
         rows,
-        logits[best, rows],
+        logits[best],
         scores,
     )
 
@@ -177,14 +176,17 @@ def discriminants(
     means = np.stack([features[truth == label].mean(axis=0) for label in range(classes)])
     deviations = features - means[truth]
     covariance = (deviations.T @ deviations).astype(np.float64) / max(1, len(truth) - classes)
+    # All shrunk covariances have the same axes, so one decomposition replaces an inverse for each.
+    variances, axes = np.linalg.eigh(covariance)
+    variances = variances.clip(min=0)
+    projected = means @ axes
+    counts = np.bincount(truth, minlength=classes)
     least = _LEAST_VARIANCE * float(features.var()) + _ROUNDING
-    variance = max(covariance.trace() / len(covariance), least)
+    mean_variance = max(variances.mean(), least)
     for shrinkage in shrinkages:
-        shrunk = (1 - shrinkage) * covariance
-        shrunk[np.diag_indices_from(shrunk)] += shrinkage * variance
-        inverse = np.linalg.inv(shrunk)
-        weight = means @ inverse
-        excess = (inverse * covariance).sum() / np.bincount(truth, minlength=classes)
+        shrunk = (1 - shrinkage) * variances + shrinkage * mean_variance
+        weight = projected / shrunk @ axes.T
+        excess = (variances / shrunk).sum() / counts
         bias = (excess - (weight * means).sum(axis=1)) / 2
         at_means = means @ weight.T + bias
         margin = (at_means.diagonal() - at_means.mean(axis=1)).mean() * classes / (classes - 1)

@@ -70,13 +70,18 @@ def taught_head(
         model: name of a model that gives them.
 
     Raises:
-        DatasetError: there are too few examples: two labels need two examples each.
+        DatasetError: there are too few examples (two labels need two each), or their features are
+            not finite.
     """
     names = tuple(dict.fromkeys(labels))
     truth = np.array([names.index(label) for label in labels], np.int64)
     reason = too_few(Counter(labels))
     if reason:
         raise DatasetError(reason)
+    is_finite = np.isfinite(features).all(axis=1)
+    if not is_finite.all():
+        number = numbers[int(is_finite.argmin())]
+        raise DatasetError(f"the features of example {number} are not finite: remove it")
     rounds = _ROUNDS if len(truth) < _MANY else 1
     kind = Features.named(backbone)
     scales = kind.scales(features)

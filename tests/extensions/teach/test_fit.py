@@ -51,6 +51,17 @@ def test_copies_make_no_picture_far() -> None:
     assert not two.are_far(features[[0, 6]]).any()
 
 
+def test_limit_ignores_a_lone_example() -> None:
+    """The only example of a label is far from all others."""
+    features = np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32)
+    features[:, 0] += 5
+    features[8] = [0, 0, 0, 0, 0, 9]
+    truth = np.array([0, 0, 0, 0, 1, 1, 1, 1, 2])
+    assert (
+        KnownExamples.of(features, truth).limit == KnownExamples.of(features[:8], truth[:8]).limit
+    )
+
+
 def test_a_wrong_label_is_the_first_suspect() -> None:
     features, labels = pictures(10)
     labels[4] = "cow"
@@ -75,6 +86,14 @@ def test_labels_with_few_pictures_need_more() -> None:
     known = Knowledge.model_validate_json(head.statistics)
     assert known.needs_more == ["cow"]
     assert head.head.labels == LABELS, "one picture of a label is enough for it to be answered"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_features_that_are_not_finite_are_named(value: float) -> None:
+    features = np.eye(4, dtype=np.float32)
+    features[2, 1] = value
+    with pytest.raises(DatasetError, match="of example 12 are not finite: remove it"):
+        taught_head(features, ["a", "a", "b", "b"], range(10, 14), "b", "deit")
 
 
 @pytest.mark.parametrize(
