@@ -13,7 +13,7 @@ Bates 2021, https://arxiv.org/abs/2107.07511).
   2020, https://arxiv.org/abs/2010.03759), used as a conformal p-value (Bates et al. 2021,
   https://arxiv.org/abs/2104.08279).
 
-Each threshold may miss half of the pictures that the coverage allows to miss. Adaptive
+The coverage allows a share of misses; each of the two thresholds gets half of it. Adaptive
 sets were larger at the same coverage, and hardly ever empty; see docs/training.md (APS: Romano,
 Sesia & Candes 2020, https://arxiv.org/abs/2006.02544; RAPS: Angelopoulos et al. 2021,
 https://arxiv.org/abs/2009.14193). No torch is needed.

@@ -56,8 +56,9 @@ def explain(
         weights_bytes: limit of one block's attention weights; more images take several passes.
 
     Returns:
-        float32 [B, rows, columns] on the CPU, >= 0, each map summing to 1, or even if the method
-        finds nothing; and float32 [B], the share that fell on patches instead of prefix tokens.
+        float32 [B, rows, columns] on the CPU, >= 0: each map sums to 1, and is uniform if the
+        method finds nothing. And float32 [B], the share that fell on patches instead of prefix
+        tokens.
     """
     config = model.config
     images = max(1, weights_bytes // (4 * config.heads * config.tokens**2))

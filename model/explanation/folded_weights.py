@@ -64,7 +64,8 @@ class FoldedWeights(NamedTuple):
 def fold(model: VisionTransformer, *, transfer: bool = False) -> FoldedWeights:
     """Return the weights for `model.explanation.class_relevance`.
 
-    They are as many as a third of a block's weights, or as a block's for transfer features.
+    They have as many numbers as a third of a block's weights; with transfer features, as many as a
+    whole block.
 
     Args:
         model: the network.

@@ -91,8 +91,8 @@ def token_maps(tokens: Floats, config: ViTConfig) -> tuple[Floats, Floats]:
         tokens: [B, N], not negative.
 
     Returns:
-        [B, rows, columns], each map summing to 1, or even if all values are 0; and [B], the share
-        that fell on patches.
+        [B, rows, columns]: each map sums to 1, and is uniform if all values are 0. And [B], the
+        share that fell on patches.
     """
     exact = tokens.astype(np.float64)  # gradients of any scale may be tiny
     patches = exact[:, config.prefix_tokens :]

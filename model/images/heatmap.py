@@ -45,16 +45,15 @@ COLORMAPS = (
 # Longest side of a heat map in pixels.
 MAX_SIZE = 2048
 
-# From this longer side in pixels on, an input is shown by default; the photo shows more than a
-# smaller input.
+# If the model's input has a longer side of at least this many pixels, maps are drawn over the input
+# by default; below it, over the photo.
 _SMALL_INPUT = 128
 
 # Smallest default of the longer side in pixels: patches stay visible on small pictures.
 _MIN_DEFAULT_SIZE = 384
 
-# The last colour is at least this multiple of the even share, so a map below it stays pale.
+# The scale ends at this multiple of the even share or above, so that a nearly even map stays pale.
 _MIN_FULL_SCALE = 4.0
-
 
 # Brightness of the part of a photo that the model did not see.
 _DIMMED = 0.35
@@ -87,7 +86,7 @@ class Look:
 
 
 def default_view(image_size: tuple[int, int]) -> Literal["input", "photo"]:
-    """Return whether to draw maps over the model's input or, if there is one, over the photo."""
+    """Return the default view: the photo for small inputs, else the model's input."""
     return "photo" if max(image_size) < _SMALL_INPUT else "input"
 
 

@@ -24,7 +24,8 @@ CompileMode = Literal["auto", "on", "off"]
 # Sizes that networks are compiled for on a CPU. Larger batches take as long per image.
 SIZES: Final = (1, 2, 4, 8)
 
-# A `CompileMode` that a process asks its successor for, if a capture broke off. Not a setting.
+# Compile mode that a failed process passes to the process that replaces it: no CUDA graphs, because
+# a capture broke. Not a setting.
 WITHOUT_GRAPHS: Final = "no-graphs"
 
 
@@ -159,7 +160,7 @@ class Backend(Protocol):
     def covers(self, request: BatchRequest) -> bool:
         """Return whether one launch computes the whole batch.
 
-        Otherwise, images whose own request a graph computes are launched apart from the others.
+        If not, images whose requests a graph computes are launched separately.
         """
         return True
 

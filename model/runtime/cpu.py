@@ -14,8 +14,8 @@ from model.cores import compute_threads
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 
-# Largest block, in bytes, that glibc takes from a heap: the most that it allows. Without this
-# setting it arrives there, too, once a block of that size was freed.
+# glibc takes blocks up to this number of bytes from a heap, the most that it allows. By itself it
+# would raise the limit to this only after the first free of such a block.
 _LARGEST_IN_HEAP: Final = 32 << 20
 
 # Free bytes at the end of a heap that the process keeps; glibc's own rule is twice the largest
@@ -32,8 +32,8 @@ _GLIBC_VARIABLES: Final = {
 _BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16", "bf16"}
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
-# Largest batch by default. Larger ones are cut to this size (`backend.SIZES`) anyway, and a
-# request behind one waits for all of it.
+# Largest batch by default. Larger ones would be cut into pieces of this size (see `SIZES`), and a
+# request that arrives meanwhile would wait for all pieces.
 _MAX_BATCH: Final = 8
 _STREAMS: Final = 2
 

@@ -210,8 +210,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def mean_row(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Return the mean over queries of softmax(QK^T), [B, heads, N] float32.
 
-    It takes as many queries at a time as keep the scores of eight images in cache. That number does
-    not depend on the batch, so compiled code works for any batch.
+    It processes so few queries at a time that the scores of eight images fit into the cache. That
+    number does not depend on the batch, so compiled code works for any batch.
 
     Args:
         q: scaled, [B, heads, Q, head_dim].

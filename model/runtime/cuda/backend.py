@@ -208,7 +208,8 @@ def with_best(outputs: DeviceOutputs, head: Head, top_k: int) -> DeviceOutputs:
     """
     logits = outputs["logits"].float()
     scores = _scores(logits, head)
-    # A row with one NaN is all NaN after the softmax; a sigmoid keeps it in its position.
+    # One NaN logit makes all scores of a softmax NaN, but only one score of sigmoids. So a finite
+    # best score does not prove that the others are finite.
     finite = scores.isfinite().all(dim=-1)
     # Classes are ranked by logits, because several saturated sigmoids have a score of 1. If
     # logits are equal, which is frequent in bfloat16, the first is best; `topk` leaves that open.
@@ -220,7 +221,7 @@ def with_best(outputs: DeviceOutputs, head: Head, top_k: int) -> DeviceOutputs:
 def _scores(logits: Tensor, head: Head) -> Tensor:
     """Return `Head.scores` of logits on the device."""
     scaled = logits / head.temperature
-    if head.form != SOFTMAX:  # see `Form.falls`
+    if head.form != SOFTMAX:  # see `Form.negative_log_scores`
         below = scaled.amax(dim=-1, keepdim=True) - scaled
         crowd = (-below).exp().sum(dim=-1, keepdim=True)
         scaled = -((below * crowd**head.form.crowding) ** head.form.power)

@@ -31,7 +31,8 @@ class OpenVino(Backend):
 
     Torch computes those. Relevance and transfer features each have their own network, which shares
     the float32 weights. A thread builds it on the first request for it. Until then, or if that
-    fails, torch computes; if torch is not loaded, `defers` tells so beforehand.
+    fails, torch computes. If torch is not loaded yet, `defers` is true, and the engine moves the
+    request to the thread of maps.
 
     Args:
         network: the plain network.

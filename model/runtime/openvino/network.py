@@ -43,8 +43,8 @@ PRECISIONS: Final = {"float32": ("FP32", "f32"), "bfloat16": ("BF16", "bf16")}
 # versions without it refuse it.
 LEAN_OPTIONS: Final = {"SNIPPETS_MODE": "DISABLE"}
 
-# About the most bytes of the graphs of all sizes. The graph for a lone image comes on top, and
-# relevance doubles it all.
+# Approximate limit, in bytes, of all graphs of one network, without the graph for a lone image. A
+# model with relevance has two networks.
 FIXED_BYTES: Final = 160 << 20
 
 # About the bytes of a graph for one size besides its weights: kernels and descriptions of
