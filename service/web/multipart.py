@@ -71,6 +71,7 @@ class Form:
         self._files: list[UploadedFile] = []
         self._fields: dict[str, list[str]] = {}
         self._field_bytes = 0
+        self._others = 0  # parts besides the files
         self._has_ended = False
         # The current part.
         self._header = bytearray()
@@ -127,10 +128,15 @@ class Form:
 
     def on_headers_finished(self) -> None:
         """Begin a file or a parameter; raises as `_begin_file` and `_begin_parameter`."""
-        if self._name not in self._limits.fields:
-            self._begin_parameter(self._name)
-        elif not self._is_unchosen:
+        is_file = self._name in self._limits.fields
+        if is_file and not self._is_unchosen:
             self._begin_file()
+            return
+        self._others += 1
+        if self._others > _MAX_FIELDS:
+            raise MalformedRequest(f"multipart: more than {_MAX_FIELDS} fields besides the files")
+        if not is_file:
+            self._begin_parameter(self._name)
 
     def _begin_file(self) -> None:
         """Begin a file; raises `TooManyImages`, and `QueueFull` without slots."""
@@ -165,8 +171,6 @@ class Form:
             raise MalformedRequest(message)
         if self._encoding:
             raise MalformedRequest(f"{name}: {self._encoding}: send plain text in UTF-8")
-        if sum(map(len, self._fields.values())) >= _MAX_FIELDS:
-            raise MalformedRequest(f"multipart: more than {_MAX_FIELDS} fields besides the files")
         self._parameter = name
         self._fields.setdefault(name, []).append("")
         self._text.clear()

@@ -170,6 +170,8 @@ def test_empty_file_input_is_left_out() -> None:
     assert read(form(unchosen + b"x")) == [b"x"]
     with pytest.raises(MissingImage, match="lacks a file"):
         read(form(unchosen))
+    with pytest.raises(MalformedRequest, match="more than 64 fields"):
+        read(form(*[unchosen] * 65))
 
 
 @pytest.mark.parametrize(
