@@ -42,13 +42,14 @@ _EMOJI: Final = "\u2190-\u2bff\U0001f000-\U0001faff"
 
 # Format characters (category Cf) that change nothing that a reader sees. Characters with a visible
 # sign are left out, and so are those that part words, or shape a word, an emoji or a flag.
+# The class comes first, because `re` then finds a character without a look around each other one.
 _HIDDEN: Final = re.compile(
-    f"(?!(?<=[{_SCRIPTS}])[\u200c\u200d][{_SCRIPTS}]|(?<=[{_VIRAMAS}])\u200d"
-    f"|(?<=[{_UNSPACED}])\u200b[{_UNSPACED}]"
-    f"|(?<=[{_EMOJI}\ufe0f])\u200d[{_EMOJI}]"
-    "|(?<=[\U0001f3f4\U000e0020-\U000e007e])[\U000e0020-\U000e007f])"
     "[\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f]"
+    f"(?!(?<=[{_SCRIPTS}][\u200c\u200d])[{_SCRIPTS}]|(?<=[{_VIRAMAS}]\u200d)"
+    f"|(?<=[{_UNSPACED}]\u200b)[{_UNSPACED}]"
+    f"|(?<=[{_EMOJI}\ufe0f]\u200d)[{_EMOJI}]"
+    "|(?<=[\U0001f3f4\U000e0020-\U000e007e][\U000e0020-\U000e007f]))"
 )
 
 # Categories of characters that are invisible on their own.
@@ -131,7 +132,7 @@ def checked_texts(
     if not 1 <= len(texts) <= most:
         raise InputError(name, f"{name}: there are {len(texts)}, expected 1 to {most}")
     for number, text in enumerate(texts, start=1):
-        hidden = hidden_character(text)
+        hidden = hidden_character(text[:MAX_CHARACTERS])
         if not is_visible(text) or (hidden and not allows_hidden):
             remedy = f": remove {hidden}" if hidden else ""
             raise InputError(
