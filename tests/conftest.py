@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from xdist.scheduler.loadfile import LoadFileScheduling
 
 from tests import launcher, logging_state
 
@@ -59,20 +60,36 @@ def priority_as_it_was() -> Iterator[None]:
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
+class FilesWithSharedServers(LoadFileScheduling):  # type: ignore[misc]  # it has no types
+    """Give a process a whole file, or all files of the page, which share a browser and servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        folder = file.rpartition("/")[0]
+        return folder if folder == "tests/e2e/page" else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesWithSharedServers:
+    """Replace `--dist loadfile`."""
+    return FilesWithSharedServers(config, log)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files whose tests may take longest, so that all processes end together.
 
-    The mark `timeout` says how long a test may take. Of equal files, those in folders with more
-    tests begin; files of a folder stay together and share its fixtures. A single process keeps the
-    usual order.
+    The mark `timeout` says how long a test may take; 0 is no limit. Of equal files, those in
+    folders with more tests begin; files of a folder stay together and share its fixtures. A single
+    process keeps the usual order.
     """
     if not hasattr(config, "workerinput"):
         return
     longest: dict[Path, float] = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
-        longest[item.path] = max(longest.get(item.path, 0.0), float(mark.args[0]) if mark else 0.0)
+        seconds = float(mark.args[0] or "inf") if mark else 0.0
+        longest[item.path] = max(longest.get(item.path, 0.0), seconds)
     counts = Counter(item.path.parent for item in items)
     items.sort(key=lambda item: (-longest[item.path], -counts[item.path.parent], item.path.parent))
 
