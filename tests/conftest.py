@@ -60,19 +60,26 @@ def priority_as_it_was() -> Iterator[None]:
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-class FilesWithSharedServers(LoadFileScheduling):  # type: ignore[misc]  # it has no types
-    """Give a process a whole file, or all files of the page, which share a browser and servers."""
+TOGETHER = {
+    "tests/e2e/page": "page",  # a browser and two servers
+    "tests/extensions/formats": "libraries",  # timm and transformers, imported for five seconds
+    "tests/model/checkpoint": "libraries",
+}
+"""Folders whose files run in one process, by what they share."""
+
+
+class SharingFiles(LoadFileScheduling):  # type: ignore[misc]  # it has no types
+    """Give a process a whole file, or all files that share something slow."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        folder = file.rpartition("/")[0]
-        return folder if folder == "tests/e2e/page" else file
+        return TOGETHER.get(file.rpartition("/")[0], file)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesWithSharedServers:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharingFiles:
     """Replace `--dist loadfile`."""
-    return FilesWithSharedServers(config, log)
+    return SharingFiles(config, log)
 
 
 @pytest.hookimpl(trylast=True)
