@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from model.calibration import CALIBRATION_FILE
+from model.extension import extensions
 
 # Age of a change in nanoseconds from which on a further change surely shows in the file's time.
 _SETTLED: Final = 10_000_000_000
@@ -65,12 +67,27 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Return a hash of the code of `model`, which changes in a clone without a new version."""
-    folder = Path(__file__).resolve().parents[2]
+    """Return a hash of the code of `model` and of extensions: it changes without a version."""
     code = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        code.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    for root in (Path(__file__).resolve().parents[2], *_roots_of_extensions()):
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            code.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return code.hexdigest()
+
+
+def _roots_of_extensions() -> list[Path]:
+    """Return the packages and modules by which extensions outside this repository read files."""
+    names = {
+        dotted_name.partition(":")[0].partition(".")[0]
+        for extension in extensions()
+        for dotted_name in (*extension.sources, *extension.readers, *extension.label_readers)
+    }
+    roots = []
+    for name in sorted(names - {"model", "service"}):
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            roots += map(Path, spec.submodule_search_locations or filter(None, [spec.origin]))
+    return roots
 
 
 def machine() -> dict[str, object]:
