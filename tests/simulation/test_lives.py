@@ -239,7 +239,7 @@ def test_every_transition_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Version, "__init__", noted_create)
     for module in ("residency", "on_demand"):
         monkeypatch.setattr(f"service.models.{module}.RETIRE_SECONDS", 0.0)
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Lives,
         settings=settings(
             max_examples=40,

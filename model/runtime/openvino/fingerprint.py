@@ -82,7 +82,7 @@ def _roots_of_extensions() -> list[Path]:
         for extension in extensions()
         for dotted_name in (*extension.sources, *extension.readers, *extension.label_readers)
     }
-    roots = []
+    roots: list[Path] = []
     for name in sorted(names - {"model", "service"}):
         spec = importlib.util.find_spec(name)
         if spec is not None:

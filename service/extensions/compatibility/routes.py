@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import ModelInfo
-from service.errors import NotFound, UnknownModel
+from service.errors import InvalidParameter, NotFound, UnknownModel
 from service.web.admit import admit, model_of, service_of
 from service.web.body import check_early, read_picture
 from service.web.picture import infer_file
@@ -35,6 +35,7 @@ _FIELDS: Final = (FIELD, "data", "body")
 _VERSIONS: Final = ("", "1", "1.0")
 """The versions of each model in a path of TorchServe; empty without a version."""
 
+_TARGET_MODEL: Final = "X-Amzn-SageMaker-Target-Model"
 _PATH: Final = "/predictions/{name:path}"
 _REFUSALS: Final = problems(400, 404, 408, 413, 415, 422, 500, 503, 504)
 
@@ -71,6 +72,8 @@ async def ping(request: Request) -> Health:
 )
 async def invocations(request: Request, query: ClassifyQuery) -> Response:
     """Classify one picture, as POST /classify."""
+    if _TARGET_MODEL in request.headers:
+        raise InvalidParameter(f"{_TARGET_MODEL}: name the model by ?model=NAME instead")
     return await classify(request, query)
 
 

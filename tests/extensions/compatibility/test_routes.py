@@ -47,6 +47,14 @@ async def test_invocations_answer_like_classify(service: App, query: str) -> Non
 
 
 @on_a_loop
+async def test_a_target_model_is_refused(service: App) -> None:
+    headers = {"content-type": "image/png", "x-amzn-sagemaker-target-model": "dogs.tar.gz"}
+    answer = await service.request("POST", "/invocations", headers=headers, body=png(3))
+    assert (answer.status, answer.code) == (422, "invalid_parameter")
+    assert "?model=NAME" in answer.json["detail"]
+
+
+@on_a_loop
 @pytest.mark.parametrize(
     ("method", "version"), [("POST", ""), ("PUT", ""), ("POST", "/1"), ("PUT", "/1.0")]
 )
