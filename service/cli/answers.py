@@ -83,7 +83,7 @@ def answers_from(
         yield LocalAnswers(arguments)
         return
     _refuse_local_settings(arguments, sent_settings)
-    key = os.environ.get("VIT_API_KEY") if arguments.api_key is None else arguments.api_key
+    key = arguments.api_key or os.environ.get("VIT_API_KEY")
     try:
         with Client(url, api_key=(key or "").strip() or None, shrink=arguments.shrink) as client:
             yield ServerAnswers(client, arguments)

@@ -93,6 +93,8 @@ def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path,
     if files == arguments.paths and len(files) == 1 and folder.suffix and not folder.is_dir():
         require_output_file(folder, ".png")
         return {files[0]: folder}
+    if folder.is_file():
+        raise InputError("output", f"{folder}: is a file: name a folder for the maps")
     with writing(folder):
         folder.mkdir(exist_ok=True)
     pictures: dict[Path, Path] = {}

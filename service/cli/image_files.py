@@ -56,7 +56,7 @@ def require_class_folders(folder: Path) -> None:
     """Raise `InputError` unless a path is a folder, which may then have labelled pictures."""
     if folder.is_dir():
         return
-    problem = "not a folder" if folder.exists() else "no such folder"
+    problem = "not a folder" if folder.exists() else f"no such folder{_hint(folder)}"
     raise InputError(
         "data",
         f"{folder}: {problem}: give a folder with one subfolder of pictures per class",
@@ -115,15 +115,21 @@ def _begins_like_a_picture(file: Path) -> bool:
 
 def _hint(path: Path) -> str:
     """Return a likely remedy for a path that does not exist; empty if its name suggests none."""
-    if path.parts[:1] in (("http:",), ("https:",)):
-        return ": download the picture first, and name the file"
-    if path.name == "-":
-        return ": standard input is not read; write the picture to a file"
-    if any(character in path.name for character in "*?["):
-        return ": no file matches this pattern"
-    if path.name.startswith("@") and path.with_name(path.name[1:]).exists():
-        return ": leave out the @, which is only for curl"
-    return ""
+    start = path.parts[:1]
+    hint = ""
+    if start in (("http:",), ("https:",)):
+        hint = ": download the picture first, and name the file"
+    elif start == ("file:",):
+        hint = ": leave out file://"
+    elif start == ("~",) or "$" in str(path):
+        hint = ": the shell does not expand ~ and $ in quotes"
+    elif path.name == "-":
+        hint = ": standard input is not read; write the picture to a file"
+    elif any(character in path.name for character in "*?["):
+        hint = ": no file matches this pattern"
+    elif path.name.startswith("@") and path.with_name(path.name[1:]).exists():
+        hint = ": leave out the @, which is only for curl"
+    return hint
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -196,7 +202,8 @@ def require_output_file(file: Path, suffix: str) -> None:
         raise InputError("output", f"{file}: is a folder: name a file in it")
     if not file.parent.is_dir():
         raise InputError(
-            "output", f"{file}: the folder {file.parent} does not exist: make it first"
+            "output",
+            f"{file}: the folder {file.parent} does not exist{_hint(file)}: make it first",
         )
     if file.suffix.lower() != suffix:
         raise InputError(

@@ -152,6 +152,8 @@ def _run(arguments: list[str]) -> int:
     parser, chosen = _parser(arguments[0])
     if arguments[0] not in commands() and not arguments[0].startswith("-"):
         parser.error(_unknown_command(arguments[0]))
+    if any(argument == "" or re.fullmatch(r"--[\w-]+=", argument) for argument in arguments):
+        chosen.error("an argument is empty: is a variable in quotes unset?")
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         chosen.error(_unknown_argument(arguments[0], unknown[0], chosen))

@@ -64,10 +64,13 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = MO
     """Add a flag for each of these settings, with its environment variable in the help."""
     for name in names:
         meaning, default = described(name)
+        is_switch = settings_class().model_fields[name].annotation is bool
         shown = f"{meaning}. Default: {default}. [{variable_of(name)}]"
         parser.add_argument(
             flag_of(name),
             dest=name,
+            nargs="?" if is_switch else None,
+            const="true" if is_switch else None,
             metavar="VALUE",
             default=argparse.SUPPRESS,
             help=shown.replace("%", "%%"),

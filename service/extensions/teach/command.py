@@ -6,6 +6,7 @@ from pathlib import Path
 from model.errors import InputError
 from model.extensions.datasets.folders import find_pictures
 from model.extensions.datasets.split_names import TRAIN
+from model.head_files import is_taught_head
 from model.images.listing import list_folder
 from model.label_texts import checked_label
 from service.cli.answers import LocalAnswers, add_server_flags, answers_from
@@ -41,6 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     name = check_name(arguments.name)
     output = Path(f"{arguments.name}.safetensors")
+    if not arguments.url and output.exists() and not is_taught_head(output):
+        raise InputError(
+            "name", f"{output}: exists and is not a taught head: move it, or choose another name"
+        )
     labels = _labelled(arguments.folder, name)
     with answers_from(arguments) as source:
         teacher: LocalTeacher | ServerTeacher

@@ -18,7 +18,8 @@ def test_a_folder_becomes_the_file_of_a_head(
     (photos / "red" / "broken.png").write_bytes(b"no picture")
     (photos / "red" / "copy.png").write_bytes(next((photos / "red").glob("*")).read_bytes())
     checkpoint = write_checkpoint(tmp_path / "start", "abcde")
-    Path("colours.safetensors").write_bytes(b"before")
+    before = (99).to_bytes(8, "little") + b'{"format": "vitserve-head"}'
+    Path("colours.safetensors").write_bytes(before)
     Path("other name").hardlink_to("colours.safetensors")
     assert (
         main(["teach", "colours", str(photos), "--checkpoint", str(checkpoint), "--device", "cpu"])
@@ -35,7 +36,7 @@ def test_a_folder_becomes_the_file_of_a_head(
         "colours.safetensors: a taught head: a folder of --models takes it"
         in capsys.readouterr().err
     )
-    assert Path("other name").read_bytes() == b"before", (
+    assert Path("other name").read_bytes() == before, (
         "whoever reads the file meanwhile has all of it"
     )
 
@@ -77,6 +78,18 @@ def test_failed_teaching_is_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(["teach", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_weights_of_the_same_name_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / "pets.safetensors"
+    weights.write_bytes(b"weights of a network")
+    (tmp_path / "pictures/cat").mkdir(parents=True)
+    assert main(["teach", "pets", "pictures"]) == 1
+    assert "pets.safetensors: exists and is not a taught head" in capsys.readouterr().err
+    assert weights.read_bytes() == b"weights of a network"
 
 
 @pytest.mark.parametrize("options", [[], ["--url", "http://127.0.0.1:9"]], ids=["here", "server"])

@@ -93,6 +93,32 @@ def test_path_that_is_no_file_is_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["classify", "~/a.jpg"], "the shell does not expand ~ and $ in quotes"),
+        (["classify", "$HOME/a.jpg"], "the shell does not expand ~ and $ in quotes"),
+        (["classify", "file:///a.jpg"], "leave out file://"),
+        (["embed", "a.jpg", "-o", "~/a.npy"], "the shell does not expand ~ and $ in quotes"),
+    ],
+)
+def test_path_in_quotes_names_its_remedy(
+    line: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *line)
+    assert code == 1
+    assert message in err
+
+
+def test_switch_needs_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--strict"], ["--strict", "true"], ["--strict=true"]):
+        assert run(capsys, "serve", *flags, "--port", "http")[2].startswith("vitserve: --port=")
+    assert (
+        "--strict='bundled': expected a valid boolean"
+        in run(capsys, "serve", "--strict", "bundled")[2]
+    )
+
+
 def test_pipe_of_a_shell_is_read(
     checkpoint: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,7 +246,7 @@ def test_pillow_does_not_log_in_commands(
         (["attention", "README.md", "--sheet", "."], ".: is a folder: name a file in it"),
         (
             ["attention", "README.md", "examples", "-o", "README.md"],
-            "README.md: cannot be written: File exists",
+            "README.md: is a file: name a folder for the maps",
         ),
         (
             ["attention", "README.md", "examples", "-o", "nowhere/maps"],
@@ -392,6 +418,8 @@ def test_unknown_option_names_the_nearest(
         (["serve", "--port", "1", "--port=2"], "--port is given twice with different values"),
         (["embed", "a.jpg", "-o", "a.npy", "-o", "b.npy"], "-o is given twice"),
         (["serve", "--api-keys", "-key"], "a value that begins with - needs =: --flag=-value"),
+        (["classify", ""], "an argument is empty: is a variable in quotes unset?"),
+        (["serve", "--api-keys="], "an argument is empty: is a variable in quotes unset?"),
         (
             ["serve", "--checkpoint", "mine", "bundled"],
             "--checkpoint is given twice with different values: give one",
