@@ -82,6 +82,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         exchange: the last request, until its answer is complete and its body has ended.
         request_headers: headers of the next request, as far as they have arrived.
         drained: set when the client reads its answers again; None while it keeps up.
+        is_pipelining: whether the next request waits for its turn, see `Connections.begin_later`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.is_refused = False
         self.exchange: Exchange | None = None
         self.drained: asyncio.Event | None = None
+        self.is_pipelining = False
         self._loop = asyncio.get_running_loop()
         self._app: Any = config.loaded_app
         self._held = b""
@@ -172,8 +174,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             while self._held and not self.is_refused:
                 exchange = self.exchange
                 if exchange is None or (exchange.complete and not exchange.more_body):
-                    if self.drained is not None:
-                        break  # a second answer would wait in memory behind the unread one
+                    # A second answer would wait in memory behind an unread one.
+                    if self.drained is not None or self.is_pipelining:
+                        break
                     self._take_headers()
                 elif exchange.more_body and exchange.is_wanted and exchange.waiting <= _PAUSE_BYTES:
                     self._held = exchange.take(self._held)
@@ -239,7 +242,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         is_last = self.is_refused or self.connections.ending_since is not None
         if exchange.keep_alive and not is_last:
             self._wait(self.connections.idle_seconds)
-            self.advance()
+            if self._held and not exchange.more_body:
+                self.connections.begin_later(self)
+            else:
+                self.advance()
         elif exchange.more_body or self._held:  # bytes after a close would reset the connection
             self._linger()
         else:

@@ -1,7 +1,7 @@
 """All connections of a process: their limit, their eviction order, and their timers."""
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from functools import partial
 from typing import Final
 
@@ -38,6 +38,7 @@ class Connections:
         self.ending_since: float | None = None
         self.protocol = partial(HttpConnection, self)
         self._max_connections = max_connections
+        self._pipelining: deque[HttpConnection] = deque()
 
     def add(self, connection: HttpConnection) -> None:
         """Add a connection; at the limit, evict the longest waiting connection.
@@ -48,6 +49,25 @@ class Connections:
             self._make_room(connection)
         if connection not in self.ending:
             self.open[connection] = None
+
+    def begin_later(self, connection: HttpConnection) -> None:
+        """Let a connection begin its pipelined request, in turns with other such connections.
+
+        In each turn of the event loop, only one begins: otherwise a client with many connections
+        that pipeline cheap requests would keep the loop from all others.
+        """
+        connection.is_pipelining = True
+        self._pipelining.append(connection)
+        if len(self._pipelining) == 1:
+            asyncio.get_running_loop().call_soon(self._begin_next)
+
+    def _begin_next(self) -> None:
+        connection = self._pipelining.popleft()
+        connection.is_pipelining = False
+        if not connection.left.done():
+            connection.advance()
+        if self._pipelining:
+            asyncio.get_running_loop().call_soon(self._begin_next)
 
     def _make_room(self, connection: HttpConnection) -> None:
         evicted = connection

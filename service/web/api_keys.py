@@ -54,7 +54,14 @@ class KeyGuard:
         if not token:
             raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
         if not matching:
-            raise Unauthorized("unknown API key")
+            name, _, secret = token.partition(b":")
+            with_name = [
+                key
+                for key in self._keys
+                if key.name.encode() == name and hmac.compare_digest(secret, key.secret)
+            ]
+            remedy = ": send it without its name and the colon" if with_name else ""
+            raise Unauthorized(f"unknown API key{remedy}")
         return matching[0]
 
     @contextmanager
@@ -105,10 +112,15 @@ class ApiKeyMiddleware:
     def _key_of(self, scope: Scope) -> ApiKey | None:
         """Return the key of a request; None if it has the admin key where that is accepted."""
         authorization = Headers(scope=scope).get("authorization", "")
-        accepts_admin_key = self._rules.accepts_admin_key(scope["path"])
-        if accepts_admin_key and holds_admin_key(authorization, self._settings):
+        is_admin = holds_admin_key(authorization, self._settings)
+        if is_admin and self._rules.accepts_admin_key(scope["path"]):
             return None
-        return self._guard.find(authorization)
+        try:
+            return self._guard.find(authorization)
+        except Unauthorized:
+            if not is_admin:
+                raise
+        raise Unauthorized("this is the admin key, and an API key is needed here")
 
 
 def bearer_token(authorization: str) -> bytes | None:

@@ -17,6 +17,7 @@ query that the pydantic model validates, which OpenAPI shows too. Errors rise to
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar, get_type_hints
 
+import msgspec
 from pydantic import BaseModel
 from starlette.convertors import FloatConvertor, IntegerConvertor
 from starlette.datastructures import State
@@ -30,7 +31,7 @@ from service.errors import MethodNotAllowed, NotFound
 from service.web.middleware import request_context
 from service.web.query import parse_query, require_no_parameters
 from service.web.routes.not_found import nearest_path
-from service.web.routes.openapi import Json, Operation, openapi_document
+from service.web.routes.openapi import Operation, openapi_document
 from service.web.routes.request_headers import check_headers, require_acceptable
 
 Function = Callable[..., Coroutine[Any, Any, Response | BaseModel]]
@@ -207,7 +208,7 @@ class Application:
         self.lifespan = lifespan
         self._lifespan = LifespanRouter(lifespan=lifespan)
         self._fixed: Mapping[tuple[str, str], Endpoint] = {}
-        self._document: Json | None = None
+        self._document = b""
 
     def set_routes(self, routes: Sequence[Endpoint]) -> None:
         """Set all endpoints; the first that takes a method and a path answers."""
@@ -220,15 +221,16 @@ class Application:
             for method in endpoint.methods
         }
 
-    def openapi(self, version: str) -> Json:
-        """Return the OpenAPI document."""
-        if self._document is None:
-            self._document = openapi_document(
+    def openapi(self, version: str) -> bytes:
+        """Return the OpenAPI document as JSON, which is written once."""
+        if not self._document:
+            document = openapi_document(
                 [endpoint.operation for endpoint in self.routes if endpoint.is_described],
                 version=version,
                 public=self.state.rules.public,
                 keys_required=self.state.keys_required,
             )
+            self._document = msgspec.json.encode(document)
         return self._document
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,8 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from model.errors import ExtensionError
 from model.methods import methods
@@ -91,8 +92,11 @@ router = Router(is_described=False, is_loose=True)
 async def openapi(request: Request) -> Response:
     """Describe the service for machines."""
     prefix = request_context(request.scope).prefix
-    servers = {"servers": [{"url": prefix}]} if prefix else {}
-    return JSONResponse(request.app.openapi(__version__) | servers)
+    document: bytes = request.app.openapi(__version__)
+    if prefix:
+        servers = msgspec.json.encode({"servers": [{"url": prefix}]})
+        document = b"%b,%b" % (servers[:-1], document[1:])
+    return Response(document, media_type="application/json")
 
 
 async def file(request: Request) -> Response:

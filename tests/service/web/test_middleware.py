@@ -311,11 +311,19 @@ def test_loading_needs_the_admin_key(method: str, path: str, asks: bool) -> None
             "an API key is needed: Authorization: Bearer KEY",
         ),
         ({"authorization": "Bearer two"}, "unknown API key"),
-        ({"authorization": "Bearer web:one"}, "unknown API key"),
+        ({"authorization": "Bearer web:two"}, "unknown API key"),
+        (
+            {"authorization": "Bearer web:one"},
+            "unknown API key: send it without its name and the colon",
+        ),
+        (
+            {"authorization": "Bearer ADMIN"},
+            "this is the admin key, and an API key is needed here",
+        ),
     ],
 )
 async def test_wrong_key_has_its_own_message(headers: dict[str, str], told: str) -> None:
-    refused = await app(api_keys="web:one").get("/model", **headers)
+    refused = await app(api_keys="web:one", admin_key="ADMIN").get("/model", **headers)
     assert (refused.status, refused.code, refused.json["detail"]) == (401, "unauthorized", told)
 
 
