@@ -27,6 +27,7 @@ Tower = Callable[[Sequence[str]], Floats]
 # Number of texts that the tower computes at once.
 _CHUNK: Final = 16
 
+# Memory for features of texts that may come again; the oldest are evicted.
 _CACHE_BYTES: Final = 32 << 20
 
 # Largest memory of a text and its cache entry, without the feature.
@@ -34,14 +35,9 @@ _TEXT_BYTES: Final = 1500
 
 
 class TextFeatures:
-    """Computes features of texts, for requests on one event loop.
+    """Computes features of texts, for requests on one event loop."""
 
-    Args:
-        cache_bytes: memory for features of texts that may come again; the oldest are evicted.
-    """
-
-    def __init__(self, *, cache_bytes: int = _CACHE_BYTES) -> None:
-        self._cache_bytes = cache_bytes
+    def __init__(self) -> None:
         self._cache: OrderedDict[str, Floats] = OrderedDict()
         self._tower_lock = asyncio.Lock()  # first in, first out
         self._closed = False
@@ -92,6 +88,6 @@ class TextFeatures:
             raise InferenceFailed("the text tower failed on these texts") from None
         computed = {text: row.copy() for text, row in zip(texts, rows, strict=True)}
         self._cache |= computed
-        while len(self._cache) * (_TEXT_BYTES + rows[0].nbytes) > self._cache_bytes:
+        while len(self._cache) * (_TEXT_BYTES + rows[0].nbytes) > _CACHE_BYTES:
             self._cache.popitem(last=False)
         return computed

@@ -214,11 +214,6 @@ class _Worker:
                 grant.is_recalled = True
                 self.send(frames.Recalled(id_, grant.model))
 
-    @property
-    def leads_a_swap(self) -> bool:
-        """Return whether a version that the worker had loaded waits for its decision."""
-        return self._swap is not None
-
     def uses(self, version: Version[ModelEngine]) -> bool:
         """Return whether the worker gives new requests to a version."""
         grants = self._grants.values()

@@ -447,7 +447,7 @@ async def test_a_dead_worker_ends_no_take_over() -> None:
         before = device.model.current
         others = set(device.server.workers)
         await leads.engines[0].ask(frames.Change("load_next", "", "next"))
-        leader = next(worker for worker in others if worker.leads_a_swap)
+        leader = next(worker for worker in others if worker._swap is not None)
         leader.handle(frames.Call(0, frames.Change("take_over", "")))
         await asyncio.sleep(0)  # the version takes over, and its load is not over
         await leader.close()

@@ -13,7 +13,7 @@ import grpc
 from service.errors import ModelFailed
 from service.extensions.inference_protocol import GRPC_PROBES
 from service.extensions.inference_protocol.grpc.call import Call
-from service.extensions.inference_protocol.grpc.methods import METHODS, STREAMS, Streams
+from service.extensions.inference_protocol.grpc.methods import METHODS, STREAMS, WATCH
 from service.web.api_keys import KeyGuard
 from service.web.lanes import Lane
 from service.web.limiter import RECEIVING_BYTES
@@ -81,11 +81,9 @@ class Calls:
             _MIN_ARRIVALS, RECEIVING_BYTES // settings.max_request_bytes // settings.workers
         )
         lane = partial(Lane, clock=service.clock)
-        self._streams = Streams(
-            service,
-            watches=lane("watchers", lambda: _WATCHES, per_caller=_WATCHES_PER_CALLER),
-            reflections=lane("reflection", lambda: _REFLECTIONS, per_caller=ARRIVALS_PER_CALLER),
-        )
+        reflections = lane("reflection", lambda: _REFLECTIONS, per_caller=ARRIVALS_PER_CALLER)
+        self._streams = dict.fromkeys(STREAMS, reflections)
+        self._streams[WATCH] = lane("watchers", lambda: _WATCHES, per_caller=_WATCHES_PER_CALLER)
         self._arrivals = lane("messages", lambda: arrivals, per_caller=ARRIVALS_PER_CALLER)
         self._pace = RefusalPace(service.clock, REFUSALS_PER_SECOND)
 
@@ -94,8 +92,14 @@ class Calls:
         return await self._handled(path, context, partial(METHODS[path], self._service))
 
     async def converse(self, path: str, _: object, context: Any) -> None:
-        """Answer a call with a stream of messages; the signature is grpcio's."""
-        await self._handled(path, context, partial(STREAMS[path], self._streams))
+        """Answer a call with a stream of messages, in a turn of its lane; see `answer`."""
+
+        async def work(call: Call) -> None:
+            with self._streams[path].turn(call.caller, 1, call.deadline) as turn:
+                await turn
+                await STREAMS[path](self._service, call)
+
+        await self._handled(path, context, work)
 
     async def _handled(self, path: str, context: Any, work: Callable[[Call], Awaitable[T]]) -> T:
         metrics = self._service.metrics

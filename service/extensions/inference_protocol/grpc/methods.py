@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from google.protobuf import json_format
 
@@ -32,26 +32,11 @@ from service.extensions.inference_protocol.inference import (
 )
 from service.web.admit import AdmittedRequest, Sender, acquire, check_open
 from service.web.body import read_whole
-from service.web.lanes import Lane
 from service.web.service import Service
 from vitserve import __version__
 
 Method = Callable[[Service, Call], Awaitable[bytes]]
 """Returns the encoded answer to a call."""
-
-
-class Streams(NamedTuple):
-    """The shared objects of streaming methods.
-
-    Attributes:
-        service: the service behind the calls.
-        watches: lane of the calls that watch the health.
-        reflections: lane of the calls that ask for services.
-    """
-
-    service: Service
-    watches: Lane
-    reflections: Lane
 
 
 def _encode(document: Mapping[str, Any], message: str) -> bytes:
@@ -122,24 +107,20 @@ async def _check(service: Service, call: Call) -> bytes:
     return _encode({"status": health.status_of(service, name)}, health.RESPONSE)
 
 
-async def _watch(streams: Streams, call: Call) -> None:
+async def _watch(service: Service, call: Call) -> None:
     name = _parsed(health.REQUEST, await call.message()).get("service", "")
 
     async def send(status: str) -> None:
         await call.send(_encode({"status": status}, health.RESPONSE))
 
-    with streams.watches.turn(call.caller, 1, call.deadline) as turn:
-        await turn
-        await health.watch(streams.service, name, send)
+    await health.watch(service, name, send)
 
 
-async def _reflect(streams: Streams, call: Call) -> None:
+async def _reflect(service: Service, call: Call) -> None:
     """Answer questions about this port's services until the stream ends or reaches its limit."""
-    with streams.reflections.turn(call.caller, 1, call.deadline) as turn:
-        await turn
-        while (message := await call.next_message()) is not None:
-            answer = reflection.answer(_parsed(reflection.REQUEST, message))
-            await call.send(_encode(answer, reflection.RESPONSE))
+    while (message := await call.next_message()) is not None:
+        answer = reflection.answer(_parsed(reflection.REQUEST, message))
+        await call.send(_encode(answer, reflection.RESPONSE))
 
 
 def _parsed(message: str, data: bytes) -> dict[str, Any]:
@@ -177,8 +158,10 @@ METHODS: Final = {f"/{GRPC_SERVICE}/{name}": method for name, method in _PROTOCO
 }
 """Methods that answer with one message, by path."""
 
-STREAMS: Final[dict[str, Callable[[Streams, Call], Awaitable[None]]]] = {
-    f"/{GRPC_HEALTH_SERVICE}/Watch": _watch,
+WATCH: Final = f"/{GRPC_HEALTH_SERVICE}/Watch"
+
+STREAMS: Final[dict[str, Callable[[Service, Call], Awaitable[None]]]] = {
+    WATCH: _watch,
     **dict.fromkeys(reflection.PATHS, _reflect),
 }
 """Methods that answer with a stream, by path."""
