@@ -22,7 +22,7 @@ _NAMES: Final = (
     r"classification_head|last_layer|linear_classifier|classifier_head|fc_head|output|out|"
     r"output_layer|final_layer|logits"
 )
-_HEAD: Final = re.compile(rf"(?P<part>{_NAMES})(?:\.\w+)*\.weight")
+HEAD: Final = re.compile(rf"(?P<part>{_NAMES})(?:\.\w+)*\.weight")
 # First parts of the names of a network's own tensors.
 _OF_NETWORK: Final = frozenset(
     {
@@ -95,7 +95,7 @@ class _Head:
             return dict(tensors)
         width = len(norm)
         layers = _layers(tensors)
-        heads = [name for name in layers if _HEAD.fullmatch(name)]
+        heads = [name for name in layers if HEAD.fullmatch(name)]
         if len(heads) > 1 and len({name.partition(".")[0] for name in heads}) == 1:
             shown = " and ".join(map(self._shown, heads))
             raise CheckpointError(
@@ -210,7 +210,7 @@ def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
         for name, tensor in tensors.items()
         if name.endswith(".weight")
         and tensor.ndim == 2
-        and (name.partition(".")[0] not in _OF_NETWORK or _HEAD.fullmatch(name))
+        and (name.partition(".")[0] not in _OF_NETWORK or HEAD.fullmatch(name))
     ]
 
 

@@ -42,7 +42,28 @@ _REMEDIES: Final = {
     "fc_norm": _FINAL_NORM,
     "reg_token": "state the number of register tokens: reg_tokens (num_register_tokens)",
 }
+_LEAVE_OUT: Final = (
+    'save without it; of a file of weights alone --keys FILE (VIT_KEYS) leaves it out, with to = ""'
+)
+# Tensors that change the scores without being layers, and how to keep their effect.
+_EFFECTS: Final = (
+    (
+        re.compile(r"(?!.*running_)(.*[._])?(mean|std)"),
+        "pixel statistics of a normalisation within the network: write them as mean and std into "
+        f"the file of --preprocess (VIT_PREPROCESS), and {_LEAVE_OUT}",
+    ),
+    (
+        re.compile(r"(.*\.)?(temperature|logit_scale|logit_bias)"),
+        "it changes the logits, and is not read: fit a temperature with vitserve calibrate, and "
+        f"{_LEAVE_OUT}",
+    ),
+)
 _UNCHANGED: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+def advice_on_effect(name: str) -> str:
+    """Return how to keep the effect of a tensor that is not a layer's; empty for others."""
+    return next((advice for pattern, advice in _EFFECTS if pattern.fullmatch(name)), "")
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -189,7 +210,8 @@ def checked(
     for kind, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            remedy = _remedy_of_names(missing, unexpected, shapes, stored)
+            effect = next(filter(None, map(advice_on_effect, unexpected)), None)
+            remedy = effect or _remedy_of_names(missing, unexpected, shapes, stored)
             shown = _stored_name(names[0], stored)
             raise CheckpointError(f"{where}: {kind} key {shown!r}{more}: {remedy}")
     left = dict(tensors)
@@ -229,10 +251,7 @@ def _remedy_of_names(
             "save all of model.state_dict(), if the file is a part of the model; else correct the "
             "architecture, which has this layer"
         )
-    return (
-        "the architecture lacks this part: correct the architecture, or save without the part; "
-        'of a file of weights alone --keys FILE (VIT_KEYS) leaves it out, with to = ""'
-    )
+    return f"the architecture lacks this part: correct the architecture, or {_LEAVE_OUT}"
 
 
 def _blocks(names: Iterable[str]) -> set[int]:

@@ -23,13 +23,19 @@ QUANTISED_REMEDY: Final = (
     "quantised weights are not read: save floating-point weights, "
     "model.dequantize().save_pretrained(FOLDER), or give the model that was quantised"
 )
-# Names of tensors that are not read, and the remedy; torch's weight norm saves two factors.
+# Names of tensors that are not read, and the remedy. torch's weight norm saves two factors, its
+# pruning and its spectral norm save the weight and a mask or vectors.
 _UNREAD: Final = (
     (_QUANTISED, QUANTISED_REMEDY),
     (
         re.compile(r".+\.(weight_g|parametrizations\.weight\.original0)"),
         "weights in two factors are not read: save the model after "
         "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')",
+    ),
+    (
+        re.compile(r".+\.\w+_orig"),
+        "weights with a mask or a spectral norm are not read: save the model after "
+        "torch.nn.utils.prune.remove(layer, 'weight') or remove_spectral_norm(layer)",
     ),
 )
 

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
+from model.checkpoint.own_heads import HEAD
 from model.checkpoint.wrappers import left_out_notes, prefix_notes
 from model.errors import CheckpointError
 
@@ -26,6 +27,8 @@ _UNUSED: Final = re.compile(
 # Numbers that change the scores.
 _SCALES: Final = re.compile(r"(.*\.)?(temperature|logit_scale|logit_bias)")
 _AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", re.IGNORECASE)
+# Averaged weights in parts of training, such as a callback, or in a list without names.
+_UNREAD_AVERAGES: Final = re.compile(r"(^|[._])(ema|shadow|swa|averag)", re.IGNORECASE)
 _MAX_DEPTH: Final = 5
 # Two parts with this many names in common are copies of one network; a block alone has twelve.
 _MIN_COMMON_NAMES: Final = 8
@@ -66,12 +69,18 @@ def network_in(content: Any, copy: str | None, where: str) -> Network:
     """
     items = dict(_flat(content))
     tensors = _weights(items, content, where)
-    notes = left_out_notes([str(name) for name in items if name not in tensors])
+    left_out = [str(name) for name in items if name not in tensors]
+    notes = left_out_notes(left_out)
+    unnamed = tuple(
+        f"weights: the raw ones, because {name} holds averaged ones in a form that is not read"
+        for name in left_out
+        if isinstance(items[name], list | None) and _UNREAD_AVERAGES.search(name)
+    )
     if copy is not None:
         return _without_prefix(_copy_of(tensors, copy, where), notes)
     copies = _copies(without_prefixes(tensors))
     if not copies:
-        return _without_prefix(tensors, notes)
+        return _without_prefix(tensors, notes, unnamed)
     averaged = [name for name in copies if _AVERAGED.search(name)]
     others = [name for name in copies if name not in averaged]
     if len(averaged) != 1:
@@ -84,7 +93,27 @@ def network_in(content: Any, copy: str | None, where: str) -> Network:
         f"weights: {averaged[0]}, and not {' or '.join(others)} "
         f'(weights = "{others[0]}" in the file of VIT_KEYS)'
     )
+    _refuse_head_beside(tensors, copies, where)
     return _without_prefix(copies[averaged[0]], notes, (assumed,))
+
+
+def _refuse_head_beside(
+    tensors: Mapping[str, Tensor], copies: Mapping[str, Tensors], where: str
+) -> None:
+    """Refuse a head beside copies of a backbone, because no name says which copy it reads."""
+    weights = (
+        f"{name!r:.100} {list(tensor.shape)}"
+        for name, tensor in without_prefixes(tensors).items()
+        if name.partition(".")[0] not in copies and tensor.ndim == 2 and HEAD.fullmatch(name)
+    )
+    heads = list(weights)
+    if heads:
+        raise CheckpointError(
+            f"{where}: holds the backbones {' and '.join(copies)}, and beside them {heads[0]}, "
+            "likely a head of one of them: where it was made, save the right two alone, "
+            "torch.save({name: tensor for name, tensor in state_dict.items() if "
+            "name.startswith((BACKBONE, HEAD))}, FILE)"
+        )
 
 
 def refuse_lone_head(tensors: Mapping[str, Tensor], where: str) -> None:
@@ -170,7 +199,8 @@ def _flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, A
             continue
         is_training = _TRAINING.search(str(key)) is not None
         if is_training or depth == _MAX_DEPTH or not all(isinstance(name, str) for name in inner):
-            yield name, None
+            average = next((part for part in inner if _UNREAD_AVERAGES.search(str(part))), None)
+            yield name if average is None else f"{name}.{average}", None
         else:
             yield from _flat(inner, f"{name}.", depth + 1)
 

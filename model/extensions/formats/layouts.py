@@ -13,7 +13,14 @@ from torch import Tensor
 from model.checkpoint.files import CONFIG_FILE, OPEN_CLIP_CONFIG, Files
 from model.checkpoint.huggingface.names import ENCODER
 from model.checkpoint.own_heads import with_head
-from model.checkpoint.tensors import Rules, join_parts, renamed, stored_names, taken
+from model.checkpoint.tensors import (
+    Rules,
+    advice_on_effect,
+    join_parts,
+    renamed,
+    stored_names,
+    taken,
+)
 from model.errors import CheckpointError
 
 
@@ -195,11 +202,15 @@ def _refuse_beside(tensors: Mapping[str, Tensor], where: str) -> None:
         match = next(filter(None, map(pattern.fullmatch, tensors)), None)
         if match is None:
             continue
-        other = next((name for name in tensors if f".{match[2]}." not in f".{name}"), None)
-        if other is not None:
+        others = [name for name in tensors if f".{match[2]}." not in f".{name}"]
+        others.sort(key=advice_on_effect, reverse=True)
+        if others:
+            other = others[0]
+            effect = advice_on_effect(other)
             raise CheckpointError(
                 f"{where}: the network is called {match[2]!r:.100}, and {other!r:.100} is not a "
-                f'part of it: save the file without, or write weights = "{match[2]:.100}" into the '
+                f"part of it: {effect and effect + ': '}"
+                f'save the file without, or write weights = "{match[2]:.100}" into the '
                 "file of --keys FILE (VIT_KEYS)"
             )
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model.checkpoint import load_checkpoint
 from model.errors import CheckpointError
-from tests.extensions.formats.home_made import PLAIN, made
+from tests.extensions.formats.home_made import PLAIN, load, made
 from tests.model.checkpoint.folders import FOLDERS
 from tests.model.checkpoint.parity import assert_same_logits, preprocess_file, randomise
 from tests.timm_reference import timm, transformers
@@ -439,3 +439,52 @@ def test_averaged_copy_is_served(tmp_path: Path) -> None:
         CheckpointError, match="holds no copy of a network that is called 'teacher'"
     ):
         load_checkpoint(str(source), **options, keys=str(tmp_path / "keys.toml"))
+
+
+HINTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "statistics": (
+        lambda state: state | {"input_mean": torch.zeros(3), "input_std": torch.ones(3)},
+        r"'input_mean' .*: pixel statistics .* write them as mean and std into the file of --prep",
+    ),
+    "a normalising layer": (
+        lambda state: {"0.mean": torch.zeros(1, 3, 1, 1)} | {f"1.{k}": v for k, v in state.items()},
+        r"'0.mean' is not a part of it: pixel statistics",
+    ),
+    "a temperature": (
+        lambda state: state | {"temperature": torch.tensor(2.0)},
+        "it changes the logits, and is not read: fit a temperature with vitserve calibrate",
+    ),
+    "a mask": (
+        lambda state: state | {"head.weight_orig": state["head.weight"]},
+        r"'head.weight_orig': weights with a mask .*prune.remove",
+    ),
+    "a head beside two backbones": (
+        lambda state: {
+            **{f"backbone.{k}": v for k, v in state.items() if "head" not in k},
+            **{f"momentum_backbone.{k}": v for k, v in state.items() if "head" not in k},
+            "classifier.weight": state["head.weight"],
+            "classifier.bias": state["head.bias"],
+        },
+        r"holds the backbones .*, and beside them 'classifier.weight' \[5, 48\], likely a head",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HINTS)
+def test_parts_that_change_scores_are_named(case: str, tmp_path: Path) -> None:
+    change, message = HINTS[case]
+    with pytest.raises(CheckpointError, match=message):
+        load(change(made().state_dict()), tmp_path, PLAIN)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"ema": {"decay": 0.9, "shadow_params": [torch.zeros(2)]}},
+        {"callbacks": {"EMA": {"ema_state_dict": {}}}},
+    ],
+)
+def test_averages_that_are_not_read_are_told(others: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = load({"model": made().state_dict()} | others, tmp_path, PLAIN)
+    [assumed] = [text for text in checkpoint.assumed if text.startswith("weights")]
+    assert "the raw ones, because" in assumed
