@@ -2,7 +2,7 @@
 
 unload    give the memory back until a request comes
 delete    remove the name, and close its versions after their last requests
-reload    load, replace and delete models until they are those of the folder
+reload    load, replace and delete models as the folder says
 """
 
 import asyncio

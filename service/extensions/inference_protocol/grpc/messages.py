@@ -81,6 +81,12 @@ def decode_request(data: bytearray) -> tuple[Any, InferenceRequest]:
                 typed.bytes_contents if tensor.datatype == "BYTES" else typed.uint_contents
             )
         parameters = _parameters(tensor.parameters)
+        raw_bytes = len(contents[position]) if contents else None
+        if parameters.get("binary_data_size", raw_bytes) != raw_bytes:
+            raise MalformedRequest(
+                f"input {tensor.name!r:.80}: binary_data_size is not the size of its raw contents: "
+                "omit it, because it is for HTTP"
+            )
         inputs.append(
             InputTensor(tensor.name, tensor.datatype, list(tensor.shape), content, parameters)
         )

@@ -175,6 +175,13 @@ def changed(change: Callable[[Any], object]) -> Any:
             "1 to 10",
         ),
         (changed(lambda request: request.parameters["top_k"].SetInParent()), None, ""),
+        (
+            changed(
+                lambda request: request.inputs[0].parameters["binary_data_size"].CopyFrom(number(5))
+            ),
+            Code.INVALID_ARGUMENT,
+            "omit it",
+        ),
         (raw("image", "BYTES", [2], elements(png(1))), Code.INVALID_ARGUMENT, "1 elements"),
         (
             raw("image", "BYTES", [1], b"\xff\xff\xff\xff"),
