@@ -13,7 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.engine.backbones import Checkpoint
-from service.errors import Forbidden, InvalidParameter, NameTaken, Unauthorized, UnknownModel
+from service.errors import (
+    CheckpointRefused,
+    Forbidden,
+    InvalidParameter,
+    NameTaken,
+    Unauthorized,
+    UnknownModel,
+)
 from service.model_settings import PATHS
 from service.models.folder import check_name, located, model_settings
 from service.settings import Settings
@@ -137,6 +144,7 @@ def allowed(document: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     Raises:
         InvalidParameter: a setting is unknown, or has a wrong value.
         Forbidden: a path is outside VIT_CHECKPOINT_FOLDER, or that is not set.
+        CheckpointRefused: the checkpoint does not exist.
     """
     checked = model_settings(document)
     for name in PATHS:
@@ -155,10 +163,19 @@ def _below(name: str, value: object, settings: Settings) -> object:
         raise Forbidden("a checkpoint cannot be named: VIT_CHECKPOINT_FOLDER is not set")
     # Every path is outside the null device.
     folder = Path(settings.checkpoint_folder or os.devnull)
+    sent = value
     if name == "checkpoint" and isinstance(value, str):
         value = str(folder / value)  # a hub id or `bundled` is a path too
     try:
         path = located(name, value, folder)
     except Forbidden:
         raise Forbidden(f"{name} {value!r:.200}: is outside VIT_CHECKPOINT_FOLDER") from None
-    return value if path is None else str(Path(path).resolve())
+    if path is None:
+        return value
+    resolved = Path(path).resolve()
+    if name == "checkpoint" and not resolved.exists():
+        raise CheckpointRefused(
+            f"checkpoint {sent!r:.200}: no such file or folder in VIT_CHECKPOINT_FOLDER; "
+            "requests may name only what is there"
+        )
+    return str(resolved)
