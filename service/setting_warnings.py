@@ -1,7 +1,6 @@
 """Warnings and errors about settings without an effect, or with an unintended one."""
 
 import ipaddress
-import os
 import re
 from collections.abc import Collection, Mapping, MutableMapping
 
@@ -49,9 +48,7 @@ def unused_warnings(settings: Settings) -> list[str]:
     return lines
 
 
-def take_platform_port(
-    flags: Collection[str], environment: MutableMapping[str, str] = os.environ
-) -> list[str]:
+def take_platform_port(flags: Collection[str], environment: MutableMapping[str, str]) -> list[str]:
     """Set VIT_PORT to PORT, which hosting platforms set, unless the operator chose a port.
 
     Args:
@@ -71,7 +68,7 @@ def take_platform_port(
     return [f"listening on PORT={port}, because VIT_PORT is not set"]
 
 
-def proxy_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
+def proxy_warnings(environment: Mapping[str, str]) -> list[str]:
     """Return a warning for each item of FORWARDED_ALLOW_IPS that never matches a caller."""
     lines = []
     for item in environment.get("FORWARDED_ALLOW_IPS", "").split(","):
@@ -88,7 +85,7 @@ def proxy_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
     return lines
 
 
-def check_variables(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[str]:
+def check_variables(settings: Settings, environment: Mapping[str, str]) -> list[str]:
     """Return a warning for each value with kept quotes, and for each unknown `VIT_` variable.
 
     Raises:

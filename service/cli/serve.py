@@ -4,6 +4,7 @@ import argparse
 import errno
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,11 +43,15 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     """Serve until a signal, then exit: with 0 after an orderly stop, with 1 after a failure."""
     gc.set_threshold(NEW_OBJECTS)  # imported objects live until the end
     bound_heaps()
-    warnings = take_platform_port(vars(arguments))
+    warnings = take_platform_port(vars(arguments), os.environ)
     settings = fit_to_machine(settings_from(arguments))
     logs.configure(settings.log_format, settings.log_level)
     logs.never_wait()
-    warnings += [*check_variables(settings), *proxy_warnings(), *unused_warnings(settings)]
+    warnings += [
+        *check_variables(settings, os.environ),
+        *proxy_warnings(os.environ),
+        *unused_warnings(settings),
+    ]
     for line in warnings:
         logger.warning("%s", line)
     if not settings.api_keys and not settings.is_local:

@@ -7,6 +7,7 @@ fails. A stopping replica answers its accepted requests. No other file imports R
 
 import asyncio
 import logging
+import os
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -79,7 +80,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     except ValidationError as error:
         raise SettingsError(f"an argument of the application: {first_problem(error)}") from None
     settings = replica_settings(load_settings(), share)
-    for line in check_variables(settings):
+    for line in check_variables(settings, os.environ):
         logger.warning("%s", line)
     if share.replicas > 1 and settings.recent_url.get_secret_value() == MEMORY:
         logger.warning(
