@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
@@ -159,6 +160,8 @@ def _run(arguments: list[str]) -> int:
         chosen.error(_unknown_argument(arguments[0], unknown[0], chosen))
     import logging  # noqa: PLC0415  `--help` is quicker without
 
+    # The refusal of a file says the same, and what to do.
+    warnings.filterwarnings("ignore", module=r"model\.checkpoint")
     # Pillow would log each bad file; the answer to its sender already has the error.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     with _naming_outsider(arguments[0]):

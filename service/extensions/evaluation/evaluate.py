@@ -13,6 +13,7 @@ from model.extensions.datasets.pictures import PictureFiles
 from model.extensions.datasets.split_record import SplitRecord, digests_of
 from model.extensions.evaluation.calibration import MeasuredSets
 from model.extensions.evaluation.datasets import open_evaluation_set
+from model.images.listing import listed
 from model.outputs import RequestedOutputs
 from model.parameters import require_classes
 from service.cli.image_files import find_images, print_notes, require_class_folders
@@ -99,6 +100,9 @@ def _measure_accuracy(arguments: argparse.Namespace) -> None:
     width = max(12, *(len(label) for label in result.per_class))
     for label, accuracy in result.per_class.items():
         print(f"  {label:{width}} {accuracy:.1%}")
+    absent = [label for label in info.labels if label not in result.per_class]
+    if absent:
+        print(f"no pictures of {len(absent)} of {len(info.labels)} classes: {listed(absent)}")
     if info.coverage is not None:
         sets = MeasuredSets.of(members, truth)
         print(

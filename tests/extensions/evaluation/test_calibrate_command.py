@@ -33,6 +33,16 @@ def labelled(tmp_path: Path) -> Path:
     return tmp_path / "labelled"
 
 
+def test_classes_without_pictures_are_named(
+    checkpoint: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--checkpoint", checkpoint, *HERE)
+    assert "no pictures of" not in run(capsys, "evaluate", "--data", labelled, *model)[1]
+    shutil.rmtree(labelled / "cat")
+    _, out, _ = run(capsys, "evaluate", "--data", labelled, *model)
+    assert "no pictures of 1 of 3 classes: cat\n" in out
+
+
 def test_a_calibrated_folder_answers_in_sets(
     checkpoint: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
