@@ -1,13 +1,12 @@
 """The page in a real browser, with the bundled model, DeiT-tiny and real pictures."""
 
-import json
 import re
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.e2e.page.browser import Browser, Page, Route, Tab, audit, expect, tab
+from tests.e2e.page.browser import Browser, Page, Route, Tab, expect, tab
 from tests.e2e.page.steps import (
     CAT,
     DOG,
@@ -70,21 +69,6 @@ def test_an_empty_page_asks_for_pictures(open_page: Open, options: dict[str, obj
         map_shown(page)
         expect(page.get_by_text("Click an answer to see the evidence for it.")).to_be_visible()
         expect(page.locator("select:visible")).to_have_count(1)
-
-
-@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_on_a_phone_the_map_is_in_sight(open_page: Open, motion: str) -> None:
-    with open_page(**PHONE, reduced_motion=motion) as found:
-        page = found.page
-        choose(page, DOG)
-        map_shown(page)
-        expect(page.locator(".map .stage")).to_be_in_viewport(ratio=1)
-        row = page.locator(".answer").nth(4)
-        row.scroll_into_view_if_needed()
-        row.click()
-        expect(page.locator(".map .stage")).to_be_in_viewport(ratio=1)
-        smooth = page.evaluate("getComputedStyle(document.documentElement).scrollBehavior")
-        assert smooth == ("auto" if motion == "reduce" else "smooth")
 
 
 def test_pictures_come_in_every_way(open_page: Open) -> None:
@@ -201,171 +185,6 @@ def test_a_model_of_words_asks_for_labels(page: Page, server: Served) -> None:
     expect(page.locator(".hold:visible, .choices:visible, #more:visible")).to_have_count(0)
 
 
-def test_screen_readers_hear_each_outcome(page: Page) -> None:
-    page.evaluate(
-        """() => {
-          const data = new DataTransfer();
-          data.setData("text/plain", "https://example.org/cat.jpg");
-          const paste = new ClipboardEvent("paste", { clipboardData: data, bubbles: true });
-          document.body.dispatchEvent(paste);
-        }"""
-    )
-    expect(page.get_by_role("status").filter(has_text="This is a URL")).to_be_visible()
-    expect(page.locator("#knows")).to_have_text(
-        re.compile("^This model knows: airplane, automobile, ")
-    )
-    choose(page, DOG)
-    expect(page.locator("#said[role=status]")).to_have_text(re.compile(r"^dog\.jpg: dog, 9\d"))
-
-
-def test_proxy_errors_get_plain_words(page: Page, found: Tab) -> None:
-    told = {
-        413: "larger than the service accepts",
-        429: "too much work",
-        502: "not ready yet",
-        504: "too busy to answer in time",
-        500: "could not answer",
-        200: "could not answer",  # such as a sign-in page
-    }
-
-    def answer(route):
-        [status] = map(int, re.findall(rb'filename="(\d+)', route.request.post_data_buffer))
-        route.fulfill(
-            status=status,
-            body="<html>nginx",
-            content_type="text/html",
-            headers={"Retry-After": "0.01"},
-        )
-
-    found.refusals_expected = True
-    page.route("**/classify?*", answer)
-    for status, words in told.items():
-        choose(page, {"name": f"{status}.jpg", "mimeType": "", "buffer": DOG.read_bytes()})
-        expect(page.locator("#photo-caption")).to_have_text(f"{status}.jpg")
-        expect(page.get_by_role("alert")).to_contain_text(words)
-        expect(page.get_by_role("alert")).not_to_contain_text("nginx")
-
-
-def test_a_failed_picture_can_be_tried_again(page: Page, found: Tab, tmp_path: Path) -> None:
-    found.refusals_expected = True
-    page.route("**/classify?*", lambda route: route.abort())
-    page.route("**/metrics", lambda route: route.abort())
-    choose(page, DOG)
-    expect(page.get_by_role("alert")).to_contain_text("The service does not answer")
-    expect(page.locator("#live-note")).to_have_text("the service does not answer")
-    page.unroute("**/classify?*")
-    page.get_by_role("button", name="Try again").click()
-    assert answers(page)[0] == "dog"
-    expect(page.get_by_role("button", name="Try again")).to_be_hidden()
-    (tmp_path / "gone.jpg").write_bytes(DOG.read_bytes())
-
-    def change_file_and_send(route):
-        (tmp_path / "gone.jpg").unlink()
-        route.abort()
-
-    page.route("**/classify?*", change_file_and_send)
-    choose(page, tmp_path / "gone.jpg")
-    expect(page.locator("#photo-caption")).to_have_text("gone.jpg")
-    expect(page.get_by_role("alert")).to_contain_text("cannot be read")
-    # Everything of the previous picture is gone.
-    expect(page.locator("#save-png")).to_be_disabled()
-    expect(page.locator(".class")).to_have_value("")
-
-
-def test_the_maps_under_way_are_cancelled(page: Page, found: Tab) -> None:
-    found.refusals_expected = True
-    choose(page, DOG)
-    map_shown(page)
-    expect(page.locator("#cancel")).to_be_disabled()
-    page.route("**/attention?*", lambda route: None)  # never answered
-    with page.expect_request("**/attention?*") as asked:
-        open_choices(page)
-        page.locator(".method").select_option("gae")
-    # The browser reports a request's end asynchronously, so the test waits.
-    with page.expect_event("requestfailed", lambda request: request == asked.value) as ended:
-        page.locator("#cancel").click()
-    assert ended.value.failure == "net::ERR_ABORTED"
-    expect(page.locator(".map-note")).to_have_text("Cancelled.")
-    expect(page.locator("#cancel")).to_be_disabled()
-    page.unroute("**/attention?*")
-    page.get_by_role("button", name="Try again").click()
-    map_shown(page)
-    expect(page.locator("#curl-text")).to_contain_text("gae")
-
-
-def test_unsent_pictures_can_be_cancelled(page: Page) -> None:
-    page.route("**/classify?*", lambda route: None)  # never answered
-    page.route("**/labels", lambda route: None)  # no answer waits for it
-    page.reload()
-    send_event(page, "drop", [DOG] * 6)
-    expect(page.locator("#progress-text")).to_have_text("0 of 6 answered")
-    cancel = page.locator("#cancel").bounding_box()
-    assert cancel is not None and cancel["height"] < 45  # its word on one line
-    page.locator("#cancel").click()
-    expect(page.locator("#progress-text")).to_have_text("0 of 6 answered, 6 cancelled")
-    expect(page.locator("#cancel")).to_be_disabled()
-    page.unroute("**/classify?*")
-    choose(page, DOG)
-    assert answers(page)[0] == "dog"
-
-
-def test_a_refusal_is_told_in_plain_words(page: Page, found: Tab) -> None:
-    refused = [
-        ("notes.txt", b"no picture", "This file is not a picture."),
-        ("IMG_1.dat", bytes(64), "not a picture of an allowed format"),
-        ("DSC_1.orf", b"IIRO\x08\0", "Raw photos"),
-        ("IMG_1.HEIC", b"no picture", "Most Compatible"),
-        ("cut.jpg", DOG.read_bytes()[:20_000], "damaged or incomplete"),
-        ("big.jpg", bytes(300_000), "larger than the service accepts"),
-    ]
-    found.refusals_expected = True
-    for name, content, words in refused:
-        choose(page, {"name": name, "mimeType": "", "buffer": content})
-        expect(page.get_by_role("alert")).to_contain_text(words)
-        expect(page.get_by_role("alert")).to_contain_text(
-            "request "
-        )  # the id that finds it in the logs
-        expect(page.locator("#progress-text")).to_have_text("0 of 1 answered, 1 cannot be read")
-        expect(page.locator("button:visible", has_text="Try again")).to_have_count(0)
-
-
-def test_a_busy_service_is_asked_again(page: Page, found: Tab) -> None:
-    busy = {"/model": "engine_unavailable", "/classify": "queue_full", "/attention": "queue_full"}
-
-    def refuse(route):
-        code = busy.get(urlsplit(route.request.url).path)
-        if code is None:
-            return route.fallback()
-        problem = {"code": code, "detail": "", "status": 503}
-        headers = {"Retry-After": "0.02", "Content-Type": "application/problem+json"}
-        return route.fulfill(status=503, headers=headers, body=json.dumps(problem))
-
-    def refuse_once(route):
-        refuse(route)
-        busy.pop(urlsplit(route.request.url).path)
-
-    found.refusals_expected = True
-    page.route(re.compile(r"/model\?"), refuse)
-    page.reload()
-    choose(page, CAT)
-    expect(page.get_by_role("alert")).to_contain_text("The model is not ready yet")
-    expect(page.locator("#progress-text")).to_have_text("Waiting for the service")
-    expect(page.locator("select:visible")).to_have_count(0)
-    busy.pop("/model")
-    assert answers(page)  # from the waiting picture
-    expect(page.get_by_role("alert")).to_be_hidden()
-    page.route("**/classify?*", refuse_once, times=1)
-    page.route("**/attention?*", refuse_once, times=1)
-    choose(page, DOG)
-    assert answers(page)[0] == "dog"
-    map_shown(page)
-    open_choices(page)
-    page.locator(".method").select_option("rollout")
-    map_shown(page)
-    expect(page.locator("#curl-text")).to_contain_text("rollout")
-    assert busy == {}
-
-
 def test_the_load_is_shown(open_page: Open) -> None:
     with open_page(own_profile=True) as found:
         page = found.page
@@ -390,85 +209,6 @@ def test_the_load_is_shown(open_page: Open) -> None:
         expect(page.locator("#live-batch")).to_have_text(re.compile(r"^\d+\.\d$"))
         expect(page.locator("#live-p50")).to_have_text(re.compile(r"^\d+(\.\d+)? ms$"))
         expect(page.locator("#live-queue")).to_have_text("0")
-
-
-@pytest.mark.parametrize("options", [{}, PHONE], ids=["desktop", "phone"])
-def test_axe_finds_nothing(open_page: Open, options: dict[str, object]) -> None:
-    with open_page(**options) as found:
-        page = found.page
-        if not options:
-            audit(page)
-        choose(page, DOG)
-        map_shown(page)
-        page.get_by_label("Compare two maps").check()
-        map_shown(page, 1)
-        page.get_by_text("The same request with curl").click()
-        open_choices(page)
-        send_event(page, "drop", [CAT] * 3)
-        expect(page.locator("tbody tr")).to_have_count(4)
-        audit(page)
-
-
-def test_the_keyboard_reaches_everything(page: Page) -> None:
-    page.get_by_role("button", name="Choose pictures").focus()
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")  # the first example
-    assert answers(page)[0] == "dog"
-    map_shown(page)
-    reached = set()
-    for _ in range(28):
-        page.keyboard.press("Tab")
-        reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
-    assert {
-        "stack",
-        "hold",
-        "answer",
-        "top-k",
-        "opacity",
-        "smooth",
-        "compare",
-        "save-png",
-        "save-json",
-    } <= reached
-
-
-def test_labels_stay_readable_on_a_phone(open_page: Open, server: Served) -> None:
-    sets = [
-        {"set": ["<i>", "Aufgabe" * 50], "set_size": 2},
-        {"set": [], "set_size": 0, "abstained": True},
-    ]
-    sets += [{"set": ["dog"], "set_size": 1}, {"set_size": 140}, {}]
-
-    def lengthen(route):
-        document = server.classify(DOG.read_bytes()).json()
-        document["predictions"][0]["label"] = (
-            "Rindfleischetikettierungsüberwachungsaufgabenübertragungsgesetz, " * 5
-        )
-        document["predictions"][1]["label"] = "<b>x</b>"
-        route.fulfill(json=document | sets[0])
-
-    with open_page(**PHONE) as found:
-        page = found.page
-        page.route("**/classify?*", lengthen)
-        choose(page, DOG)
-        assert answers(page)[1] == "<b>x</b>"  # labels are text, never markup
-        expect(page.locator("#fits")).to_have_text(
-            re.compile("^2 labels fit: <i>; (Aufgabe){50}\\.$")
-        )
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        page.locator(".answer .score").first.scroll_into_view_if_needed()
-        expect(page.locator(".answer .score").first).to_be_in_viewport(ratio=1)
-        for text in (
-            "None of its labels fits.",
-            "One label fits: dog.",
-            "140 labels fit.",
-            None,
-        ):
-            sets.pop(0)
-            choose(page, DOG)
-            expect(page.locator("#fits")).to_have_text(text) if text else expect(
-                page.locator("#fits")
-            ).to_be_hidden()
 
 
 def test_it_works_behind_a_prefix(browser: Browser, server: Served) -> None:
