@@ -1,4 +1,4 @@
-"""Faulty routes, metrics, stores, middleware and contexts of extensions are refused or contained."""
+"""Faulty routes, metrics, stores and contexts of extensions are refused or contained."""
 
 import logging
 import sys
