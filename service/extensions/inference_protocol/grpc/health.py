@@ -14,6 +14,8 @@ WATCH_SECONDS: Final = 0.5
 REQUEST: Final = "grpc.health.v1.HealthCheckRequest"
 RESPONSE: Final = "grpc.health.v1.HealthCheckResponse"
 
+SERVING: Final = "SERVING"
+
 # Names that mean the whole service.
 _WHOLE: Final = frozenset({"", GRPC_SERVICE, GRPC_HEALTH_SERVICE})
 
@@ -28,7 +30,7 @@ def status_of(service: Service, name: str) -> str:
         raise
     except (NotFound, Unavailable):
         return "NOT_SERVING"
-    return "SERVING"
+    return SERVING
 
 
 async def watch(service: Service, name: str, send: Callable[[str], Awaitable[None]]) -> None:

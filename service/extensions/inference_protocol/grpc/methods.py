@@ -7,7 +7,7 @@ from typing import Any, Final
 from google.protobuf import json_format
 
 from service.engine.messages import ModelInfo
-from service.errors import NotFound, Unavailable
+from service.errors import NotFound
 from service.extensions.inference_protocol import GRPC_HEALTH_SERVICE, GRPC_SERVICE
 from service.extensions.inference_protocol.descriptions import (
     model_configuration,
@@ -59,14 +59,12 @@ async def _model_ready(service: Service, call: Call) -> bytes:
     return _encode({"ready": is_ready}, "ModelReadyResponse")
 
 
-def _is_ready(service: Service, name: str | None = None, version: str = "") -> bool:
+def _is_ready(service: Service, name: str = "", version: str = "") -> bool:
     try:
-        service.check_ready()
         check_version(version)
-        service.models.require_ready(service.models.key(name))
-    except (NotFound, Unavailable):
+        return health.status_of(service, name) == health.SERVING
+    except NotFound:
         return False
-    return True
 
 
 async def _server_metadata(service: Service, call: Call) -> bytes:
