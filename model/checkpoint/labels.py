@@ -1,5 +1,6 @@
 """Labels that a setting names or lists: a preset, a file in one of `label_forms`, or the labels."""
 
+import json
 import re
 from importlib import resources
 from pathlib import Path
@@ -83,7 +84,8 @@ def _listed(text: str, where: str) -> tuple[str, ...]:
     if "," not in text or _FILE.fullmatch(text):
         raise CheckpointError(
             f"{where} {text!r:.200}: neither a file, nor names like cat,dog, nor one of "
-            f"{', '.join(LABEL_PRESETS)}"
+            f"{', '.join(LABEL_PRESETS)}; one name alone is written as "
+            f"{json.dumps([text.strip()[:50]], ensure_ascii=False)}"
         )
     try:
         labels = parse_labels(text, where, most=MAX_LABELS)

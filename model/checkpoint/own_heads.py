@@ -123,18 +123,17 @@ class _Head:
     def _refuse_norm_before(self, weight: str) -> None:
         """Refuse a norm in the head, with a key map if it can be the missing final norm."""
         tensors = self.tensors
-        norm = next(
-            (
-                name.removesuffix(".weight")
-                for name in self._of_part(weight)
-                if name.endswith(".weight") and tensors[name].ndim == 1
-            ),
-            None,
+        of_norms = (
+            name
+            for name in self._of_part(weight)
+            if name.endswith((".weight", ".running_mean")) and tensors[name].ndim == 1
         )
-        if norm is None:
+        of_norm = next(of_norms, None)
+        if of_norm is None:
             return
+        norm = of_norm.rpartition(".")[0]
         message = (
-            f"{self.where}: the head has a norm, {self._shown(f'{norm}.weight')}, before its "
+            f"{self.where}: the head has a norm, {self._shown(of_norm)}, before its "
             f"linear layer {self._shown(weight)}"
         )
         has_final_norm = "norm.weight" in tensors or "fc_norm.weight" in tensors

@@ -56,7 +56,10 @@ def check_classes(root: Path, split: Split, picture_count: int, least: int, pick
         pictures = "no pictures"
         if picture_count:
             pictures = f"{picture_count} pictures, but no class folders"
-        raise DatasetError(f"{root}: {pictures}: expected one folder of them for each class")
+        raise DatasetError(
+            f"{root}: {pictures}: expected one folder of them for each class: move each picture "
+            "into a folder with the name of its label"
+        )
     if len(split.folders) < least:
         [only] = split.folders
         hint = ": put the pictures of another class into a folder beside it"

@@ -3,8 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from model.images.listing import listed
+
+# Suffixes of tables that may list pictures with labels.
+_TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".parquet"})
 
 
 @dataclass
@@ -31,6 +35,12 @@ class Remarks:
         ]
         left_out = [f"{len(paths)} {kind} ({self._names(paths)})" for kind, paths in kinds if paths]
         lines = [f"{self.root}: left out: {'; '.join(left_out)}"] if left_out else []
+        tables = [path for path in self.ignored if path.suffix.lower() in _TABLES]
+        if tables:
+            lines.append(
+                f"{self.root}: labels are the names of folders, and not read from a table "
+                f"({self._names(tables)}): if they differ, move the pictures"
+            )
         if self.nested:
             lines.append(
                 f"{self.root}: pictures in folders below a class folder count for the class: "

@@ -117,6 +117,8 @@ class InferredNetwork:
                 f"{self.where}: VIT_ARCHITECTURE says num_classes={stated_classes}, but the file "
                 f"{told}: state num_classes={self.classes}, or give the file of the whole model"
             )
+        if is_own:
+            self._shape("blocks.0.attn.qkv.weight", 2)
         absent_parts = self._absent_parts()
         is_mean = is_own and self.stated.get("global_pool") in ("avg", "avgmax", "max")
         patch = self._shape("patch_embed.proj.weight", 2, 4)

@@ -132,7 +132,9 @@ _MMPRETRAIN: Final = Layout(
     ),
     _HABITS,
 )
-_TIMM: Final = Layout("timm", r"blocks\.0\.attn\.(qkv|q_proj|q)\.weight", (), {"qkv_order": "3hd"})
+_TIMM: Final = Layout(
+    "timm", r"blocks\.\d+\.attn\.(qkv|q_proj|q)\.weight", (), {"qkv_order": "3hd"}
+)
 LAYOUTS: Final = (_VIT_PYTORCH, _TRANSFORMERS, _TORCHVISION, _TORCH, _MMPRETRAIN, _TIMM)
 
 # Names of libraries whose folders are read, but not their files alone; and what to give.

@@ -199,6 +199,8 @@ def test_other_folders_are_noted(tmp_path: Path) -> None:
     assert found.notes == (
         f"{root}: left out: 3 outside the class folders "
         "(annotations, seg_pred, seg_test/labels.csv)",
+        f"{root}: labels are the names of folders, and not read from a table "
+        "(seg_test/labels.csv): if they differ, move the pictures",
     )
 
 

@@ -454,6 +454,24 @@ HINTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda state: state | {"temperature": torch.tensor(2.0)},
         "it changes the logits, and is not read: fit a temperature with vitserve calibrate",
     ),
+    "a batch norm of the head": (
+        lambda state: {
+            **{name: tensor for name, tensor in state.items() if "head" not in name},
+            "head.0.running_mean": torch.zeros(48),
+            "head.0.running_var": torch.ones(48),
+            "head.1.weight": state["head.weight"],
+            "head.1.bias": state["head.bias"],
+        },
+        r"the head has a norm, 'head.0.running_mean' \[48\], before its linear layer",
+    ),
+    "no first block": (
+        lambda state: {name: tensor for name, tensor in state.items() if "blocks.0" not in name},
+        r"missing key 'blocks.0.attn.qkv.weight': save all of model.state_dict",
+    ),
+    "a flat token": (
+        lambda state: state | {"pos_embed": state["pos_embed"].reshape(1, 17, 6, 8)},
+        "expected 3 dimensions that are not empty: reshape it where it was made",
+    ),
     "a mask": (
         lambda state: state | {"head.weight_orig": state["head.weight"]},
         r"'head.weight_orig': weights with a mask .*prune.remove",
