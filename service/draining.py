@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vitserve")
 
 LAST_CALLERS_SECONDS: Final = 1.0
-"""Time after the listeners are closed for the requests of clients that have just connected."""
+"""Time in which clients that have just connected may send a request after the listeners close."""
 
 
 class Lifecycle:

@@ -58,8 +58,8 @@ class Routes(NamedTuple):
         public: paths that need no API key.
         probes: paths that machines poll. Their requests are logged only for debugging, are not
             counted in flight, and their 503 is not counted as a refusal.
-        admin: regular expression that matches "METHOD path" as a whole where the admin key replaces
-            an API key; the route itself checks it.
+        admin: regular expression for whole strings "METHOD path". Matching requests need the admin
+            key instead of an API key; the route itself checks it.
         accepts_admin: path prefixes, such as "/audits/", that take the admin key as well.
         problem_answers: functions by path prefix that write errors in another form than RFC 9457.
     """
@@ -94,7 +94,8 @@ class Extension(model_extension.Extension):
         serve: runs several processes until a signal ends them, and returns the exit code; the
             arguments are the settings and the loader of predictors.
         routes: returns routes, and may put their shared objects into `app.state`.
-        around: returns the application inside middleware; only the request's log is further out.
+        around: returns the application inside middleware, which sees requests before their key and
+            origin are checked; only the request's log is further out.
         beside: context around the running application, entered in each web process before
             requests are accepted.
         page: folder with `main.js` and `main.css`, which the page at / loads, and further files;

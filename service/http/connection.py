@@ -34,7 +34,10 @@ LAST_STALL_SECONDS: Final = 2.0
 """The same while the server stops."""
 
 LINGER_SECONDS: Final = 10.0
-"""Time for the rest of a refused body: closing at once would reset, and may lose the answer."""
+"""Time to read and discard the rest of a refused body.
+
+Closing at once would reset the connection, and the client might lose the answer.
+"""
 
 # Bytes of a body that wait for the application, from which the socket is not read.
 _PAUSE_BYTES = 64 << 10
@@ -82,7 +85,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         exchange: the last request, until its answer is complete and its body has ended.
         request_headers: headers of the next request, as far as they have arrived.
         drained: set when the client reads its answers again; None while it keeps up.
-        is_pipelining: whether the next request waits for its turn, see `Connections.begin_later`.
+        is_pipelining: whether the next request is queued, see `Connections.begin_later`.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ class Connections:
         buffer: shared buffer for reads from the sockets.
         open: connections within the limit, ordered by the last activity, the oldest first.
         ending: connections beyond the limit, refused or evicted.
-        ending_since: time on the event loop's clock since which connections close after their next
-            answer, or a second after `shutdown`; None until then.
+        ending_since: time on the event loop's clock at which the server began to end; None until
+            then. Connections then close after their next answer, or a second after `shutdown`.
         protocol: factory of new connections for uvicorn.
     """
 
@@ -51,10 +51,10 @@ class Connections:
             self.open[connection] = None
 
     def begin_later(self, connection: HttpConnection) -> None:
-        """Let a connection begin its pipelined request, in turns with other such connections.
+        """Queue a connection whose next request has already arrived behind the last one.
 
-        In each turn of the event loop, only one begins: otherwise a client with many connections
-        that pipeline cheap requests would keep the loop from all others.
+        Each iteration of the event loop begins only one such request. Otherwise a client with many
+        connections that pipeline cheap requests would keep the loop from all others.
         """
         connection.is_pipelining = True
         self._pipelining.append(connection)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_HEADER_BYTES = 64 << 10
-_MAX_HEADERS = 256  # a header takes 30 times the bytes of its shortest form in memory
+_MAX_HEADERS = 256  # a short header takes about 30 times its bytes in memory
 
 _MAX_PATH_BYTES = 4096  # decoding 64 KiB of percent-escapes would hold the event loop for 15 ms
 

@@ -192,7 +192,7 @@ def _check_size(encoded: str, max_bytes: int) -> None:
 
 
 def _percent_decoded(text: str) -> str:
-    """Return a text without `_ESCAPES`, as it is if it has other escapes.
+    """Return a text without `_ESCAPES`; a text with other escapes is not changed.
 
     `urllib` would take a minute for 20 MB of escapes.
     """

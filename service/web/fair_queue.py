@@ -4,7 +4,7 @@ A caller with many jobs delays its own jobs first. An example with one server an
 caller A has three jobs, and caller B has one. Brackets show the seconds of work of each caller.
 
     0.00 s    A adds a1, a2 and a3; a1 begins, and A is charged for it (A 0.1)
-    0.02 s    B adds b1; B begins where A was when its last job began (A 0.1, B 0.0)
+    0.02 s    B adds b1; B's account starts as A's did when a1 began (A 0.1, B 0.0)
     0.10 s    a1 leaves; b1 begins, because B has had less (A 0.1, B 0.1)
     0.20 s    b1 leaves; a2 begins, and a3 at 0.30 s
 
@@ -24,14 +24,14 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 from service.errors import QueueFull
 
-# Share of the measured cost that each further job keeps: about the last 50 jobs count.
+# Decay of the measured costs per job: they cover about the last 50 jobs.
 _DECAY: Final = 0.98
-# Number of known callers from which callers without a job are forgotten.
+# Above this many callers, callers without a job are forgotten.
 _MOST_SHARES: Final = 4096
 _LEAST_PACE: Final = 1e-9
 # Seconds for which a queue counts as shared after two jobs in a row of different callers.
 _SHARED_SECONDS: Final = 1.0
-# Mean seconds that jobs hold a server, from which on callers leave room for each other.
+# If jobs hold a server longer than this on average, callers leave room for each other.
 _LONG_HOLD_SECONDS: Final = 0.05
 
 

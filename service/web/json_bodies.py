@@ -24,7 +24,7 @@ def decoded(body: bytearray, kind: type[T]) -> T:
     remove_mark(body)
     try:
         document = msgspec.json.decode(body or b"{}", type=kind)
-        # msgspec keeps the last of equal names, and alone refuses what is not JSON, such as NaN.
+        # msgspec keeps the last of equal names; `json` accepts texts beyond JSON, such as NaN.
         json.loads(body or b"{}", object_pairs_hook=unique_names)
         return document
     except (UnicodeDecodeError, RecursionError):

@@ -138,7 +138,8 @@ class Lane:
         self._clock = clock
         self._leaves_at_once = servers is None
         # Jobs that threads may still take; without threads, callers work and nothing limits them.
-        # Two jobs per thread: a job that ends before the event loop looks has a successor.
+        # Two jobs per thread, so that a thread has its next job before the event loop has seen the
+        # end of the first.
         self._free = 2 * threads if threads else math.inf
         self._queue: FairQueue[Job[Any]] = FairQueue(
             servers or (lambda: 2 * threads), clock, per_caller, leaves_room=leaves_room
@@ -276,8 +277,8 @@ _Outcome = tuple[Any, BaseException | None]
 
 
 def _work_through(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    # Threads keep their priority: a thread with a lower one that is kept from its core while it
-    # holds the interpreter would stop all others.
+    # Do not lower the threads' priority. A thread that loses its core while it holds the
+    # interpreter lock would stop all other threads.
     while (job := jobs.get()) is not None:
         job()
         del job  # it holds the answer

@@ -34,10 +34,10 @@ MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body is slow."""
 
 GRACE_SECONDS: Final = 1.0
-"""Seconds that a body may be behind its rate; also the most credit that a burst gives."""
+"""Seconds that a body may be behind its rate. A burst of bytes gives at most as much credit."""
 
 PROMISE_SECONDS: Final = 0.1
-"""Age up to which an arriving body is expected to take a slot soon."""
+"""A body younger than this counts as a request that will soon take a slot."""
 
 RECEIVING_BYTES: Final = 512 << 20
 """Bytes of unanswered bodies and unsent answers in a service: 4,000 photographs."""
@@ -90,7 +90,7 @@ class Limiter:
                 yield
             finally:
                 self._waiting[caller] -= 1
-                self._waiting = +self._waiting  # without callers that wait no more
+                self._waiting = +self._waiting  # drop callers without waiting requests
 
     def check(self, count: int = 1, caller: str = "") -> None:
         """Raise `QueueFull` unless `count` slots are free, and the caller may take them."""
@@ -359,9 +359,10 @@ class ByteBudget(AnswerRoom):
         return True
 
     def _end_slowest_reader(self, newcomer: str) -> bool:
-        """End the reader of the lowest rate, if possible of the caller with most unread bytes.
+        """End the slowest reader, preferably of the caller with the most unread bytes.
 
-        A reader gives way at once to another caller with fewer such bytes, else after a second.
+        Readers of that caller are ended at once if another caller needs the room. All others are
+        ended only after `GRACE_SECONDS`.
 
         Returns:
             Whether a reader could be ended.

@@ -53,9 +53,8 @@ async def infer_file(
     """Return the decoded picture of a file, and the model's answer to it.
 
     A picture keeps its turn in the lane until it is answered, so that decoding does not run far
-    ahead of the model. It gives up its turn if a model or a map is to be waited for. The slot of
-    the picture is free once it is answered or refused, although other pictures of its batch are
-    not.
+    ahead of the model. It gives up its turn before it waits for a model to load or for a map. Its
+    slot is free once the picture is answered or refused, although others of its batch are not.
 
     Raises as `decode_file` and `infer_pixels`.
     """
@@ -112,9 +111,9 @@ async def decode_file(admitted: AdmittedRequest, data: bytearray) -> tuple[Decod
     """Return the picture of a file at the model's size, and its turn, a context to be left.
 
     A thread decodes a file if its header bounds the work, else a process does. A picture from a
-    process then waits for a turn in the lane of the threads. The turn costs as much as a file of
-    the picture's pixel bytes. The process stays taken until that turn begins, so that processes
-    do not decode further ahead either.
+    process then waits for a turn in the lane of the threads. The caller is charged as for a file
+    with as many bytes as the decoded picture. The process stays taken until that turn begins, so
+    that processes do not decode further ahead either.
 
     Raises:
         MissingImage: the file is empty.

@@ -14,8 +14,8 @@ from service.errors import (
 )
 from service.http.connection import HttpConnection
 
-LONGEST_WAIT: Final = 1.0
-"""Longest delay of a refusal for clients that honour Retry-After, in seconds."""
+PAUSE_SECONDS: Final = 1.0
+"""Delay of a refusal; twice as long for clients that ignore Retry-After."""
 
 _REFUSALS_A_SECOND: Final = 500
 """Refusals without a delay; they take a tenth of a core."""
@@ -64,11 +64,11 @@ class RefusalPace:
         earned = (now - self._counted_at) * self._most
         self._credit = min(self._most, self._credit + earned)
         self._counted_at = now
-        comes_back = connection is not None and now - connection.refused_at < LONGEST_WAIT
+        comes_back = connection is not None and now - connection.refused_at < PAUSE_SECONDS
         if comes_back:
-            delay = 2 * LONGEST_WAIT
+            delay = 2 * PAUSE_SECONDS
         elif self._credit < 1:
-            delay = LONGEST_WAIT
+            delay = PAUSE_SECONDS
         else:
             delay = 0.0
             self._credit -= 1
@@ -83,4 +83,4 @@ class RefusalPace:
             self._second = second
             self._mistakes.clear()
         self._mistakes[caller] += 1
-        return LONGEST_WAIT if self._mistakes[caller] > _MISTAKES_A_SECOND else 0.0
+        return PAUSE_SECONDS if self._mistakes[caller] > _MISTAKES_A_SECOND else 0.0

@@ -1,4 +1,4 @@
-"""Request headers that a route must heed: each has its effect, or is refused with the remedy."""
+"""Request headers that must not be ignored; unmet demands are refused with the remedy."""
 
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
