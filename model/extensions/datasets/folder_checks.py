@@ -86,7 +86,8 @@ def _check_labels(root: Path, labels: Sequence[str]) -> None:
             )
     if len(seen) < len(labels):
         raise DatasetError(
-            f"{root}: two folders have the same name in different Unicode forms; merge them"
+            f"{root}: two folders have the same name in different Unicode forms or but for spaces; "
+            "merge them"
         )
 
 

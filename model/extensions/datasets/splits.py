@@ -34,8 +34,8 @@ class Split:
 
 
 def label_of(name: str) -> str:
-    """Return the label of a class folder: its name in Unicode's composed form."""
-    return unicodedata.normalize("NFC", name)
+    """Return the label of a class folder: its name in Unicode's composed form, without spaces."""
+    return unicodedata.normalize("NFC", name).strip()
 
 
 def wraps_itself(listing: Listing) -> bool:

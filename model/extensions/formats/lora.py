@@ -74,7 +74,8 @@ def read(files: Files, options: CheckpointOptions) -> Files | None:
     """
     if files.overlay is not None or files.path(ADAPTER_CONFIG) is None:
         return None
-    if files.path(CONFIG_FILE) is not None and options.base is None:
+    names = files.names() if options.base is None else []
+    if CONFIG_FILE in names and not set(files.weights).isdisjoint(names):
         raise CheckpointError(
             f"{files.title}: holds a model ({CONFIG_FILE}) and an adapter ({ADAPTER_CONFIG}), and "
             f"no file says whether they are merged: --base {_base_name(files, None)} (VIT_BASE) "

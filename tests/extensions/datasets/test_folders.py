@@ -246,6 +246,14 @@ def test_unlabelled_pictures_are_no_class(tmp_path: Path) -> None:
         find_pictures(tmp_path)
 
 
+def test_spaces_around_a_class_are_removed(root: Path) -> None:
+    (root / "red").rename(root / "red ")
+    assert find_pictures(root).labels == ("blue", "green", "red")
+    write_class(root / "red", "red", 1)
+    with pytest.raises(DatasetError, match=r"two folders have the same name .* but for spaces"):
+        find_pictures(root)
+
+
 def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:
     (tmp_path / "pets.zip").write_bytes(b"PK")
     with pytest.raises(DatasetError, match=r"pets.zip: a file, not a folder: unpack an archive"):

@@ -410,3 +410,10 @@ def test_adapter_of_models_may_name_a_hub_id(tmp_path: Path) -> None:
 def test_an_adapter_is_named_as_itself(tmp_path: Path) -> None:
     base = huggingface_folder(tmp_path / "base")
     assert load_checkpoint(str(adapter_folder(tmp_path / "mine", str(base)))).name == "mine"
+
+
+def test_config_beside_an_adapter_is_no_model(tmp_path: Path) -> None:
+    native_folder(tmp_path / "base")
+    plain_adapter(tmp_path / "adapter", tmp_path / "base")
+    (tmp_path / "adapter" / "config.json").write_text('{"model_type": "vit"}')
+    assert load_checkpoint(str(tmp_path / "adapter")).labels == ("a", "b", "c")
