@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -48,7 +49,9 @@ def main() -> str | None:
         None if the service is ready, else the reason.
     """
     # The service is process 1, or the child of an init with the same arguments.
-    arguments = Path("/proc/1/cmdline").read_text(errors="replace").split("\0")
+    arguments: list[str] = []
+    with suppress(OSError):  # hidden by the mount options of /proc
+        arguments = Path("/proc/1/cmdline").read_text(errors="replace").split("\0")
     # The service takes PORT, too; see service.setting_warnings.
     port = setting("port", arguments) or os.environ.get("PORT", "")
     host = address(setting("host", arguments))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Unpack, overload
@@ -207,7 +206,7 @@ class Methods:
         self, image: ImageSource | Classification, **options: Unpack[DrawingOptions]
     ) -> Request[bytes]:
         """Return a map drawn as PNG."""
-        return replace(requests.map_of(image, requests.png, **options), drawn=True)
+        return requests.map_of(image, requests.png, **options)
 
     @Method
     def model(self, name: str | None = None) -> Request[ModelDescription]:

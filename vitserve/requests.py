@@ -85,7 +85,6 @@ class Request(Generic[Answer]):
         parse: function that reads the answer in the body of a successful response; it raises
             ValueError or EOFError for another body.
         options: arguments of httpx.
-        drawn: whether the answer is a drawing on the picture, which is then not shrunk.
         pixels: pixel of each sent or kept picture; empty if they are the originals.
     """
 
@@ -93,7 +92,6 @@ class Request(Generic[Answer]):
     path: str
     parse: Callable[[bytes], Answer]
     options: dict[str, Any] = field(default_factory=dict)
-    drawn: bool = False
     pixels: Sequence[Pixel] = ()
 
     def read(self, response: httpx.Response) -> Answer:
@@ -111,8 +109,9 @@ class Request(Generic[Answer]):
     @property
     def can_shrink(self) -> bool:
         """Whether to shrink: a large file goes to the default model, whose input size is known."""
+        is_drawn_on = self.parse is png
         names_model = "model" in self.options.get("params", ())
-        if self.drawn or names_model:
+        if is_drawn_on or names_model:
             return False
         return max(map(len, self._files), default=0) >= _MIN_SHRUNK_BYTES
 

@@ -195,10 +195,6 @@ def replace_unknown_characters(*streams: TextIO) -> None:
             stream.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
 
 
-def _example_of(name: str) -> str:
-    return commands()[name].example if name in commands() else ""
-
-
 _LIKENESS: Final = 0.7
 """Lowest ratio of difflib at which a message suggests an option."""
 
@@ -222,9 +218,9 @@ class _Once(argparse.Action):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with a message of one line, without the usage, which would hide it."""
-        example = _example_of(self.prog.rpartition(" ")[2])
-        if example and ("required" in message or "unexpected" in message):
-            message = f"{message}; for example: {example}"
+        command = commands().get(self.prog.rpartition(" ")[2])
+        if command and command.example and ("required" in message or "unexpected" in message):
+            message = f"{message}; for example: {command.example}"
         if "expected one argument" in message:
             message += "; a value that begins with - needs =: --flag=-value"
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists all)\n")
