@@ -1,10 +1,14 @@
 """The route and the query of a request; the routes of operators and their tools."""
 
+import asyncio
+
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from model.methods import methods
+from service.observe.metrics import Metrics
+from service.settings import load_settings
 from service.web.routes.endpoint import Endpoint
 from tests.needs import TEACH, needs
 from tests.service.fakes import CLASSES, on_a_loop, png
@@ -213,6 +217,29 @@ async def test_a_refusal_quotes_little_input(path: str, query: str, says: str) -
     detail = (await app().classify(path=path, query=query)).json["detail"]
     assert len(detail) <= 500
     assert says in detail
+
+
+class CountedMetrics(Metrics):
+    """Metrics that count how often their text is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = 0
+
+    async def gather(self) -> bytes:
+        self.texts += 1
+        return await super().gather()
+
+
+@on_a_loop
+async def test_simultaneous_scrapes_share_a_text() -> None:
+    metrics = CountedMetrics()
+    service = App(load_settings({}), metrics=metrics)
+    answers = await asyncio.gather(*(service.get("/metrics") for _ in range(8)))
+    assert [answer.status for answer in answers] == [200] * 8
+    assert metrics.texts == 1
+    assert (await service.get("/metrics")).content != b""
+    assert metrics.texts == 2
 
 
 @on_a_loop
