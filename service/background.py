@@ -1,4 +1,4 @@
-"""Runs background tasks and threads; logs, counts and restarts those that fail.
+"""Runs background tasks and threads; logs, counts and restarts failed ones.
 
 Without it, a failed asyncio task or thread would end silently, and the service would lose its work:
 heartbeats, timeouts of connections, new heads. Tasks and threads that are started elsewhere report

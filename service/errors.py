@@ -58,7 +58,7 @@ class NotAcceptable(ServiceError):
 
 
 class PreconditionFailed(ServiceError):
-    """The request depends on a version of the resource, and resources have none."""
+    """The request has `If-Match` or the like, but resources have no versions."""
 
 
 class ExpectationFailed(ServiceError):

@@ -1,4 +1,4 @@
-"""Pictures in the forms that a program may have, as the bytes of image files."""
+"""Reads pictures in the forms of Python programs, as the bytes of image files."""
 
 from __future__ import annotations
 

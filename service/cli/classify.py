@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"print CSV: file, rank, label, index, score, error, {', '.join(SET_FIELDS)}",
     )
-    form.add_argument("--json", action="store_true", help="print one JSON object a line")
+    form.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_server_flags(parser)
     add_setting_flags(parser, (*MODEL_FLAGS, "coverage"))
 

@@ -97,7 +97,7 @@ _OPTIONS_MEANT: Final = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code, 1 after an error that one line explains."""
+    """Run one subcommand and return its exit code: 1 after an error, which one line explains."""
     open_standard_streams()
     replace_unknown_characters(sys.stdout, sys.stderr)
     arguments = _with_command(sys.argv[1:] if argv is None else argv)
@@ -144,7 +144,7 @@ def _explain(error: OSError) -> None:
         raise error
     # At exit, Python flushes the rest of its buffer, which would fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if error.errno != errno.EPIPE:  # `vitserve classify pictures/ | head` is no error
+    if error.errno != errno.EPIPE:  # `vitserve classify pictures/ | head` is not an error
         print(f"vitserve: standard output: {error.strerror}", file=sys.stderr)
 
 

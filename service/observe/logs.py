@@ -245,7 +245,7 @@ def on_drop(observer: Callable[[], object]) -> None:
 
 
 def configure(log_format: str, level: str, *, waits: bool = False) -> None:
-    """Send all messages to standard error in one format, also those of uvicorn and `warnings`.
+    """Send all messages, of uvicorn and `warnings` too, to standard error in one format.
 
     Args:
         log_format: `json` or `text`.
