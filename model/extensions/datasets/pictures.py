@@ -54,19 +54,6 @@ class PictureFiles:
 
         return cls(labels, read, lambda number: str(paths[number]))
 
-    @classmethod
-    def joined(cls, one: "PictureFiles", other: "PictureFiles") -> Self:
-        """Return the pictures of two sets with the same classes, in order."""
-        count = len(one)
-
-        def read(number: int) -> bytes:
-            return one.read(number) if number < count else other.read(number - count)
-
-        def name(number: int) -> str:
-            return one.name(number) if number < count else other.name(number - count)
-
-        return cls(np.concatenate([one.labels, other.labels]), read, name)
-
     def __len__(self) -> int:
         return len(self.labels)
 

@@ -55,6 +55,16 @@ class SplitRecord:
             digests[_BEFORE] = {**start.sets.get(_BEFORE, {}), **start.sets.get(TRAIN, {})}
         return cls(digests)
 
+    def with_validation_in_training(self) -> "SplitRecord":
+        """Return the record of a network that is trained on the validation pictures, too."""
+        sets = dict(self.sets)
+        sets[TRAIN] = {**sets[TRAIN], **sets.pop(VALIDATION)}
+        return SplitRecord(sets)
+
+    def without(self, name: str) -> "SplitRecord":
+        """Return the record without one set."""
+        return SplitRecord({key: pictures for key, pictures in self.sets.items() if key != name})
+
     @classmethod
     def read(cls, checkpoint: str | None) -> Self | None:
         """Read the record in the folder of a checkpoint.

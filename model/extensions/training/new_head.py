@@ -22,8 +22,8 @@ from model.calibration import Fit
 from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.errors import CheckpointError, DatasetError, TrainingError
-from model.extensions.datasets.pictures import Images, PictureFiles, decode
-from model.extensions.datasets.split_names import TEST, TRAIN
+from model.extensions.datasets.pictures import Images, decode
+from model.extensions.datasets.split_names import TEST
 from model.extensions.datasets.split_record import SPLIT_FILE, SplitRecord
 from model.extensions.evaluation.datasets import Dataset, open_dataset
 from model.extensions.evaluation.evaluate import Evaluation, measure, predict_embeddings
@@ -199,14 +199,18 @@ def _as_stored(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _write_split(out: Path, dataset: Dataset, start: str) -> None:
-    """Record the pictures that the served head is fitted to, and the test pictures."""
-    sets = {TRAIN: PictureFiles.joined(dataset.train, dataset.validation)}
-    if dataset.test is not None:
-        sets[TEST] = dataset.test
-    record = SplitRecord.of(sets, SplitRecord.read(start))
-    record.log_leaks(start)
-    record.log_contradictions(sets, dataset.labels)
-    write_text(out / SPLIT_FILE, record.text())
+    """Record the pictures that the served head is fitted to, and the test pictures.
+
+    That head is fitted to validation pictures, too, after it was measured on them.
+    """
+    sets = dataset.sets()
+    measured = SplitRecord.of(sets, SplitRecord.read(start))
+    measured.log_contradictions(sets, dataset.labels)
+    served = measured.with_validation_in_training()
+    served.log_leaks(start)  # of test pictures
+    if dataset.own_validation:
+        measured.without(TEST).log_leaks(start)
+    write_text(out / SPLIT_FILE, served.text())
 
 
 def library_head(config: LibraryConfig) -> str:

@@ -1,6 +1,7 @@
 """A new head on frozen features: the served model answers like the fitted head."""
 
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.config import LibraryConfig
 from model.errors import CheckpointError, DatasetError, TrainingError
+from model.extensions.datasets.split_record import SplitRecord
 from model.extensions.evaluation.evaluate import predict_embeddings
 from model.extensions.training.new_head import library_head, run, with_head
 from model.extensions.training.recipe import RECIPES, Recipe, read_recipe
@@ -231,6 +233,26 @@ def test_accuracy_is_of_held_out_pictures(
         "left out: 1 file in class folders cannot be read as pictures: repair, or move out of the "
         f"class folders:\n  {bad}: not a picture" in caplog.text
     )
+
+
+def test_probe_warns_of_its_own_validation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder's validation pictures are the files of its training pictures."""
+    data = tmp_path / "data"
+    write_folder(data / "train", 2)
+    shutil.copytree(data / "train", data / "val")
+    run(
+        data,
+        tmp_path / "out",
+        probe_of(write_checkpoint(tmp_path / "start", "abcde")),
+        device="cpu",
+    )
+    assert "6 of 6 validation pictures, such as" in caplog.text
+    assert "are training pictures, too: remove them from one of the sets" in caplog.text
+    record = SplitRecord.read(str(tmp_path / "out"))
+    assert record is not None
+    assert {name: len(pictures) for name, pictures in record.sets.items()} == {"train": 12}
 
 
 def test_data_without_a_fit_are_refused(tmp_path: Path) -> None:
