@@ -25,6 +25,9 @@ RIVALS: Final = 10
 # Number of classes in an answer if the caller does not say how many.
 DEFAULT_TOP_K: Final = 5
 
+# Up to this number of classes, sorting all of them is faster than finding the highest.
+_SORTED_CLASSES: Final = 64
+
 # Most classes of which one request may have maps.
 MAX_CLASSES: Final = 8
 
@@ -272,11 +275,15 @@ def best_classes(
     Classes are ranked by logits, because several saturated sigmoids have a score of 1. Of classes
     with equal logits, the first is best.
     """
-    chosen = _highest(logits, top_k)
-    order = np.argsort(-np.take_along_axis(logits, chosen, axis=1), axis=1, kind="stable")
-    indices = np.take_along_axis(chosen, order, axis=1)
+    rows = np.arange(len(logits))[:, np.newaxis]
+    if logits.shape[1] <= _SORTED_CLASSES:
+        indices = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    else:
+        chosen = _highest(logits, top_k)
+        order = np.argsort(-logits[rows, chosen], axis=1, kind="stable")
+        indices = chosen[rows, order]
     finite = np.asarray(np.isfinite(scores).all(axis=-1))
-    return BestClasses(np.take_along_axis(scores, indices, axis=1), indices, finite)
+    return BestClasses(scores[rows, indices], indices, finite)
 
 
 def _highest(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from model.config import NetworkConfig, ViTConfig
 from model.explanation.maps import attention_maps, relevance_maps
-from model.features import Floats
+from model.features import Floats, normalized
 from model.heads import Head
 from model.outputs import (
     AttentionMap,
@@ -168,15 +168,17 @@ class MixedBatch:
             arrays: outputs of the pass for all images.
         """
         images = [question.image for question in questions]
-        if images != list(range(len(self.images))):
-            arrays = {name: values[images] for name, values in arrays.items()}
-        if head is self.heads.own:
-            logits = arrays.get("logits")
-            best = best_classes_of_graph(arrays)
-        else:
-            logits = head.logits(arrays[head.features])
-            best = None
         requests = [question.requested for question in questions]
+        logits = None
+        best = None
+        if head is not self.heads.own:
+            logits = head.logits(arrays[head.features][images])
+        else:
+            if "logits" in arrays:
+                logits = arrays["logits"][images]
+            of_graph = best_classes_of_graph(arrays)
+            if of_graph is not None:
+                best = BestClasses._make(values[images] for values in of_graph)
         if best is None:
             assert logits is not None, "a pass gives logits unless its graph ranks the classes"
             best = head.best_classes(logits, max(requested.top_k for requested in requests))
@@ -192,9 +194,9 @@ class MixedBatch:
                 if question.map is not None
             },
             embeddings={
-                row: _embedding(arrays, requested.embedding, row)
-                for row, requested in enumerate(requests)
-                if requested.embedding is not None
+                row: _embedding(arrays, question.requested.embedding, question.image)
+                for row, question in enumerate(questions)
+                if question.requested.embedding is not None
             },
         )
         for question, outputs in zip(questions, answers, strict=True):
@@ -214,7 +216,7 @@ class MixedBatch:
             head: the head of the questions.
             questions: one for each row.
             request: the outputs that the pass computes.
-            arrays: outputs of the pass for these rows.
+            arrays: outputs of the pass for all images.
             best: the best classes of these rows.
         """
         if not isinstance(self.config, ViTConfig):
@@ -222,11 +224,13 @@ class MixedBatch:
         maps: dict[int, AttentionMap] = {}
         wanted = [question.requested.map for question in questions]
         if request.layers:
-            maps = attention_maps(arrays["attention"], request.layers, wanted, self.config)
+            attention = arrays["attention"][[question.image for question in questions]]
+            maps = attention_maps(attention, request.layers, wanted, self.config)
         rows = [row for row, shown in enumerate(wanted) if shown and shown.of_best_class]
         if rows and head is self.heads.own:
             labels = best.indices[rows, 0].tolist()
-            of_best_class = relevance_maps(arrays["relevance"][rows], labels, self.config)
+            relevance = arrays["relevance"][[questions[row].image for row in rows]]
+            of_best_class = relevance_maps(relevance, labels, self.config)
             maps.update(zip(rows, of_best_class, strict=True))
         for row, attention_map in maps.items():
             questions[row].map = attention_map
@@ -238,7 +242,7 @@ class MixedBatch:
 
         Args:
             questions: one for each row.
-            arrays: outputs of the batch's pass for these rows.
+            arrays: outputs of the batch's pass for all images.
             best: the best classes of these rows, which a map shows if its request names no class.
         """
         # The questions of each pass, with the class of each map and its start.
@@ -258,7 +262,7 @@ class MixedBatch:
             if wanted.is_class_specific and head is not self.heads.own:
                 features = head.features
                 label, target = head.map_target(
-                    arrays[features][row], wanted.method, wanted.class_index
+                    arrays[features][question.image], wanted.method, wanted.class_index
                 )
             shared = replace(wanted, class_index=None, classifier=None)
             passes.setdefault((shared, features), []).append((question, label, target))
@@ -276,10 +280,7 @@ class MixedBatch:
                 question.map = AttentionMap(shown, values[row], float(kept_mass[row]))
 
 
-def _embedding(arrays: HostOutputs, request: EmbeddingRequest, row: int) -> Floats:
+def _embedding(arrays: HostOutputs, request: EmbeddingRequest, image: int) -> Floats:
     """Return the requested embedding of an image, [D], in its own memory."""
-    embedding: Floats = arrays[request.pool][row].copy()
-    if request.normalize:
-        # torch's `normalize` has the same smallest divisor.
-        embedding /= max(float(np.linalg.norm(embedding)), 1e-12)
-    return embedding
+    embedding: Floats = arrays[request.pool][image].copy()
+    return normalized(embedding) if request.normalize else embedding
