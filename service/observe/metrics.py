@@ -85,13 +85,11 @@ class Metrics(Collector):
             "vit_request_duration_seconds",
             "From a request's headers to the end of its answer",
             ["endpoint"],
-            buckets=_SECONDS,
         )
         self.stage_duration = self.histogram(
             "vit_stage_duration_seconds",
             "Time of one image in each stage: read, decode, queue, inference",
             ["stage"],
-            buckets=_SECONDS,
         )
         # `labels` takes a lock and hashes strings: call it once, not four times per image.
         self.stages = {stage: self.stage_duration.labels(stage) for stage in _STAGES}
@@ -154,7 +152,6 @@ class Metrics(Collector):
             "vit_image_duration_seconds",
             "From a request's headers to the answer for each image, without maps of /attention",
             ["model"],
-            buckets=_SECONDS,
         )
         self.recent_evicted_age = self.histogram(
             "vit_recent_evicted_age_seconds",
