@@ -33,6 +33,7 @@ from model.outputs import Outputs
 from service import background
 from service.engine.messages import BatchReport, ModelInfo, Release
 from service.observe import logs
+from service.observe.scrapes import Scrapes
 from service.observe.state import Sources, StateCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -60,6 +61,9 @@ class Metrics(Collector):
 
     `counter`, `gauge` and `histogram` add further ones, which extensions use.
 
+    Attributes:
+        scrapes: the texts of scrapes.
+
     Args:
         folder: folder in which several processes count; None for a service of one process.
     """
@@ -67,6 +71,7 @@ class Metrics(Collector):
     def __init__(self, folder: Path | None = None) -> None:
         # The creation time of each series would be a second series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.scrapes = Scrapes(self.gather)
         self.registry = CollectorRegistry()
         self._folder = folder
         self._state = StateCollector()

@@ -19,7 +19,7 @@ from service.engine.interface import Engine
 from service.engine.messages import InferenceRequest, attributes
 from service.errors import InvalidParameter, ServiceError
 from service.models.version import Version
-from service.observe.metrics import CONTENT_TYPE, Metrics
+from service.observe.metrics import CONTENT_TYPE
 from service.web.admit import model_of, service_of
 from service.web.query import ModelQuery
 from service.web.routes.endpoint import Router
@@ -31,16 +31,7 @@ logger = logging.getLogger("vitserve")
 _PREPARE_SECONDS: Final = 60.0
 """Deadline for the map that prepares the others to begin."""
 
-_SHARED_SECONDS: Final = 0.1
-"""Requests for metrics within this time share a text.
-
-With many models, a text takes the event loop 35 ms.
-"""
-
 _TEXT: Final = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-
-_gathering = Tasks()
-_next_texts: WeakKeyDictionary[Metrics, asyncio.Task[bytes]] = WeakKeyDictionary()
 
 _preparing = Tasks()
 _prepared: WeakKeyDictionary[Version[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
@@ -139,17 +130,5 @@ async def readyz(request: Request) -> Status:
 @router.get("/metrics", responses=_TEXT, is_loose=True)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    gathered = service_of(request).metrics
-    text = _next_texts.get(gathered)
-    if text is None or text.done():  # done: its event loop was closed
-        text = _gathering.begin(_gather_soon(gathered))
-        _next_texts[gathered] = text
-    content = await asyncio.shield(text)
+    content = await service_of(request).metrics.scrapes.text()
     return Response(content, headers={"Content-Type": CONTENT_TYPE})
-
-
-async def _gather_soon(gathered: Metrics) -> bytes:
-    """Return the text of metrics for all requests that arrive meanwhile."""
-    await asyncio.sleep(_SHARED_SECONDS)
-    _next_texts.pop(gathered, None)
-    return await gathered.gather()
