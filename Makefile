@@ -86,11 +86,12 @@ test: $(VENV)/.test
 SLOW := $(addprefix tests/, service/engine/test_loading.py service/web/test_decoders.py \
 	service/web/test_single_process.py service/web/routes/test_zero_shot.py service/test_children.py \
 	service/test_documented_extension.py service/test_extension_starts.py service/web/test_request.py \
-	service/web/test_base64_pictures.py vitserve/test_shrinking.py)
+	service/web/test_base64_pictures.py service/web/test_library_networks.py vitserve/test_shrinking.py)
 
 test-fast: $(VENV)/.test
 	$(TEST) -m 'not ray and not slow' tests/simulation tests/vitserve tests/service/engine tests/service/models \
-		tests/service/web tests/service/observe tests/service/test_*.py tests/model/test_*.py tests/model/network \
+		tests/service/web tests/service/observe $(filter-out $(SLOW), $(wildcard tests/service/test_*.py)) \
+		tests/model/test_*.py tests/model/network \
 		$(addprefix --ignore=, $(SLOW))
 
 # The core alone: a copy without the folders `extensions/`, whose metadata names no entry points. In the copy, Python does
