@@ -21,7 +21,7 @@ from service.errors import EngineUnavailable, ServiceError
 from service.models.version import Version
 
 if TYPE_CHECKING:
-    from service.models.registry import Models
+    from service.models.all_models import Models
 
 
 @dataclass(slots=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 from service.engine.backbones import ModelEngine
 from service.errors import ModelsFull, ServiceError, UnknownModel
+from service.models.all_models import Models
 from service.models.factory import ModelFactory
 from service.models.folder import FolderEntry
 from service.models.local_model import LocalModel
 from service.models.override import Override
-from service.models.registry import Models
 from service.models.residency import RETIRE_SECONDS, Residency
 from service.settings import Settings
 

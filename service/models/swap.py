@@ -18,10 +18,10 @@ from service.errors import (
     NameTaken,
     SwapUnderWay,
 )
+from service.models.all_models import SWAP_UNDER_WAY
 from service.models.local_model import LocalModel
 from service.models.on_demand import OnDemandModels
 from service.models.override import Override
-from service.models.registry import SWAP_UNDER_WAY
 from service.models.version import Version
 
 logger = logging.getLogger("vitserve")

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from service.draining import Lifecycle, exit_now
 from service.engine.messages import EngineStatus, ModelInfo
 from service.extension import Extension, Routes, extensions, extensions_by_scheme, naming
-from service.models.registry import Models
+from service.models.all_models import Models
 from service.observe.metrics import Metrics
 from service.observe.state import Sources
 from service.setting_values import MEMORY

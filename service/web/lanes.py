@@ -34,7 +34,7 @@ from service.background import supervised_thread
 from service.engine.devices import decode_threads
 from service.engine.streams import MAX_EXPLANATION_BATCH
 from service.errors import DeadlineExceeded
-from service.models.registry import Models
+from service.models.all_models import Models
 from service.settings import Settings
 from service.web.fair_queue import FairQueue, QueuedJob
 

@@ -9,7 +9,7 @@ from typing import Final
 from service.draining import Lifecycle
 from service.engine.interface import Engine
 from service.errors import Draining, EngineUnavailable
-from service.models.registry import Models
+from service.models.all_models import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.web.decoders import Decoders

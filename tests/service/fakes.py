@@ -25,10 +25,10 @@ from service.engine.interface import Engine
 from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden
+from service.models.all_models import Models
 from service.models.local_model import LocalModel
 from service.models.local_models import LocalModels
 from service.models.override import Override
-from service.models.registry import Models
 from service.models.version import Version
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore

@@ -13,7 +13,7 @@
                             <--   Answer(id) or Failed(id)  together for a batch
 
     Submit, EmbedTexts            one image, or texts, for a lease
-    Change                        of the models, see `service.models.registry`
+    Change                        of the models, see `service.models.all_models`
     Put, Get                      of a kept picture
 
 A frame is its length without these four bytes (uint32, little-endian) and a struct. The struct is a

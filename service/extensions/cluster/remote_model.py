@@ -19,7 +19,7 @@ from service.errors import ServiceError, SwapUnderWay
 from service.extensions.cluster import frames
 from service.extensions.cluster.engine_client import EngineClient, EngineLease
 from service.extensions.cluster.remote_engine import RemoteEngine
-from service.models.registry import SWAP_UNDER_WAY, Models
+from service.models.all_models import SWAP_UNDER_WAY, Models
 from service.models.served_model import ModelState, ServedModel
 from service.models.version import Version
 from vitserve.documents import ListedModel

@@ -35,8 +35,8 @@ from service.extensions.teach.errors import (
     HeadWithoutExamples,
 )
 from service.extensions.teach.examples import Examples, HeadRow
+from service.models.all_models import Models
 from service.models.folder import check_name
-from service.models.registry import Models
 from service.models.served_heads import ServedHead
 from service.observe import logs
 

@@ -16,8 +16,8 @@ from model.errors import ImageError, InputError
 from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MissingImage, ServiceError, UploadTooLarge
+from service.models.all_models import Models
 from service.models.lease import Lease
-from service.models.registry import Models
 from service.web.admit import AdmittedRequest, model_of, service_of
 from service.web.decoders import Decoded
 from service.web.gather import all_of

@@ -22,10 +22,10 @@ from service.errors import EngineUnavailable, ModelFailed, SwapUnderWay, Unknown
 from service.extensions.cluster.engine_client import EngineClient
 from service.extensions.cluster.engine_server import EngineServer
 from service.extensions.cluster.remote_model import RemoteModels
+from service.models.all_models import Models
 from service.models.folder import FolderEntry
 from service.models.lease import Lease
 from service.models.local_models import LocalModels
-from service.models.registry import Models
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, request_for

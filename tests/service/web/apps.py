@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from service.draining import Lifecycle
+from service.models.all_models import Models
 from service.models.local_model import LocalModel
-from service.models.registry import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings, load_settings
 from service.web.app import create_app
