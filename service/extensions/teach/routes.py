@@ -16,7 +16,7 @@ from starlette.responses import Response
 from model.errors import CheckpointError
 from model.extensions.taught.taught_heads import TaughtHead
 from model.label_texts import checked_label
-from service.errors import Forbidden, NameTaken, NotFound
+from service.errors import Forbidden, InvalidParameter, NameTaken, NotFound
 from service.extensions.teach.errors import HeadWithoutBackbone
 from service.extensions.teach.examples import Examples, HeadRow, KeptPicture
 from service.extensions.teach.heads import TaughtHeads, features_of
@@ -33,6 +33,7 @@ from service.web.admit import AdmittedRequest, admit, model_of, service_of
 from service.web.api_keys import holds_admin_key
 from service.web.body import check_early
 from service.web.middleware import request_context
+from service.web.query import Absent
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import BINARY, SEVERAL_PICTURES, problems
 from service.web.routes.shared_answers import to_json
@@ -59,7 +60,7 @@ _FILE: Final = {
 class LabelQuery(BaseModel, frozen=True):
     """The query of PUT /heads/NAME/examples/N."""
 
-    label: Annotated[str, Field(description="label of the picture")]
+    label: Annotated[str | Absent, Field(description="label of the picture; required")] = None
 
 
 class PageQuery(BaseModel, frozen=True):
@@ -173,7 +174,11 @@ async def describe_example(request: Request) -> ExampleDocument:
 )
 async def relabel_example(request: Request, query: LabelQuery) -> ExampleCounts:
     """Put an example of a head under another label, and fit the head again."""
+    if query.label is None:
+        raise InvalidParameter("label: missing: send ?label=cat; this route reads no form")
     label = checked_label(query.label)
+    if "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0":
+        raise InvalidParameter("a body has no effect here: POST to the head's examples adds one")
 
     def change(examples: Examples, head: HeadRow) -> ExampleCounts:
         _require_own(request, head)

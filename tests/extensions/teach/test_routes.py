@@ -180,6 +180,23 @@ async def test_unprintable_labels_are_refused(tmp_path: Path, method: str, label
     assert "1 to 256 characters that print" in answer.json["detail"]
 
 
+@pytest.mark.parametrize(
+    ("query", "remedy"),
+    [
+        ("", "label: missing: send ?label=cat"),
+        ("label=dog", "POST to the head's examples adds one"),
+    ],
+)
+@on_a_loop
+async def test_relabelling_takes_no_body(tmp_path: Path, query: str, remedy: str) -> None:
+    service = app(teach=str(tmp_path))
+    await teach(service, 1)
+    answer = await service.request("PUT", "/heads/pets/examples/1", query=query, body=png(2))
+    assert (answer.status, answer.code) == (422, "invalid_parameter")
+    assert remedy in answer.json["detail"]
+    assert (await service.get("/heads/pets/examples/1")).json["label"] == "cat"
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 @on_a_loop
 async def test_thumbnails_are_kept_if_allowed(tmp_path: Path, is_kept: bool) -> None:
