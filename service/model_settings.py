@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.setting_values import ImageSize, LabelNames, Name, Thresholds
+from service.setting_values import ImageSize, ListOrTable, Name, Thresholds
 
 PATHS = ("checkpoint", "preprocess", "labels", "keys", "base")
 """Settings of one checkpoint that may name a file."""
@@ -19,12 +19,12 @@ class ModelSettings(BaseModel):
         "bundled",
         description="`bundled`, a folder, a file, or a hub id `owner/name[@revision][:subfolder]`",
     )
-    preprocess: Name | None = Field(
+    preprocess: ListOrTable = Field(
         None,
         description="JSON, a file of it, or a preset's name, for formats without preprocessing. "
         "Default: the checkpoint's",
     )
-    labels: LabelNames = Field(
+    labels: ListOrTable = Field(
         None,
         description='comma-separated names (`cat,dog,"a red car"`) or a JSON array; a file with '
         "one name per line, JSON, CSV or a data set's YAML; `imagenet-1k` or "

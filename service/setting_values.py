@@ -190,19 +190,19 @@ def parse_size(value: object) -> object:
 
 
 def _as_text(value: object) -> object:
-    """Return a list from TOML or JSON as the text that environment variables hold."""
-    return json.dumps(value) if isinstance(value, list) else value
+    """Return a list or table from TOML or JSON as the text that environment variables hold."""
+    return json.dumps(value, default=str) if isinstance(value, list | dict) else value
 
 
 def _from_json(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = json.loads(value, object_pairs_hook=unique_names)
-    except DuplicateName:
-        raise
-    except (ValueError, RecursionError):
-        parsed = value
+    parsed = value
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value, object_pairs_hook=unique_names)
+        except DuplicateName:
+            raise
+        except (ValueError, RecursionError):
+            parsed = value
     if parsed is None or isinstance(parsed, dict):
         return parsed
     raise ValueError('expected JSON like {"cat": 0.4}')
@@ -349,7 +349,7 @@ HostNames = Annotated[
     tuple[str, ...], _list_of(_host_name, "hosts", '["vit.example.org"]'), NoDecode
 ]
 ImageSize = Annotated[Size | None, BeforeValidator(parse_size), NoDecode]
-LabelNames = Annotated[Name | None, BeforeValidator(_as_text)]
+ListOrTable = Annotated[Name | None, BeforeValidator(_as_text)]
 ListenHosts = Annotated[Name, AfterValidator(parse_listen_hosts)]
 Origins = Annotated[
     tuple[str, ...], _list_of(_origin, "origins", '["https://example.org"]'), NoDecode

@@ -11,6 +11,7 @@ from pydantic import SecretStr
 from service.cli import serve
 from service.cli.setting_flags import settings_from
 from service.errors import SettingsError
+from service.model_settings import ModelSettings
 from service.setting_values import ApiKey
 from service.setting_warnings import (
     check_variables,
@@ -319,6 +320,16 @@ def test_key_in_another_form_is_refused(text: str, remedy: str) -> None:
 def test_admin_key_in_another_form_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="expected a key"):
         load_settings({"admin_key": text})
+
+
+def test_table_of_toml_is_preprocessing() -> None:
+    settings = ModelSettings.model_validate({"preprocess": {"size": [32, 32]}})
+    assert settings.preprocess == '{"size": [32, 32]}'
+
+
+def test_threshold_of_toml_names_the_form() -> None:
+    with pytest.raises(ValueError, match="expected JSON like"):
+        ModelSettings.model_validate({"thresholds": 0.4})
 
 
 def test_message_about_a_flag_names_the_flag() -> None:
