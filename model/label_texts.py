@@ -40,8 +40,8 @@ _UNSPACED: Final = (
 _VIRAMAS: Final = "\u094d\u09cd\u0a4d\u0acd\u0b4d\u0bcd\u0c4d\u0ccd\u0d4d\u0dca"
 _EMOJI: Final = "\u2190-\u2bff\U0001f000-\U0001faff"
 
-# Format characters (category Cf) that change nothing that a reader sees. Characters with a visible
-# sign are left out, and so are those that part words, or shape a word, an emoji or a flag.
+# Format characters (category Cf) that change nothing that a reader sees. Excluded are characters
+# with a visible sign, and joiners within words, emoji and flags.
 # The class comes first, because `re` then finds a character without a look around each other one.
 _HIDDEN: Final = re.compile(
     "[\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"

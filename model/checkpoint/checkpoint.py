@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Final
 
-import torch
 from torch import Tensor, nn
 
 from model.checkpoint.input_size import resized_network, resized_preprocess
 from model.checkpoint.local_files import validating
-from model.checkpoint.tensors import checked, digest_of
+from model.checkpoint.tensors import checked, digest_of, require_finite
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.description import Description
 from model.errors import CheckpointError
@@ -160,18 +159,9 @@ class Checkpoint(Description):
         self._load(network.module)
         return network.eval()
 
-    def require_finite(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `CheckpointError` for a tensor with a value that is not finite."""
-        for name, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
-                raise CheckpointError(
-                    f"{self.source}: {self.stored.get(name, name)} holds values that are not "
-                    "finite: give a checkpoint from before the training diverged"
-                )
-
     def _load(self, module: nn.Module) -> None:
         tensors = native_tensors(self.tensors, self.config, self.source)
-        self.require_finite(tensors)
+        require_finite(tensors, self.source, self.stored)
         if isinstance(self.config, ViTConfig):
             tensors |= placeholder_heads(self.config)
         # `native_tensors` has checked all names; a library itself makes its buffers of integers.
@@ -199,7 +189,8 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
     weight = tensors.pop(f"{layer}.weight", None)
     if weight is not None:
         bias = tensors.pop(f"{layer}.bias")
-        checkpoint.require_finite({f"{layer}.weight": weight, f"{layer}.bias": bias})
+        of_head = {f"{layer}.weight": weight, f"{layer}.bias": bias}
+        require_finite(of_head, checkpoint.source, checkpoint.stored)
         head = replace(
             checkpoint.head,
             weight=weight.float().numpy().copy(),

@@ -147,10 +147,7 @@ class Files:
         return sorted(name.as_posix() for name in names if not any(map(is_junk, name.parts)))
 
     def misnamed(self, name: str) -> str:
-        """Return advice to rename a file whose name differs by case, or as a copy's: `x (1).json`.
-
-        It is empty if there is no such file.
-        """
+        """Return advice to rename a file, such as `X.json` or `x (1).json`; empty for others."""
         for other in self.names():
             if re.sub(r" ?\(\d+\)(?=\.)", "", other).lower() == name and other != name:
                 return f"rename {other} to {name}; else "

@@ -121,7 +121,7 @@ class _Head:
         return dict(tensors)
 
     def _refuse_norm_before(self, weight: str) -> None:
-        """Refuse a norm in the head, with a key map if it can be the missing final norm."""
+        """Refuse a norm in the head; give a key map if it can be the missing final norm."""
         tensors = self.tensors
         of_norms = (
             name

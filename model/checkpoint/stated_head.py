@@ -162,8 +162,8 @@ def activated(checkpoint: Checkpoint, activation: str | None) -> Checkpoint:
         activation: `softmax` or `sigmoid`; None keeps the checkpoint's own.
 
     Raises:
-        CheckpointError: the activation would have no effect, or the scores were fitted with the
-            other activation.
+        CheckpointError: the activation would not matter, or the scores were fitted with the other
+            activation.
     """
     if activation is None:
         is_constant = checkpoint.config.num_classes == 1 and checkpoint.zero_shot is None

@@ -185,6 +185,18 @@ def _remedy_of_shape(name: str) -> str:
     return "the architecture is of another model: correct its sizes, or give its weights"
 
 
+def require_finite(
+    tensors: Mapping[str, Tensor], where: str, stored: Mapping[str, str] = _UNCHANGED
+) -> None:
+    """Raise `CheckpointError` for a tensor with a value that is not finite."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"{where}: {stored.get(name, name)} holds values that are not finite: give a "
+                "checkpoint from before the training diverged"
+            )
+
+
 def checked(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],

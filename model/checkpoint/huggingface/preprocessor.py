@@ -217,7 +217,7 @@ def _processor(json: dict[str, Any], kind: str, where: str) -> _Processor:
 
 
 def _sizes(processor: _Processor, where: str) -> tuple[str, tuple[int, int], tuple[int, int]]:
-    """Return how a picture is resized, to which (rows, columns), and those of the input.
+    """Return how a picture is resized, its new (rows, columns), and the input's (rows, columns).
 
     Raises:
         CheckpointError: they do not tell one input size, or a picture would be padded.

@@ -24,7 +24,7 @@ from model.checkpoint.huggingface.fields import activation, tower_config
 from model.checkpoint.labels import read_labels
 from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions
-from model.checkpoint.tensors import checked, join_parts, renamed, taken
+from model.checkpoint.tensors import checked, join_parts, renamed, require_finite, taken
 from model.errors import CheckpointError, first_line
 from model.heads import DEFAULT_TEMPLATE, ZeroShot
 from model.network.text_tower import TextConfig, TextTower
@@ -154,11 +154,7 @@ class TextEmbedder:
         join_parts(native)
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tower.state_dict().items()}
         native = checked(native, shapes, f"{where}: text tower")
-        for name, tensor in native.items():
-            if not torch.isfinite(tensor).all():
-                raise CheckpointError(
-                    f"{where}: {name} of the text tower holds values that are not finite"
-                )
+        require_finite(native, f"{where}: text tower")
         self._tower.load_state_dict(native, assign=True)
         self._tower.eval().requires_grad_(False)
         self._tokenizer = _tokenizer(files, str(config["model_type"]))

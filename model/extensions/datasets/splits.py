@@ -127,7 +127,7 @@ def _splits_above_classes(
 def _refuse_unlabelled(
     children: Sequence[Listing], candidates: Sequence[Listing], pick: str
 ) -> None:
-    """Refuse `unlabeled` beside a folder with the classes, because neither is a class."""
+    """Refuse `unlabeled` next to the folder of the classes: both would become classes."""
     others = [child for child in children if child not in candidates]
     if len(candidates) == len(others) == 1 and "unlabel" in others[0].path.name.casefold():
         labelled = candidates[0].path

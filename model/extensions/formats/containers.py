@@ -100,7 +100,7 @@ def network_in(content: Any, copy: str | None, where: str) -> Network:
 def _refuse_head_beside(
     tensors: Mapping[str, Tensor], copies: Mapping[str, Tensors], where: str
 ) -> None:
-    """Refuse a head beside copies of a backbone, because no name says which copy it reads."""
+    """Refuse a head in a file with copies of a backbone, of which it reads only one."""
     weights = (
         f"{name!r:.100} {list(tensor.shape)}"
         for name, tensor in without_prefixes(tensors).items()
