@@ -36,18 +36,12 @@ def start(tmp_path: Path) -> Path:
 
 
 def flags(data: Path, start: Path, out: Path, *more: str) -> list[str]:
+    values = {"--data": data, "--from": start, "--out": out, "--device": "cpu", "--batch-size": 5}
+    # A flag that stands twice is refused.
     command = [
-        "train",
-        "--data",
-        str(data),
-        "--from",
-        str(start),
-        "--out",
-        str(out),
-        "--device",
-        "cpu",
+        text for flag, value in values.items() if flag not in more for text in (flag, str(value))
     ]
-    return [*command, "--batch-size", "5", "--set", "optimiser.learning_rate=3e-3", *more]
+    return ["train", *command, "--set", "optimiser.learning_rate=3e-3", *more]
 
 
 def epochs_done(out: Path) -> list[dict[str, str]]:
