@@ -1,7 +1,7 @@
 import logging
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def test_endless_batch_ends_the_service(
     predictor = FakePredictor()
     port = free_port()
     predictor.gate.clear()
-    settings = load_settings({"port": port, "drain_delay": 600, "drain_timeout": 600})
+    settings = load_settings({"port": port, "drain_delay": 10, "drain_timeout": 10})
 
     def ask() -> httpx.Response:
         until(lambda: "ready:" in caplog.text)
@@ -105,9 +105,15 @@ def test_endless_batch_ends_the_service(
             assert own.get("/readyz").status_code == 200
             return own.post("/classify", content=png(1))
 
+    def end_server(asked: Future[httpx.Response]) -> None:
+        if asked.exception() is not None:  # no batch ends the server
+            predictor.gate.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
     caplog.set_level(logging.INFO, "vitserve")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask)
+        answer.add_done_callback(end_server)
         assert run_single_process(settings, lambda _: (predictor, model_info())) == 1
         refused = answer.result(PATIENCE)
     predictor.gate.set()
