@@ -355,7 +355,7 @@ def test_heads_share_no_name_with_models(serve: Serve, tmp_path: Path) -> None:
     server = serve(teach=tmp_path / "taught", admin_key="admin-key", checkpoint_folder=tmp_path)
     teach_colours(server, count=2)
     until(lambda: "colours" in {each["name"] for each in server.get("/models").json()})
-    taken = server.client.put("/models/colours", json={"checkpoint": "any"}, headers=ADMIN)
+    taken = server.client.put("/models/colours", json={"checkpoint": "taught"}, headers=ADMIN)
     assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
     kept = server.client.delete("/models/colours", headers=ADMIN)
     assert (kept.status_code, kept.json()["code"]) == (403, "forbidden")
