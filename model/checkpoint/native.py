@@ -44,6 +44,8 @@ class NativeConfig(Frozen):
     # versions lack the field.
     form: Form = SOFTMAX
     multi_label: bool
+    # As of the source; see `Checkpoint.antialias`. Folders of older versions lack the field.
+    antialias: bool = True
     # See `Description.assumed`.
     assumed: tuple[str, ...] = ()
     # Recipe, accuracy and versions, for people. The service never reads it.
@@ -74,6 +76,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         temperature=native.temperature,
         form=native.form,
         multi_label=native.multi_label,
+        antialias=native.antialias,
         assumed=native.assumed,
     )
     if files.path(CALIBRATION_FILE) is None:
@@ -167,6 +170,7 @@ def write(
         temperature=checkpoint.temperature,
         form=checkpoint.form,
         multi_label=checkpoint.multi_label,
+        antialias=checkpoint.antialias,
         assumed=checkpoint.assumed,
         training=training or {},
     )

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from model.checkpoint import Checkpoint, load_checkpoint
+from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.checkpoint.huggingface import FAMILIES
 from model.checkpoint.huggingface.families import CLIP, SIGLIP
 from model.errors import CheckpointError
@@ -214,6 +214,16 @@ def test_resizing_equals_transformers(size: tuple[int, int], tmp_path: Path) -> 
     assert checkpoint.preprocess.size == size
     reference = lambda pixels: model(pixels, interpolate_pos_encoding=True).logits  # noqa: E731
     assert_same_logits(checkpoint, reference, f"vit at {size}")
+
+
+def test_a_converted_folder_resizes_as_its_source(tmp_path: Path) -> None:
+    make("vit", tmp_path)
+    native.write(tmp_path / "converted", load_checkpoint(str(tmp_path)))
+    resized = [
+        load_checkpoint(str(folder), image_size=(24, 16)).tensors["pos_embed"]
+        for folder in (tmp_path, tmp_path / "converted")
+    ]
+    assert torch.equal(*resized)
 
 
 def test_dinov2_positions_are_resized_once(tmp_path: Path) -> None:
