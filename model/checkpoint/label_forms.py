@@ -6,6 +6,7 @@ JSON is from index to label (`id2label`, Keras' `imagenet_class_index.json`), fr
 Indices are checked: each of 0...N-1 once.
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,6 +90,8 @@ def labels_in_file(text: str, where: str, suffix: str) -> tuple[str, ...]:
     """
     if not text.strip():
         raise CheckpointError(f"{where}: holds no labels; expected {FORMS}")
+    if suffix == ".json" and not _is_json(text) and _is_python(text):
+        suffix = ".txt"
     is_listed = suffix in LINE_SUFFIXES and is_document(text)
     if suffix == ".json" or (is_listed and _is_json(text)):
         return labels_in_json(text, where)
@@ -119,6 +122,14 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _is_python(text: str) -> bool:
+    """Return whether a text is a list or a dictionary as Python prints it."""
+    try:
+        return isinstance(ast.literal_eval(text), list | dict)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return False
 
 
 def lines_of(text: str, where: str) -> list[str]:

@@ -19,6 +19,7 @@ from model.label_texts import hidden_character, parse_labels
 # `imagenet-1k`: the 1,000 classes of ILSVRC 2012 in their usual order; `numbers`: the index of each
 # class.
 LABEL_PRESETS: Final = ("imagenet-1k", "numbers")
+_OBJECT_FILES: Final = (".npy", ".npz", ".pkl", ".pickle", ".joblib", ".pt", ".pth")
 _TUPLE: Final = re.compile(r"^\s*\(([^()]*)\)\s*$")  # as Python prints it
 _FILE: Final = re.compile(r"[^\"'\[{]*\.(txt|json|csv|tsv|ya?ml|names|labels)", re.IGNORECASE)
 
@@ -46,6 +47,11 @@ def read_labels(name: str, classes: int | None) -> tuple[str, ...]:
         labels = _listed(name, where)
     else:
         where = str(path)
+        if path.suffix.lower() in _OBJECT_FILES:
+            raise CheckpointError(
+                f"{where}: an object of Python or NumPy is not read as labels: save it as text, "
+                "Path('labels.json').write_text(json.dumps(list(map(str, labels))))"
+            )
         labels = _in_file(read_text_file(path, where), where, path.suffix.lower(), classes)
     for label in labels:
         hidden = hidden_character(label)

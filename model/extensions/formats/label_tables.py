@@ -23,6 +23,7 @@ _INDEX: Final = re.compile(
     r"(class|label|category|target|train|cls)?_?(index|idx|id|number|no|nr|key|code|value)?|"
     r"y|#|position|unnamed:_\d+"
 )
+_WORDNET_ID: Final = re.compile(r"n\d+")
 _PICTURE: Final = re.compile(
     r"(file|image|img|picture|photo)s?_?(name|path|file|id|url)?s?|"
     r"(full_?|rel(ative)?_?)?paths?|urls?"
@@ -54,6 +55,8 @@ def read(text: str, where: str, suffix: str) -> tuple[str, ...] | None:
     numeric = _index_columns(rows, width)
     index = _column(numeric, names, INDEX_NAMES)
     others = [column for column in range(width) if column != index]
+    if index is not None and not names:
+        others = _without_ids(rows, others, where)
     label = _column(others, names, LABEL_NAMES)
     _refuse_other_tables(names, index, others if label is None else [label], where)
     if index is None or label is None:
@@ -95,6 +98,21 @@ def _refuse_other_tables(
 def _index_columns(rows: Sequence[Row], width: int) -> list[int]:
     """Return the columns whose cells all are numbers that can count classes."""
     return [column for column in range(width) if all(is_index(cells[column]) for _, cells in rows)]
+
+
+def _without_ids(rows: Sequence[Row], columns: Sequence[int], where: str) -> list[int]:
+    """Return the columns that do not hold WordNet ids; refuse several of text, without a header."""
+    left = [
+        column
+        for column in columns
+        if not all(_WORDNET_ID.fullmatch(cells[column]) for _, cells in rows)
+    ]
+    if len(left) > 1:
+        raise CheckpointError(
+            f"{where}: {len(left)} columns can be the label: add a first line that names the "
+            "columns, such as index,label,group"
+        )
+    return left
 
 
 def _rows(lines: Sequence[str], where: str) -> list[Row]:

@@ -22,6 +22,8 @@ FORMS = {
     "tabs.tsv": "cat\t0\ndog\t1\nred fox\t2\n",
     "described.csv": "class_id,name,supercategory\n0,cat,pet\n1,dog,pet\n2,red fox,wild\n",
     "named.csv": "index,wnid,label\n0,n00,cat\n1,n01,dog\n2,n02,red fox\n",
+    "bare-ids.csv": "0,n01,cat\n1,n02,dog\n2,n03,red fox\n",
+    "python.json": "{0: 'cat', 1: 'dog', 2: 'red fox'}",
     "column.csv": "label\ncat\ndog\nred fox\n",
     "data.yaml": "nc: 3\nnames: ['cat', 'dog', 'red fox']\n",
     "names.yml": "path: ../x\nnames:\n  0: cat\n  1: dog\n  2: red fox\n",
@@ -171,6 +173,11 @@ REFUSED = {
     "circle.yaml": ("names: &a [*a, *a]\n", "line 1: write the values out instead of an alias"),
     "unnamed.yaml": ("nc: 3\n", "no label for index 0"),
     "rows.jsonl": ('{"id": 0, "label": "cat"}\n', "a file .jsonl is not read as labels"),
+    "bare-groups.csv": (
+        "0,cat,pet\n1,fox,wild\n",
+        "2 columns can be the label: add a first line that names the columns",
+    ),
+    "classes.npy": ("cat", "an object of Python or NumPy is not read as labels: save it as text"),
     "header.csv": ("index,label\n", "a header without labels"),
     "counted.yaml": (
         "nc: 4\nnames: [cat, dog]\n",
