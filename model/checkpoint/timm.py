@@ -35,6 +35,10 @@ _PROJECTION: Final = (
     "its head is the projection of a tower of CLIP, because its bias is zero: it gives the "
     "embedding, and there are no classes (VIT_LABELS)"
 )
+_POOLINGS: Final = (
+    "add what the head reads: token (the CLS token, as usual), avg (the mean of the patches), or "
+    "map (an attention pooling, whose tensors are attn_pool)"
+)
 _WRAPPER: Final = "timm_wrapper"  # the `model_type` of transformers' wrapper around timm's models
 # Arguments that change training or checks, but never an answer.
 _UNUSED_ARGUMENTS: Final = frozenset(
@@ -274,6 +278,8 @@ def _arguments(where: str, config: Mapping[str, Any], demanded: tuple[str, ...])
     is_wrapped = config.get("model_type") == _WRAPPER
     has_own_pooling = is_wrapped or not (config.get("pretrained_cfg") or config.get("global_pool"))
     for key in demanded[:1] if has_own_pooling else demanded:
+        if key == "global_pool" and config.get(key) is None:
+            raise CheckpointError(f"{where}: global_pool is missing: {_POOLINGS}")
         value = required(config, key, where)
         if key in stated and stated[key] != value:  # true for NaN too, which JSON may hold
             raise CheckpointError(f"{where}: {key} is {value!r}, but {stated[key]!r} in model_args")

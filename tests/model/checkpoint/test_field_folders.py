@@ -218,6 +218,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         _config("intermediate_size"),
         "intermediate_size is missing: add it to the file",
     ),
+    "an absent pooling": (
+        "timm",
+        _config("global_pool"),
+        r"global_pool is missing: add what the head reads: token \(the CLS token",
+    ),
     "a weight norm": (
         "timm",
         _tensor("head.parametrizations.weight.original0", 3, 1),
