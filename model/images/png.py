@@ -8,6 +8,9 @@ from model.images.formats import MAX_PARTS, MAX_XMP, read_orientation
 
 _PICTURE_CHUNKS = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}
 _MAX_BOUNDED_FILE = 8_388_608
+# Common writers end a chunk every 8 KiB or later. A thread would count more chunks in Python, which
+# stops the event loop.
+_MAX_BOUNDED_CHUNKS = 1024
 # Bytes of all samples: about 0.1 s of deflate's fastest data and of Paeth's filter.
 _MAX_BOUNDED_BYTES = 16_777_216
 
@@ -24,7 +27,7 @@ _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 
 
 def is_bounded(data: bytes | bytearray) -> bool:
-    """Return whether the header bounds the decoding work: a picture of moderate size."""
+    """Return whether header and chunks bound the work: moderate size, and not many chunks."""
     width = int.from_bytes(data[16:20], "big")
     height = int.from_bytes(data[20:24], "big")
     bits = int.from_bytes(data[24:25], "big")
@@ -34,7 +37,17 @@ def is_bounded(data: bytes | bytearray) -> bool:
         data[12:16] == b"IHDR"
         and len(data) <= _MAX_BOUNDED_FILE
         and width * height * pixel_bytes <= _MAX_BOUNDED_BYTES
+        and not _has_many_chunks(data)
     )
+
+
+def _has_many_chunks(data: bytes | bytearray) -> bool:
+    position = 8
+    for _ in range(_MAX_BOUNDED_CHUNKS):
+        position += 12 + int.from_bytes(data[position : position + 4], "big")
+        if position >= len(data):
+            return False
+    return True
 
 
 def strip(data: bytes | bytearray) -> tuple[bytes, int]:

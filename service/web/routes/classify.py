@@ -1,7 +1,6 @@
 """POST /classify: the classes of one picture, by one model or by several."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -197,24 +196,29 @@ async def _answer_by_several(
         passes = await all_of(
             infer_by_group(admitted, picture, group, image_id) for group in models.groups
         )
-    answers: dict[str, dict[str, Any]] = {}
+    problems_by_name: dict[str, dict[str, Any]] = {}
     for errors in (models.failed, *(finished.failed for finished in passes)):
-        answers |= {name: problem_item(admitted, error) for name, error in errors.items()}
-    size = 0
-    for finished in passes:
-        for classified in finished.classified:
-            name = classified.model.info.name
-            admitted.count_image(name, classified.result.outputs)
-            answers[name] = classification_fields(admitted, classified, min_score)
-            size += classified.requested.top_k
-    document: dict[str, object] = {}
-    if any(finished.is_kept for finished in passes):
-        document["id"] = image_id
-    document["models"] = {name: answers[name] for name in models.names}
-    took = [finished.took for finished in passes if finished.took is not None]
-    document["timings_ms"] = _timings(admitted, took)
-    content = await admitted.convert(partial(msgspec.json.encode, document), size=size)
-    return Response(content, media_type="application/json")
+        for name, error in errors.items():
+            problems_by_name[name] = problem_item(admitted, error)
+    pictures = [classified for finished in passes for classified in finished.classified]
+    for classified in pictures:
+        admitted.count_image(classified.model.info.name, classified.result.outputs)
+
+    def write() -> bytes:
+        answers = dict(problems_by_name)
+        for classified in pictures:
+            fields = classification_fields(admitted, classified, min_score)
+            answers[classified.model.info.name] = fields
+        document: dict[str, object] = {}
+        if any(finished.is_kept for finished in passes):
+            document["id"] = image_id
+        document["models"] = {name: answers[name] for name in models.names}
+        took = [finished.took for finished in passes if finished.took is not None]
+        document["timings_ms"] = _timings(admitted, took)
+        return msgspec.json.encode(document)
+
+    size = sum(classified.requested.top_k for classified in pictures)
+    return Response(await admitted.convert(write, size=size), media_type="application/json")
 
 
 # The fields of an answer

@@ -46,11 +46,12 @@ def with_heads(**heads: Head) -> App:
 
 @on_a_loop
 @pytest.mark.parametrize(
-    ("query", "count"), [("model=large", 1), ("model=large,small", 2), ("model=small", 0)]
+    ("query", "count"),
+    [("model=large", 1), ("model=large,small", 2), ("model=small", 0), ("model=small,tiny", 2)],
 )
 async def test_large_heads_are_scored_on_a_thread(query: str, count: int) -> None:
     NotingKnown.threads.clear()
-    service = with_heads(large=head(40_000), small=head())
+    service = with_heads(large=head(40_000), small=head(), tiny=head())
     assert (await service.classify(query=query)).status == 200
     others = [each for each in NotingKnown.threads if each != threading.get_ident()]
     assert len(others) == count

@@ -32,7 +32,7 @@ from service.settings import load_settings
 from service.web.decoders import PIXEL_BYTES, Decoders
 from service.web.lanes import Deadline
 from tests.launcher import command_line
-from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, scene
+from tests.model.images.pictures import FORMATS, black_png, config, encode, noise, png_chunk, scene
 from tests.service.fakes import on_a_loop, until
 from tests.service.web.apps import App, form
 
@@ -361,6 +361,10 @@ def test_unbounded_formats_use_a_process() -> None:
         black_png(2100, 2000, bits=16, colour_type=4),
     ):
         assert not is_bounded(png)
+    png = encode(noise(64, 48), "PNG")
+    end = png.index(b"IDAT") - 4
+    assert is_bounded(png[:end] + png_chunk(b"IDAT", b"") * 1000 + png[end:])
+    assert not is_bounded(png[:end] + png_chunk(b"IDAT", b"") * 1100 + png[end:])
 
 
 @on_a_loop
