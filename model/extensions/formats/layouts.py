@@ -5,7 +5,7 @@ new names to a network of somebody's own.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -171,6 +171,7 @@ def in_layout(tensors: Mapping[str, Tensor], files: Files) -> tuple[Layout, dict
     for name in ("cls_token", "pos_embed"):
         if name in native and native[name].ndim == 2:
             native[name] = native[name].unsqueeze(0)
+    _copy_shared_table(native)
     native = with_head(native, files, stored_names(tensors, layout.rules))
     if _reads_mean(native):
         habits["global_pool"] = "cls_mean"
@@ -207,14 +208,30 @@ def _refuse_beside(tensors: Mapping[str, Tensor], where: str) -> None:
         others = [name for name in tensors if f".{match[2]}." not in f".{name}"]
         others.sort(key=advice_on_effect, reverse=True)
         if others:
+            # Without its outer parts, a name such as `model` can be that of the whole file.
+            network = f"{match[1] or ''}{match[2]}"
             other = others[0]
-            effect = advice_on_effect(other)
             raise CheckpointError(
-                f"{where}: the network is called {match[2]!r:.100}, and {other!r:.100} is not a "
-                f"part of it: {effect and effect + ': '}"
-                f'save the file without, or write weights = "{match[2]:.100}" into the '
+                f"{where}: the network is called {network!r:.100}, and {other!r:.100} is not a "
+                f"part of it: {_advice_beside(tensors, others)}"
+                f'save the file without, or write weights = "{network:.100}" into the '
                 "file of --keys FILE (VIT_KEYS)"
             )
+
+
+def _advice_beside(tensors: Mapping[str, Tensor], others: Sequence[str]) -> str:
+    """Return what tensors beside a network are, if they are statistics or a head of its own."""
+    effect = advice_on_effect(others[0])
+    if effect:
+        return f"{effect}: "
+    layers = [name for name in others if tensors[name].ndim == 2]
+    if len(layers) < 2:
+        return ""
+    return (
+        f"if {layers[0]!r:.100} to {layers[-1]!r:.100} are its head, the head has several layers, "
+        "and a linear layer alone is read: fit a head on the backbone alone, with num_classes=0, "
+        "by vitserve train --probe --from FOLDER; for the backbone alone, "
+    )
 
 
 def _reads_mean(native: Mapping[str, Tensor]) -> bool:
@@ -246,6 +263,17 @@ def _vit_pytorch_habits(
     if "fc_norm.weight" in native:
         habits["fc_norm"] = True
     return habits
+
+
+def _copy_shared_table(tensors: dict[str, Tensor]) -> None:
+    """Give each block the table that all share, in place, if no block has its own (BEiT)."""
+    table = "relative_position_bias_table"
+    shared = f"rel_pos_bias.{table}"
+    if shared not in tensors or any(name.endswith(f".attn.{table}") for name in tensors):
+        return
+    blocks = {name.split(".")[1] for name in tensors if re.match(r"blocks\.\d+\.", name)}
+    tensors |= dict.fromkeys((f"blocks.{block}.attn.{table}" for block in blocks), tensors[shared])
+    del tensors[shared]
 
 
 def _with_registers(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:

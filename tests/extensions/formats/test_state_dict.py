@@ -62,6 +62,11 @@ STATE: dict[str, tuple[str, dict[str, Any], Change]] = {
     "rope-mixed": ("vit_small_patch16_rope_mixed_224", {}, lambda s: s),
     "dinov3": ("vit_small_patch16_dinov3", {}, lambda s: s),
     "perception-encoder": ("vit_pe_core_tiny_patch16_384", {}, lambda s: s),
+    "beit-shared-table": (
+        "beit_base_patch16_224",
+        {"use_shared_rel_pos_bias": True, "use_rel_pos_bias": False},
+        lambda s: s,
+    ),
     # Like Microsoft's files, with indices that follow from the grid.
     "beit": (
         "beit_base_patch16_224",
