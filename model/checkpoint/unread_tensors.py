@@ -28,7 +28,18 @@ QUANTISED_REMEDY: Final = (
 _UNREAD: Final = (
     (_QUANTISED, QUANTISED_REMEDY),
     (
-        re.compile(r".+\.(weight_g|parametrizations\.weight\.original0)"),
+        re.compile(r"(.+\.)?(head|dino_head|ibot_head)\.last_layer\.(weight_g|param.+original0)"),
+        "the projection head of a training without labels, such as DINO's, is not read: save the "
+        "backbone of the copy to serve alone, torch.save({name.removeprefix('backbone.'): tensor "
+        "for name, tensor in state_dict.items() if name.startswith('backbone.')}, FILE)",
+    ),
+    (
+        re.compile(r".+\.weight_g"),
+        "weights in two factors are not read: save the model after "
+        "torch.nn.utils.remove_weight_norm(layer)",
+    ),
+    (
+        re.compile(r".+\.parametrizations\.weight\.original0"),
         "weights in two factors are not read: save the model after "
         "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')",
     ),

@@ -385,6 +385,23 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         _held(lambda model: {f"net.{name}": t for name, t in model.state_dict().items()} | BUFFER),
         r"'prototypes' is not a part of it: .* weights = \"net\" into the file of --keys",
     ),
+    "several layers beside its network": (
+        _held(
+            lambda model: {
+                "model": {f"0.model.{name}": t for name, t in model.state_dict().items()}
+                | {f"1.{index}.weight": torch.ones(8, 8) for index in range(10)}
+            }
+        ),
+        r"'1.0.weight' to '1.9.weight' are its head, .* weights = \"0.model\" into the file",
+    ),
+    "a projection head of DINO": (
+        _held(lambda model: model.state_dict() | {"head.last_layer.weight_g": torch.ones(8, 1)}),
+        "projection head of a training without labels, .* save the backbone of the copy",
+    ),
+    "an old weight norm": (
+        _held(lambda model: model.state_dict() | {"fc.weight_g": torch.ones(8, 1)}),
+        r"weights in two factors are not read: .*utils\.remove_weight_norm\(layer\)",
+    ),
     "tensors without numbers": (
         _held(lambda model: {n: t.to("meta") for n, t in model.state_dict().items()}),
         "is on the meta device, without its numbers: load the weights where it was made",
