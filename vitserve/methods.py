@@ -244,6 +244,8 @@ class Methods:
         `Classification` the service uses the picture that it kept. The first example creates the
         head, on the features of the model `backbone`.
         """
+        if not isinstance(label, str):
+            raise TypeError(f"label {label!r}: expected one text, because a picture has one label")
         path = f"{requests.head_path(head)}/examples"
         query = {"label": label, "backbone": backbone}
         if isinstance(image, Classification):

@@ -491,6 +491,12 @@ def test_batch_expects_a_list_of_pictures(images: Any, error: type[Exception]) -
         form(images)
 
 
+@pytest.mark.parametrize("label", [["a", "b"], ["a"], 7, None])
+def test_teach_expects_one_text_as_label(label: Any) -> None:
+    with Client("http://host") as client, pytest.raises(TypeError, match="expected one text"):
+        client.teach("pets", label, b"x")
+
+
 @pytest.mark.parametrize("timeout", [0, None, "5", math.inf, math.nan, 10**400])
 def test_timeout_must_be_above_zero(timeout: Any) -> None:
     with pytest.raises(ValueError, match=f"timeout {timeout!r}: expected seconds above 0"):
