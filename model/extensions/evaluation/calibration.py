@@ -117,6 +117,11 @@ class Calibrated(NamedTuple):
     sets: dict[float, MeasuredSets]
 
 
+def pictures_to_fit(coverage: float) -> int:
+    """Return the fewest pictures whose fifth fits scores, while the others reach a coverage."""
+    return max(5 * MIN_PICTURES, 5 * (pictures_needed(coverage) - 1) // 4 + 1)
+
+
 def calibrate(
     logits: NDArray[np.float32],
     truth: NDArray[np.int64],
@@ -148,7 +153,7 @@ def calibrate(
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(truth))
     fitted, rest = np.split(order, [len(order) // 5])
-    is_enough = len(fitted) >= MIN_PICTURES and len(rest) >= pictures_needed(coverages[0])
+    is_enough = len(truth) >= pictures_to_fit(coverages[0])
     if is_enough and bool((logits[fitted].argmax(axis=1) != truth[fitted]).any()):
         new_fit, form = choose_fit(logits[fitted], truth[fitted], fit)
     else:

@@ -11,7 +11,12 @@ from model.calibration import Fit
 from model.errors import InputError
 from model.extensions.datasets.split_names import TEST, VALIDATION
 from model.extensions.datasets.split_record import SplitRecord, copy_record, digests_of
-from model.extensions.evaluation.calibration import Calibrated, calibrate, require_pictures
+from model.extensions.evaluation.calibration import (
+    Calibrated,
+    calibrate,
+    pictures_to_fit,
+    require_pictures,
+)
 from model.extensions.evaluation.datasets import EvaluationSet, open_evaluation_set
 from model.parameters import require_classes
 from service.cli.image_files import (
@@ -114,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
             native.write(folder, calibrated)
             copy_record(settings.checkpoint, folder)
-    _print(info.name, result, len(drawn) - result.fitted)
+    _print(info.name, result, len(drawn) - result.fitted, pictures_to_fit(coverage))
     print(f"{folder}: calibrated; {serve_command(folder)} --coverage {coverage:g}")
     return 0
 
@@ -154,14 +159,20 @@ def _not_trained_on(data: Path, checkpoint: str) -> EvaluationSet:
     return replace(pictures, files=pictures.files.take(left), notes=(*pictures.notes, note))
 
 
-def _print(name: str, result: Calibrated, held_out: int) -> None:
-    """Print the quality of the scores on held-out pictures, and of the sets of each coverage."""
+def _print(name: str, result: Calibrated, held_out: int, enough: int) -> None:
+    """Print the quality of the scores on held-out pictures, and of the sets of each coverage.
+
+    Args:
+        enough: fewest pictures that fit scores.
+    """
     if result.form:
         how = f"by {result.form}, fitted to {result.fitted}"
     elif result.fitted:
         how = "as they were: nothing fits better"
+    elif held_out < enough:
+        how = f"as they were: too few to fit them ({enough} are enough)"
     else:
-        how = "as they were: too few, or all right"
+        how = "as they were: the fifth that fits them is all answered right"
     loss, error = result.before
     calibrated_loss, calibrated_error = result.after
     print(f"{name}: {held_out + result.fitted} pictures; scores {how}")

@@ -49,7 +49,7 @@ def test_a_calibrated_folder_answers_in_sets(
     weights = (checkpoint / "model.safetensors").read_bytes()
     code, out, err = run(capsys, "calibrate", checkpoint, "--data", labelled, *HERE)
     assert code == 0, err
-    assert "tiny: 60 pictures; scores as they were: too few, or all right" in out
+    assert "tiny: 60 pictures; scores as they were: too few to fit them (150 are enough)" in out
     assert re.findall(r"^ +(0\.\d+) +[\d.]+% +[\d.]+ +[\d.]+%$", out, re.MULTILINE) == [
         "0.8",
         "0.9",
