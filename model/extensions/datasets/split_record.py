@@ -134,6 +134,10 @@ class SplitRecord:
         """Return whether the run or its start was trained on each digest's picture: bool [N]."""
         return self._members(digests, (TRAIN, _BEFORE))
 
+    def count_leaks(self, name: str) -> int:
+        """Return how many pictures of a set the run or its start was trained on."""
+        return int(self.trained_on(self.sets.get(name, {}).values()).sum())
+
     def held_out(self, digests: Iterable[str]) -> NDArray[np.bool_]:
         """Return whether the run validated or tested on each digest's picture: bool [N].
 

@@ -21,6 +21,7 @@ from model.checkpoint import Checkpoint, load_checkpoint, native
 from model.config import PreprocessConfig, ViTConfig
 from model.errors import TrainingError
 from model.extensions.datasets.pictures import Images, channel_statistics, decode
+from model.extensions.datasets.split_names import TEST, VALIDATION
 from model.extensions.datasets.split_record import SplitRecord
 from model.extensions.evaluation.calibration import calibration_of
 from model.extensions.evaluation.cifar10 import is_cifar10
@@ -111,7 +112,7 @@ def run(
         )
     sizes = (len(dataset.labels), len(dataset.train), len(dataset.validation))
     logger.info("%s: %d classes, %d images to train on, %d to validate on", data, *sizes)
-    _record_start(out, recipe, dataset)
+    split = _record_start(out, recipe, dataset)
     train = decode(dataset.train, _training_size(recipe, start, dataset), out)
     validation = decode(dataset.validation, start.preprocess, out)
     test = None
@@ -153,8 +154,10 @@ def run(
         reported = _evaluation(checkpoint, predict_logits(predictor, test.pixels), test)
         record["test"] = reported.record()
     _write(out, checkpoint, record, reported)
-    text = "%s: accuracy %.2f%% of %d images that were not trained on, after %.0f s of training"
-    logger.info(text, data, 100 * reported.accuracy, reported.count, record["seconds"])
+    leaks = split.count_leaks(VALIDATION if test is None else TEST)
+    which = f", of which {leaks} were trained on" if leaks else " that were not trained on"
+    text = "%s: accuracy %.2f%% of %d images%s, after %.0f s of training"
+    logger.info(text, data, 100 * reported.accuracy, reported.count, which, record["seconds"])
     return record
 
 
@@ -171,12 +174,13 @@ def _write(
         native.write_calibration(out, checkpoint.calibration)
 
 
-def _record_start(out: Path, recipe: Recipe, dataset: Dataset) -> None:
+def _record_start(out: Path, recipe: Recipe, dataset: Dataset) -> SplitRecord:
     """Write the recipe and the split, and warn if measured pictures were trained on."""
     split = SplitRecord.of(dataset.sets(), SplitRecord.read(recipe.checkpoint))
     run_folder.record_start(out, recipe, split)
     split.log_leaks(recipe.checkpoint)
     split.log_contradictions(dataset.sets(), dataset.labels)
+    return split
 
 
 def start_from(recipe: Recipe, classes: int, image_size: Size | None) -> Start:

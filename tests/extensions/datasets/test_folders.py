@@ -270,7 +270,9 @@ def test_pictures_beside_classes_are_refused(tmp_path: Path) -> None:
 def test_pictures_of_two_sets_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = split_root(tmp_path, "train", "val")
     shutil.copyfile(root / "train" / "red" / "000.png", root / "val" / "red" / "copy.png")
-    SplitRecord.of(find_pictures(root).sets).log_leaks(None)
+    record = SplitRecord.of(find_pictures(root).sets)
+    record.log_leaks(None)
+    assert (record.count_leaks("validation"), record.count_leaks("test")) == (1, 0)
     assert "1 of 7 validation pictures, such as " in caplog.text
     assert "copy.png, are training pictures, too" in caplog.text
 

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,15 @@ def test_a_trained_folder_scores_as_reported(
     assert measured.count == 100
     assert measured.accuracy == record["test"]["accuracy"] > 0.5
     assert measured.loss == pytest.approx(record["test"]["loss"], rel=1e-4)
+
+
+def test_accuracy_tells_images_trained_on(
+    cifar: Path, tmp_path: Path, recipe: Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copyfile(cifar / cifar10.TRAIN_FILES[0], cifar / cifar10.TEST_FILES[0])
+    caplog.set_level("INFO")
+    run(cifar, tmp_path / "run", recipe.override(epochs=1), device="cpu")
+    assert re.search(r"images, of which \d+ were trained on, after", caplog.text)
 
 
 def test_calibration_uses_validation_images(
