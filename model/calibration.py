@@ -206,12 +206,19 @@ def _ascending_digits(values: NDArray[np.float64]) -> tuple[float, ...]:
     return tuple(float(f"{value:.7g}") for value in np.sort(values).tolist())
 
 
-def label_sets_of(calibration: Calibration | None, coverage: float, source: str) -> LabelSets:
+def label_sets_of(
+    calibration: Calibration | None, coverage: float, source: str, unused: str = ""
+) -> LabelSets:
     """Return the sets with a coverage, from the calibration of the checkpoint `source`.
+
+    Args:
+        unused: why the checkpoint's calibration is not used.
 
     Raises:
         CheckpointError: the checkpoint is not calibrated, or on too few pictures.
     """
+    if unused:
+        raise CheckpointError(f"{source}: a coverage of {coverage:g} (VIT_COVERAGE): {unused}")
     if calibration is None:
         raise CheckpointError(
             f"{source}: is not calibrated, which a coverage of {coverage:g} (VIT_COVERAGE) needs: "

@@ -34,6 +34,7 @@ class Description:
         zero_shot: how labels of a request are compared, if the checkpoint has a text tower.
         embed_texts: the text tower: texts to features, float32 [N, D].
         calibration: numbers for sets of labels, if the checkpoint is calibrated.
+        unused_calibration: why the folder's calibration is not used, with the remedy; else empty.
         content: digest of the stored tensors, the architecture, the preprocessing, the labels and
             the calibration, 16 hexadecimal digits; empty if it was not read from files.
     """
@@ -55,6 +56,7 @@ class Description:
     zero_shot: ZeroShot | None = None
     embed_texts: Annotated[Callable[[Sequence[str]], Floats] | None, Field(exclude=True)] = None
     calibration: Calibration | None = None
+    unused_calibration: str = ""
     content: str = ""
 
     @property

@@ -108,9 +108,10 @@ def _calibrated(
     if checkpoint.preprocess != preprocess or options.image_size not in (None, preprocess.size):
         note = (
             f"{CALIBRATION_FILE} is not used: it is for the folder's own preprocessing and image "
-            "size"
+            "size: leave --preprocess and --image-size out, or calibrate with them into another "
+            "folder (--out)"
         )
-        return replace(checkpoint, notes=(*checkpoint.notes, note))
+        return replace(checkpoint, notes=(*checkpoint.notes, note), unused_calibration=note)
     return replace(
         checkpoint,
         temperature=calibration.temperature,

@@ -130,7 +130,10 @@ class Predictor:
         Raises:
             CheckpointError: the checkpoint is not calibrated for it.
         """
-        label_sets = label_sets_of(self.checkpoint.calibration, coverage, self.checkpoint.source)
+        checkpoint = self.checkpoint
+        label_sets = label_sets_of(
+            checkpoint.calibration, coverage, checkpoint.source, checkpoint.unused_calibration
+        )
         self.own = replace(self.own, label_sets=label_sets)
         self.coverage = coverage
 

@@ -200,7 +200,8 @@ def _add_model(
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
-        logger.info("%s: %s", checkpoint.name, note)
+        level = logging.WARNING if note == checkpoint.unused_calibration else logging.INFO
+        logger.log(level, "%s: %s", checkpoint.name, note)
     thresholds = _thresholds(settings, checkpoint)
     suffix = "" if thresholds is None else f"-{zlib.crc32(thresholds.tobytes()):x}"
     facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
@@ -241,7 +242,9 @@ def _label_sets(settings: Settings, checkpoint: Description) -> LabelSets | None
 
     if settings.coverage is None:
         return None
-    return label_sets_of(checkpoint.calibration, settings.coverage, checkpoint.source)
+    return label_sets_of(
+        checkpoint.calibration, settings.coverage, checkpoint.source, checkpoint.unused_calibration
+    )
 
 
 def _thresholds(settings: Settings, checkpoint: Description) -> Floats | None:

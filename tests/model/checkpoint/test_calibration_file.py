@@ -109,9 +109,9 @@ def test_another_size_drops_the_calibration(folder: Path) -> None:
     assert load_checkpoint(str(folder), image_size=(16, 16)).calibration is not None
     checkpoint = load_checkpoint(str(folder), image_size=(24, 24))
     assert (checkpoint.temperature, checkpoint.calibration) == (1.0, None)
-    assert checkpoint.notes == (
-        "calibration.json is not used: it is for the folder's own preprocessing and image size",
-    )
+    assert checkpoint.notes == (checkpoint.unused_calibration,)
+    with pytest.raises(CheckpointError, match=r"0\.8 .*not used: .*: leave .* or calibrate with"):
+        label_sets_of(checkpoint.calibration, 0.8, checkpoint.source, checkpoint.unused_calibration)
 
 
 @pytest.mark.parametrize(("dtype", "goes_along"), [(torch.float32, True), (torch.float16, False)])
