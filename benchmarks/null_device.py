@@ -34,15 +34,9 @@ from benchmarks.record import Record, command_line, table
 from model.config import PreprocessConfig, ViTConfig
 from model.description import Description
 from model.outputs import RequestedOutputs
-from model.runtime.backend import (
-    Backend,
-    HostOutputs,
-    Images,
-    Parts,
-    TorchPasses,
-    captured_sizes,
-)
+from model.runtime.backend import Backend, HostOutputs, Images, Parts, TorchPasses
 from model.runtime.batch_request import BatchRequest
+from model.runtime.batch_sizes import captured_sizes
 from model.runtime.predictor import Predictor
 from service.engine.backbones import Backbones
 from service.engine.messages import BatchReport, InferenceRequest, ModelInfo

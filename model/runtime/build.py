@@ -12,8 +12,9 @@ from model.config import ViTConfig
 from model.errors import DeviceError
 from model.network.library import largest_layer
 from model.network.vit import count_parameters
-from model.runtime.backend import Backend, CompileMode, Parts, captured_sizes
+from model.runtime.backend import Backend, CompileMode, Parts
 from model.runtime.batch_request import GraphKind
+from model.runtime.batch_sizes import captured_sizes
 from model.runtime.cpu import ThreadPolicy, default_batch
 from model.runtime.cuda.backend import Cuda
 from model.runtime.cuda.batch_launcher import DeviceOps

@@ -37,8 +37,9 @@ from model.outputs import (
     Pooling,
     RequestedOutputs,
 )
-from model.runtime.backend import SIZES, Aim, Backend, HostOutputs, Images, best_classes_of_graph
+from model.runtime.backend import Aim, Backend, HostOutputs, Images, best_classes_of_graph
 from model.runtime.batch_request import BatchRequest, HeadTable
+from model.runtime.batch_sizes import SIZES
 
 
 @dataclass(slots=True, eq=False)

@@ -20,15 +20,9 @@ from model.errors import DeviceError, NotFinite, first_line
 from model.features import Floats
 from model.heads import Head
 from model.outputs import Outputs, RequestedOutputs
-from model.runtime.backend import (
-    Compilation,
-    Images,
-    Parts,
-    batch_too_large,
-    best_classes_of_graph,
-    launch_size,
-)
+from model.runtime.backend import Compilation, Images, Parts, batch_too_large, best_classes_of_graph
 from model.runtime.batch_request import BatchRequest, HeadTable
+from model.runtime.batch_sizes import launch_size
 from model.runtime.memory import Meter
 from model.runtime.mixed_batch import MixedBatch
 from model.runtime.trial import trial_images

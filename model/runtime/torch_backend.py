@@ -25,7 +25,6 @@ from model.network.library import Classifier
 from model.network.vit import VisionTransformer
 from model.outputs import MapRequest, Pooling
 from model.runtime.backend import (
-    SIZES,
     Aim,
     Backend,
     Compilation,
@@ -33,10 +32,10 @@ from model.runtime.backend import (
     CompileMode,
     HostOutputs,
     Images,
-    compute_in_pieces,
     stacked,
 )
 from model.runtime.batch_request import BatchRequest
+from model.runtime.batch_sizes import SIZES, compute_in_pieces
 from model.runtime.cpu import ThreadPolicy, keep_freed_memory
 from model.runtime.torch_pass import (
     DeviceOutputs,

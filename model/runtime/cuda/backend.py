@@ -18,9 +18,9 @@ from model.runtime.backend import (
     HostOutputs,
     Images,
     batch_too_large,
-    launch_size,
 )
 from model.runtime.batch_request import BatchRequest
+from model.runtime.batch_sizes import launch_size
 from model.runtime.cuda.batch_launcher import BatchLauncher, CaptureFailed, Compute, DeviceOps
 from model.runtime.torch_backend import TorchBackend, TorchOptions
 from model.runtime.torch_pass import DeviceOutputs, Network, compiled_network, on_host

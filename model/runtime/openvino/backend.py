@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from model.errors import DeviceError, VitError
-from model.runtime.backend import SIZES, Backend, HostOutputs, Images, stacked
+from model.runtime.backend import Backend, HostOutputs, Images, stacked
 from model.runtime.batch_request import BatchRequest, GraphKind
+from model.runtime.batch_sizes import SIZES
 from model.runtime.cpu import ThreadPolicy, give_back_memory, keep_freed_memory
 from model.runtime.openvino.network import OpenVinoNetwork
 

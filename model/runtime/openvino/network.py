@@ -21,14 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import DeviceError
-from model.runtime.backend import (
-    SIZES,
-    HostOutputs,
-    compute_in_pieces,
-    joined,
-    pieces,
-)
+from model.runtime.backend import HostOutputs
 from model.runtime.batch_request import BatchRequest
+from model.runtime.batch_sizes import SIZES, compute_in_pieces, joined, pieces
 from model.runtime.cpu import ThreadPolicy
 from model.runtime.trial import noise_images, require_close
 

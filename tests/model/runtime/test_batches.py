@@ -9,7 +9,8 @@ import pytest
 
 from model.errors import DeviceError
 from model.runtime import cpu
-from model.runtime.backend import HostOutputs, compute_in_pieces
+from model.runtime.backend import HostOutputs
+from model.runtime.batch_sizes import compute_in_pieces
 from model.runtime.trial import require_close
 
 
