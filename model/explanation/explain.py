@@ -41,8 +41,6 @@ def explain(
     request: MapRequest,
     folded: FoldedWeights | None = None,
     features: Pooling = "head",
-    *,
-    weights_bytes: int = WEIGHTS_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Return a map for each image, and the share of its values that fell on patches.
 
@@ -53,7 +51,6 @@ def explain(
         request: of any method except `cls`.
         folded: `fold` of the model; None folds the weights for this call.
         features: embedding that the other head reads, if the targets are rows.
-        weights_bytes: limit of one block's attention weights; more images take several passes.
 
     Returns:
         float32 [B, rows, columns] on the CPU, >= 0: each map sums to 1, and is uniform if the
@@ -61,7 +58,7 @@ def explain(
         tokens.
     """
     config = model.config
-    images = max(1, weights_bytes // (4 * config.heads * config.tokens**2))
+    images = max(1, WEIGHTS_BYTES // (4 * config.heads * config.tokens**2))
     parts = zip(torch.split(pixels, images), torch.split(targets, images), strict=True)
     with torch.no_grad():
         if request.method == "relevance":

@@ -30,7 +30,7 @@ _GLIBC_VARIABLES: Final = {
 }
 
 _BFLOAT16_FLAGS: Final = {"avx512_bf16", "amx_bf16", "bf16"}
-_CPUINFO: Final = Path("/proc/cpuinfo")
+CPUINFO: Final = Path("/proc/cpuinfo")
 
 # Largest batch by default. Larger ones would be cut into pieces of this size (see `SIZES`), and a
 # request that arrives meanwhile would wait for all pieces.
@@ -114,10 +114,10 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def cpu_has_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
+def cpu_has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16 natively (x86: AVX512-BF16 or AMX; Arm: BF16)."""
     try:
-        flags = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)", CPUINFO.read_text(), re.MULTILINE)
     except OSError:
         return False
     if flags is None:

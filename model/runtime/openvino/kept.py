@@ -111,15 +111,13 @@ class KeptEntry:
     Args:
         folder: folder of all entries; created when something is kept.
         settings: settings that an answer depends on, by name.
-        limit: see `LIMIT`.
 
     Attributes:
         facts: the text, in JSON, that the key is a hash of.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, object], *, limit: int = LIMIT) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
         self._folder = folder
-        self._limit = limit
         facts = {
             "settings": dict(settings),
             "versions": versions(),
@@ -250,12 +248,12 @@ class KeptEntry:
         Raises:
             OSError: they cannot fit.
         """
-        if size > self._limit or size > shutil.disk_usage(self._folder).free // 2:
+        if size > LIMIT or size > shutil.disk_usage(self._folder).free // 2:
             raise OSError(f"{size >> 20} MiB are too much for {self._folder}")
         entries = sorted(self._entries("[0-9a-f]{40}"))
         total = size + sum(entry_size for _, entry_size, _ in entries)
         for _, entry_size, path in entries:
-            if total > self._limit:
+            if total > LIMIT:
                 shutil.rmtree(path, ignore_errors=True)
                 total -= entry_size
 

@@ -290,11 +290,15 @@ def test_a_missing_device_or_dtype_is_named() -> None:
         ("model name : bf16 avx512_vnni", False),
     ],
 )
-def test_cpu_flags_tell_native_bfloat16(line: str, native: bool, tmp_path: Path) -> None:
+def test_cpu_flags_tell_native_bfloat16(
+    line: str, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n")
-    assert cpu_has_bfloat16(cpuinfo) is native
-    assert not cpu_has_bfloat16(tmp_path / "absent")
+    monkeypatch.setattr("model.runtime.cpu.CPUINFO", cpuinfo)
+    assert cpu_has_bfloat16() is native
+    cpuinfo.unlink()
+    assert not cpu_has_bfloat16()
 
 
 def test_auto_uses_only_native_bfloat16() -> None:

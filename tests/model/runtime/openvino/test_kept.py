@@ -32,12 +32,10 @@ REQUESTS = [
 ]
 
 
-def first_start(
-    checkpoint: Path, folder: Path, *, limit: int = 1 << 30, **settings: object
-) -> Predictor:
+def first_start(checkpoint: Path, folder: Path, **settings: object) -> Predictor:
     with recording() as files:
         loaded = load_checkpoint(str(checkpoint))
-    keep = Keep(KeptEntry(folder, settings, limit=limit), files)
+    keep = Keep(KeptEntry(folder, settings), files)
     predictor = Predictor(loaded, device="cpu", dtype="float32", threads=1, max_batch=4, keep=keep)
     predictor.warm_up()
     return predictor
@@ -191,13 +189,16 @@ def test_changed_files_refuse_torchs_outputs(checkpoint: Path, folder: Path) -> 
     assert later.predict(make_images(1), RequestedOutputs(1))[0].finite, "its graph goes on"
 
 
-def test_the_longest_unused_entry_goes(checkpoint: Path, folder: Path) -> None:
+def test_the_longest_unused_entry_goes(
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first_start(checkpoint, folder, number=1)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     first_start(checkpoint, folder, number=2)
     for number, used in ((1, 2_000_000_000), (2, 1_000_000_000)):
         os.utime(KeptEntry(folder, {"number": number}).path(), (used, used))
-    first_start(checkpoint, folder, number=3, limit=2 * size + size // 2)
+    monkeypatch.setattr("model.runtime.openvino.kept.LIMIT", 2 * size + size // 2)
+    first_start(checkpoint, folder, number=3)
     kept = [
         number for number in (1, 2, 3) if later_start(checkpoint, folder, number=number) is not None
     ]
