@@ -2,14 +2,14 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from model.config import ViTConfig
-from model.errors import TrainingError, first_problem
+from model.errors import TrainingError, by_likeness, first_problem
 from model.layer_config import ConvolutionalStem, Frozen, Size
 
 # Folder of the bundled recipes.
@@ -257,4 +257,27 @@ def _validated(values: dict[str, Any], source: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise TrainingError(f"{source}: {first_problem(error)}") from None
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        problem = first_problem(error)
+        if first["loc"][0] == "validation":
+            problem = (
+                "validation: expected a number of images, 1 or more, or a share of them, above 0 "
+                "and below 1"
+            )
+        elif first["type"] == "extra_forbidden":
+            names = by_likeness(problem.partition(":")[0], _field_names(Recipe))
+            problem += f"; near it are {', '.join(names[:5])}"
+        raise TrainingError(f"{source}: {problem}") from None
+
+
+def _field_names(kind: type[BaseModel]) -> Iterator[str]:
+    """Yield the names of fields, with dots for fields of tables."""
+    for name, field in kind.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        tables = [table for table in kinds if isinstance(table, type)]
+        tables = [table for table in tables if issubclass(table, BaseModel)]
+        if not tables:
+            yield name
+        for table in tables:
+            for field_name in _field_names(table):
+                yield f"{name}.{field_name}"

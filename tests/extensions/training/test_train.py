@@ -254,6 +254,9 @@ def test_an_override_keeps_other_fields(recipe: Recipe) -> None:
         ("wheels.count", "wheels"),
         ("epochs.count", r"epochs\.count: epochs is not a table"),
         ("optimiser.learning_rate", r"optimiser\.learning_rate"),
+        ("optimizer.learning_rate", r"unknown name; near it are optimiser\."),
+        ("learning_rte", r"unknown name; near it are .*\boptimiser.learning_rate, "),
+        ("validation", "^recipe: validation: expected a number of images, 1 or more, or a share"),
     ],
 )
 def test_an_invalid_override_is_refused(recipe: Recipe, name: str, message: str) -> None:
