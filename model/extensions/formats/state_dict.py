@@ -158,8 +158,9 @@ class _StateDict:
             hint += "; num_classes=0 is a network without a head, which gives embeddings"
         raise CheckpointError(
             f"{self.files.title}: no file says its {', '.join(missing)}: with the values of its "
-            f"training code, this serves it: {command} "
-            f"({hint}: docs/checkpoints.md#plain-state-dicts)"
+            f"training code, this serves it: {command} (to train from it: vitserve convert with "
+            f"these flags and -o FOLDER, then --from FOLDER; {hint}: "
+            "docs/checkpoints.md#plain-state-dicts)"
         )
 
     def _command(self, missing_arguments: Sequence[str], *, has_classes: bool) -> list[str]:

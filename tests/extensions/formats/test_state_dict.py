@@ -218,7 +218,9 @@ def test_post_norm_is_not_taken_for_pre_norm(
     """Check that the names and shapes are the same."""
     model = made(norm_first=False)
     given = "vit_tiny_patch16_224,embed_dim=48,depth=2,num_heads=3,patch_size=4"
-    with pytest.raises(CheckpointError, match="norm_order=pre"):
+    with pytest.raises(
+        CheckpointError, match=r"norm_order=pre.*to train from it: vitserve convert"
+    ):
         load(model.state_dict(), tmp_path, given)
     assert_same_logits(
         load(model.state_dict(), tmp_path, f"{given},norm_order=post"), model, "post-norm"
