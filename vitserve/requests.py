@@ -262,6 +262,8 @@ def _scale(region: RegionDocument, pixel: Pixel) -> None:
 def _text(name: str, value: object) -> str | list[str]:
     """Return a parameter's value in the service's form; labels and texts may contain commas."""
     if isinstance(value, bool):
+        if name == "top_k":
+            raise TypeError(f"top_k {value}: expected a whole number")
         return str(value).lower()
     if isinstance(value, str) or not isinstance(value, Iterable):
         return str(value)

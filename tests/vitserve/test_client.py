@@ -497,6 +497,11 @@ def test_teach_expects_one_text_as_label(label: Any) -> None:
         client.teach("pets", label, b"x")
 
 
+def test_top_k_is_not_a_truth_value() -> None:
+    with Client("http://host") as client, pytest.raises(TypeError, match="expected a whole number"):
+        client.classify(b"x", top_k=True)
+
+
 @pytest.mark.parametrize("timeout", [0, None, "5", math.inf, math.nan, 10**400])
 def test_timeout_must_be_above_zero(timeout: Any) -> None:
     with pytest.raises(ValueError, match=f"timeout {timeout!r}: expected seconds above 0"):
