@@ -135,6 +135,8 @@ class TaughtHead(NamedTuple):
             taught = cls._of(arrays, metadata)
         except InputError as error:
             raise CheckpointError(f"{damaged}: {error}") from None
+        except KeyError as error:
+            raise CheckpointError(f"{damaged}: {error} is missing") from None
         except (SafetensorError, LookupError, ValueError, TypeError, RecursionError):
             raise CheckpointError(damaged) from None
         problem = _problem_of_arrays(taught.head.labels, arrays)

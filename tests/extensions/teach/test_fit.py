@@ -128,6 +128,13 @@ def test_a_file_holds_all_of_a_head(tmp_path: Path) -> None:
             TaughtHead.from_bytes(damaged, "pets")
 
 
+def test_a_missing_part_of_a_head_is_named() -> None:
+    written, _ = taught()
+    content = written.to_bytes().replace(b'"temperature"', b'"temperaturx"')
+    with pytest.raises(CheckpointError, match="damaged: 'temperature' is missing"):
+        TaughtHead.from_bytes(content, "pets")
+
+
 def test_each_changed_head_is_fitted_once(tmp_path: Path) -> None:
     store = Examples(tmp_path)
     teach(store, 6)
