@@ -41,8 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
             "name", f"{arguments.name}: a folder; the name of the head comes first: {meant}"
         )
     name = check_name(arguments.name)
+    if not arguments.url and name.endswith(".safetensors"):
+        raise InputError(
+            "name", f"{name}: a file; give the head's name, {name.removesuffix('.safetensors')}"
+        )
     output = Path(f"{arguments.name}.safetensors")
-    if not arguments.url and output.exists() and not is_taught_head(output):
+    is_replaced = output.exists()
+    if not arguments.url and is_replaced and not is_taught_head(output):
         raise InputError(
             "name", f"{output}: exists and is not a taught head: move it, or choose another name"
         )
@@ -59,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         def add(file: Path, number: int) -> None:
             files[number] = file
 
-        code = handle_answers(answers, len(labels), add, "example number")
+        answer = "example number" if arguments.url else "features"
+        code = handle_answers(answers, len(labels), add, answer)
         knowledge = teacher.finish(name, labels)
     print(f"{name}: {_in_words(knowledge)}")
     for suspect in knowledge.suspects:
@@ -68,8 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     if knowledge.needs_more:
         print(f"  needs more pictures: {', '.join(knowledge.needs_more)}")
     if not arguments.url:
+        replaced = "replaces the head that it held; " if is_replaced else ""
         print(
-            f"{output}: put it into a folder of --models, beside the model that it was taught with"
+            f"{output}: {replaced}put it into a folder of --models, beside the model that it was "
+            "taught with"
         )
     return int(code or knowledge.accuracy is None or not getattr(knowledge, "up_to_date", True))
 

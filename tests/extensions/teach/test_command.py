@@ -27,8 +27,9 @@ def test_a_folder_becomes_the_file_of_a_head(
     )
     told = capsys.readouterr()
     assert "broken.png: not a picture" in told.err
+    assert "files have no features" in told.err
     assert "accuracy on 18 held-out pictures" in told.out
-    assert "colours.safetensors: put it into a folder of --models" in told.out
+    assert "colours.safetensors: replaces the head that it held; put it into a folder" in told.out
     head = TaughtHead.from_bytes((tmp_path / "colours.safetensors").read_bytes(), "colours").head
     assert head.labels == tuple(sorted(COLOURS))
     assert main(["inspect", "colours.safetensors"]) == 1
@@ -63,6 +64,7 @@ def test_only_the_train_split_is_taught(
     ("arguments", "message"),
     [
         (["a/b", "."], "'a/b': a model's name has 1 to 128"),
+        (["pets.safetensors", "."], "pets.safetensors: a file; give the head's name, pets"),
         (["pets", "nowhere"], "nowhere: no such folder"),
         ([".", "pets"], ".: a folder; the name of the head comes first: vitserve teach pets ."),
         (["pets", "."], ".: expected one folder of pictures for each label"),
