@@ -113,7 +113,8 @@ def stratify(
         name = names[int(counts.argmin())]
         pictures = "1 picture" if counts.min() else "no pictures"
         raise DatasetError(
-            f"class {name!r} has {pictures}: it needs one to train on and one to validate on"
+            f"class {name!r} has {pictures}: it needs one to train on and one to validate on: "
+            "add pictures, or remove its folder"
         )
     share = validation / len(files) if isinstance(validation, int) else validation
     if not 0 < share < 1:
