@@ -95,7 +95,9 @@ class ExampleDocument(BaseModel):
     number: int
     label: str
     time: datetime
-    who: Annotated[str | None, Field(description="name of the key that sent it")] = None
+    who: Annotated[
+        str | None, Field(description="name of the key that sent it; for the head's key")
+    ] = None
     file_name: Annotated[
         str | None, Field(description="of the picture, with VIT_TEACH_THUMBNAILS")
     ] = None

@@ -1,7 +1,7 @@
 """Routes of taught heads: their examples, their descriptions, and their files.
 
 With keys set, a key teaches the heads that it began. The admin key teaches all heads, and it alone
-deletes.
+deletes. Other keys read neither the senders nor the file names and thumbnails of a head's examples.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -150,7 +150,10 @@ async def list_examples(request: Request, query: PageQuery) -> Response:
     """List the examples of a head, without their features, in pages of 1,000."""
 
     def write(examples: Examples, head: HeadRow) -> bytes:
-        return to_json(ExampleList(head=head.name, examples=examples.listed(head, query.after)))
+        documents = examples.listed(head, query.after)
+        if not _is_own(request, head):
+            documents = list(map(_without_private_fields, documents))
+        return to_json(ExampleList(head=head.name, examples=documents))
 
     return Response(await _of_head(request, write), media_type="application/json")
 
@@ -164,7 +167,17 @@ async def list_examples(request: Request, query: PageQuery) -> Response:
 async def describe_example(request: Request) -> ExampleDocument:
     """Describe an example of a head, with its thumbnail if VIT_TEACH_THUMBNAILS keeps one."""
     number = request.path_params["number"]
-    return await _of_head(request, lambda examples, head: examples.example(head, number))
+
+    def describe(examples: Examples, head: HeadRow) -> ExampleDocument:
+        document = examples.example(head, number)
+        return document if _is_own(request, head) else _without_private_fields(document)
+
+    return await _of_head(request, describe)
+
+
+def _without_private_fields(example: ExampleDocument) -> ExampleDocument:
+    """Return an example as keys without rights to its head may read it."""
+    return ExampleDocument(number=example.number, label=example.label, time=example.time)
 
 
 @router.put(
@@ -323,8 +336,15 @@ def _examples(request: Request) -> Examples:
 
 def _require_own(request: Request, head: HeadRow) -> None:
     """Raise `Forbidden` if keys are set and the request lacks the head's and the admin key."""
-    if head.owner != _owner(request) and service_of(request).settings.api_keys:
+    if not _is_own(request, head):
         _require_admin(request)
+
+
+def _is_own(request: Request, head: HeadRow) -> bool:
+    """Return whether a request has the head's or the admin key, or no keys are set."""
+    if not service_of(request).settings.api_keys or _holds_admin_key(request):
+        return True
+    return head.owner == _owner(request)
 
 
 def _owner(request: Request) -> str:

@@ -226,6 +226,32 @@ async def test_thumbnails_are_kept_if_allowed(tmp_path: Path, is_kept: bool) -> 
 
 
 @on_a_loop
+async def test_private_fields_need_the_heads_key(tmp_path: Path) -> None:
+    service = app(
+        teach=str(tmp_path),
+        teach_thumbnails=True,
+        api_keys="alice:KEY1,bob:KEY2",
+        admin_key="ADMIN",
+    )
+    path = "/heads/pets/examples"
+    query = "label=cat&file_name=my%20cat.png"
+    alice = {"authorization": "Bearer KEY1"}
+    await service.request("POST", path, query=query, body=png(1), headers=alice)
+
+    async def private_fields(key: str) -> tuple[set[str], set[str]]:
+        headers = {"authorization": f"Bearer {key}"}
+        listed = (await service.request("GET", path, headers=headers)).json["examples"][0]
+        example = (await service.request("GET", f"{path}/1", headers=headers)).json
+        public = {"number", "label", "time"}
+        return set(listed) - public, set(example) - public
+
+    everything = ({"who", "file_name"}, {"who", "file_name", "thumbnail"})
+    assert await private_fields("KEY1") == everything
+    assert await private_fields("ADMIN") == everything
+    assert await private_fields("KEY2") == (set(), set())
+
+
+@on_a_loop
 async def test_a_head_goes_on_with_its_features(tmp_path: Path) -> None:
     service = app(teach=str(tmp_path))
     examples = inside(service).state.taught.examples
