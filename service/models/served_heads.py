@@ -20,6 +20,7 @@ class ServedHead:
         reason: why the head does not answer; empty if it does, and while it is being fitted.
         refusal: error of requests to a head that does not answer for this reason.
         removal: how to remove the head, for the message to who deletes it as a model.
+        is_begun: whether it waits for examples only, so that it is `loading`, not `failed`.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ServedHead:
     reason: str
     refusal: type[ServiceError] = EngineUnavailable
     removal: str = ""
+    is_begun: bool = False
     _described: tuple[ModelInfo, ModelInfo] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -60,7 +62,7 @@ class ServedHead:
             return model.model_copy(update=differences)
         return ListedModel(
             name=self.name,
-            state="loading" if self._is_pending(models_load) else "failed",
+            state="loading" if self.is_begun or self._is_pending(models_load) else "failed",
             reason=self._reason(),
             backbone="",
             bytes=0,

@@ -282,7 +282,8 @@ def test_a_head_with_few_examples_is_refused(serve: Serve, tmp_path: Path) -> No
     assert (refused.status_code, refused.json()["code"]) == (409, "head_without_examples")
     assert "Retry-After" not in refused.headers
     [status] = [each for each in server.get("/models").json() if each["name"] == "colours"]
-    assert (status["state"], status["reason"]) == ("failed", reason)
+    assert (status["state"], status["reason"]) == ("loading", reason)
+    assert 'vit_model_state{model="colours",state="failed"} 0.0' in server.get("/metrics").text
 
 
 def test_teach_command_fails_without_a_head(

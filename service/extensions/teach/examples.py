@@ -34,6 +34,9 @@ MAX_EXAMPLES: Final = 20_000
 # Of features and thumbnails.
 MAX_BYTES: Final = 64 * 2**20
 
+# Why a head of few pictures is not fitted.
+TOO_FEW: Final = "needs at least two labels with two pictures each"
+
 _REMEDY: Final = "delete one (with keys set, VIT_ADMIN_KEY does), or teach one that is there"
 
 PAGE: Final = 1000
@@ -293,7 +296,7 @@ def _stacked(rows: Sequence[bytes], features: str) -> NDArray[np.float32]:
 def too_few(counts: Mapping[str, int]) -> str:
     """Return why a head needs more examples than these numbers by label, or an empty text."""
     enough = sum(count >= 2 for count in counts.values()) >= 2
-    return "" if enough else "needs at least two labels with two pictures each"
+    return "" if enough else TOO_FEW
 
 
 def _require_share(db: sqlite3.Connection, name: str, creator: str) -> None:

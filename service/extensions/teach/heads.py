@@ -34,7 +34,7 @@ from service.extensions.teach.errors import (
     HeadWithoutBackbone,
     HeadWithoutExamples,
 )
-from service.extensions.teach.examples import Examples, HeadRow
+from service.extensions.teach.examples import TOO_FEW, Examples, HeadRow
 from service.models.all_models import Models
 from service.models.folder import check_name
 from service.models.served_heads import ServedHead
@@ -228,6 +228,7 @@ class TaughtHeads:
         if fitted is None:
             added.key = key
             added.refusal = HeadWithoutExamples
+            added.is_begun = added.reason == TOO_FEW
             if not taught.problem and row[:6] in self._failed[0]:
                 added.reason = _FIT_FAILED
                 added.refusal = EngineUnavailable
