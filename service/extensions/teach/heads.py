@@ -228,10 +228,10 @@ class TaughtHeads:
         if fitted is None:
             added.key = key
             added.refusal = HeadWithoutExamples
-            added.is_begun = added.reason == TOO_FEW
             if not taught.problem and row[:6] in self._failed[0]:
                 added.reason = _FIT_FAILED
                 added.refusal = EngineUnavailable
+            added.is_begun = added.reason == TOO_FEW
             return added
         added.reason = _problem_of_width(fitted, self._models.served[key].info)
         if not added.reason:
