@@ -173,7 +173,7 @@ class Settings(ModelSettings, BaseSettings):
         description="pixels of a picture, else 413; decoding takes up to 6.5 bytes per pixel",
     )
     max_images_per_request: int = Field(
-        64, ge=1, description="files of one POST /classify/batch, else 413"
+        64, ge=1, description="pictures of one request, else 413"
     )
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"

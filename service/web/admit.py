@@ -29,6 +29,7 @@ from service.errors import (
 )
 from service.http.connection import connection_of
 from service.models.lease import Lease
+from service.models.residency import UNNAMED
 from service.web.lanes import Deadline, Lane
 from service.web.limiter import CountedBytes, Permit
 from service.web.middleware import request_context
@@ -350,7 +351,7 @@ async def acquire(service: Service, name: str | None, deadline: Deadline, caller
     """
     if service.models.needs_load(name):
         async with waiting_for_model(service, name, deadline, caller):
-            await service.models.load(name)
+            await service.models.load(name, caller or UNNAMED)
     return service.models.acquire(name)
 
 

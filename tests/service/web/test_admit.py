@@ -322,3 +322,20 @@ async def test_http_frees_a_refused_picture(
 )
 def test_an_ipv6_caller_is_its_network(address: str, caller: str) -> None:
     assert network_of(address) == caller
+
+
+@on_a_loop
+async def test_loading_to_describe_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = app()
+    service = service_in(running)
+    charged: list[str] = []
+
+    async def load(name: str | None, caller: str = "") -> None:
+        charged.append(caller)
+
+    monkeypatch.setattr(service.models, "needs_load", lambda _: True)
+    monkeypatch.setattr(service.models, "load", load)
+    for caller in ("10.0.0.7", ""):
+        deadline = Deadline(running.clock() + 9, running.clock)
+        (await admit.acquire(service, None, deadline, caller)).release()
+    assert charged == ["10.0.0.7", "unnamed"]
