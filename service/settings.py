@@ -172,9 +172,7 @@ class Settings(ModelSettings, BaseSettings):
         ge=1,
         description="pixels of a picture, else 413; decoding takes up to 6.5 bytes per pixel",
     )
-    max_images_per_request: int = Field(
-        64, ge=1, description="pictures of one request, else 413"
-    )
+    max_images_per_request: int = Field(64, ge=1, description="pictures of one request, else 413")
     scaled_decode: bool = Field(
         True, description="decode large JPEGs at 1/2, 1/4 or 1/8, never below twice the target size"
     )

@@ -47,7 +47,7 @@ class Files:
         parent: outer folder, which gives the model its name.
         overlay: an adapter's files, whose name and preprocessing take precedence.
         merge: function that merges the adapter into the tensors.
-        notes: the origin of the files, and changes to the names of the tensors, once read.
+        notes: where the files came from and, once the tensors are read, how they were renamed.
         assumed: choices about the head.
         read_names: names of the files that have been read.
         weights: names of files of weights in transformers' order of preference.

@@ -41,11 +41,11 @@ _STREAMS: Final = 2
 class ThreadPolicy:
     """Gives a batch all threads if it is alone, and one thread if others are being computed.
 
-    A batch on a single thread needs no barriers between operators, at which threads wait longest
-    for each other when the machine is busy. A lone batch finishes sooner with all `count` threads.
-    This is a context manager around the computation, and entering it returns whether the batch is
-    alone. Explanations count as a batch, though they always use one thread. So do batches of other
-    models in this process, which share the cores.
+    A batch on a single thread needs no barriers between operators. On a busy machine, threads wait
+    long for each other at barriers. A lone batch finishes sooner with all `count` threads. This is
+    a context manager around the computation, and entering it returns whether the batch is alone.
+    Explanations count as a batch, though they always use one thread. So do batches of other models
+    in this process, which share the cores.
 
     Attributes:
         count: threads of a lone batch.

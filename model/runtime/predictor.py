@@ -1,7 +1,7 @@
 """A model on its device: a batch of uint8 images in, top-k classes and attention maps out.
 
-One thread owns a predictor: it builds it and warms it up. Then as many threads as there are streams
-may call `predict` at once.
+One thread owns a predictor: it builds it and warms it up. Then as many threads as there are
+streams, and the thread of maps, may call `predict` at once.
 """
 
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Predictor:
-    """Owns device, dtype, backend and warm-up of one model.
+    """Owns device, dtype, backend and warm-up of one backbone, with a head for each model.
 
     Args:
         checkpoint: the model.
@@ -151,9 +151,9 @@ class Predictor:
         return launch_size(count, self._backend.batch_sizes)
 
     def defers(self, requested: RequestedOutputs) -> bool:
-        """Return whether an image's outputs need torch's pass or something not loaded yet.
+        """Return whether an image belongs to the thread of maps.
 
-        Such a batch takes a second or two.
+        Torch computes it, or something is to be loaded first, which takes a second or two.
         """
         table = HeadTable(self.own, self.heads)
         if any(map(table.needs_aim, requested.head_requests)):

@@ -1,6 +1,6 @@
 """Builds the predictor that the settings name, from kept graphs if there are some, or with torch.
 
-No other file of the service loads a model, or torch.
+Only this file and `checkpoint_files` load a model, or torch.
 
 If a predictor of this process already has the backbone of a model, the model becomes another head
 of that predictor.

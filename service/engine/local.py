@@ -55,8 +55,8 @@ class HandedOver(Exception):
 class LocalEngine:
     """Runs a model on a thread of this process, which loads it, warms it up and launches batches.
 
-    A runner with several streams gets one more thread for each further stream. All take batches
-    from the same queue, and the first failure ends them all.
+    A runner with several streams gets one more thread for each further stream; maps have a queue
+    and a thread of their own, see `Streams`. The first failure ends all threads.
 
     Args:
         load: builds the runner and describes the model; called on the engine's thread.

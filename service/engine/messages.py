@@ -71,7 +71,8 @@ class BatchReport:
 class ModelInfo:
     """The description of a loaded model.
 
-    Each field is an attribute of the same name of the checkpoint or of the model runner.
+    Most fields are attributes of the same name of the checkpoint or of the model runner.
+    `service.engine.loading` sets the others.
 
     Attributes:
         loaded_at: date of the load, in seconds since 1970.

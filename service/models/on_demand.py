@@ -69,8 +69,8 @@ class OnDemandModels(Models):
     def failure(self) -> str:
         """Return why the process cannot go on, or an empty text.
 
-        It cannot go on after a failure of the default model, of a model that had served, of all
-        models, or with strict settings of any model.
+        It cannot go on if the default model, a model that had served, or all models failed; with
+        strict settings, if any model failed.
         """
         failed = [model for model in self.served.values() if model.state == "failed"]
         all_are_fatal = self._settings.strict or len(failed) == len(self.served)
@@ -126,7 +126,7 @@ class OnDemandModels(Models):
     async def _load_all(self) -> None:
         """Load each model in turn, even if it does not fit.
 
-        Its description is known afterwards, so a request that it would refuse does not load it.
+        Afterwards each model is described, so a request that the model refuses does not load it.
         """
         for key, model in list(self.served.items()):
             if model.state == "loading":  # otherwise a request has had it loaded

@@ -22,7 +22,10 @@ from service.models.version import Version
 logger = logging.getLogger("vitserve")
 
 RESIDENCY_SECONDS: Final = 30.0
-"""Seconds for which a backbone stays loaded, and between two unloads for the same caller."""
+"""Seconds for which a backbone stays that was loaded for a request.
+
+One caller causes at most one load that unloads others in this time.
+"""
 
 _TOO_BUSY_SECONDS: Final = 5.0
 """Value of Retry-After when the other models have work."""

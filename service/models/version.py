@@ -12,9 +12,9 @@
                           close, after the
                           last release
 
-A new version is `loading`, because its load is due. A name has one current version, and perhaps
-older ones that retire. Unloading replaces the current version by an unloaded one of the same
-number; the old one retires.
+A new version begins as `loading`, and is loaded at once, or moved to `unloaded`. A name has one
+current version, and perhaps older ones that retire. Unloading replaces the current version by an
+unloaded one of the same number; the old one retires.
 """
 
 import asyncio

@@ -38,11 +38,11 @@ from service.web.upload import RIGHT_CALLS
 
 T = TypeVar("T")
 
-# Longest time by which the answer to a picture that was launched in time may be late.
+# Seconds after the deadline in which a picture that was launched in time is still answered.
 LATE_SECONDS: Final = 0.5
 
-# Number of values from which a thread converts a document, because it would hold the event loop for
-# 5 to 10 ms.
+# A thread converts documents of at least this many values, which would hold the event loop for 5
+# to 10 ms.
 LARGE: Final = 2000
 
 

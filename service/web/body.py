@@ -285,8 +285,8 @@ async def _receive(
 ) -> int:
     """Parse the chunks of a body as they arrive, and return the number of bytes.
 
-    A body of undeclared length is refused at its end: an error about the size goes first, and only
-    the end shows the size.
+    If the length is not declared, a known refusal waits for the end of the body. The body may still
+    be too large, and that error goes first.
 
     Args:
         parse: takes a chunk.

@@ -41,7 +41,7 @@ def new_image_id() -> str:
 def id_of_kind(image_id: str, preprocess: PreprocessConfig) -> str:
     """Return the store's key for a picture as one preprocessing gives it.
 
-    So a model never sees the picture that another preprocessing made.
+    The key includes the preprocessing, so a model never sees a picture that another one made.
     """
     return f"{image_id}.{_kind(preprocess)}"
 

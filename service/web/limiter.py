@@ -34,7 +34,7 @@ MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body is slow."""
 
 GRACE_SECONDS: Final = 1.0
-"""Seconds that a body may be behind its rate. A burst of bytes gives at most as much credit."""
+"""Seconds that a body may fall behind its rate; a burst puts it ahead by at most as many."""
 
 PROMISE_SECONDS: Final = 0.1
 """A body younger than this counts as a request that will soon take a slot."""

@@ -37,7 +37,7 @@ class Prefixes:
     def take_off(self, scope: Scope) -> str | None:
         """Remove the prefix from a request's path, and return the prefix for links.
 
-        Only the prefix as path leaves an empty path. Return None if a trusted proxy sends an
+        The path becomes empty if it is the prefix alone. Return None if a trusted proxy sends an
         invalid prefix.
         """
         server_prefix = scope.get("root_path", "")
