@@ -259,7 +259,7 @@ def _validated(values: dict[str, Any], source: str) -> Recipe:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         problem = first_problem(error)
-        if first["loc"][0] == "validation":
+        if first["loc"][:1] == ("validation",):
             problem = (
                 "validation: expected a number of images, 1 or more, or a share of them, above 0 "
                 "and below 1"

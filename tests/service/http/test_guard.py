@@ -323,11 +323,13 @@ async def test_unread_bytes_hold_no_connection() -> None:
         )
         await until(lambda: len(server.connections.open) == 1)
         guard = server.guard
-        for form in [b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"] * 100:
+        # A page is shorter than the buffer at which the connection waits for its reader.
+        for form in [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"] * 200:
             if guard.transport.get_write_buffer_size():
                 break
             await connection.send(form)
             await asyncio.sleep(0.01)
+        assert guard.transport.get_write_buffer_size() > 0
         await connection.send(FORMS["connection: close in another line"].sent)
         await until(guard.transport.is_closing)
         assert guard.drained is None
