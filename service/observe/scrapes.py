@@ -9,6 +9,8 @@ from service.background import Tasks
 
 # Pause after a text, as a multiple of the time that writing it took.
 _PAUSE: Final = 4
+# Longest pause: a text that waits for other replicas takes seconds, but not of the event loop.
+_LONGEST_PAUSE_SECONDS: Final = 1.0
 
 
 class Scrapes:
@@ -58,4 +60,4 @@ class Scrapes:
                 return await self._write()
             finally:
                 ended = self._clock()
-                self._earliest = ended + _PAUSE * (ended - began)
+                self._earliest = ended + min(_PAUSE * (ended - began), _LONGEST_PAUSE_SECONDS)

@@ -60,6 +60,19 @@ async def test_texts_take_a_fifth_of_the_time(scrapes: Scrapes, clock: Clock) ->
 
 
 @on_a_loop
+async def test_a_slow_text_delays_no_scrape_long(clock: Clock) -> None:
+    async def write() -> bytes:
+        clock.now += 10
+        return await clock.write()
+
+    scrapes = Scrapes(write, clock, clock.sleep)
+    await scrapes.text()
+    ended = clock.now
+    await scrapes.text()
+    assert clock.begun[1] - ended == pytest.approx(11)  # a pause of a second, and its own ten
+
+
+@on_a_loop
 async def test_a_disconnect_keeps_the_others_text(scrapes: Scrapes) -> None:
     leaving = asyncio.ensure_future(scrapes.text())
     staying = asyncio.ensure_future(scrapes.text())
