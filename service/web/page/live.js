@@ -43,20 +43,24 @@ function median(counts) {
   return null;
 }
 
-/** Show the load every two seconds; call `onOther()` when the model has changed or the service has restarted. */
-export function watchLoad(onOther) {
+/**
+ * Show the load every two seconds. `compare()` runs if the models may differ from the page's; it returns whether the page
+ * could compare them. The first look runs it, too: it may be later than the page's list of models.
+ */
+export function watchLoad(compare) {
   const looks = [];
-  let model = null;
+  let compared = null; // the models in /metrics at the last comparison
   const show = (id, text) => { document.getElementById(`live-${id}`).textContent = text; };
   async function look() {
     if (document.hidden) return;
     try {
       const sums = parse(await send("GET", "metrics", { type: "text" }));
-      if (sums.vit_images_total < looks.at(-1)?.sums.vit_images_total || (model && sums.model && sums.model !== model)) {
-        looks.length = 0;
-        onOther();
+      const model = sums.model || compared; // a service without a ready model lists none
+      const isRestarted = sums.vit_images_total < looks.at(-1)?.sums.vit_images_total;
+      if (isRestarted || model !== compared) {
+        if (isRestarted || compared) looks.length = 0;
+        if (await compare()) compared = model;
       }
-      model = sums.model || model;
       looks.push({ at: performance.now(), sums });
     } catch (error) {
       looks.length = 0;

@@ -126,16 +126,19 @@ function beginAnew(wait) {
   startIn(wait);
 }
 
-/** Check whether a restarted service has the same models. */
+/** Check whether the service still has the shown models; return false if this is not known, or the page's are not yet. */
 async function checkModel() {
-  if (!service) return;
+  if (!service) return false;
   const known = services;
   try {
     const [gone] = await choice.ask();
     const ready = known.filter(({ name }) => choice.isIn("ready", name)); // a request for an unloaded model would load it again
     const same = gone ? [false] : await Promise.all(ready.map(async (each) => each.equals(await Service.reach(each.name))));
     if (known === services && same.includes(false)) renew(gone);
-  } catch { /* the next request for a picture shows the error */ }
+    return true;
+  } catch {
+    return false; // the next request for a picture shows the error
+  }
 }
 
 function addPanel(of) {

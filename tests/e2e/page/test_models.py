@@ -274,6 +274,19 @@ def test_a_model_change_restarts_pictures(page: Page, found: Tab, models_server:
         map_shown(page, index)
 
 
+def test_a_model_during_the_start_is_listed(page: Page, models_server: Served) -> None:
+    page.goto("about:blank")  # the open page asks for the models, too
+    listed = models_server.get("/models").json()
+    page.route("**/models", lambda route: route.fulfill(json=listed), times=1)
+    body = {"checkpoint": BUNDLED.name}
+    assert models_server.client.put("/models/late", json=body, headers=ADMIN).status_code == 201
+    page.goto(models_server.url)  # its list of models is older than its first look at /metrics
+    try:
+        expect(page.locator("#first-model option", has_text="late")).to_have_count(1)
+    finally:
+        models_server.client.delete("/models/late", headers=ADMIN)
+
+
 def test_axe_finds_nothing_with_two_models(page: Page) -> None:
     choose(page, DOG)
     map_shown(page)
