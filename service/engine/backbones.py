@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Final, Self
 
 from model.errors import CheckpointError
+from service.engine.engine import HandedOver, LocalEngine
 from service.engine.interface import ModelRunner
-from service.engine.local import HandedOver, LocalEngine
 from service.engine.messages import (
     BatchReport,
     EngineStatus,

@@ -21,8 +21,8 @@ from model.config import LibraryConfig, PreprocessConfig, ViTConfig
 from model.errors import DeviceError
 from model.outputs import POOLINGS, AttentionMap, EmbeddingRequest, Outputs, RequestedOutputs
 from service.engine.backbones import Checkpoint
+from service.engine.engine import LocalEngine
 from service.engine.interface import Engine
-from service.engine.local import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import EngineUnavailable, Forbidden
 from service.models.all_models import Models

@@ -15,7 +15,7 @@ from tests.service.fakes import on_a_loop, until
 # Tasks and threads that `service.background` does not start, and where their errors appear.
 ALLOWED = {
     "service/cli/answers.py:LocalAnswers._answers": "its jobs are awaited",
-    "service/engine/local.py:LocalEngine.__init__": "the engine reports its end",
+    "service/engine/engine.py:LocalEngine.__init__": "the engine reports its end",
     "service/engine/streams.py:Streams.run": "as the engine's thread, which raises the error",
     "service/engine/texts.py:TextFeatures.__init__": "its jobs are awaited",
     "service/engine/texts.py:TextFeatures._compute": "of a request, which awaits it",

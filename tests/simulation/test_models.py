@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from model.errors import CheckpointError, DeviceError
 from model.outputs import MapRequest, Outputs, RequestedOutputs
 from service.engine.backbones import Checkpoint
-from service.engine.local import LocalEngine
+from service.engine.engine import LocalEngine
 from service.engine.messages import BatchReport, InferenceRequest, InferenceResult, ModelInfo
 from service.errors import (
     CheckpointRefused,

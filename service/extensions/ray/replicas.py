@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.errors import first_problem
 from service.engine.backbones import Backbones, Checkpoint, Loader, ModelEngine
 from service.engine.devices import fit_to_machine
+from service.engine.engine import BATCH_SECONDS
 from service.engine.loading import load_predictor
-from service.engine.local import BATCH_SECONDS
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.extension import check
 from service.extensions.ray.merged_metrics import render_replicas

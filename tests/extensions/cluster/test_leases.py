@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from model.outputs import Outputs, RequestedOutputs
-from service.engine.local import LocalEngine
+from service.engine.engine import LocalEngine
 from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable, ModelFailed, SwapUnderWay, UnknownModel
 from service.extensions.cluster.engine_client import EngineClient

@@ -16,7 +16,7 @@ import pytest
 from model.errors import CheckpointError
 from model.images.preprocess import ModelInput, Region
 from service.engine.backbones import Checkpoint
-from service.engine.local import LocalEngine
+from service.engine.engine import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, EngineUnavailable, SwapUnderWay, UnknownModel
 from service.extensions.cluster import frames

@@ -9,7 +9,7 @@ import pytest
 
 from model.errors import CheckpointError, DeviceError, NewProcessNeeded
 from model.runtime.predictor import Predictor
-from service.engine.local import LocalEngine
+from service.engine.engine import LocalEngine
 from service.engine.messages import ModelInfo
 from service.errors import EngineUnavailable
 from service.models.local_model import LocalModel

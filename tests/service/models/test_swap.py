@@ -13,7 +13,7 @@ import pytest
 
 from model.errors import CheckpointError
 from service.engine.backbones import Checkpoint
-from service.engine.local import LocalEngine
+from service.engine.engine import LocalEngine
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import CheckpointRefused, SwapUnderWay
 from service.models.local_model import LocalModel

@@ -10,7 +10,7 @@ import pytest
 
 from model.heads import ZeroShot
 from service.engine import backbones
-from service.engine.local import LocalEngine
+from service.engine.engine import LocalEngine
 from service.engine.messages import ModelInfo
 from service.settings import load_settings
 from service.web.single_process import SingleProcess, log_address, run_single_process
