@@ -14,7 +14,6 @@ import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final, NamedTuple, TypeVar
@@ -27,6 +26,7 @@ from model.head_files import is_taught_head
 from model.images.listing import is_junk
 from service.errors import Forbidden, InvalidParameter
 from service.model_settings import PATHS, ModelSettings
+from service.models.paths import located
 
 T = TypeVar("T")
 
@@ -46,11 +46,6 @@ _OF_ONE_MODEL: Final = (
 # The checkpoints of the service itself, which a `NAME.toml` may name by their paths.
 _PACKAGED: Final = Path(model.__file__).resolve().parent / "weights"
 
-# A reference to the hub, unless a file here has this name.
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(:\w[\w./-]*)?")
-_SUFFIX: Final = re.compile(r"\.[A-Za-z0-9]{1,12}\Z")
-
-_MAX_PATH: Final = 4000
 _MAX_TOML_BYTES: Final = 1 << 20
 
 # Most files of one entry, all of which are checked for changes.
@@ -102,59 +97,6 @@ def _nearest_setting(error: ValidationError) -> str:
     known = list(ModelSettings.model_fields)
     near = nearest(str(first["loc"][0]), known)
     return f": did you mean {near}?" if near else f"; available: {', '.join(known)}"
-
-
-def located(setting: str, value: object, folder: Path, others: Sequence[Path] = ()) -> str | None:
-    """Return the absolute path of the file that a setting names, or None if it does not name one.
-
-    Args:
-        setting: name of a setting in `PATHS`.
-        value: value that may come from a client.
-        folder: folder that the value is relative to, and that contains the file.
-        others: further folders that may contain the file.
-
-    Raises:
-        InvalidParameter: the value cannot be a path.
-        Forbidden: the file is outside these folders, once all links are followed.
-    """
-    if not isinstance(value, str) or not value.isprintable() or len(value.encode()) > _MAX_PATH:
-        raise InvalidParameter(f"{setting}: expected a path of at most {_MAX_PATH} bytes")
-    is_here = _exists(folder / value)
-    if not is_here and not _names_file(setting, value):
-        return None
-    # Symbolic links in a circle, or an unknown home folder.
-    with suppress(OSError, RuntimeError):
-        path = folder / Path(value).expanduser()
-        if any(path.resolve().is_relative_to(top.resolve()) for top in (folder, *others)):
-            return str(path.absolute())
-    below = " or ".join(map(str, (folder, *others)))
-    remedy = "" if others else ", or name a folder that holds it in VIT_CHECKPOINT_FOLDER"
-    raise Forbidden(
-        f"{setting} {value!r:.200}: this file is not below {below}: put it there{remedy}"
-    )
-
-
-def _names_file(setting: str, value: str) -> bool:
-    """Return whether a value is a path, although the folder does not contain this file."""
-    if setting in ("checkpoint", "base"):
-        is_elsewhere = value != "bundled" and _exists(Path(value))
-        return is_elsewhere or not (value == "bundled" or _HUB_ID.fullmatch(value))
-    if setting in ("preprocess", "labels") and value.startswith(("{", "[")):
-        return False
-    looks_like_path = os.sep in value or value.startswith("~") or _SUFFIX.search(value) is not None
-    return setting == "keys" or looks_like_path or _is_file(Path(value))
-
-
-def _exists(path: Path) -> bool:
-    with suppress(OSError, ValueError):
-        return path.exists()
-    return False
-
-
-def _is_file(path: Path) -> bool:
-    with suppress(OSError, ValueError):
-        return path.is_file()
-    return False
 
 
 def in_time(read: Callable[[], T], what: str) -> T:

@@ -15,7 +15,8 @@ from service.models.factory import ModelFactory
 from service.models.folder import FolderEntry
 from service.models.local_model import LocalModel
 from service.models.override import Override
-from service.models.residency import RETIRE_SECONDS, Residency
+from service.models.residency import Residency
+from service.models.retiring import RETIRE_SECONDS
 from service.settings import Settings
 
 logger = logging.getLogger("vitserve")

@@ -17,6 +17,7 @@ from service.background import Tasks
 from service.engine.backbones import ModelEngine
 from service.errors import ModelsFull
 from service.models.local_model import LocalModel
+from service.models.retiring import RETIRE_SECONDS
 from service.models.version import Version
 
 logger = logging.getLogger("vitserve")
@@ -29,9 +30,6 @@ One caller causes at most one load that unloads others in this time.
 
 _TOO_BUSY_SECONDS: Final = 5.0
 """Value of Retry-After when the other models have work."""
-
-RETIRE_SECONDS: Final = 1.0
-"""Seconds that a load waits for the last requests of the model that was unloaded for it."""
 
 UNNAMED: Final = "unnamed"
 """A caller without a known key or address, as over a Unix socket."""

@@ -6,12 +6,16 @@ retire -> no new request holds it -> its last request ends -> close
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from service.background import Tasks
 from service.engine.backbones import ModelEngine
 from service.models.version import Version
 
 logger = logging.getLogger("vitserve")
+
+RETIRE_SECONDS: Final = 1.0
+"""Seconds that a load waits for the last requests of the model that was unloaded for it."""
 
 
 class OpenVersions:

@@ -22,7 +22,8 @@ from service.errors import (
     UnknownModel,
 )
 from service.model_settings import PATHS
-from service.models.folder import check_name, located, model_settings
+from service.models.folder import check_name, model_settings
+from service.models.paths import located
 from service.settings import Settings
 from service.web.admit import admit, service_of
 from service.web.api_keys import bearer_token, holds_admin_key
