@@ -58,7 +58,7 @@ class NotAcceptable(ServiceError):
 
 
 class PreconditionFailed(ServiceError):
-    """The request has `If-Match` or the like, but resources have no versions."""
+    """The request has `If-Match` or a similar header, but resources do not have versions."""
 
 
 class ExpectationFailed(ServiceError):

@@ -95,7 +95,7 @@ class Extension(model_extension.Extension):
             arguments are the settings and the loader of predictors.
         routes: returns routes, and may put their shared objects into `app.state`.
         around: returns the application inside middleware, which sees requests before their key and
-            origin are checked; only the request's log is further out.
+            origin are checked; only the log of requests is outside it.
         beside: context around the running application, entered in each web process before
             requests are accepted.
         page: folder with `main.js` and `main.css`, which the page at / loads, and further files;

@@ -39,13 +39,11 @@ _BEGINS_WITH_NAME = re.compile(r":|=[^=]")
 
 _QUOTES = "\"'"
 _NOT_IN_A_KEY = re.compile(r"[^!-~]|[\"';,\[\]{}]|\A\$(?=\w+\Z)")
-"""Characters that HTTP headers carry in no or several encodings, or that separate keys or expand a
-variable.
-"""
+"""Characters that HTTP headers cannot carry safely, or that separate keys or expand a variable."""
 
 _BYTES = re.compile(r"\d+(?:\.\d+)?\s*(?:b|[kmgtp](?:i?b)?|([kmgtp]i))?", re.ASCII | re.IGNORECASE)
 _ANSWERS = frozenset(["true", "false", "yes", "no", "on", "off", "none", "null", "0", "1"])
-"""Texts that other settings take as an answer: not keys, hosts or names of folders."""
+"""Answers to yes-or-no settings, which are not keys, hosts or names of folders."""
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _ORIGIN_HOST = re.compile(r"(?:\*\.)?(?:[a-z0-9_-]+\.)*[a-z0-9_-]+|\[[0-9a-f:.]+\]")

@@ -93,7 +93,7 @@ class Settings(ModelSettings, BaseSettings):
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
         description="`auto`: OpenVINO on a CPU if it is installed, else torch; torch.compile "
-        "and one CUDA graph per batch size on a GPU.  `on`: torch.compile, on a CPU "
+        "and one CUDA graph per batch size on a GPU. `on`: torch.compile, on a CPU "
         "too. `off`: plain torch. A failure is logged and shown by /model",
     )
     cache_dir: CacheFolder = Field(

@@ -88,8 +88,7 @@ class TimmArguments(CommonArguments):
             Python objects instead.
         rel_pos: whether each block has relative position biases, from a table or an MLP, its own
             or shared by all blocks.
-        norm_order: for networks that are not timm's, like `patch_bias`, `patch_norms` and
-            `attn_dim`.
+        norm_order, patch_bias, patch_norms, attn_dim: for networks that are not timm's.
     """
 
     qk_norm: bool = False

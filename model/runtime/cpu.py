@@ -44,8 +44,8 @@ class ThreadPolicy:
     A batch on a single thread needs no barriers between operators. On a busy machine, threads wait
     long for each other at barriers. A lone batch finishes sooner with all `count` threads. This is
     a context manager around the computation, and entering it returns whether the batch is alone.
-    Explanations count as a batch, though they always use one thread. So do batches of other models
-    in this process, which share the cores.
+    Explanations count as a batch, though they always use one thread. Batches of other models in
+    this process count too, because they share the cores.
 
     Attributes:
         count: threads of a lone batch.

@@ -6,8 +6,8 @@
 A model is loaded on a thread of an engine of its own. If the loader returns a runner that another
 engine already has, that engine answers for the model, too. The model's own engine then ends: its
 thread raises `HandedOver`, and the model takes the other engine on the event loop (`changed`). An
-engine is closed with its last model.
-`service.models.residency` decides which one is unloaded for others.
+engine is closed with its last model. `service.models.residency` decides which backbone is unloaded
+for others.
 """
 
 import threading
@@ -33,7 +33,7 @@ from service.settings import Settings
 Checkpoint = str | Mapping[str, Any] | None
 
 PROBLEM: Final = "problem"
-"""Key of a model's settings whose value says why they are broken; loading the model fails so."""
+"""Key of a model's settings whose value says why they are broken; its load fails for it."""
 
 # Loads the model that the settings name onto their device.
 Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]

@@ -10,11 +10,11 @@ It knows no thread, event loop or model. Its owner, an engine, brings the lock, 
 
 `poll` forms the batch, so it launches no image that was cancelled or expired before. Without a
 delay it launches all waiting images at once, up to the largest batch (`idle`). With a delay, the
-queue holds an incomplete batch until its oldest entry is that old, counted from its arrival.
+queue holds an incomplete batch until its oldest entry has waited that long.
 
-The queue answers nobody. The engine may be busy when a deadline passes, so its owner keeps a timer
-for each entry, and cancels the entry when the timer fires. The work of `poll` does not grow with
-the queue: it looks at the entries that it takes out, and at the next one.
+The queue does not answer entries. Its owner keeps a timer for each entry, because the engine may be
+busy when a deadline passes, and cancels the entry when the timer fires. The work of `poll` does not
+grow with the queue: it looks at the entries that it takes out, and at the next one.
 
 The queue does not know callers. They take turns where work is admitted: see
 docs/decisions/fairness.md.

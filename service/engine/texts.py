@@ -1,8 +1,8 @@
 """Features of texts, computed by the text tower on a thread of its own, each text once.
 
-The tower computes a few texts at a time, first in, first out. After these, a request with more new
-texts goes back to the end of the queue, so it delays others by a few texts only. Callers take turns
-where requests are admitted: see docs/decisions/fairness.md.
+The tower computes 16 texts at a time, first in, first out. After these, a request with more new
+texts goes back to the end of the queue, so it delays another request by 16 texts at most. Callers
+take turns where requests are admitted: see docs/decisions/fairness.md.
 """
 
 import asyncio

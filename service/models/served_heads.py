@@ -1,4 +1,4 @@
-"""A head that is answered like a model, although it only scores the features of another model."""
+"""A head that is served like a model, although it only scores the features of another model."""
 
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +19,7 @@ class ServedHead:
             head's backbone.
         reason: why the head does not answer; empty if it does, and while it is being fitted.
         refusal: error of requests to a head that does not answer for this reason.
-        removal: how to remove the head, for the message to who deletes it as a model.
+        removal: how to remove the head, for the refusal of a request that deletes it as a model.
         is_begun: whether it waits for examples only, so that it is `loading`, not `failed`.
     """
 

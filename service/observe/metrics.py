@@ -59,7 +59,7 @@ _BY_MODEL = frozenset({"vit_images", "vit_top1_score", "vit_image_duration_secon
 class Metrics(Collector):
     """The metrics of a service.
 
-    `counter`, `gauge` and `histogram` add further ones, which extensions use.
+    `counter`, `gauge` and `histogram` add further metrics, for extensions.
 
     Attributes:
         scrapes: the texts of scrapes.

@@ -143,7 +143,7 @@ class AdmittedRequest:
     """A request with its slots, admitted until the context ends.
 
     The request takes its slots once its body is here. This is a class, because a generator would
-    cost the event loop more.
+    take more of the event loop's time.
 
     Args:
         model: the model that answers; None if the request does not need a model, or its route sets
@@ -157,8 +157,8 @@ class AdmittedRequest:
         permit: the slots of the request.
         body: counts the bytes of the body.
         cancellation: ends the request.
-        loading: held while the model of the request is loaded.
-        embedding: held while texts of the request are computed.
+        loading: lock held while the model of the request is loaded.
+        embedding: lock held while texts of the request are computed.
         right_call: how to send a picture to the route, for messages.
 
     Raises:

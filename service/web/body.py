@@ -57,7 +57,7 @@ _STRIPPED: Final = (b"\xff\xd8\xff", b"\x89PNG\x1a")
 
 
 class Bound(NamedTuple):
-    """The most bytes of a body, and the setting that says so, in a message's form."""
+    """The largest size of a body, and the setting that limits it, as messages show them."""
 
     limit: int
     setting: str = ""

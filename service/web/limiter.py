@@ -52,7 +52,7 @@ _LEAST_SHARED: Final = 8
 """Capacity below which callers do not share the slots."""
 
 _UNREAD_SHARE: Final = 4
-"""The unread answers of a caller may take this part of the room for bodies and answers."""
+"""The room for bodies and answers, divided by this, is the most for a caller's unread answers."""
 
 
 class Limiter:
