@@ -162,7 +162,7 @@ async def serve(path: Path, batches: Any, arguments: argparse.Namespace) -> None
         batches[1] += 1
 
     backbones = Backbones(
-        settings, lambda own: load_null(own, arguments.size, arguments.rate), count
+        settings, lambda own, _: load_null(own, arguments.size, arguments.rate), count
     )
     models = LocalModels(settings, backbones.engine)
     await EngineServer(models, MemoryImageStore(ttl=60, max_bytes=1 << 20)).start(path)

@@ -3,11 +3,11 @@
     ModelEngine (a model's version) --+
     ModelEngine ----------------------+--> LocalEngine: one queue, one runner with a head for each
 
-A model is loaded on a thread of an engine of its own. If the loader returns a runner that another
-engine already has, that engine answers for the model, too. The model's own engine then ends: its
-thread raises `HandedOver`, and the model takes the other engine on the event loop (`changed`). An
-engine is closed with its last model. `service.models.residency` decides which backbone is unloaded
-for others.
+A model is loaded on a thread of an engine of its own. The loader asks whether another engine has
+the model's backbone (`Backbones.runner`). If so, that engine answers for the model, too: the
+model's own engine ends, and the event loop takes the other one (`ModelEngine.changed`). An engine
+is closed with its last model. `service.models.residency` decides which backbone is unloaded for
+others.
 """
 
 import threading
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from model.errors import CheckpointError
-from service.engine.engine import HandedOver, LocalEngine
+from service.engine.engine import LocalEngine
 from service.engine.interface import ModelRunner
 from service.engine.messages import (
     BatchReport,
@@ -35,8 +35,11 @@ Checkpoint = str | Mapping[str, Any] | None
 PROBLEM: Final = "problem"
 """Key of a model's settings whose value says why they are broken; its load fails for it."""
 
-# Loads the model that the settings name onto their device.
-Loader = Callable[[Settings], tuple[ModelRunner, ModelInfo]]
+# Returns the runner that already has a backbone, by the backbone's key (`ModelInfo.backbone`).
+FindRunner = Callable[[str], ModelRunner | None]
+
+# Loads the model that the settings name onto their device, into a runner that has its backbone.
+Loader = Callable[[Settings, FindRunner], tuple[ModelRunner, ModelInfo]]
 
 
 class Backbones:
@@ -65,6 +68,14 @@ class Backbones:
         known = {name: value for name, value in settings.items() if name != PROBLEM}
         problem = settings.get(PROBLEM, "")
         return ModelEngine(self, self.settings.model_copy(update=known), problem)
+
+    def runner(self, key: str) -> ModelRunner | None:
+        """Return the runner that has a backbone; None if it is not loaded."""
+        with self.lock:
+            for engine in self.users:
+                if engine.info is not None and engine.info.backbone == key:
+                    return engine.runner
+        return None
 
     def changed(self, engine: LocalEngine) -> None:
         """Tell the models of an engine that its state has changed."""
@@ -179,19 +190,19 @@ class ModelEngine:
         if self.info.head not in heads:
             runner.heads.pop(self.info.head, None)
 
-    def _load(self) -> tuple[ModelRunner, ModelInfo]:
-        """Load the model, on a thread; raises `HandedOver` if another engine has its backbone."""
+    def _load(self) -> tuple[ModelRunner, ModelInfo] | None:
+        """Load the model, on a thread; return None if its own engine is not needed any more."""
         if self._problem:
             raise CheckpointError(self._problem)
         backbones = self._backbones
-        runner, info = backbones.load(self._settings)
+        runner, info = backbones.load(self._settings, backbones.runner)
         with backbones.lock:
             if self._closed:
-                raise HandedOver  # to no engine: the model is not needed any more
+                return None
             for engine, models in backbones.users.items():
                 if engine.runner is runner:
                     models.append(self)
                     self._joined = engine, info
-                    raise HandedOver
+                    return None
             self.backbone.runner = runner  # before another thread looks for it
             return runner, info

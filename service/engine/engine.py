@@ -48,10 +48,6 @@ BATCH_SECONDS: Final = 30.0
 _STALL_SHARE: Final = 1 / 3
 
 
-class HandedOver(Exception):
-    """This engine ends, because another one computes the loaded model."""
-
-
 class LocalEngine:
     """Runs a model on a thread of this process, which loads it, warms it up and launches batches.
 
@@ -59,7 +55,8 @@ class LocalEngine:
     and a thread of their own, see `Streams`. The first failure ends all threads.
 
     Args:
-        load: builds the runner and describes the model; called on the engine's thread.
+        load: builds the runner and describes the model, on the engine's thread; returns None if
+            the engine is not needed any more.
         device: device in the status until the runner is loaded.
         queue_size: see `Streams`.
         max_delay: see `Streams`.
@@ -75,7 +72,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        load: Callable[[], tuple[ModelRunner, ModelInfo]],
+        load: Callable[[], tuple[ModelRunner, ModelInfo] | None],
         *,
         device: str,
         queue_size: int,
@@ -250,16 +247,15 @@ class LocalEngine:
         state: EngineState = "failed"
         reason = "the engine stopped"
         try:
-            self.runner, info = self._load()
-            if self._state == "loading":
+            loaded = self._load()
+            if loaded is not None and self._state == "loading":
+                self.runner, info = loaded
+                del loaded  # so that only `runner` refers to the model
                 self.runner.warm_up(compile_later=True)
                 self._call_loop(self._change, "ready", "", info)
                 self._streams.run(self.runner)
             state = "closed"
             reason = "the engine is closed"
-        except HandedOver:
-            state = "closed"
-            reason = "another engine has the model's backbone"
         except (VitError, EngineUnavailable) as error:
             self.failure = error
             reason = reason_of(error)

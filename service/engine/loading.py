@@ -2,8 +2,7 @@
 
 Only this file and `checkpoint_files` load a model, or torch.
 
-If a predictor of this process already has the backbone of a model, the model becomes another head
-of that predictor.
+If the process already has the backbone of a model, the model becomes another head of its predictor.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import time
 import zlib
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -38,25 +36,29 @@ if TYPE_CHECKING:
     from model.features import Floats
     from model.runtime.openvino.kept import Keep
     from model.runtime.predictor import Predictor
+    from service.engine.backbones import FindRunner
 
 logger = logging.getLogger(__name__)
 
-# The predictors of this process, by the keys of their backbones.
-PREDICTORS: Final[WeakValueDictionary[str, Predictor]] = WeakValueDictionary()
 
-
-def load_predictor(settings: Settings) -> tuple[Predictor, ModelInfo]:
+def load_predictor(
+    settings: Settings, find: FindRunner = lambda _: None
+) -> tuple[Predictor, ModelInfo]:
     """Read the checkpoint and put its model on the device; the caller warms it up.
+
+    Args:
+        settings: settings of the model.
+        find: returns the predictor that already has a backbone, by the backbone's key.
 
     Raises:
         CheckpointError: the checkpoint cannot be read exactly.
         DeviceError: the device, dtype or backend is not available here.
     """
-    kept = _load_kept(settings)
-    return kept or _load(settings)
+    kept = _load_kept(settings, find)
+    return kept or _load(settings, find)
 
 
-def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
+def _load_kept(settings: Settings, find: FindRunner) -> tuple[Predictor, ModelInfo] | None:
     """Load the predictor from kept graphs; return None if they were not kept."""
     # OpenMP threads that spin between operators starve the decode threads. torch reads this when it
     # is imported.
@@ -66,10 +68,10 @@ def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
     if entry is None or manifest is None:
         return None
     key = _key(settings, manifest.backbone)
-    shared = PREDICTORS.get(key)
+    shared = cast("Predictor | None", find(key))
     if shared is not None:
-        _label_sets(settings, manifest.checkpoint)
-        return shared, _add_model(settings, manifest.checkpoint, shared, key, entry.head(manifest))
+        head = entry.head(manifest)
+        return shared, _add_further_model(settings, manifest.checkpoint, shared, key, head)
     from model.runtime.start import kept_predictor  # noqa: PLC0415
 
     def on_read(checkpoint: Description) -> None:
@@ -79,7 +81,7 @@ def _load_kept(settings: Settings) -> tuple[Predictor, ModelInfo] | None:
     kept = kept_predictor(entry, read, on_read, manifest=manifest, max_batch=settings.max_batch)
     if kept is None:
         return None
-    return kept, _add_model(settings, kept.checkpoint, kept, key)
+    return kept, _add_first_model(settings, kept.checkpoint, kept, key)
 
 
 class _Read(NamedTuple):
@@ -97,13 +99,13 @@ class _Read(NamedTuple):
     keep: Keep | None
 
 
-def _load(settings: Settings) -> tuple[Predictor, ModelInfo]:
+def _load(settings: Settings, find: FindRunner) -> tuple[Predictor, ModelInfo]:
     """Load the predictor from the checkpoint, with torch."""
     read = _read(settings)
-    shared = PREDICTORS.get(read.key)
+    shared = cast("Predictor | None", find(read.key))
     if shared is None:
         return _build(settings, read)
-    info = _add_model(settings, read.checkpoint, shared, read.key, read.head)
+    info = _add_further_model(settings, read.checkpoint, shared, read.key, read.head)
     if read.keep is not None:  # only the head, because the other model has kept the graph
         read.keep(None, read.checkpoint, info.parameters, shared.dtype)
     return shared, info
@@ -155,7 +157,7 @@ def _build(settings: Settings, read: _Read) -> tuple[Predictor, ModelInfo]:
     )
     if predictor.device == "cpu" and settings.device == "auto" and gpus_are_here():
         logger.error("THE GPU IS NOT USED: %s", unusable_reason())
-    return predictor, _add_model(settings, read.checkpoint, predictor, read.key)
+    return predictor, _add_first_model(settings, read.checkpoint, predictor, read.key)
 
 
 @functools.cache
@@ -176,60 +178,79 @@ def _needs_transfer_features(settings: Settings) -> bool:
 # A model in its predictor
 
 
-def _add_model(
+def _add_first_model(
+    settings: Settings, checkpoint: Description, predictor: Predictor, key: str
+) -> ModelInfo:
+    """Give a new predictor the coverage and thresholds of its model; return its description."""
+    thresholds = _thresholds(settings, checkpoint)
+    if settings.coverage is not None:
+        predictor.set_coverage(settings.coverage)
+    predictor.own = replace(predictor.own, thresholds=thresholds)
+    facts = _facts(settings, checkpoint, predictor, key, thresholds)
+    predictor.heads[facts["head"]] = predictor.own
+    return ModelInfo(**facts)
+
+
+def _add_further_model(
     settings: Settings,
     checkpoint: Description,
     predictor: Predictor,
     key: str,
-    head: Head | None = None,
+    head: Head | None,
 ) -> ModelInfo:
-    """Add a model to its predictor, and return the model's description.
-
-    The first model of a backbone makes the predictor known to later ones (`PREDICTORS`), and
-    decides its coverage and the thresholds of its own head. A later model brings another head,
-    unless the head is part of the backbone.
+    """Add a model to the predictor of its backbone, and return the model's description.
 
     Args:
         settings: settings of the model.
         checkpoint: description of its checkpoint.
-        predictor: predictor of its backbone.
-        key: key of its backbone.
-        head: its own head, if another model has brought the predictor; None if
-            the head is part of the backbone.
+        predictor: predictor that another model has brought.
+        key: key of the backbone.
+        head: its own head; None if the head is part of the backbone.
     """
+    label_sets = _label_sets(settings, checkpoint)
+    thresholds = _thresholds(settings, checkpoint)
+    facts = _facts(settings, checkpoint, predictor, key, thresholds)
+    if head is None:
+        # `np.asarray` compares None, too.
+        if not np.array_equal(np.asarray(thresholds), np.asarray(predictor.own.thresholds)):
+            raise CheckpointError(
+                "thresholds: another model of these weights has others, "
+                "and the head is a part of both"
+            )
+        head = predictor.own
+    else:
+        further_logits = checkpoint.config.logits - predictor.config.logits
+        weights_a_logit = 1 + embedding_width(checkpoint.config)
+        facts["parameters"] = predictor.parameters + further_logits * weights_a_logit
+        head = replace(head, label_sets=label_sets, thresholds=thresholds)
+    predictor.heads.setdefault(facts["head"], head)
+    return ModelInfo(**facts)
+
+
+def _facts(
+    settings: Settings,
+    checkpoint: Description,
+    predictor: Predictor,
+    key: str,
+    thresholds: Floats | None,
+) -> dict[str, Any]:
+    """Return the fields of a model's description, and log what was assumed about its checkpoint."""
     for assumption in checkpoint.assumed:
         logger.info("%s: assumed: %s", checkpoint.name, assumption)
     for note in checkpoint.notes:
         level = logging.WARNING if note == checkpoint.unused_calibration else logging.INFO
         logger.log(level, "%s: %s", checkpoint.name, note)
-    thresholds = _thresholds(settings, checkpoint)
     suffix = "" if thresholds is None else f"-{zlib.crc32(thresholds.tobytes()):x}"
-    facts = attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor)
-    facts["name"] = settings.model_name or checkpoint.name
-    facts["loaded_at"] = int(time.time())
-    facts["backbone"] = key
-    facts["coverage"] = settings.coverage
-    facts["head"] = f"{checkpoint.content}-{settings.coverage}{suffix}"
-    facts["has_thresholds"] = thresholds is not None
     calibration = checkpoint.calibration
-    facts["calibrated_on"] = calibration and len(calibration.scores)
-    if key not in PREDICTORS:
-        if settings.coverage is not None:
-            predictor.set_coverage(settings.coverage)
-        predictor.own = replace(predictor.own, thresholds=thresholds)
-        PREDICTORS[key] = predictor
-    elif head is not None:
-        further_logits = checkpoint.config.logits - predictor.config.logits
-        weights_a_logit = 1 + embedding_width(checkpoint.config)
-        facts["parameters"] = predictor.parameters + further_logits * weights_a_logit
-        head = replace(head, label_sets=_label_sets(settings, checkpoint), thresholds=thresholds)
-    # `np.asarray` compares None, too.
-    elif not np.array_equal(np.asarray(thresholds), np.asarray(predictor.own.thresholds)):
-        raise CheckpointError(
-            "thresholds: another model of these weights has others, and the head is a part of both"
-        )
-    predictor.heads.setdefault(facts["head"], head or predictor.own)
-    return ModelInfo(**facts)
+    return attributes(ModelInfo.__dataclass_fields__, checkpoint, predictor) | {
+        "name": settings.model_name or checkpoint.name,
+        "loaded_at": int(time.time()),
+        "backbone": key,
+        "coverage": settings.coverage,
+        "head": f"{checkpoint.content}-{settings.coverage}{suffix}",
+        "has_thresholds": thresholds is not None,
+        "calibrated_on": calibration and len(calibration.scores),
+    }
 
 
 def _label_sets(settings: Settings, checkpoint: Description) -> LabelSets | None:

@@ -20,7 +20,7 @@ from tests.service.fakes import PATIENCE, FakePredictor, model_info, on_a_loop, 
 NAMES = ("a", "b", "c", "d")
 
 
-def load(settings: Settings) -> tuple[FakePredictor, ModelInfo]:
+def load(settings: Settings, _: object) -> tuple[FakePredictor, ModelInfo]:
     name = Path(settings.checkpoint).name
     predictor = FakePredictor(size=100)
     predictor.heads[name] = name

@@ -49,7 +49,7 @@ def test_share_fits_the_largest_request() -> None:
 
 def test_draining_announces_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.extensions.cluster.run.OperatingSystem", lambda: None)
-    with Cluster(load_settings({"port": 0, "workers": 2}), lambda _: pytest.fail("loads")) as own:
+    with Cluster(load_settings({"port": 0, "workers": 2}), lambda *_: pytest.fail("loads")) as own:
         own.draining()
         for process in (*own.engines, *own.workers):
             process.state = SERVING
@@ -72,7 +72,7 @@ async def test_engine_reports_its_served_versions(
     settings = load_settings({"workers": 2})
     loaded: list[str] = []
 
-    def load(settings: Any) -> Any:
+    def load(settings: Any, _: object) -> Any:
         loaded.append(settings.checkpoint)
         return FakePredictor(), model_info()
 
@@ -93,7 +93,7 @@ async def test_engine_reports_its_served_versions(
 async def test_engine_asks_once_for_a_new_process(
     tmp_path: Path,
 ) -> None:
-    def fail(_: Any) -> Any:
+    def fail(*_: object) -> Any:
         raise NewProcessNeeded("no memory", "max_batch", 16)
 
     own = child()
@@ -111,7 +111,7 @@ async def test_engine_asks_once_for_a_new_process(
 async def test_failed_engine_start_logs_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: Any) -> Any:
+    def fail(*_: object) -> Any:
         raise CheckpointError("no such folder")
 
     own = child()
@@ -165,7 +165,7 @@ def test_unusable_socket_folder_is_refused(tmp_path: Path, monkeypatch: pytest.M
             folder.mkdir()
         monkeypatch.setattr("tempfile.tempdir", str(folder))
         with pytest.raises(SettingsError, match=message):
-            Cluster(load_settings({"port": 0, "workers": 2}), lambda _: None)  # type: ignore[arg-type, return-value]
+            Cluster(load_settings({"port": 0, "workers": 2}), lambda *_: None)  # type: ignore[arg-type]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -17,7 +17,7 @@ from service.errors import EngineUnavailable, SettingsError
 from service.extensions.ray import replicas as ray_serve
 from service.extensions.ray.replicas import Arguments, Replica, replica_settings
 from service.observe import logs
-from service.settings import Settings, load_settings
+from service.settings import load_settings
 from tests.conftest import REPOSITORY
 from tests.service.fakes import FakePredictor, model_info, on_a_loop
 
@@ -37,7 +37,7 @@ def replica(load: Any) -> tuple[Replica, LifespanOn]:
 
 @on_a_loop
 async def test_replica_health_follows_its_engine() -> None:
-    made, lifespan = replica(lambda _: (FakePredictor(), model_info()))
+    made, lifespan = replica(lambda *_: (FakePredictor(), model_info()))
     first = asyncio.create_task(made.check_health())
     await asyncio.sleep(0)
     assert not first.done()
@@ -51,7 +51,7 @@ async def test_replica_health_follows_its_engine() -> None:
 
 @on_a_loop
 async def test_a_failed_load_is_unhealthy() -> None:
-    def fail(_: Settings) -> Any:
+    def fail(*_: object) -> Any:
         raise CheckpointError("there is no such folder")
 
     made, lifespan = replica(fail)

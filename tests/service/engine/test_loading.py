@@ -31,18 +31,6 @@ from tests.service.cli.command_line import write_checkpoint
 from tests.service.fakes import PATIENCE
 
 
-class Forgetful(dict[str, Predictor]):
-    """A process that has not loaded a predictor."""
-
-    def __setitem__(self, key: str, value: Predictor) -> None:
-        """Keep nothing."""
-
-
-@pytest.fixture(autouse=True)
-def _each_load_is_the_first_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "PREDICTORS", Forgetful())
-
-
 @pytest.mark.parametrize(("given", "name"), [({}, "vit-cifar10"), ({"model_name": "cats"}, "cats")])
 def test_every_fact_comes_from_the_model(given: dict[str, str], name: str) -> None:
     predictor, info = load_predictor(
@@ -224,6 +212,22 @@ def test_a_new_calibration_keeps_the_graph(tmp_path: Path, monkeypatch: pytest.M
     ) as refused:
         load_predictor(load_settings(given | {"coverage": 0.96}))
     assert "\n" not in str(refused.value)
+
+
+def test_a_loaded_backbone_gets_another_head(tmp_path: Path) -> None:
+    folders = [
+        write_checkpoint(tmp_path / labels[0], labels)
+        for labels in (("cat", "dog"), ("ant", "bee"))
+    ]
+    first, second = (
+        load_settings({"checkpoint": str(folder), "device": "cpu", "compile": "off"})
+        for folder in folders
+    )
+    predictor, info = load_predictor(first)
+    other, further = load_predictor(second, {info.backbone: predictor}.get)
+    assert other is predictor
+    assert set(predictor.heads) == {info.head, further.head}
+    assert further.labels == ("ant", "bee")
 
 
 def test_nothing_is_kept_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

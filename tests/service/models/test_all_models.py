@@ -57,7 +57,7 @@ class Disk:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def load(self, settings: Settings) -> tuple[FakePredictor, ModelInfo]:
+    def load(self, settings: Settings, _: object) -> tuple[FakePredictor, ModelInfo]:
         assert self.gate.wait(PATIENCE)
         name = Path(settings.checkpoint).name
         self.loads.append(name)

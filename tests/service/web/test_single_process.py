@@ -114,7 +114,7 @@ def test_endless_batch_ends_the_service(
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask)
         answer.add_done_callback(end_server)
-        assert run_single_process(settings, lambda _: (predictor, model_info())) == 1
+        assert run_single_process(settings, lambda *_: (predictor, model_info())) == 1
         refused = answer.result(PATIENCE)
     predictor.gate.set()
     assert refused.status_code == 503
@@ -127,7 +127,7 @@ def test_endless_batch_ends_the_service(
 def test_it_can_be_stopped_while_it_loads(hint: pytest.LogCaptureFixture) -> None:
     port = free_port()
 
-    def load(_: object) -> tuple[FakePredictor, ModelInfo]:
+    def load(*_: object) -> tuple[FakePredictor, ModelInfo]:
         until(lambda: listens(port))
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: not listens(port))
@@ -152,7 +152,7 @@ def test_each_loaded_model_is_logged(
 ) -> None:
     port = free_port()
     process = SingleProcess(
-        load_settings({"port": port, "drain_delay": 0}), lambda _: (FakePredictor(), info)
+        load_settings({"port": port, "drain_delay": 0}), lambda *_: (FakePredictor(), info)
     )
 
     def follow() -> None:
