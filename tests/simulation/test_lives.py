@@ -85,9 +85,12 @@ class Lives(RuleBasedStateMachine):
         self.now = 100.0
         self.checkpoints = itertools.count(1)
         self.engines: list[FakeEngine] = []
-        self.held: set[FakeEngine] = set()
+        self.held: list[tuple[str, FakeEngine]] = []
         self.answers: list[asyncio.Event] = []
         self.tasks: list[asyncio.Task[None]] = []
+        self.requests: list[asyncio.Task[None]] = []
+        self.left: set[asyncio.Task[None]] = set()
+        self.changed: set[str] = set()
         self.errors: list[object] = []
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
@@ -114,22 +117,34 @@ class Lives(RuleBasedStateMachine):
 
         self.loop.run_until_complete(turns())
 
-    def begin(self, work: Coroutine[Any, Any, object]) -> None:
+    def begin(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[None]:
         """Run work that may be refused, but ends."""
 
         async def run() -> None:
             with suppress(ServiceError):
                 await work
 
-        self.tasks.append(self.loop.create_task(run()))
+        task = self.loop.create_task(run())
+        self.tasks.append(task)
         self.spin()
+        return task
 
     # Callers
 
     @rule(name=NAMES)
     def request(self, name: str) -> None:
         if len(self.answers) < MOST_REQUESTS:
-            self.begin(self.answer(name))
+            self.requests.append(self.begin(self.answer(name)))
+
+    @rule(which=WHICH)
+    def leaves(self, which: int) -> None:
+        """Disconnect a caller."""
+        waiting = [task for task in self.requests if not task.done()]
+        if waiting:
+            task = waiting[which % len(waiting)]
+            self.left.add(task)
+            task.cancel()
+            self.spin()
 
     async def answer(self, name: str) -> None:
         """Hold a model as a request does; the machine says when its answer is computed."""
@@ -141,9 +156,14 @@ class Lives(RuleBasedStateMachine):
             assert lease.info.content == engine.checkpoint
             answered = asyncio.Event()
             self.answers.append(answered)
-            self.held.add(engine)
-            await answered.wait()
-            self.held.discard(engine)
+            request = (name, engine)
+            self.held.append(request)
+            try:
+                await answered.wait()
+            finally:
+                self.held.remove(request)
+                if answered in self.answers:
+                    self.answers.remove(answered)
 
     @rule(which=WHICH)
     def answered(self, which: int) -> None:
@@ -165,7 +185,8 @@ class Lives(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def device_fails(self, which: int) -> None:
-        ready = [each for each in self.engines if each.ready and each not in self.held]
+        held = {engine for _, engine in self.held}
+        ready = [each for each in self.engines if each.ready and each not in held]
         if ready:
             self.change(ready[which % len(ready)], "failed")
 
@@ -184,22 +205,38 @@ class Lives(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def put(self, name: str) -> None:
+        self.changed.add(name)
         self.begin(self.models.put(name, {"checkpoint": f"{name}{next(self.checkpoints)}"}))
 
     @rule(name=NAMES)
     def unload(self, name: str) -> None:
+        self.changed.add(name)
         self.begin(self.models.unload(name))
 
     @rule(name=NAMES)
     def delete(self, name: str) -> None:
+        self.changed.add(name)
         self.begin(self.models.delete(name))
 
     # Promises
 
     @invariant()
     def a_held_version_is_open(self) -> None:
-        assert all(engine.ready for engine in self.held)
+        for name, engine in self.held:
+            assert engine.ready
+            if name not in self.changed:
+                assert self.version_of(engine).state == "ready", "others took a busy model's memory"
         assert not self.errors
+
+    @invariant()
+    def no_version_stays_open(self) -> None:
+        if not hasattr(self, "models"):
+            return
+        held = {engine for _, engine in self.held}
+        for model in self.models.served.values():
+            for version in model.versions.open - {model.current}:
+                engine: Any = version.engine
+                assert engine in held or engine.state == "loading" or version.requests
 
     def teardown(self) -> None:
         if hasattr(self, "models"):
@@ -210,7 +247,7 @@ class Lives(RuleBasedStateMachine):
                     break
             assert all(task.done() for task in self.tasks), "a request or a change never ends"
             self.loop.run_until_complete(self.models.close())
-            for task in self.tasks:
+            for task in set(self.tasks) - self.left:
                 task.result()
             assert all(each.state == "closed" for each in self.engines if each.is_started)
             assert not self.errors
@@ -242,7 +279,7 @@ def test_every_transition_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> N
     run_state_machine_as_test(
         Lives,
         settings=settings(
-            max_examples=40,
+            max_examples=100,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
