@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 
 from model.errors import nearest
 from service.addresses import UNIX
@@ -21,6 +21,9 @@ _NEEDS = {
 
 _LIKENESS = 0.75
 """Lowest ratio of difflib at which an unknown variable resembles a setting."""
+
+_MAX_LIKELY = 3
+"""Most settings that a warning suggests for an unknown variable."""
 
 _PRODUCT = "VITSERVE"
 """A prefix that operators may write instead of `VIT`."""
@@ -107,11 +110,24 @@ def check_variables(settings: Settings, environment: Mapping[str, str]) -> list[
                     "remove them from the env file"
                 )
             continue
-        near = nearest(name, names, _LIKENESS)
-        is_of_clients = variable == "VIT_API_KEY" and settings.api_keys
-        if near and value and not is_of_clients:
-            raise SettingsError(
-                f"{variable} is not a setting: did you mean {ENV_PREFIX}{near}? If not, unset it"
-            )
-        lines.append(f"{variable} is not a setting and is ignored")
+        hint = ""
+        if not (variable == "VIT_API_KEY" and settings.api_keys):  # of clients
+            near = nearest(name, names, _LIKENESS)
+            if near and value:
+                raise SettingsError(
+                    f"{variable} is not a setting: did you mean {variable_of(near)}? "
+                    "If not, unset it"
+                )
+            likely = " or ".join(map(variable_of, _with_rarest_word(name, names)))
+            hint = f"; did you mean {likely}?" if likely else ""
+        lines.append(f"{variable} is not a setting and is ignored{hint}")
     return lines
+
+
+def _with_rarest_word(name: str, names: Iterable[str]) -> list[str]:
+    """Return the settings that share a word with an unknown name, for its rarest word.
+
+    `BATCH_SIZE` means `MAX_BATCH`, the only one with `BATCH`, and not one of those with `SIZE`.
+    """
+    by_word = [[known for known in names if word in known.split("_")] for word in name.split("_")]
+    return min(filter(None, by_word), key=len, default=[])[:_MAX_LIKELY]

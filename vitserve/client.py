@@ -9,12 +9,17 @@ with Client("http://127.0.0.1:8000") as client:
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+)
 from typing import Any, Self
 
 import httpx
@@ -65,7 +70,7 @@ from vitserve.requests import (
     service_url,
 )
 from vitserve.retries import Retries, pause_after
-from vitserve.streams import Source, answer_or_error, pictures_of
+from vitserve.streams import Source, answers, async_answers
 
 __all__ = [
     "AddedExamples",
@@ -270,19 +275,7 @@ class Client(_Service, BlockingMethods):
             ask: a method of this client, or a function that calls some; runs in several threads.
             concurrency: number of simultaneous requests, at least 1.
         """
-        remaining = pictures_of(images, concurrency)
-        jobs = deque[tuple[Source, Future[Answer]]]()
-        pool = ThreadPoolExecutor(concurrency)
-        try:
-            while True:
-                next_images = itertools.islice(remaining, 2 * concurrency - len(jobs))
-                jobs.extend((image, pool.submit(ask, image)) for image in next_images)
-                if not jobs:
-                    return
-                image, job = jobs.popleft()
-                yield image, answer_or_error(job.result)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        return answers(images, ask, concurrency)
 
     @staticmethod
     def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:
@@ -340,39 +333,18 @@ class AsyncClient(_Service, AsyncMethods):
         """Close the connections."""
         await self._http.aclose()
 
-    async def stream(
+    def stream(
         self,
-        images: Iterable[Source],
+        images: Iterable[Source] | AsyncIterable[Source],
         ask: Callable[[Source], Coroutine[Any, Any, Answer]],
         *,
         concurrency: int = 8,
     ) -> AsyncIterator[tuple[Source, Answer | ClientError | OSError]]:
-        """Like `Client.stream`, with a coroutine function `ask`.
+        """Like `Client.stream`, with a coroutine function `ask`; images may come asynchronously.
 
         Closing the iterator cancels the requests that are on their way.
         """
-        permits = asyncio.Semaphore(concurrency)
-
-        async def bounded(image: Source) -> Answer:
-            async with permits:
-                return await ask(image)
-
-        remaining = pictures_of(images, concurrency)
-        tasks = deque[tuple[Source, asyncio.Task[Answer]]]()
-        try:
-            while True:
-                next_images = itertools.islice(remaining, 2 * concurrency - len(tasks))
-                tasks.extend((image, asyncio.create_task(bounded(image))) for image in next_images)
-                if not tasks:
-                    return
-                image, task = tasks[0]
-                await asyncio.wait([task])
-                tasks.popleft()
-                yield image, answer_or_error(task.result)
-        finally:
-            for _, task in tasks:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+        return async_answers(images, ask, concurrency)
 
     @staticmethod
     def _sender(build: Callable[..., Request[Any]]) -> Callable[..., Any]:

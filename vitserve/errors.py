@@ -20,6 +20,7 @@ ClientError
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import httpx
 from pydantic import ValidationError
@@ -45,6 +46,14 @@ class ClientError(Exception):
 
     temporary = False
     retry_after: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Subclasses have other arguments than Exception's, which pickle and copy would pass.
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[ClientError], args: tuple[Any, ...]) -> ClientError:
+    return kind.__new__(kind, *args)
 
 
 _PLAIN_HTTP = "WRONG_VERSION_NUMBER"

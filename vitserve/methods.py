@@ -116,7 +116,7 @@ class Methods:
 
         Each model has an answer or an error.
         """
-        names = [models] if isinstance(models, str) else list(models)
+        names = [models] if isinstance(models, str) else [str(name) for name in models]
         if not names:
             raise ValueError("models is empty: name some, or leave it out for all")
         if len(names) == 1 and names != ["*"]:

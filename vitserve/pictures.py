@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -39,6 +40,11 @@ _EXPECTED = (
 _MAX_PATH = 4096
 """Most characters of a path on Linux; a longer text is a picture's content."""
 
+MAX_FILE_BYTES = 1 << 30
+"""Most bytes that are read of a file or pipe, which may never end; pictures are smaller."""
+
+_PIECE_BYTES = 1 << 20
+
 
 def file_bytes(image: ImageSource) -> bytes:
     """Return the bytes of an image file; PIL images and arrays become PNG.
@@ -46,7 +52,7 @@ def file_bytes(image: ImageSource) -> bytes:
     PIL and numpy are recognised by their attributes, because importing them is slow.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or is too large for a picture.
         TypeError: the object is not a picture.
     """
     if isinstance(image, bytes):
@@ -54,7 +60,7 @@ def file_bytes(image: ImageSource) -> bytes:
     if isinstance(image, str):
         _require_path(image)
     if isinstance(image, str | os.PathLike):
-        return Path(image).read_bytes()
+        return read_file(Path(image))
     if hasattr(image, "getexif"):
         return _png(cast("Image.Image", image))
     if hasattr(image, "read") and not isinstance(image, io.TextIOBase):
@@ -83,13 +89,29 @@ def _require_path(text: str) -> None:
         raise FileNotFoundError(f"{text[:20]}...: not a path; of base64, pass b64decode(text)")
 
 
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a file; raises `OSError` if it cannot be read, or is too large."""
+    with path.open("rb", buffering=0) as file:
+        return _read(file, path)
+
+
 def _rest(file: IO[bytes]) -> bytes:
-    data = file.read()
-    if not isinstance(data, bytes | bytearray):
-        raise TypeError(f"{_EXPECTED}, not one whose read() returns {type(data).__name__}")
+    data = _read(file, getattr(file, "name", None))
     if not data:
         raise ValueError("the file is empty or was read to its end: call its seek(0) first")
     return data
+
+
+def _read(file: IO[bytes], name: object) -> bytes:
+    """Return the bytes from the position of a file to its end, within `MAX_FILE_BYTES`."""
+    content = bytearray()
+    while piece := file.read(_PIECE_BYTES):
+        if not isinstance(piece, bytes | bytearray):
+            raise TypeError(f"{_EXPECTED}, not one whose read() returns {type(piece).__name__}")
+        content += piece
+        if len(content) > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, "more than 1 GiB, or without an end: not a picture", name)
+    return bytes(content)
 
 
 def _png(image: Image.Image) -> bytes:

@@ -167,7 +167,8 @@ def client_options(
         if address.userinfo:
             raise ClientError("a user in the url and an api_key exclude each other: give only one")
     if not isinstance(timeout, httpx.Timeout):
-        if not isinstance(timeout, Real) or not 0 < timeout < _LONGEST_TIMEOUT:
+        is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+        if not is_number or not 0 < timeout < _LONGEST_TIMEOUT:
             raise ValueError(
                 f"timeout {timeout!r}: expected seconds above 0, or httpx.Timeout(None) for none"
             )
@@ -208,8 +209,8 @@ def _files_of(contents: Iterable[bytes]) -> dict[str, Any]:
 
 def head_path(name: str) -> str:
     """Return the path of a taught head; raises `ValueError` if the name would be another path."""
-    if name in ("", ".", ".."):
-        raise ValueError(f"head {name!r}: expected the name of a head")
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
+        raise ValueError(f"head {name!r}: expected the name of a head, without a slash")
     return f"/heads/{quote(name, safe='')}"
 
 
@@ -268,6 +269,8 @@ def _text(name: str, value: object) -> str | list[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         return str(value)
     items = list(value)
+    if not items:
+        raise ValueError(f"{name} is empty: name some, or leave it out")
     if name not in ("labels", "text"):
         return ",".join(map(str, items))
     if not all(isinstance(item, str) for item in items):

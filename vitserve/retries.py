@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Final
 
 from vitserve.errors import ClientError
@@ -31,12 +32,14 @@ class Retries:
     jitter: Callable[[], float] = random.random
 
     def __post_init__(self) -> None:
-        if self.tries < 1:
-            raise ValueError(f"tries {self.tries}: expected at least 1, which never repeats")
+        if not isinstance(self.tries, int) or self.tries < 1:
+            raise ValueError(
+                f"tries {self.tries!r}: expected an integer of at least 1, which never repeats"
+            )
         for name in ("seconds", "first_pause"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise ValueError(f"{name} {value}: expected seconds of at least 0")
+            value: object = getattr(self, name)
+            if not isinstance(value, Real) or not float(value) >= 0:
+                raise ValueError(f"{name} {value!r}: expected seconds of at least 0")
 
 
 def pause_after(failure: ClientError, tries: int, retries: Retries) -> float:

@@ -10,8 +10,9 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from model.errors import InputError
+from model.errors import ImageError, InputError
 from model.images.heatmap import default_view
+from model.images.listing import PICTURE_SUFFIXES
 from model.images.preprocess import upright_photo
 from model.images.sheet import ContactSheet, draw_maps
 from model.methods import methods
@@ -90,9 +91,17 @@ def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path,
         require_output_file(arguments.sheet, ".png")
     if folder is None:
         return {}
+    if arguments.sheet is not None and folder.resolve() == arguments.sheet.resolve():
+        raise InputError("output", f"{folder}: -o and --sheet name one file: name two")
     if files == arguments.paths and len(files) == 1 and folder.suffix and not folder.is_dir():
         require_output_file(folder, ".png")
         return {files[0]: folder}
+    if folder.suffix.lower() in PICTURE_SUFFIXES and not folder.is_dir():
+        raise InputError(
+            "output",
+            f"{folder}: ends like the name of a picture: name a folder for the maps, or write one "
+            f"picture of all of them with --sheet {folder.with_suffix('.png')}",
+        )
     if folder.is_file():
         raise InputError("output", f"{folder}: is a file: name a folder for the maps")
     with writing(folder):
@@ -122,6 +131,11 @@ def _draw(
             "max_pixels": settings.max_image_pixels,
             "scaled_decode": settings.scaled_decode,
         }
+        if file.is_fifo():
+            raise ImageError(
+                "a pipe is read only once, but the map is drawn on the photo, which is read again: "
+                "write the picture to a file, and name it"
+            )
         picture, region = upright_photo(file.read_bytes(), answer.seen.region, **bounds)
     name = file.name if arguments.side_by_side else None
     return draw_maps(answer.maps, labels, picture=picture, region=region, name=name)

@@ -16,6 +16,7 @@ from model.images.formats import format_of
 from model.images.listing import PICTURE_SUFFIXES, list_folder, listed
 from model.images.preprocess import ModelInput, model_input
 from service.settings import Settings
+from vitserve.pictures import read_file
 
 _Answer = TypeVar("_Answer")
 
@@ -142,7 +143,7 @@ def read_input(file: Path, config: PreprocessConfig, settings: Settings) -> Mode
     """Return a file's picture in the model's input size, or why it cannot be read."""
     try:
         return model_input(
-            file.read_bytes(),
+            read_file(file),
             config,
             max_pixels=settings.max_image_pixels,
             scaled_decode=settings.scaled_decode,

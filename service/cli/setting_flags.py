@@ -16,6 +16,7 @@ from model.errors import InputError
 from service.engine.loading import load_predictor
 from service.engine.messages import ModelInfo
 from service.extension import extensions
+from service.setting_warnings import check_variables
 from service.settings import (
     Settings,
     flag_of,
@@ -94,10 +95,16 @@ def described(name: str) -> tuple[str, str]:
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Build settings from flags and the environment; raises `SettingsError` for a wrong value."""
+    """Build settings from flags and the environment.
+
+    Raises:
+        SettingsError: a value is wrong, or the name of a variable is misspelt.
+    """
     flags = vars(arguments).items()
     names = settings_class().model_fields
-    return load_settings({name: text for name, text in flags if name in names}, are_typed=True)
+    settings = load_settings({name: text for name, text in flags if name in names}, are_typed=True)
+    check_variables(settings, {**os.environ, "VIT_API_KEY": ""})  # which belongs to --url
+    return settings
 
 
 def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo, Settings]:

@@ -364,6 +364,20 @@ def test_misspelt_setting_ends_the_start(variable: str, meant: str) -> None:
         check_variables(load_settings(), {variable: "K1", "VIT_PORT": "1"})
 
 
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("VIT_BATCH_SIZE", "; did you mean VIT_MAX_BATCH?"),
+        ("VIT_TIMEOUT", "; did you mean VIT_REQUEST_TIMEOUT or VIT_DRAIN_TIMEOUT?"),
+        ("VIT_KEY_FILE", "; did you mean VIT_KEY_MAX_REQUESTS or VIT_ADMIN_KEY?"),
+        ("VIT_TRIM_SECONDS", ""),
+    ],
+)
+def test_unlike_variable_names_likely_settings(variable: str, hint: str) -> None:
+    told = f"{variable} is not a setting and is ignored{hint}"
+    assert check_variables(load_settings(), {variable: "1"}) == [told]
+
+
 def test_key_of_clients_may_be_beside_keys() -> None:
     with_keys = load_settings({"api_keys": "K2"})
     assert check_variables(with_keys, {"VIT_API_KEY": "K1"}) == [

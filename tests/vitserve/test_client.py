@@ -1,23 +1,26 @@
 """Requests of both clients, how they read answers, and the client's package."""
 
 import asyncio
+import copy
 import io
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
+import vitserve.pictures
 from model.images.decode import decode
 from service.web.problems import INTERNAL_ERROR, TABLE
 from tests.conftest import REPOSITORY
@@ -30,6 +33,7 @@ from vitserve.client import (
     Conflict,
     DeadlineExceeded,
     Forbidden,
+    ForeignAnswer,
     ImageRefused,
     InferenceFailed,
     InvalidParameter,
@@ -44,7 +48,7 @@ from vitserve.client import (
     UnknownModel,
     Unreachable,
 )
-from vitserve.documents import Classification
+from vitserve.documents import Classification, ProblemDocument
 from vitserve.pictures import file_bytes
 from vitserve.requests import form
 
@@ -59,8 +63,8 @@ Call = Callable[..., Any]
 class TextReader:
     """A file that reads text."""
 
-    def read(self) -> str:
-        return "dog"
+    def read(self, size: int) -> str:
+        return "dog"[:size]
 
 
 def call_blocking(
@@ -532,7 +536,7 @@ def test_argument_of_a_wrong_type_is_named(options: dict[str, Any], message: str
 
 
 def test_tries_must_be_at_least_one() -> None:
-    with pytest.raises(ValueError, match="tries 0: expected at least 1"):
+    with pytest.raises(ValueError, match="tries 0: expected an integer of at least 1"):
         Retries(tries=0)
 
 
@@ -633,3 +637,64 @@ def test_page_of_a_proxy_is_not_a_drawing(call: Call) -> None:
 def test_head_has_a_name_of_its_own(call: Call, name: str) -> None:
     with pytest.raises(ValueError, match="expected the name of a head"):
         call(Recorder(200, json=CAT), "head", name)
+
+
+class Endless(io.RawIOBase):
+    """A file without an end."""
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        return bytes(size)
+
+
+def test_file_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitserve.pictures, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(OSError, match="without an end: not a picture"):
+        file_bytes(cast("io.BufferedReader", Endless()))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnknownModel(ProblemDocument.model_validate(FULL), 3),
+        Unreachable(httpx.ConnectError("refused"), httpx.URL("http://host")),
+        ForeignAnswer("not ours", 503, 3),
+        ClientError("no"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_cross_processes(error: ClientError) -> None:
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is type(error)
+    assert str(there) == str(error)
+    assert there.retry_after == error.retry_after
+    assert there.temporary == error.temporary
+    assert vars(copy.copy(error)) == vars(error)
+
+
+@pytest.mark.parametrize("parameter", ["labels", "class_"])
+def test_empty_list_is_refused(call: Call, parameter: str) -> None:
+    options: dict[str, Any] = {parameter: []}
+    with pytest.raises(ValueError, match="is empty: name some, or leave it out"):
+        call(Recorder(200, content=PNG), "heat_map", b"x", **options)
+
+
+@pytest.mark.parametrize("name", [None, 3, "a/b", ".."])
+def test_head_is_one_name(call: Call, name: Any) -> None:
+    with pytest.raises(ValueError, match="expected the name of a head, without a slash"):
+        call(Recorder(200, json={}), "head", name)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tries": 2.5}, {"tries": "3"}, {"seconds": None}, {"first_pause": "1"}]
+)
+def test_retries_are_numbers(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Retries(**options)
+
+
+def test_timeout_is_not_a_truth_value() -> None:
+    with pytest.raises(ValueError, match="timeout True: expected seconds above 0"):
+        Client("http://host", timeout=True)

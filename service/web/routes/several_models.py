@@ -132,11 +132,12 @@ def _names(query: ClassifyQuery, models: Models) -> list[str]:
     known = models.names()
     if query.model == "*":
         return known
-    names = [name.strip() for name in (query.model or "").split(",", len(known) + 1)]
-    for name in names[: len(known) + 1]:
+    most = max(2, len(known))  # a single name that is sent twice gets this form of the answer
+    names = [name.strip() for name in (query.model or "").split(",", most + 1)]
+    for name in names[: most + 1]:
         if name not in models.heads:  # an error of a served head is its answer
             models.key(name)
-    if len(names) > len(known):
+    if len(names) > most:
         raise InvalidParameter(
             f"model: more names than the {len(known)} models; send each once, or * for all"
         )

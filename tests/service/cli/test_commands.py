@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import service.cli
+import vitserve.pictures as pictures_of_clients
 from model.checkpoint import load_checkpoint
 from service.cli.main import commands, main
 from tests.conftest import REPOSITORY
@@ -129,6 +130,45 @@ def test_pipe_of_a_shell_is_read(
     os.close(reader)
     assert code == 0
     assert "cat" in out
+
+
+def test_pipe_without_an_end_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures_of_clients, "MAX_FILE_BYTES", 1000)
+    reader, writer = os.pipe()
+    os.write(writer, bytes(1001))
+    try:  # the writer never closes it
+        code, out, _ = run(capsys, "classify", f"/dev/fd/{reader}", "--checkpoint", checkpoint)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert code == 1
+    assert "more than 1 GiB, or without an end" in out
+
+
+def test_map_over_the_photo_needs_a_file(
+    tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, (pictures / "a.jpg").read_bytes())
+    os.close(writer)
+    code, _, err = run(capsys, "attention", f"/dev/fd/{reader}", "-o", tmp_path / "map.png")
+    os.close(reader)
+    assert code == 1
+    assert "a pipe is read only once" in err
+
+
+def test_misspelt_variable_ends_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VIT_CHECKPIONT", "models/mine")
+    code, _, err = run(capsys, "classify", "examples/dog.jpg")
+    assert (code, err) == (
+        1,
+        "vitserve: VIT_CHECKPIONT is not a setting: did you mean VIT_CHECKPOINT? "
+        "If not, unset it\n",
+    )
 
 
 def test_pictures_without_a_suffix_are_noted(
@@ -253,6 +293,15 @@ def test_pillow_does_not_log_in_commands(
             "nowhere/maps: cannot be written: No such file",
         ),
         (["attention", "README.md", "-o", "x.jpg"], "x.jpg: expected a name that ends in .png"),
+        (
+            ["attention", "README.md", "LICENSE", "-o", "x.jpg"],
+            "name a folder for the maps, or write one picture of all of them with --sheet x.png",
+        ),
+        (["attention", "examples", "-o", "x.png"], "x.png: ends like the name of a picture"),
+        (
+            ["attention", "README.md", "-o", "x.png", "--sheet", "./x.png"],
+            "x.png: -o and --sheet name one file: name two",
+        ),
         (["attention", "README.md", "--sheet", "x"], "x: expected a name that ends in .png"),
         (
             ["attention", "README.md", "-o", "nowhere/x.png"],

@@ -148,6 +148,14 @@ async def test_a_field_is_refused_with_the_reason(
 
 
 @on_a_loop
+async def test_only_model_is_named_twice_for_a_list() -> None:
+    service = app()
+    name = (await service.request("GET", "/model")).json["name"]
+    answer = await post(service, "/classify", f"model={name},{name}")
+    assert answer.json["models"].keys() == {name}
+
+
+@on_a_loop
 async def test_names_are_bounded_before_any_work() -> None:
     service, _ = several()
     answer = await post(service, "/classify", "model=" + ",".join(["few"] * 4))
