@@ -234,6 +234,7 @@ TESTS = REPOSITORY / "tests/deploy/prometheus/alerts.test.yml"
 ALERTS: list[dict[str, Any]] = [rule for group in ALERT_FILE["groups"] for rule in group["rules"]]
 
 
+@pytest.mark.timeout(120)  # promtool computes for six seconds
 @pytest.mark.parametrize(
     "arguments",
     [
