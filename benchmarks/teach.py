@@ -218,7 +218,7 @@ class Groups:
                         1,
                         MapRequest("relevance", head.labels.index(str(label))),
                         embedding=EmbeddingRequest(pool),
-                        head="taught",
+                        head_name="taught",
                     )
                     for label in labels
                 ]

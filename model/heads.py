@@ -132,7 +132,9 @@ class Head:
         more: tuple[RequestedOutputs, ...] = ()
         if embedding not in (None, features):
             more = (RequestedOutputs(1, embedding=embedding),)
-        return RequestedOutputs(1, map_request, embedding=features, head=requested.head, more=more)
+        return RequestedOutputs(
+            1, map_request, embedding=features, head_name=requested.head_name, more=more
+        )
 
     def answer(self, requested: RequestedOutputs, of_backbone: Outputs) -> Outputs:
         """Return the outputs of one image from the backbone's outputs.

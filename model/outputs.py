@@ -61,20 +61,20 @@ class MapRequest:
         method: name of an explanation method; see `model.methods`.
         class_index: the class of a class-specific map; None is the best class.
         layer: 0 ... depth-1 with `cls`, None with every other method; see `attention_row`.
-        head: attention head 0 ... heads-1, or how all are combined, with `cls`.
+        attention_head: attention head 0 ... heads-1, or how all are combined, with `cls`.
         classifier: the classifier of a class-specific map, if not one of the backbone's heads.
     """
 
     method: str
     class_index: int | None = None
     layer: int | None = None
-    head: AttentionHead | None = None
+    attention_head: AttentionHead | None = None
     classifier: Linear | None = None
 
     @classmethod
-    def attention_row(cls, layer: int, head: AttentionHead = "mean") -> Self:
+    def attention_row(cls, layer: int, attention_head: AttentionHead = "mean") -> Self:
         """Return a request for the attention row of a layer."""
-        return cls("cls", layer=layer, head=head)
+        return cls("cls", layer=layer, attention_head=attention_head)
 
     @property
     def is_class_specific(self) -> bool:
@@ -165,7 +165,7 @@ class RequestedOutputs:
         labels: texts that the image is compared with instead of the model's classes. Engines do not
             see them, because `model.heads.Head.answer` scores them.
         label_set: whether to return the set of labels, of a model that has a coverage.
-        head: the head that scores the image: a name of `Predictor.heads`; empty for the
+        head_name: the head that scores the image: a name of `Predictor.heads`; empty for the
             checkpoint's own.
         more: requests for the same image to other heads, in the same pass.
     """
@@ -176,7 +176,7 @@ class RequestedOutputs:
     embedding: EmbeddingRequest | None = None
     labels: tuple[str, ...] = ()
     label_set: bool = False
-    head: str = ""
+    head_name: str = ""
     more: "tuple[RequestedOutputs, ...]" = ()
 
     @property

@@ -42,8 +42,8 @@ def attention_maps(
     """
     groups: dict[tuple[int, AttentionHead], dict[int, MapRequest]] = {}
     for index, request in enumerate(requests):
-        if request is not None and request.layer is not None and request.head is not None:
-            groups.setdefault((request.layer, request.head), {})[index] = request
+        if request is not None and request.layer is not None and request.attention_head is not None:
+            groups.setdefault((request.layer, request.attention_head), {})[index] = request
     maps: dict[int, AttentionMap] = {}
     for (layer, head), members in groups.items():
         rows = attention[list(members), layers.index(layer)]

@@ -30,7 +30,10 @@ def caption_of(attention: AttentionMap, labels: Sequence[str]) -> tuple[str, str
     """Return the two lines of a caption: class with score, then method with evidence."""
     request = attention.request
     if request.method == "cls":
-        return "attention of one layer", f"cls, layer {request.layer}, head {request.head}"
+        return (
+            "attention of one layer",
+            f"cls, layer {request.layer}, head {request.attention_head}",
+        )
     if not request.is_class_specific:
         return methods()[request.method].summary, request.method
     assert request.class_index is not None

@@ -114,7 +114,7 @@ class HeadTable(NamedTuple):
         """Return the head of a request's map, which the request may bring; raise as `head`."""
         linear = None if requested.map is None else requested.map.classifier
         if linear is None:
-            return self.head(requested.head)
+            return self.head(requested.head_name)
         return Head(
             (),
             independent=False,
@@ -129,7 +129,7 @@ class HeadTable(NamedTuple):
         wanted = requested.map
         if wanted is None or wanted.method != "relevance":
             return False
-        return wanted.classifier is not None or self.head(requested.head) is not self.own
+        return wanted.classifier is not None or self.head(requested.head_name) is not self.own
 
     def batch_request(
         self, requests: Sequence[RequestedOutputs], config: NetworkConfig
@@ -153,7 +153,7 @@ class HeadTable(NamedTuple):
                 layers.add(wanted.layer)
             if wanted is not None and wanted.classifier is not None:
                 pools.add(wanted.classifier.features)
-            head = self.head(requested.head)
+            head = self.head(requested.head_name)
             if head is not self.own:
                 pools.add(head.features)
                 continue

@@ -126,7 +126,7 @@ class MixedBatch:
         arrays = self._pass(request, questions)
         questions_by_head: dict[str, list[_Question]] = {}
         for question in questions:
-            questions_by_head.setdefault(question.requested.head, []).append(question)
+            questions_by_head.setdefault(question.requested.head_name, []).append(question)
         for name, members in questions_by_head.items():
             self._answer(self.heads.head(name), members, request, arrays)
         answers_by_image: list[list[Outputs]] = [[] for _ in self.images]

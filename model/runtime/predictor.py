@@ -252,7 +252,8 @@ class Predictor:
         _check_batch(images, len(requests), self.config, self.max_batch)
         heads = HeadTable(self.own, self.heads)
         is_plain = all(
-            requested.is_plain and heads.head(requested.head) is self.own for requested in requests
+            requested.is_plain and heads.head(requested.head_name) is self.own
+            for requested in requests
         )
         if not is_plain:
             return MixedBatch(images, requests, heads, self._backend, self.config).outputs()

@@ -212,8 +212,8 @@ async def _infer(
 ) -> InferenceResult:
     """Return the engine's answer to one picture, from a batch with others."""
     model = admitted.model
-    if model.info.head and not requested.head:
-        requested = replace(requested, head=model.info.head)
+    if model.info.head and not requested.head_name:
+        requested = replace(requested, head_name=model.info.head)
     request = InferenceRequest(pixels, requested)
     result = await model.engine.infer(request, timeout=admitted.deadline.remaining())
     metrics = admitted.service.metrics

@@ -104,8 +104,8 @@ def maps(**said: Any) -> list[MapRequest]:
     ("said", "requests"),
     [
         ({}, [MapRequest("relevance")]),
-        ({"layer": -3}, [MapRequest("cls", layer=0, head="mean")]),
-        ({"head": "1"}, [MapRequest("cls", layer=2, head=1)]),
+        ({"layer": -3}, [MapRequest("cls", layer=0, attention_head="mean")]),
+        ({"head": "1"}, [MapRequest("cls", layer=2, attention_head=1)]),
         ({"method": "cls"}, [MapRequest.attention_row(2)]),
         pytest.param({"method": "rollout"}, [MapRequest("rollout")], marks=needs_methods),
         ({"classes": "tiger, 07"}, [MapRequest("relevance", 1), MapRequest("relevance", 7)]),

@@ -116,7 +116,7 @@ class ClassifyQuery(ModelQuery, frozen=True):
             embedding=EmbeddingRequest() if self.embedding else None,
             labels=labels,
             label_set=info.coverage is not None,
-            head=info.head,
+            head_name=info.head,
         )
 
 

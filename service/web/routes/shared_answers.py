@@ -59,7 +59,7 @@ def map_fields(attention: AttentionMap, labels: Sequence[str]) -> dict[str, Any]
         "abstained": attention.abstained if is_of_class else None,
         "grid": attention.values.shape,
         "layer": request.layer,
-        "head": request.head,
+        "head": request.attention_head,
         "values": attention.values.astype(np.float64).round(7).tolist(),
         "kept_mass": significant(attention.kept_mass),
     }

@@ -78,7 +78,12 @@ def results(draw: st.DrawFn) -> InferenceResult:
 PIXELS = arrays.arrays(np.uint8, (3, 2, 3))
 PICTURES = st.builds(ModelInput, PIXELS, st.builds(Region, *[st.floats(0, 100)] * 4))
 ONE = st.builds(
-    RequestedOutputs, SMALL, st.none() | MAPS, st.booleans(), st.none() | EMBEDDINGS, head=st.text()
+    RequestedOutputs,
+    SMALL,
+    st.none() | MAPS,
+    st.booleans(),
+    st.none() | EMBEDDINGS,
+    head_name=st.text(),
 )
 REQUESTED = st.builds(dataclasses.replace, ONE, more=st.lists(ONE, max_size=2).map(tuple))
 LISTED = st.builds(

@@ -107,7 +107,7 @@ def test_map_equals_that_of_a_taught_head(
         1, MapRequest("relevance", class_index), embedding=EmbeddingRequest("transfer")
     )
     served = predictor_of(with_head(start, head)).predict(pixels, request)
-    taught = beside.predict(pixels, replace(request, head="taught"))
+    taught = beside.predict(pixels, replace(request, head_name="taught"))
     for ours, theirs in zip(served, taught, strict=True):
         assert ours.map is not None
         assert theirs.map is not None

@@ -53,9 +53,11 @@ def test_mixed_batch_keeps_maps_apart() -> None:
     for image, request in enumerate(requests):
         if request is not None:
             assert request.layer is not None
-            assert request.head is not None
+            assert request.attention_head is not None
             row = attention[image, (0, 2).index(request.layer)][None]
-            values, kept_mass = cls_map(row, head=request.head, prefix_tokens=1, grid=(2, 3))
+            values, kept_mass = cls_map(
+                row, head=request.attention_head, prefix_tokens=1, grid=(2, 3)
+            )
             got = found[image]
             assert got.request == request
             np.testing.assert_array_equal(got.values, values[0])

@@ -76,8 +76,8 @@ def answered(*requests: RequestedOutputs) -> tuple[Noting, list[Any]]:
 RELEVANCE = MapRequest("relevance")
 EXAMPLE = (
     RequestedOutputs(5),
-    RequestedOutputs(1, RELEVANCE, more=(RequestedOutputs(1, RELEVANCE, head="pets"),)),
-    RequestedOutputs(3, head="pets"),
+    RequestedOutputs(1, RELEVANCE, more=(RequestedOutputs(1, RELEVANCE, head_name="pets"),)),
+    RequestedOutputs(3, head_name="pets"),
     RequestedOutputs(1, MapRequest("relevance", 7)),
 )
 

@@ -88,7 +88,7 @@ def sharing(models: dict[str, Checkpoint], mode: str = "torch") -> Predictor:
 
 def asked_alone(checkpoint: Checkpoint, images: np.ndarray, requested: RequestedOutputs) -> Any:
     """Return the outputs of a model in its own predictor."""
-    [outputs] = predictor_of(checkpoint).predict(images, replace(requested, head=""))
+    [outputs] = predictor_of(checkpoint).predict(images, replace(requested, head_name=""))
     return outputs
 
 
@@ -124,7 +124,7 @@ def test_mixed_heads_answer_as_alone(mode: str) -> None:
     predictor = sharing(models, mode)
     images = images_for(predictor, 8)
     names = [*models, *models]
-    requests = [bounded(replace(ASKED, head=name), models[name]) for name in names]
+    requests = [bounded(replace(ASKED, head_name=name), models[name]) for name in names]
     requests[2] = replace(requests[2], embedding=EmbeddingRequest("mean", normalize=True))
     found = predictor.predict(images, requests)
     for place, name in enumerate(names):
@@ -140,7 +140,7 @@ def test_any_head_has_the_maps_of_its_model(family: str, wanted: MapRequest) -> 
     predictor = sharing(models)
     images = images_for(predictor, 4)
     requests = [
-        bounded(replace(ASKED, head=name, map=wanted), checkpoint)
+        bounded(replace(ASKED, head_name=name, map=wanted), checkpoint)
         for name, checkpoint in models.items()
     ]
     found = predictor.predict(images, requests)
@@ -155,7 +155,7 @@ def test_several_heads_share_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = sharing(models)
     images = images_for(predictor, 2)
     first, *others = (
-        bounded(replace(ASKED, head=name), checkpoint) for name, checkpoint in models.items()
+        bounded(replace(ASKED, head_name=name), checkpoint) for name, checkpoint in models.items()
     )
     passes: list[int] = []
     predict = predictor._backend.predict
@@ -186,7 +186,11 @@ def test_another_heads_class_shares_the_pass(mode: str, label: int | None) -> No
     network = backend.load_torch()._plain if hasattr(backend, "load_torch") else backend._plain
     passes: list[int] = []
     network.patch_embed.register_forward_hook(lambda _, given, output: passes.append(len(output)))
-    requests = [replace(ASKED, map=MapRequest("relevance")), replace(wanted, head="seven"), brought]
+    requests = [
+        replace(ASKED, map=MapRequest("relevance")),
+        replace(wanted, head_name="seven"),
+        brought,
+    ]
     found: list[Any] = predictor.predict(images, requests)
     mixed, of_seven, of_caller = found
     assert passes in ([2], [1, 2])  # the checkpoint's head, in its own pass
@@ -240,7 +244,7 @@ def test_no_head_answers_for_a_missing_one() -> None:
     predictor = sharing(models)
     del predictor.heads["seven"]
     with pytest.raises(ValueError, match="no head 'seven'"):
-        predictor.predict(images_for(predictor, 1), [replace(ASKED, head="seven")])
+        predictor.predict(images_for(predictor, 1), [replace(ASKED, head_name="seven")])
 
 
 def keys(*checkpoints: Checkpoint) -> Sequence[str]:

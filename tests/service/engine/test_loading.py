@@ -77,7 +77,7 @@ def test_a_head_has_its_labels_thresholds() -> None:
     settings = {"device": "cpu", "compile": "off", "max_batch": "1", "thresholds": {"cat": 0.4}}
     predictor, info = load_predictor(load_settings(settings))
     [outputs] = predictor.predict(
-        np.zeros((1, 32, 32, 3), np.uint8), RequestedOutputs(10, head=info.head)
+        np.zeros((1, 32, 32, 3), np.uint8), RequestedOutputs(10, head_name=info.head)
     )
     assert outputs.thresholds is not None
     found = {

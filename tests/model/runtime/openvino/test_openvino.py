@@ -80,7 +80,9 @@ def both() -> tuple[Predictor, Predictor]:
 def test_openvino_answers_like_torch(
     both: tuple[Predictor, Predictor], images: np.ndarray, count: int
 ) -> None:
-    wanted = [MapRequest.attention_row(layer=shallow().vit.depth - 1, head="mean")] * count
+    wanted = [
+        MapRequest.attention_row(layer=shallow().vit.depth - 1, attention_head="mean")
+    ] * count
     expected, found = (predict(one, images[:count], top_k=10, maps=wanted) for one in both)
     np.testing.assert_array_equal(found.indices, expected.indices)
     np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
@@ -135,7 +137,7 @@ def test_an_unknown_option_is_left_out(
 def test_another_layer_comes_from_torch(
     both: tuple[Predictor, Predictor], images: np.ndarray
 ) -> None:
-    wanted = [MapRequest.attention_row(layer=0, head=1), None]
+    wanted = [MapRequest.attention_row(layer=0, attention_head=1), None]
     found = predict(both[1], images[:2], top_k=3, maps=wanted)
     for place, predictor in enumerate(both):
         alone = predict(
