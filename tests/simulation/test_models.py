@@ -114,7 +114,7 @@ class Runner:
         if self.dead or self.bad.intersection(numbers):
             raise RuntimeError("it does not compute")
         scores = np.ones(1, np.float32)
-        checkpoints = [self.heads[requested.head] for requested in requests]
+        checkpoints = [self.heads[requested.head_name] for requested in requests]
         return [
             Outputs(scores, np.array([1000 * checkpoint + number]))
             for checkpoint, number in zip(checkpoints, numbers, strict=True)
@@ -297,7 +297,7 @@ class ModelMachine(RuleBasedStateMachine):
     def ask(self, request: Request, wanted: MapRequest | None) -> None:
         image = InferenceRequest(
             np.full((1, 1, 3), request.number, np.uint8),
-            RequestedOutputs(1, wanted, head=request.head),
+            RequestedOutputs(1, wanted, head_name=request.head),
         )
 
         async def answer() -> InferenceResult:
