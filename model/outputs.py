@@ -28,9 +28,6 @@ DEFAULT_TOP_K: Final = 5
 # Up to this number of classes, sorting all of them is faster than finding the highest.
 _SORTED_CLASSES: Final = 64
 
-# Most classes of which one request may have maps.
-MAX_CLASSES: Final = 8
-
 # How an image's tokens become its embedding. `head`: the features that the head reads; `cls`: the
 # CLS token; `mean`: the mean of the patch tokens; all after the final norm. `transfer`: the
 # features that classifiers of other labels read, see `model.network.transfer`.

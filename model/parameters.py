@@ -2,19 +2,21 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from model.config import NetworkConfig, ViTConfig
 from model.errors import InputError
 from model.methods import is_class_specific, methods
 from model.outputs import (
-    MAX_CLASSES,
     POOLINGS,
     AttentionHead,
     EmbeddingRequest,
     MapRequest,
     transfer_pool,
 )
+
+# Most classes of which one request may have maps.
+MAX_CLASSES: Final = 8
 
 
 def parse_maps(

@@ -6,8 +6,14 @@ import pytest
 
 from model.config import ViTConfig
 from model.errors import InputError
-from model.outputs import MAX_CLASSES, MapRequest
-from model.parameters import parse_attention_head, parse_classes, parse_layer, parse_maps
+from model.outputs import MapRequest
+from model.parameters import (
+    MAX_CLASSES,
+    parse_attention_head,
+    parse_classes,
+    parse_layer,
+    parse_maps,
+)
 from tests.needs import needs_methods
 
 

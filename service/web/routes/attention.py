@@ -14,13 +14,8 @@ from model.images.preprocess import ModelInput
 from model.images.sheet import draw_maps
 from model.label_texts import labels_of_request, with_labels
 from model.methods import is_class_specific, methods
-from model.outputs import (
-    MAX_CLASSES,
-    AttentionMap,
-    Outputs,
-    RequestedOutputs,
-)
-from model.parameters import parse_maps
+from model.outputs import AttentionMap, Outputs, RequestedOutputs
+from model.parameters import MAX_CLASSES, parse_maps
 from service.engine.messages import ModelInfo
 from service.errors import InvalidParameter, NotFound
 from service.web.admit import AdmittedRequest, admit, model_of, service_of, use_named_model
