@@ -5,7 +5,8 @@ A file's answer is a value, or a text with the reason for its failure.
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
@@ -14,8 +15,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
-from model.errors import InputError
+from model.errors import ImageError, InputError
 from model.images.preprocess import ModelInput
 from model.label_texts import labels_of_request
 from model.outputs import DEFAULT_TOP_K, AttentionMap, Outputs, Pooling, RequestedOutputs
@@ -297,3 +299,41 @@ class ServerAnswers:
 
 
 Answers = LocalAnswers | ServerAnswers
+
+
+def handle_answers(
+    answers: Iterable[tuple[Path, _Answer | str]],
+    count: int,
+    handle: Callable[[Path, _Answer], object],
+    name: str,
+    *,
+    failure: Callable[[Path, str], object] | None = None,
+) -> int:
+    """Call `handle` with each file and its answer; return 1 if any file fails.
+
+    A bar on stderr shows the progress.
+
+    Args:
+        answers: files, each with its answer or the reason for its failure.
+        count: number of files.
+        handle: called with each answer; an `ImageError` that it raises becomes the file's reason.
+        name: noun for an answer, as in "2 of 9 files have no embedding".
+        failure: called with each failed file and the reason; None: print both on stderr.
+    """
+    failed = 0
+    for file, answer in tqdm(answers, total=count, unit="image", disable=count < 2 or None):
+        try:
+            if isinstance(answer, str):
+                raise ImageError(answer)
+            handle(file, answer)
+        except (ImageError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is None:
+                raise  # not of this file, but of the output
+            failed += 1
+            if failure is None:  # a line above the progress bar
+                tqdm.write(f"vitserve: {file}: {error}", file=sys.stderr)
+            else:
+                failure(file, str(error))
+    if failed:
+        print(f"vitserve: {failed} of {count} files have no {name}", file=sys.stderr)
+    return int(failed > 0)

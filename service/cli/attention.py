@@ -17,11 +17,10 @@ from model.images.preprocess import upright_photo
 from model.images.sheet import ContactSheet, draw_maps
 from model.methods import methods
 from model.outputs import AttentionMap
-from service.cli.answers import LocalAnswers, SeenMaps
+from service.cli.answers import LocalAnswers, SeenMaps, handle_answers
 from service.cli.image_files import (
     add_output_flag,
     find_images,
-    handle_answers,
     require_output_file,
     writing,
 )

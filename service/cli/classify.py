@@ -11,8 +11,8 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from model.outputs import DEFAULT_TOP_K
-from service.cli.answers import SET_FIELDS, add_server_flags, answers_from
-from service.cli.image_files import find_images, handle_answers
+from service.cli.answers import SET_FIELDS, add_server_flags, answers_from, handle_answers
+from service.cli.image_files import find_images
 from service.cli.setting_flags import MODEL_FLAGS, add_setting_flags
 
 Answer = dict[str, Any]

@@ -9,11 +9,10 @@ import numpy as np
 
 from model.errors import InputError
 from model.outputs import POOLINGS
-from service.cli.answers import Embedding, add_server_flags, answers_from
+from service.cli.answers import Embedding, add_server_flags, answers_from, handle_answers
 from service.cli.image_files import (
     add_output_flag,
     find_images,
-    handle_answers,
     require_output_file,
     writing,
 )

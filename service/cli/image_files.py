@@ -1,14 +1,11 @@
-"""The files of subcommands: find and read pictures, report answers, write results."""
+"""The files of subcommands: find and read pictures, check and write results."""
 
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
-
-from tqdm import tqdm
 
 from model.config import PreprocessConfig
 from model.errors import ImageError, InputError
@@ -17,8 +14,6 @@ from model.images.listing import PICTURE_SUFFIXES, list_folder, listed
 from model.images.preprocess import ModelInput, model_input
 from service.settings import Settings
 from vitserve.pictures import read_file
-
-_Answer = TypeVar("_Answer")
 
 # Bytes of a file that are read to recognise its format.
 _HEAD_BYTES = 256
@@ -150,44 +145,6 @@ def read_input(file: Path, config: PreprocessConfig, settings: Settings) -> Mode
         )
     except (ImageError, OSError) as error:
         return str(error)
-
-
-def handle_answers(
-    answers: Iterable[tuple[Path, _Answer | str]],
-    count: int,
-    handle: Callable[[Path, _Answer], object],
-    name: str,
-    *,
-    failure: Callable[[Path, str], object] | None = None,
-) -> int:
-    """Call `handle` with each file and its answer; return 1 if any file fails.
-
-    A bar on stderr shows the progress.
-
-    Args:
-        answers: files, each with its answer or the reason for its failure.
-        count: number of files.
-        handle: called with each answer; an `ImageError` that it raises becomes the file's reason.
-        name: noun for an answer, as in "2 of 9 files have no embedding".
-        failure: called with each failed file and the reason; None: print both on stderr.
-    """
-    failed = 0
-    for file, answer in tqdm(answers, total=count, unit="image", disable=count < 2 or None):
-        try:
-            if isinstance(answer, str):
-                raise ImageError(answer)
-            handle(file, answer)
-        except (ImageError, OSError) as error:
-            if isinstance(error, OSError) and error.filename is None:
-                raise  # not of this file, but of the output
-            failed += 1
-            if failure is None:  # a line above the progress bar
-                tqdm.write(f"vitserve: {file}: {error}", file=sys.stderr)
-            else:
-                failure(file, str(error))
-    if failed:
-        print(f"vitserve: {failed} of {count} files have no {name}", file=sys.stderr)
-    return int(failed > 0)
 
 
 def add_output_flag(parser: ArgumentParser, metavar: str, text: str, *, required: bool) -> None:

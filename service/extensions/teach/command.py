@@ -9,8 +9,8 @@ from model.extensions.datasets.split_names import TRAIN
 from model.head_files import is_taught_head
 from model.images.listing import list_folder
 from model.label_texts import checked_label
-from service.cli.answers import LocalAnswers, add_server_flags, answers_from
-from service.cli.image_files import handle_answers, print_notes, require_class_folders
+from service.cli.answers import LocalAnswers, add_server_flags, answers_from, handle_answers
+from service.cli.image_files import print_notes, require_class_folders
 from service.cli.setting_flags import add_setting_flags
 from service.extensions.teach.teachers import LocalTeacher, ServerTeacher
 from service.models.folder import check_name
