@@ -249,7 +249,7 @@ class Methods:
         path = f"{requests.head_path(head)}/examples"
         query = {"label": label, "backbone": backbone}
         if isinstance(image, Classification):
-            options = requests.query(**query, id=image.id)
+            options = requests.query(**query, id=requests.kept_id(image))
         else:
             options = requests.body(image) | requests.query(**query)
         return Request("POST", path, AddedExamples.model_validate_json, options)

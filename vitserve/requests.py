@@ -226,13 +226,18 @@ def map_of(
     """Return the request for a map of an image, sent or kept by the service."""
     if not isinstance(image, Classification):
         return Request("POST", "/attention", parse, body(image) | query(**options))
-    if image.id is None:
+    parameters = query(**{"id": kept_id(image), "model": image.model, **options})
+    return Request("GET", "/attention", parse, parameters, pixels=[image._pixel])
+
+
+def kept_id(answer: Classification) -> str:
+    """Return the id of the kept picture; raises `ValueError` if the service did not keep it."""
+    if answer.id is None:
         raise ValueError(
             "the service did not keep the picture of this classification (VIT_RECENT_TTL is 0): "
             "send the picture"
         )
-    parameters = query(**{"id": image.id, "model": image.model, **options})
-    return Request("GET", "/attention", parse, parameters, pixels=[image._pixel])
+    return answer.id
 
 
 def _refer_to_originals(answer: object, pixels: Sequence[Pixel]) -> None:

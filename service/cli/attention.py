@@ -5,7 +5,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from PIL import Image
 from tqdm import tqdm
@@ -21,11 +21,15 @@ from service.cli.answers import LocalAnswers, SeenMaps, handle_answers
 from service.cli.image_files import (
     add_output_flag,
     find_images,
+    print_notes,
     require_output_file,
     writing,
 )
 from service.cli.setting_flags import add_setting_flags, settings_from
 from service.settings import Settings
+
+_SUFFIX: Final = ".heat.png"
+"""End of a map's name, so that it does not overwrite its picture in the same folder."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the maps of all files, and return 1 if any file fails."""
-    files = find_images(arguments.paths)
+    files = _without_maps(find_images(arguments.paths), arguments.paths)
     targets = _targets(arguments, files)
     settings = settings_from(arguments)
     source = LocalAnswers(arguments)
@@ -79,6 +83,24 @@ def run(arguments: argparse.Namespace) -> int:
     if sheet is not None:
         _save(sheet.image, arguments.sheet)
     return code
+
+
+def _without_maps(files: Sequence[Path], named: Sequence[Path]) -> list[Path]:
+    """Return the files without the maps that an earlier run wrote into a folder of pictures.
+
+    Raises:
+        InputError: all files are such maps.
+    """
+    pictures = [file for file in files if file in named or not file.name.endswith(_SUFFIX)]
+    note = (
+        f"{len(files) - len(pictures)} of {len(files)} files are maps of an earlier run "
+        f"(*{_SUFFIX}) and are left out; to draw one, name its file"
+    )
+    if not pictures:
+        raise InputError("path", note)
+    if len(pictures) < len(files):
+        print_notes([note])
+    return pictures
 
 
 def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path, Path]:
@@ -107,10 +129,9 @@ def _targets(arguments: argparse.Namespace, files: Sequence[Path]) -> dict[Path,
         folder.mkdir(exist_ok=True)
     pictures: dict[Path, Path] = {}
     for picture in files:
-        # `.heat` keeps a map from overwriting its picture in the same folder. Pictures of the same
-        # name in several folders get -2, -3, ...
+        # Pictures of the same name in several folders get -2, -3, ...
         numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
-        names = (folder / f"{picture.stem}{number}.heat.png" for number in numbers)
+        names = (folder / f"{picture.stem}{number}{_SUFFIX}" for number in numbers)
         pictures[next(name for name in names if name not in pictures)] = picture
     return {picture: name for name, picture in pictures.items()}
 

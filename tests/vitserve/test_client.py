@@ -681,6 +681,12 @@ def test_empty_list_is_refused(call: Call, parameter: str) -> None:
         call(Recorder(200, content=PNG), "heat_map", b"x", **options)
 
 
+def test_example_that_was_not_kept_is_refused(call: Call) -> None:
+    answer = Classification.model_validate(CAT | {"id": None})
+    with pytest.raises(ValueError, match="the service did not keep the picture"):
+        call(Recorder(201, json={}), "teach", "pets", "cat", answer)
+
+
 @pytest.mark.parametrize("name", [None, 3, "a/b", ".."])
 def test_head_is_one_name(call: Call, name: Any) -> None:
     with pytest.raises(ValueError, match="expected the name of a head, without a slash"):

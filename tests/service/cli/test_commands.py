@@ -159,6 +159,18 @@ def test_map_over_the_photo_needs_a_file(
     assert "a pipe is read only once" in err
 
 
+def test_maps_of_an_earlier_run_are_left_out(
+    tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "photos"
+    write_pictures(folder, "a.jpg")
+    for _ in range(2):
+        code, _, err = run(capsys, "attention", folder, "-o", folder)
+        assert code == 0
+    assert "1 of 2 files are maps of an earlier run (*.heat.png)" in err
+    assert sorted(path.name for path in folder.iterdir()) == ["a.heat.png", "a.jpg"]
+
+
 def test_misspelt_variable_ends_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
