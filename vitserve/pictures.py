@@ -116,6 +116,8 @@ def _read(file: IO[bytes], name: object) -> bytes:
 
 def _png(image: Image.Image) -> bytes:
     """Return the image as PNG, with the EXIF orientation and without other metadata."""
+    if 0 in image.size:
+        raise ValueError(f"a picture of size {image.size} has no pixels: check how it was cut out")
     if image.mode in _UNREAD_MODES:
         raise TypeError(f"a PIL image of mode {image.mode}: convert it to L, RGB or I;16 first")
     if image.mode in ("F", "I"):

@@ -471,6 +471,7 @@ def test_address_of_another_kind_is_refused(url: str, remedy: str) -> None:
         ("A" * 5000, FileNotFoundError, "pass b64decode"),
         ("", FileNotFoundError, "the path of the picture is empty"),
         (io.BytesIO(), ValueError, "call its seek(0) first"),
+        (np.zeros((0, 5, 3), np.uint8), ValueError, "a picture of size (5, 0) has no pixels"),
     ],
 )
 def test_an_unfit_source_names_its_remedy(source: Any, error: type[Exception], remedy: str) -> None:

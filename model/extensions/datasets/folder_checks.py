@@ -5,6 +5,7 @@ from itertools import combinations
 from pathlib import Path
 
 from model.errors import DatasetError
+from model.extensions.datasets.remarks import unread_tables
 from model.extensions.datasets.split_names import TRAIN, is_unlabelled, role_of
 from model.extensions.datasets.splits import Split
 from model.images.listing import MAX_LISTED, Listing, list_folder, listed
@@ -16,10 +17,12 @@ def refuse_flat_splits(listing: Listing) -> None:
     roles = [role_of(folder.name) for folder in listing.folders]
     names = [folder.name for folder in listing.folders]
     if len(set(roles)) > 1 and all(role_of(name) or is_unlabelled(name) for name in names):
+        files = [file for folder in listing.folders for file in list_folder(folder).files]
+        tables = unread_tables(listing.path, (*listing.files, *files))
         raise DatasetError(
             f"{listing.path}: {listed(f'{name}/' for name in names)} are named like splits, but "
-            "have no class folders: put the pictures of each class into a folder of its name, as "
-            f"{names[0]}/cat/"
+            f"have no class folders{tables and f'; {tables}'}: put the pictures of each class into "
+            f"a folder of its name, as {names[0]}/cat/"
         )
 
 
@@ -43,28 +46,31 @@ def check_roles(root: Path, splits: Sequence[Split], pick: str) -> None:
             )
 
 
-def check_classes(root: Path, split: Split, picture_count: int, least: int, pick: str) -> None:
+def check_classes(root: Path, split: Split, files: Sequence[Path], least: int, pick: str) -> None:
     """Raise `DatasetError` unless there are enough classes with distinct, printable names.
 
     Args:
         root: folder of the split.
-        picture_count: pictures outside the class folders.
+        files: files outside the class folders.
         least: number of classes that are required.
         pick: option that names the folder to read, for messages.
     """
+    tables = unread_tables(root, files)
     if not split.folders:
-        pictures = "no pictures"
-        if picture_count:
-            pictures = f"{picture_count} pictures, but no class folders"
+        count = Listing(root, (), tuple(files)).picture_count
+        pictures = f"{count} pictures, but no class folders" if count else "no pictures"
         raise DatasetError(
-            f"{root}: {pictures}: expected one folder of them for each class: move each picture "
-            "into a folder with the name of its label"
+            f"{root}: {pictures}: expected one folder of them for each class"
+            f"{tables and f'; {tables}'}: move each picture into a folder with the name of its "
+            "label"
         )
     if len(split.folders) < least:
         [only] = split.folders
         hint = ": put the pictures of another class into a folder beside it"
         if list_folder(only).holds_folders_only:
             hint = f"; if its folders are the classes: {pick} {only}"
+        elif tables:
+            hint = f"; {tables}: move each picture into a folder with the name of its label"
         raise DatasetError(
             f"{root}: one class ({split.labels[0]!r}): at least two classes are required{hint}"
         )
@@ -77,7 +83,9 @@ def _check_labels(root: Path, labels: Sequence[str]) -> None:
         hidden = hidden_character(label)
         if hidden or not is_visible(label):  # labels are printed in answers, tables and pictures
             what = f"{hidden}, which" if hidden else "characters that"
-            raise DatasetError(f"{root}: the name {label!a} has {what} cannot be printed")
+            raise DatasetError(
+                f"{root}: the name {label!a} has {what} cannot be printed: rename it"
+            )
         other = seen.setdefault(label.casefold(), label)
         if other != label:
             raise DatasetError(

@@ -11,6 +11,14 @@ from model.images.listing import listed
 _TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".parquet"})
 
 
+def unread_tables(root: Path, files: Iterable[Path]) -> str:
+    """Return that labels are not read from the tables among these files; empty without tables."""
+    tables = [str(path.relative_to(root)) for path in files if path.suffix.lower() in _TABLES]
+    if not tables:
+        return ""
+    return f"labels are the names of folders, and not read from a table ({listed(tables)})"
+
+
 @dataclass
 class Remarks:
     """Notes for the user about a folder.
@@ -35,12 +43,9 @@ class Remarks:
         ]
         left_out = [f"{len(paths)} {kind} ({self._names(paths)})" for kind, paths in kinds if paths]
         lines = [f"{self.root}: left out: {'; '.join(left_out)}"] if left_out else []
-        tables = [path for path in self.ignored if path.suffix.lower() in _TABLES]
+        tables = unread_tables(self.root, self.ignored)
         if tables:
-            lines.append(
-                f"{self.root}: labels are the names of folders, and not read from a table "
-                f"({self._names(tables)}): if they differ, move the pictures"
-            )
+            lines.append(f"{self.root}: {tables}: if they differ, move the pictures")
         if self.nested:
             lines.append(
                 f"{self.root}: pictures in folders below a class folder count for the class: "

@@ -146,30 +146,33 @@ class SplitRecord:
         every = list(digests)
         return self._members(every, (VALIDATION, TEST)) & ~self.trained_on(every)
 
-    def log_contradictions(self, sets: Mapping[str, PictureFiles], labels: Sequence[str]) -> None:
-        """Warn if one picture has two labels, in one set or in two.
+    def contradictions(self, sets: Mapping[str, PictureFiles], labels: Sequence[str]) -> str:
+        """Return a warning of pictures with two labels, in one set or in two; empty without any.
 
         Args:
             sets: the files that this record was made of.
             labels: names of the classes, in index order.
         """
         first: dict[str, tuple[str, int]] = {}
-        contradictions: list[str] = []
+        twice: list[str] = []
         for set_name, files in sets.items():
             for number, label in enumerate(files.labels.tolist()):
                 name = files.name(number)
                 digest = self.sets[set_name][name]
                 other, other_label = first.setdefault(digest, (name, label))
                 if digest and other_label != label:
-                    contradictions.append(
-                        f"{name} is {labels[label]!r}, {other} is {labels[other_label]!r}"
-                    )
-        if contradictions:
-            logger.warning(
-                "%d pictures have two labels, such as: %s: remove the wrong copies",
-                len(contradictions),
-                contradictions[0],
-            )
+                    twice.append(f"{name} is {labels[label]!r}, {other} is {labels[other_label]!r}")
+        if not twice:
+            return ""
+        return (
+            f"{len(twice)} pictures have two labels, such as: {twice[0]}: remove the wrong copies"
+        )
+
+    def log_contradictions(self, sets: Mapping[str, PictureFiles], labels: Sequence[str]) -> None:
+        """Log the warning of `contradictions`."""
+        warning = self.contradictions(sets, labels)
+        if warning:
+            logger.warning("%s", warning)
 
     def log_leaks(self, start: str | None) -> None:
         """Warn if pictures that the run measures on are training pictures, of it or of its start.

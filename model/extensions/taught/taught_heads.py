@@ -7,26 +7,34 @@ reads, and the weights of their parts; in files without these, `head` and one pa
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Json, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from model.config import NetworkConfig
-from model.errors import CheckpointError, InputError
+from model.errors import CheckpointError, InputError, first_problem
 from model.extensions.taught.known_examples import MAX_KNOWN_EXAMPLES, KnownExamples, part_weights
 from model.head_files import FORMAT
 from model.heads import Head
 from model.label_texts import checked_texts
-from model.outputs import POOLINGS, Pooling, embedding_width, transfer_pool
+from model.outputs import Pooling, embedding_width, transfer_pool
 
 _VERSION: Final = "1"
+_DTYPES: Final = {
+    "weight": np.dtype(np.float32),
+    "bias": np.dtype(np.float32),
+    "known": np.dtype(np.float16),
+    "known_labels": np.dtype(np.int32),
+}
+# Longest known example; in float16, the length 1 is rounded.
+_MOST_LENGTH: Final = 1.01
 # Most bytes of a file: 1,000 labels and 2,000 examples of 8,192 features take half of it.
 _MOST_BYTES: Final = 128 << 20
 _MOST_LABELS: Final = 100_000
@@ -81,6 +89,28 @@ class Features(NamedTuple):
         return scales.astype(np.float32)
 
 
+class _Metadata(BaseModel):
+    """The texts of a file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal["vitserve-head"]
+    version: Literal["1"]
+    backbone: str
+    model: str
+    statistics: str
+    labels: Json[Annotated[list[Any], Field(min_length=2)]]
+    temperature: Annotated[float, Field(ge=1e-3, le=1e3)]
+    limit: FiniteFloat
+    features: Pooling = "head"
+    weights: Json[
+        Annotated[
+            list[Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]],
+            Field(min_length=1),
+        ]
+    ] = [1.0]
+
+
 class TaughtHead(NamedTuple):
     """A head and its origin.
 
@@ -125,51 +155,36 @@ class TaughtHead(NamedTuple):
 
         Raises:
             CheckpointError: the content is not a taught head, or one that cannot answer because
-                its shapes or dtypes differ or its numbers are not finite.
+                its shapes or dtypes differ or its numbers are unusable.
         """
         damaged = f"{source}: not a taught head, or damaged"
         try:
             arrays = load(content)
             header_end = 8 + int.from_bytes(content[:8], "little")
-            metadata = json.loads(content[8:header_end])["__metadata__"]
-            taught = cls._of(arrays, metadata)
+            metadata = _Metadata.model_validate(json.loads(content[8:header_end])["__metadata__"])
+            labels = checked_texts(metadata.labels, "labels", _MOST_LABELS, allows_hidden=True)
+            _check_arrays(labels, len(metadata.weights), arrays)
+        except ValidationError as error:
+            raise CheckpointError(f"{damaged}: {first_problem(error)}") from None
         except InputError as error:
             raise CheckpointError(f"{damaged}: {error}") from None
-        except KeyError as error:
-            raise CheckpointError(f"{damaged}: {error} is missing") from None
         except (SafetensorError, LookupError, ValueError, TypeError, RecursionError):
             raise CheckpointError(damaged) from None
-        problem = _problem_of_arrays(taught.head.labels, arrays)
-        problem = problem or _problem_of_head(taught.head)
-        if not problem and "known_labels" in arrays:
-            problem = _problem_of_known_labels(arrays["known_labels"], len(arrays["known"]))
-        if problem:
-            raise CheckpointError(f"{damaged}: {problem}")
-        return taught
-
-    @classmethod
-    def _of(cls, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> Self:
-        """Return the head of a file's arrays and metadata, still without checks of its numbers."""
-        if (metadata["format"], metadata["version"]) != (FORMAT, _VERSION):
-            raise ValueError("another format or version")
-        features: Any = metadata.get("features", "head")
         head = Head(
-            checked_texts(
-                json.loads(metadata["labels"]), "labels", _MOST_LABELS, allows_hidden=True
-            ),
+            labels,
             independent=False,
-            temperature=float(metadata["temperature"]),
+            temperature=metadata.temperature,
             weight=arrays["weight"],
             bias=arrays["bias"],
-            features=features,
+            features=metadata.features,
             known=KnownExamples(
                 arrays["known"].astype(np.float32),
-                float(metadata["limit"]),
-                tuple(map(float, json.loads(metadata.get("weights", "[1]")))),
+                metadata.limit,
+                tuple(metadata.weights),
                 arrays.get("known_labels"),
             ),
         )
-        return cls(head, metadata["backbone"], metadata["model"], metadata["statistics"])
+        return cls(head, metadata.backbone, metadata.model, metadata.statistics)
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -189,47 +204,44 @@ class TaughtHead(NamedTuple):
         return cls.from_bytes(content, path.name)
 
 
-def _problem_of_arrays(labels: Sequence[str], arrays: Mapping[str, Array]) -> str:
-    """Return the problem with the arrays of a head, or an empty text."""
-    weight = arrays["weight"]
-    bias = arrays["bias"]
-    known = arrays["known"]
+def _check_arrays(labels: Sequence[str], parts: int, arrays: Mapping[str, Array]) -> None:
+    """Raise `InputError` unless the arrays of a file are those of a head.
+
+    Args:
+        labels: labels of the head.
+        parts: number of parts of the features.
+        arrays: arrays of the file by name.
+    """
     if len(set(labels)) < len(labels):
-        return "a label comes twice"
-    dtypes = [array.dtype.name for array in (weight, bias, known)]
-    if dtypes != ["float32", "float32", "float16"]:
-        return f"weight, bias and known are {', '.join(dtypes)}, not float32, float32, float16"
-    if weight.ndim != 2 or known.ndim != 2 or not 1 <= len(known) <= MAX_KNOWN_EXAMPLES:
-        return f"weight and known have shapes {weight.shape} and {known.shape}"
-    if weight.shape != (len(labels), known.shape[1]) or bias.shape != (len(labels),):
-        shapes = f"{weight.shape}, {bias.shape}, {known.shape}"
-        return f"weight, bias and known of {len(labels)} labels have shapes {shapes}"
-    if not all(np.isfinite(array).all() for array in (weight, bias, known)):
-        return "numbers are not finite"
-    return ""
+        raise InputError("labels", "a label comes twice")
+    for name in {*_DTYPES, *arrays} - {"known_labels"}:
+        if name not in arrays or name not in _DTYPES:
+            raise InputError(
+                name, f"its arrays are {', '.join(sorted(arrays))}, not {', '.join(_DTYPES)}"
+            )
+    for name, array in arrays.items():
+        if array.dtype != _DTYPES[name]:
+            raise InputError(name, f"{name} is {array.dtype}, not {_DTYPES[name]}")
+        if not np.isfinite(array).all():
+            raise InputError(name, f"{name}: numbers are not finite")
+    _check_shapes(len(labels), parts, arrays)
+    known = arrays["known"].astype(np.float32)
+    if np.linalg.norm(known, axis=1).max() > _MOST_LENGTH:
+        raise InputError("known", "known examples are longer than 1")
+    numbers = arrays.get("known_labels", np.zeros(len(known), np.int32))
+    if numbers[0] < 0 or numbers[-1] >= len(labels) or (np.diff(numbers) < 0).any():
+        raise InputError("known_labels", "known_labels are not ascending numbers of labels")
 
 
-def _problem_of_known_labels(known_labels: Array, examples: int) -> str:
-    """Return the problem with the labels of the known examples, or an empty text."""
-    is_int32 = known_labels.dtype == np.int32
-    if is_int32 and known_labels.shape == (examples,) and known_labels.min() >= 0:
-        return ""
-    return f"known_labels are not a label's number for each of {examples} examples"
-
-
-def _problem_of_head(head: Head) -> str:
-    """Return the problem with a head whose arrays are right, or an empty text."""
-    assert isinstance(head.known, KnownExamples)
-    if not (math.isfinite(head.temperature) and head.temperature > 0):
-        return f"temperature is {head.temperature}, not a positive number"
-    if not math.isfinite(head.known.limit):
-        return f"limit is {head.known.limit}, not a finite number"
-    if head.features not in POOLINGS:
-        return f"it reads {head.features!r:.50}, and this version reads {', '.join(POOLINGS)}"
-    weights = head.known.weights
-    width = head.known.examples.shape[1]
-    if not weights or width % len(weights):
-        return f"{len(weights)} weights of parts for {width} features"
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        return f"weights of parts are {weights}, not positive numbers"
-    return ""
+def _check_shapes(labels: int, parts: int, arrays: Mapping[str, Array]) -> None:
+    """Raise `InputError` unless arrays of a head have the shapes of so many labels and parts."""
+    known = arrays["known"]
+    if known.ndim != 2 or not 1 <= len(known) <= MAX_KNOWN_EXAMPLES:
+        raise InputError("known", f"known has shape {known.shape}")
+    examples, width = known.shape
+    shapes = {"weight": (labels, width), "bias": (labels,), "known_labels": (examples,)}
+    for name, shape in shapes.items():
+        if name in arrays and arrays[name].shape != shape:
+            raise InputError(name, f"{name} has shape {arrays[name].shape}, not {shape}")
+    if width % parts:
+        raise InputError("weights", f"{parts} weights of parts for {width} features")

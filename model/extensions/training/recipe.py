@@ -265,8 +265,14 @@ def _validated(values: dict[str, Any], source: str) -> Recipe:
                 "and below 1"
             )
         elif first["type"] == "extra_forbidden":
-            names = by_likeness(problem.partition(":")[0], _field_names(Recipe))
-            problem += f"; near it are {', '.join(names[:5])}"
+            name = problem.partition(":")[0]
+            table = name.rpartition(".")[0]
+            names = by_likeness(name, _field_names(Recipe))
+            of_table = [field for field in names if field.rpartition(".")[0] == table]
+            if table and of_table:
+                problem += f"; available: {', '.join(of_table)}"
+            else:
+                problem += f"; near it are {', '.join(names[:5])}"
         raise TrainingError(f"{source}: {problem}") from None
 
 

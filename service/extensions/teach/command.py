@@ -6,8 +6,8 @@ from pathlib import Path
 from model.errors import InputError
 from model.extensions.datasets.folders import find_pictures
 from model.extensions.datasets.split_names import TRAIN
+from model.extensions.datasets.split_record import SplitRecord
 from model.head_files import is_taught_head
-from model.images.listing import list_folder
 from model.label_texts import checked_label
 from service.cli.answers import LocalAnswers, add_server_flags, answers_from, handle_answers
 from service.cli.image_files import print_notes, require_class_folders
@@ -92,14 +92,15 @@ def _labelled(folder: Path, name: str) -> dict[Path, str]:
         InputError: the folder is missing, or without class folders.
     """
     require_class_folders(folder)
-    if not list_folder(folder).folders:
-        raise InputError("path", f"{folder}: expected one folder of pictures for each label")
     pick = f"vitserve teach {name}"
     pictures = find_pictures(folder, least_classes=1, pick=pick)
     chosen, notes = pictures.choose([TRAIN], "teach", pick)
     print_notes(notes)
     files = pictures.sets[chosen]
     labels = [checked_label(name_of_folder) for name_of_folder in pictures.labels]
+    warning = SplitRecord.of({chosen: files}).contradictions({chosen: files}, labels)
+    if warning:
+        print_notes([f"{folder}: {warning}"])
     return {Path(files.name(number)): labels[label] for number, label in enumerate(files.labels)}
 
 

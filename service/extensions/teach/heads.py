@@ -27,7 +27,7 @@ from model.outputs import embedding_width
 from service.background import Tasks
 from service.children import start_python_async
 from service.engine.messages import ModelInfo
-from service.errors import EngineUnavailable, InvalidParameter
+from service.errors import EngineUnavailable, InvalidParameter, ModelFailed
 from service.extensions.teach.database import kept_on_disk
 from service.extensions.teach.errors import (
     HeadsUnavailable,
@@ -217,7 +217,7 @@ class TaughtHeads:
             None if fitted is None else fitted.head,
             key=None,
             reason=taught.problem or row.reason,
-            refusal=HeadWithoutBackbone,
+            refusal=ModelFailed if taught.problem else HeadWithoutBackbone,
             removal=f"DELETE /heads/{row.name} removes it",
         )
         try:
@@ -227,8 +227,10 @@ class TaughtHeads:
             return added
         if fitted is None:
             added.key = key
+            if taught.problem:
+                return added
             added.refusal = HeadWithoutExamples
-            if not taught.problem and row[:6] in self._failed[0]:
+            if row[:6] in self._failed[0]:
                 added.reason = _FIT_FAILED
                 added.refusal = EngineUnavailable
             added.is_begun = added.reason == TOO_FEW

@@ -310,6 +310,29 @@ def test_unwanted_split_is_refused(tmp_path: Path) -> None:
         found.choose(["test"], "measure")
 
 
+@pytest.mark.parametrize(
+    ("tables", "pictures", "refusal"),
+    [
+        (["metadata.csv"], ["1.png"], "1 pictures, but no class folders: .*; {}: move each"),
+        (["labels.csv"], ["images/1.png"], r"one class \('images'\): .*; {}: move each"),
+        (
+            ["train/metadata.csv"],
+            ["train/1.png", "test/2.png"],
+            "test/, train/ are named like splits, but have no class folders; {}: put the pictures",
+        ),
+    ],
+)
+def test_tables_without_class_folders_are_named(
+    tmp_path: Path, tables: list[str], pictures: list[str], refusal: str
+) -> None:
+    for name in (*tables, *pictures):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    unread = rf"labels are the names of folders, and not read from a table \({tables[0]}\)"
+    with pytest.raises(DatasetError, match=refusal.format(unread)):
+        find_pictures(tmp_path)
+
+
 def test_links_between_classes_are_refused(root: Path) -> None:
     (root / "loop").symlink_to(root)
     with pytest.raises(
@@ -364,7 +387,7 @@ def test_links_between_classes_are_refused(root: Path) -> None:
             "data: 2 pictures, but no class folders: expected one folder of them for each class",
         ),
         # A Path would need the surrogate written out.
-        (lambda root: os.mkdir(os.fsencode(root) + b"/\xff"), "cannot be printed"),  # noqa: PTH102
+        (lambda root: os.mkdir(os.fsencode(root) + b"/\xff"), "cannot be printed: rename it"),  # noqa: PTH102
         (
             lambda root: (root / "cat\u200b").mkdir(),
             r"has U\+200B, which cannot be printed",

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,10 +47,10 @@ def test_older_files_read_the_head_features() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "problem"),
     [
-        (b'"transfer"', b'"transfix"', "this version reads head, cls, mean, transfer"),
+        (b'"transfer"', b'"transfix"', "features: expected 'head', 'cls', 'mean' or 'transfer'"),
         (b"[0.5, 1.0,", b"[0.5,     ", "3 weights of parts for 8 features"),
-        (b"[0.5,", b"[0.0,", "not positive numbers"),
-        (b"[0.5,", b"[NaN,", "not positive numbers"),
+        (b"[0.5,", b"[0.0,", "weights.0: expected greater than 0"),
+        (b"[0.5,", b"[NaN,", "weights.0: expected a finite number"),
     ],
 )
 def test_unusable_features_are_refused(before: bytes, after: bytes, problem: str) -> None:
@@ -87,15 +88,36 @@ def test_near_examples_are_of_one_label() -> None:
     assert few.distances(picture) == pytest.approx([1 - np.cos(between - angles[3])], abs=1e-6)
 
 
-def test_labels_of_examples_are_checked() -> None:
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"known_labels": np.arange(5, dtype=np.int32)},
+            r"known_labels has shape \(5,\), not \(6,\)",
+        ),
+        ({"known_labels": np.full(6, -1, np.int32)}, "not ascending numbers of labels"),
+        ({"known_labels": np.full(6, 2, np.int32)}, "not ascending numbers of labels"),
+        ({"known_labels": np.array([0, 1, 0, 1, 0, 1], np.int32)}, "not ascending"),
+        ({"known_labels": np.zeros(6)}, "known_labels is float64, not int32"),
+        ({"known": np.full((6, 8), 5, np.float16)}, "known examples are longer than 1"),
+        ({"more": np.zeros(3)}, "its arrays are bias, .*more, weight, not weight, bias"),
+        ({"temperature": "1e-320"}, "temperature: expected greater than or equal to 0.001"),
+        ({"weights": "[true]"}, "weights.0: expected a valid number"),
+        ({"weights": '{"1": 2}'}, "weights: expected a valid list"),
+        ({"labels": '["cat"]'}, "labels: .* at least 2 items"),
+        ({"colour": "blue"}, "colour: unknown name"),
+        ({"version": "2"}, "version: expected '1'"),
+    ],
+)
+def test_unusable_parts_of_a_file_are_named(changes: dict[str, Any], problem: str) -> None:
     content = taught(Features()).to_bytes()
     arrays = load(content)
     assert arrays["known_labels"].tolist() == [0, 0, 0, 1, 1, 1]
     metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-    problem = "known_labels are not a label's number for each of 6 examples"
-    for labels in (np.arange(5, dtype=np.int32), np.full(6, -1, np.int32), np.zeros(6)):
-        with pytest.raises(CheckpointError, match=problem):
-            TaughtHead.from_bytes(save(arrays | {"known_labels": labels}, metadata), "a file")
+    for name, value in changes.items():
+        (metadata if isinstance(value, str) else arrays)[name] = value
+    with pytest.raises(CheckpointError, match=problem):
+        TaughtHead.from_bytes(save(arrays, metadata), "a file")
 
 
 def test_parts_are_scaled_to_vary_alike() -> None:

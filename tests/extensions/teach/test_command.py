@@ -67,7 +67,7 @@ def test_only_the_train_split_is_taught(
         (["pets.safetensors", "."], "pets.safetensors: a file; give the head's name, pets"),
         (["pets", "nowhere"], "nowhere: no such folder"),
         ([".", "pets"], ".: a folder; the name of the head comes first: vitserve teach pets ."),
-        (["pets", "."], ".: expected one folder of pictures for each label"),
+        (["pets", "."], ".: no pictures: expected one folder of them for each class"),
     ],
 )
 def test_failed_teaching_is_one_line(
@@ -102,3 +102,13 @@ def test_a_folder_name_must_be_a_label(
     (photos / "red").rename(photos / "a\ufffdb")
     assert main(["teach", "pets", str(photos), *options]) == 1
     assert r"photos: the name 'a\ufffdb' has characters that cannot" in capsys.readouterr().err
+
+
+def test_a_picture_of_two_labels_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = write_folder(tmp_path / "photos", 2)
+    picture = next((photos / "red").iterdir())
+    (photos / "blue" / "copy.png").write_bytes(picture.read_bytes())
+    assert main(["teach", "pets", str(photos), "--url", "http://127.0.0.1:9"]) == 1
+    assert "photos: 1 pictures have two labels, such as: " in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_a_file_holds_all_of_a_head(tmp_path: Path) -> None:
 def test_a_missing_part_of_a_head_is_named() -> None:
     written, _ = taught()
     content = written.to_bytes().replace(b'"temperature"', b'"temperaturx"')
-    with pytest.raises(CheckpointError, match="damaged: 'temperature' is missing"):
+    with pytest.raises(CheckpointError, match="damaged: temperature: Field required"):
         TaughtHead.from_bytes(content, "pets")
 
 

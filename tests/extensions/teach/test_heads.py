@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from model.extensions.taught.taught_heads import Features, TaughtHead
+from service.errors import ModelFailed
 from service.extensions.teach import heads as module
 from service.extensions.teach.errors import HeadWithoutBackbone
 from service.extensions.teach.examples import Examples
@@ -170,25 +171,25 @@ BAD_HEADS = {
     ),
     "twice": (written(labels='["cat", "dog", "cat"]'), ": a label comes twice"),
     "controls": (written(labels='["cat", "dog", "\\u0007"]'), "characters that print"),
-    "nan weight": (written(weight=NOT_FINITE), ": numbers are not finite"),
+    "nan weight": (written(weight=NOT_FINITE), ": weight: numbers are not finite"),
     "float64": (
         written(weight=NOT_FINITE.astype(np.float64)),
-        "weight, bias and known are float64, float32, float16",
+        "weight is float64, not float32",
     ),
-    "nan temperature": (written(temperature="nan"), ": temperature is nan, not a positive number"),
-    "no temperature": (written(temperature="0"), ": temperature is 0.0, not a positive number"),
-    "infinite limit": (written(limit="inf"), ": limit is inf, not a finite number"),
+    "nan temperature": (written(temperature="nan"), ": temperature: expected "),
+    "no temperature": (written(temperature="0"), ": temperature: expected "),
+    "infinite limit": (written(limit="inf"), ": limit: expected a finite number"),
     "no examples": (
         written(known=np.zeros((0, 24), np.float16)),
-        "known have shapes (3, 24) and (0, 24)",
+        "known has shape (0, 24)",
     ),
     "one dimension": (
         written(known=np.zeros(24, np.float16)),
-        "known have shapes (3, 24) and (24,)",
+        "known has shape (24,)",
     ),
     "other width": (
         written(known=np.zeros((2, 25), np.float16)),
-        "have shapes (3, 24), (3,), (2, 25)",
+        "weight has shape (3, 24), not (3, 25)",
     ),
 }
 
@@ -206,6 +207,8 @@ async def test_a_bad_file_costs_its_own_head_alone(tmp_path: Path, kind: str) ->
     assert state == "failed"
     assert told.startswith("bad.safetensors: not a taught head, or damaged")
     assert reason in told
+    with pytest.raises(ModelFailed):
+        models.key("bad")
     assert heads.heads["good"].fitted is not None
 
 

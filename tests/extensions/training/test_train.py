@@ -255,6 +255,7 @@ def test_an_override_keeps_other_fields(recipe: Recipe) -> None:
         ("epochs.count", r"epochs\.count: epochs is not a table"),
         ("optimiser.learning_rate", r"optimiser\.learning_rate"),
         ("optimizer.learning_rate", r"unknown name; near it are optimiser\."),
+        ("optimiser.lr", r"unknown name; available: .*\boptimiser.learning_rate\b"),
         ("learning_rte", r"unknown name; near it are .*\boptimiser.learning_rate, "),
         ("validation", "^recipe: validation: expected a number of images, 1 or more, or a share"),
     ],
