@@ -56,8 +56,11 @@ def _restored(kind: type[ClientError], args: tuple[Any, ...]) -> ClientError:
     return kind.__new__(kind, *args)
 
 
-_PLAIN_HTTP = "WRONG_VERSION_NUMBER"
-"""Part of OpenSSL's message about a server that does not speak TLS."""
+_TLS_REMEDIES = {
+    "WRONG_VERSION_NUMBER": "; the server may not speak https: use http://",
+    "CERTIFICATE_VERIFY_FAILED": "; SSL_CERT_FILE can name the certificate of its authority",
+}
+"""Remedies by a part of OpenSSL's message."""
 
 
 class Unreachable(ClientError, httpx.TransportError):
@@ -67,18 +70,17 @@ class Unreachable(ClientError, httpx.TransportError):
 
     Attributes:
         never_connected: whether the connection failed, to the service or to its proxy.
-        has_proxy: whether the environment sets a proxy; the message names it.
-        is_plain_http: whether the server answered https in another protocol, probably http.
+        has_remedy: whether the message has a remedy, for a proxy of the environment or for TLS.
     """
 
     def __init__(self, error: httpx.TransportError, address: httpx.URL, through: str = "") -> None:
         named = str(address.copy_with(userinfo=b"")).rstrip("/")
-        if _PLAIN_HTTP in str(error):
-            through += "; the server may not speak https: use http://"
+        for part, remedy in _TLS_REMEDIES.items():
+            if part in str(error):
+                through += remedy
         super().__init__(f"{named}: {str(error) or type(error).__name__}{through}")
         self.__cause__ = error
-        self.has_proxy = bool(through)
-        self.is_plain_http = _PLAIN_HTTP in str(error)
+        self.has_remedy = bool(through)
         self.temporary = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
         self.never_connected = isinstance(error, httpx.ConnectError)
 
@@ -199,5 +201,7 @@ def error_of(response: httpx.Response) -> ClientError:
         problem = ProblemDocument.model_validate_json(response.content)
     except ValidationError:
         message = f"{response.status_code} from {response.url}, which is not an answer of vitserve"
+        if response.has_redirect_location:
+            message += f"; it leads to {response.headers['location']}"
         return ForeignAnswer(message, response.status_code, retry_after)
     return _kind_of(problem)(problem, retry_after)

@@ -90,7 +90,7 @@ def answers_from(
         with Client(url, api_key=(key or "").strip() or None, shrink=arguments.shrink) as client:
             yield ServerAnswers(client, arguments)
     except Unreachable as error:
-        hint = "" if error.has_proxy or error.is_plain_http else ": is the server running?"
+        hint = "" if error.has_remedy else ": is the server running?"
         raise InputError("url", f"{error}{hint}") from None
     except ClientError as error:
         raise InputError("url", f"{url}: {error}{_remedy(error)}") from None

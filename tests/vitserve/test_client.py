@@ -590,9 +590,23 @@ def test_wrong_streams_are_refused(images: Any, concurrency: int, error: type[Ex
         list(client.stream(images, client.classify, concurrency=concurrency))
 
 
-def test_plain_server_is_named_over_https() -> None:
-    error = httpx.ConnectError("[SSL: WRONG_VERSION_NUMBER] wrong version number")
-    assert "use http://" in str(Unreachable(error, httpx.URL("https://host")))
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ("[SSL: WRONG_VERSION_NUMBER] wrong version number", "use http://"),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", "SSL_CERT_FILE"),
+    ],
+)
+def test_error_of_tls_names_its_remedy(message: str, remedy: str) -> None:
+    error = Unreachable(httpx.ConnectError(message), httpx.URL("https://host"))
+    assert remedy in str(error)
+    assert error.has_remedy
+
+
+def test_redirect_is_named(call: Call) -> None:
+    server = Recorder(301, headers={"Location": "https://there/models"})
+    with pytest.raises(ForeignAnswer, match="it leads to https://there/models"):
+        call(server, "models")
 
 
 @pytest.mark.parametrize("labels", [{"cat": 1}, ("cat",), np.array(["cat"])])
