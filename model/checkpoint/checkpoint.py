@@ -175,9 +175,9 @@ def backbone_and_head(checkpoint: Checkpoint) -> tuple[str, Head | None]:
     """Return a name of the backbone, and the head with its weights, or None without a head.
 
     The name is a hash of all tensors but the head's, the architecture with its input size, and the
-    mean and deviation of pixels, which the network's graph divides by. Some heads belong to the
-    backbone: a head that is not one linear layer on the features of an image, such as the two heads
-    of a distilled model, and a text tower.
+    mean and deviation of pixels, which the network's graph divides by. A text tower belongs to the
+    backbone. So does a head that is not one linear layer on the features of an image, such as the
+    two heads of a distilled model.
 
     Raises:
         CheckpointError: a value of the head is not finite; `build` checks the backbone's.

@@ -1,7 +1,7 @@
 """A model on its device: a batch of uint8 images in, top-k classes and attention maps out.
 
-One thread owns a predictor: it builds it and warms it up. Then as many threads as there are
-streams, and the thread of maps, may call `predict` at once.
+One thread builds a predictor and warms it up. Then as many threads as there are streams, and the
+thread of maps, may call `predict` at once.
 """
 
 import logging

@@ -7,9 +7,9 @@
        +----- one call_soon_threadsafe per batch -----+
 
 Every queued image gets exactly one outcome: its result, an error of its own, or cancellation. A
-timer of the event loop ends it at its deadline, even if all threads are busy, and the queue does
-not launch it later. A batch that computes longer than `batch_seconds` fails the engine, even if its
-thread never comes back.
+timer of the event loop ends the image at its deadline, even if all threads are busy, and the queue
+does not launch it later. A batch that computes longer than `batch_seconds` fails the engine, even
+if its thread never comes back.
 """
 
 import asyncio
@@ -170,7 +170,7 @@ class LocalEngine:
     async def close(self) -> None:
         """Finish the running batches, and answer `EngineUnavailable` for waiting images.
 
-        This does not wait for a model that is still loading: its thread drops it once it is loaded.
+        This does not wait for a model that is still loading; its thread drops the model afterwards.
         """
         self._streams.stop()
         if self._state == "loading":

@@ -140,7 +140,7 @@ class _Decoder:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
     def end(self, patience_seconds: float = 0.0) -> int:
-        """Wait for the process to end, then kill it; return its exit code, 0 if it was killed here.
+        """Return the exit code of the process, or kill it after some seconds and return 0.
 
         Blocks until the process has freed its memory, which takes long on busy processors.
         """

@@ -170,8 +170,8 @@ class Lane:
         """Return a waiting turn; raises `QueueFull` as `FairQueue.add`.
 
         A turn costs the seconds for which it is held. In a lane with threads it costs as much as
-        threads need for work of its size. Awaiting it raises `DeadlineExceeded` if its time is up
-        before it begins.
+        threads need for work of its size. Awaiting a turn raises `DeadlineExceeded` if its time is
+        up before it begins.
         """
         return self._enter(None, caller, size, deadline)
 
@@ -180,8 +180,8 @@ class Lane:
     ) -> Job[T]:
         """Return a waiting job for a thread; raises `QueueFull` as `FairQueue.add`.
 
-        Awaiting it raises the error of the work, or `DeadlineExceeded` if its time is up before it
-        begins.
+        Awaiting the job raises the error of the work, or `DeadlineExceeded` if its time is up
+        before it begins.
         """
         return self._enter(work, caller, size, deadline)
 

@@ -166,7 +166,7 @@ def _decode(data: bytearray, config: PreprocessConfig, settings: Settings) -> De
 
 
 async def _holding_turn(job: Job[T]) -> T:
-    """Return the result of a job that keeps its turn afterwards, and leaves it if it fails."""
+    """Return the result of a job, which then keeps its turn; a failed job leaves its turn."""
     try:
         return await job
     except BaseException:

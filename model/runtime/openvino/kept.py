@@ -10,8 +10,8 @@ An entry has only a head if another loaded model had the same backbone when it w
 The key is a hash of every setting, version and fact of the machine that the graph depends on, and
 not of runtime options such as the number of threads. The manifest names every file that was read
 for the checkpoint, with its hash: if one differs now, the graph is made again. An entry is written
-under a temporary name, renamed, and never changed then, so that processes that have mapped it into
-memory keep it. See docs/decisions/kept-graphs.md.
+under a temporary name, then renamed, and never changed, because processes map it into memory. See
+docs/decisions/kept-graphs.md.
 """
 
 from __future__ import annotations

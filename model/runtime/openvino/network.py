@@ -79,9 +79,9 @@ def _start() -> openvino.Core:
     """Return a core, which is never freed.
 
     The CPU plugin gives the thread that first uses a core another stack for signal handlers, and
-    unmaps that stack when the core is freed. If the garbage collector frees it on another thread,
-    the stack stays in use, and the next signal that Python handles on the first thread ends the
-    process.
+    unmaps that stack when the core is freed. If the garbage collector frees the core on another
+    thread, the first thread goes on using the stack, and the next signal that Python handles there
+    ends the process.
     """
     package = openvino_package()
     # These calls fill tables of the bindings, under a lock of C++ and with Python code in between.
