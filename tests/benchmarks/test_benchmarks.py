@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -283,3 +284,21 @@ def test_the_kit_has_what_tells_of_vitserve(tmp_path, monkeypatch):
     [about] = importlib.metadata.distributions(path=[str(tmp_path / "kit")])
     assert about.name == "vitserve"
     assert any(each.startswith("starlette") for each in about.requires or [])
+
+
+def test_calls_of_the_gpu_page_fit_ten_minutes() -> None:
+    page = (checkpoints.REPOSITORY / "benchmarks" / "GPU.md").read_text()
+    calls = re.findall(r"^\| \d+ \| `python -m benchmarks\.gpu (.+?)` \|", page, re.MULTILINE)
+    runs = [gpu.parse(call.split()) for call in calls]
+    assert 1 <= len(runs) <= 4
+    assert sorted(step for run in runs for step in run.only) == sorted(gpu.STEPS)
+    for run in runs:
+        seconds = gpu.seconds_of(run.only, run.limit)
+        assert sum(seconds.values()) + gpu.KILL_SECONDS <= 600
+        assert all(seconds[step] >= gpu.STEPS[step] for step in run.only)  # none is cut short
+
+
+def test_limit_bounds_each_step_of_a_gpu_run() -> None:
+    assert gpu.seconds_of(["engine"], 540) == {"engine": 540}
+    assert gpu.seconds_of(["engine"], 100) == {"engine": 100}
+    assert gpu.seconds_of([], 540) == {}
