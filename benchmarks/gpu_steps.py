@@ -54,6 +54,8 @@ _TOP_K = 5
 _UNDER_WAY = 4
 # Least distance of two scores that rounding to half the digits does not turn round.
 _MARGIN = 0.02
+# Processes that ask an engine process, with the same load together.
+_CALLERS: Final = (1, 2, 4, 8)
 # Seconds of one size in a row: shorter measurements come before the GPU throttles.
 _SUSTAINED = 20.0
 # Loads of `reload`: torch hands out 32 streams, and then the same ones again.
@@ -304,6 +306,9 @@ def engine(bench: Bench) -> None:
                     }
                 )
                 note(rounds, "engine", f"batches of {size}")
+            for callers in [1] if bench.arguments.smoke else _CALLERS:
+                found = {"images/s": process.rate(bench.arguments.seconds, callers), **process.used}
+                note(found, "engine", f"batches of {size}, {callers} callers")
         note(readings, "engine", f"batches of {size}: {_READINGS}")
         bench.mark(
             f"batches of {size}: images/s",
@@ -340,12 +345,15 @@ class EngineProcess:
         self._workers = workers
         self._pictures = pictures
 
-    def rate(self, seconds: float) -> float:
-        """Return images a second."""
+    def rate(self, seconds: float, workers: int | None = None) -> float:
+        """Return images a second that so many workers get together; by default, as constructed."""
         threads = _thread_seconds(self._server.pids())
         images, batches = self._launched()
         rate = engine_rate(
-            self._socket, workers=self._workers, pictures=self._pictures, seconds=seconds
+            self._socket,
+            workers=workers or self._workers,
+            pictures=self._pictures,
+            seconds=seconds,
         )
         after = _thread_seconds(self._server.pids())
         images_after, batches_after = self._launched()
