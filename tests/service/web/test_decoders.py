@@ -41,13 +41,23 @@ pytestmark = pytest.mark.timeout(60)
 CONFIG = config()
 
 
+earlier: set[int] = set()
+"""Decoder processes of earlier tests, which may still end."""
+
+
+@pytest.fixture(autouse=True)
+def only_processes_of_this_test() -> None:
+    earlier.clear()
+    earlier.update(children())
+
+
 def children() -> list[int]:
-    """Return the decoder processes of all threads, without those that end meanwhile."""
+    """Return the test's decoder processes of all threads, without those that end meanwhile."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):
             found += [int(pid) for pid in (task / "children").read_text().split()]
-    return [pid for pid in found if b"decoder_process" in command_line(pid)]
+    return [pid for pid in found if pid not in earlier and b"decoder_process" in command_line(pid)]
 
 
 def is_slow() -> bool:
