@@ -358,6 +358,8 @@ def test_heads_share_no_name_with_models(serve: Serve, tmp_path: Path) -> None:
     until(lambda: "colours" in {each["name"] for each in server.get("/models").json()})
     taken = server.client.put("/models/colours", json={"checkpoint": "taught"}, headers=ADMIN)
     assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
+    without_key = server.client.delete("/models/colours")
+    assert "DELETE /heads/colours removes it" in without_key.json()["detail"]
     kept = server.client.delete("/models/colours", headers=ADMIN)
     assert (kept.status_code, kept.json()["code"]) == (403, "forbidden")
 

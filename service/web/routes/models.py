@@ -54,6 +54,17 @@ async def models(request: Request) -> Response:
     return Response(b"[%b]" % listed, media_type="application/json")
 
 
+@router.get("/models/{name:path}", answer=ListedModel, responses=problems(404))
+async def listed_model(request: Request) -> Response:
+    """Return one model as GET /models lists it; GET /model has its full description."""
+    models = service_of(request).models
+    name = request.path_params["name"]
+    for listed in models.describe():
+        if listed.name == name:
+            return Response(to_json(listed), media_type="application/json")
+    raise models.unknown(name)
+
+
 @router.put(
     "/models/{name:path}",
     answer=ListedModel,
@@ -86,8 +97,11 @@ async def put_model(request: Request) -> Response:
 async def delete_model(request: Request) -> Response:
     """Remove a model, which still answers its admitted requests. The default model stays."""
     service = service_of(request)
+    name = request.path_params["name"]
+    if name in service.models.heads:  # no key deletes a head here
+        service.models.require_changeable(name)
     require_admin(request, service.settings)
-    await service.models.delete(request.path_params["name"])
+    await service.models.delete(name)
     return Response(status_code=204)
 
 
