@@ -49,9 +49,9 @@ def launch_size(count: int, sizes: tuple[int, ...] | None) -> int:
 def captured_sizes(largest: int) -> tuple[int, ...]:
     """Return the batch sizes that become CUDA graphs.
 
-    They are powers of two up to 16, 24, 32, then four per octave, and the largest. Beyond 32
-    images, padding is at most a quarter; with fewer images, the device's time depends less on their
-    number. A single image is launched as two, because compiled code needs at least two.
+    They are 2, 4, 8, 16, 24, 32, then four per octave, and the largest. Beyond 32 images, padding
+    is at most a quarter; with fewer images, the device's time depends less on their number. A
+    single image is launched as two, because compiled code needs at least two.
     """
     sizes = [2, 4, 8, 16]
     while sizes[-1] < largest:

@@ -100,8 +100,8 @@ class MixedBatch:
     def _launches(self, request: BatchRequest) -> list[list[int]]:
         """Return the images of each launch.
 
-        Torch computes images with aims, a few at a time. If no graph computes all others together,
-        those with a graph are launched with it.
+        Torch computes images with aims, a few at a time. The others are one launch if one graph
+        computes them all, else one launch for each graph that they need.
         """
         is_covered = self.backend.covers(request)
         launches: dict[object, list[int]] = {}

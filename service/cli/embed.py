@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=POOLINGS,
         default=POOLINGS[0],
         help="head: the features of the classifier; cls: the CLS token; mean: the mean of the "
-        f"patches (default: {POOLINGS[0]})",
+        f"patches; transfer: the features of taught heads (default: {POOLINGS[0]})",
     )
     parser.add_argument(
         "--normalize", action="store_true", help="divide each embedding by its L2 norm"
