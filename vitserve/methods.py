@@ -206,7 +206,7 @@ class Methods:
         self, image: ImageSource | Classification, **options: Unpack[DrawingOptions]
     ) -> Request[bytes]:
         """Return a map drawn as PNG."""
-        return requests.map_of(image, requests.png, **options)
+        return requests.map_of(image, requests.png, **options, format="png")
 
     @Method
     def model(self, name: str | None = None) -> Request[ModelDescription]:

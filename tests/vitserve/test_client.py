@@ -262,6 +262,7 @@ def test_every_option_of_a_map_is_sent(call: Call) -> None:
             "smooth": "false",
             "caption": "true",
             "alpha": "0.5",
+            "format": "png",
         }
         assert dict(server.request.url.params) == {"class": sent} | expected
 
@@ -271,7 +272,7 @@ def test_an_answer_names_its_kept_picture(call: Call) -> None:
     call(server, "heat_map", Classification.model_validate({"id": "kept", **CAT}), size=100)
     assert (server.request.method, str(server.request.url)) == (
         "GET",
-        f"{URL}/attention?id=kept&model=tiny&size=100",
+        f"{URL}/attention?id=kept&model=tiny&size=100&format=png",
     )
     with pytest.raises(ValueError, match="did not keep the picture"):
         call(server, "attention", Classification.model_validate(CAT))
@@ -700,6 +701,12 @@ def test_example_that_was_not_kept_is_refused(call: Call) -> None:
     answer = Classification.model_validate(CAT | {"id": None})
     with pytest.raises(ValueError, match="the service did not keep the picture"):
         call(Recorder(201, json={}), "teach", "pets", "cat", answer)
+
+
+@pytest.mark.parametrize("method", ["attention", "attention_array", "heat_map"])
+def test_method_chooses_the_format(call: Call, method: str) -> None:
+    with pytest.raises(TypeError, match="'format'"):
+        call(Recorder(200, content=PNG), method, b"x", format="json")
 
 
 @pytest.mark.parametrize("name", [None, 3, "a/b", ".."])

@@ -135,7 +135,7 @@ def test_regions_refer_to_the_originals(
             "/classify/batch": {"results": [classification] * 2},
             "/attention": [found],
         }
-        if path == "/attention" and "format" not in request.url.params:
+        if request.url.params.get("format") == "png":
             return httpx.Response(200, content=PNG)
         return httpx.Response(200, json=answers.get(path, classification))
 
