@@ -188,6 +188,8 @@ class Streams:
                     watched.wake.wait_for(
                         lambda: self._stopping or not len(self._images.queue), MAX_EXPLANATION_WAIT
                     )
+                    if self._stopping:
+                        break
                 poll = watched.queue.poll(max_batch)
                 if watched is self._images and len(self._maps.queue) and not len(watched.queue):
                     self._maps.wake.notify()

@@ -5,13 +5,14 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from model.errors import CheckpointChanged, NewProcessNeeded
-from model.outputs import Outputs, RequestedOutputs
+from model.outputs import MapRequest, Outputs, RequestedOutputs
 from service.engine.batching import QueuedItem
 from service.engine.messages import InferenceRequest, InferenceResult
 from service.engine.streams import Streams, launch
@@ -65,6 +66,39 @@ async def test_a_defect_in_a_stream_ends_them_all() -> None:
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         await rig.until_state("failed")
     assert all(isinstance(outcome, EngineUnavailable) for outcome in outcomes)
+
+
+class NotedCondition(threading.Condition):
+    """A condition that says when a thread is about to wait for its predicate, under the lock."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__(lock)
+        self.entered = threading.Event()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        self.entered.set()
+        return super().wait_for(predicate, timeout)
+
+
+def test_a_stop_ends_waiting_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.streams.MAX_EXPLANATION_WAIT", PATIENCE)
+    predictor = FakePredictor()
+    streams = Streams(queue_size=10, max_delay=0, deliver=lambda *_: None, clock=lambda: 0.0)
+    wake = NotedCondition(streams._lock)
+    streams._maps = streams._maps._replace(wake=wake)
+    predictor.gate.clear()
+    engine = threading.Thread(target=streams.run, args=(predictor,), daemon=True)
+    engine.start()
+    streams.put(request_for(0), PATIENCE)
+    assert predictor.entered.acquire(timeout=PATIENCE)
+    streams.put(request_for(1), PATIENCE)
+    waiting_map = streams.put(request_for(2, map=MapRequest("gae", 3)), PATIENCE)
+    assert wake.entered.wait(PATIENCE)
+    streams.cancel(waiting_map)  # its client has gone
+    streams.stop()
+    predictor.gate.set()
+    engine.join(PATIENCE / 3)
+    assert not engine.is_alive()
 
 
 @on_a_loop
