@@ -77,7 +77,7 @@ class ModelInfo:
     Attributes:
         loaded_at: date of the load, in seconds since 1970.
         backbone: name of the backbone; equal for models that share it.
-        head: name among the heads of the backbone; see `RequestedOutputs.head`.
+        head: name among the heads of the backbone; see `RequestedOutputs.head_name`.
         is_served_head: whether it is a served head, which abstains from pictures far from its
             examples.
         has_thresholds: whether its classes have thresholds; see `Outputs.thresholds`.

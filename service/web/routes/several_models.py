@@ -164,11 +164,16 @@ async def infer_by_group(
             return Pass(failed)
         first, _ = group[0]
         with_first = admitted.with_model(replace(first, head=None))
-        decoded, result = await infer_file(with_first, picture, _combined(group))
+        requests = [for_engine(requested, model.head) for model, requested in group]
+        decoded, result = await infer_file(with_first, picture, _combined(requests))
         heads = [model.head for model, _ in group if model.head is not None]
         cost = sum(_COST_OF_HEAD + head.multiplications for head in heads)
+        by_request = dict(
+            zip(dict.fromkeys(requests), (result.outputs, *result.outputs.more), strict=True)
+        )
+        outputs_by_request = [by_request[request] for request in requests]
         outputs_by_model = await compute(
-            with_first, partial(_outputs_by_model, group, result.outputs), cost=cost
+            with_first, partial(_outputs_by_model, group, outputs_by_request), cost=cost
         )
     except (ImageError, MissingImage, UploadTooLarge):
         raise
@@ -185,16 +190,19 @@ async def infer_by_group(
     return Pass(failed, classified, (decoded, result), kept_id is not None)
 
 
-def _combined(group: Group) -> RequestedOutputs:
-    """Return the outputs that a group of models requests of one pass."""
-    first, *others = [for_engine(requested, model.head) for model, requested in group]
+def _combined(requests: Sequence[RequestedOutputs]) -> RequestedOutputs:
+    """Return the outputs that a group of models requests of one pass, equal ones once.
+
+    Heads that read the same features have equal requests.
+    """
+    first, *others = dict.fromkeys(requests)
     return replace(first, more=tuple(others))
 
 
-def _outputs_by_model(group: Group, outputs: Outputs) -> list[Outputs | Exception]:
+def _outputs_by_model(group: Group, outputs: Sequence[Outputs]) -> list[Outputs | Exception]:
     """Return the outputs of each model of a pass; a head that fails costs only its own answer."""
     answers: list[Outputs | Exception] = []
-    for (model, requested), outputs_of_model in zip(group, (outputs, *outputs.more), strict=True):
+    for (model, requested), outputs_of_model in zip(group, outputs, strict=True):
         if model.head is None:
             answers.append(outputs_of_model)
             continue

@@ -1,6 +1,7 @@
 """Taught heads over HTTP: scoring, and failures of a single head."""
 
 import threading
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -82,3 +83,11 @@ async def test_many_heads_are_one_job_of_the_lane() -> None:
     assert len(answer.json["models"]) == 21
     assert len(set(NotingKnown.threads)) == 1
     assert threading.get_ident() not in NotingKnown.threads
+
+
+@on_a_loop
+async def test_equal_features_are_sent_once() -> None:
+    service = with_heads(one=head(), two=head(), other=replace(head(), features="cls"))
+    answer = await service.classify(query="model=*")
+    assert [len(answer.json["models"][name]["predictions"]) for name in ("one", "two")] == [2, 2]
+    assert len(service.engine.timeouts) == 3, "classes, features of two heads, other features"
