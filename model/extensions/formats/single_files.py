@@ -10,6 +10,7 @@ from model.checkpoint.foreign_files import foreign_advice
 from model.checkpoint.local_files import open_file, reading
 from model.checkpoint.tensor_files import DAMAGED, MALFORMED, SUFFIXES, read_tensor_file
 from model.errors import CheckpointError
+from model.images.listing import PICTURE_SUFFIXES
 
 _SETTINGS: Final = dict.fromkeys(
     (".json", ".yaml", ".yml", ".txt", ".csv", ".tsv"),
@@ -36,6 +37,8 @@ def content_of(files: SingleFile) -> Any:
     shard = SHARD.fullmatch(name)
     if shard is not None and int(shard[2]) != 1:
         advice = "one shard of several: give the folder that holds all of them"
+    elif suffix in PICTURE_SUFFIXES:
+        advice = "a picture, not weights: `vitserve classify` classifies it"
     elif not advice and suffix not in SUFFIXES:
         advice = (
             f"a name that ends in one of {', '.join(SUFFIXES)} is expected: rename the file to say "

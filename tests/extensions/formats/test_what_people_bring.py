@@ -326,6 +326,7 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         r"a graph made from a network, .* torch\.save\(model\.state_dict\(\), FILE\)",
     ),
     "TorchServe": (_text("net.mar"), "an archive: unpack it"),
+    "a picture": (_text("dog.JPG"), "a picture, not weights: `vitserve classify` classifies it"),
     "a zip": (_text("model.zip"), "an archive: unpack it, and give the folder"),
     "Keras": (_text("net.keras"), "weights of TensorFlow, Keras or Flax: .*from_tf=True"),
     "Flax": (_text("flax_model.msgpack"), "from_flax=True"),
