@@ -18,7 +18,7 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 multiprocessing.set_forkserver_preload(
     [
         "service.cli.serve",
-        "service.web.single_process",
+        "service.single_process",
         "model.runtime.predictor",
         "model.checkpoint",
     ]

@@ -102,7 +102,7 @@ def _serve(settings: Settings) -> int:
     """
     in_processes = [extension for extension in extensions() if extension.serve is not None]
     if settings.one_process and not (uses_gpu(settings) and in_processes):
-        from service.web.single_process import run_single_process  # noqa: PLC0415  slow to import
+        from service.single_process import run_single_process  # noqa: PLC0415  slow to import
 
         return run_single_process(settings, load_predictor)
     if not in_processes:

@@ -75,12 +75,8 @@ class Names:
             return self.default_name
         if is_new:
             return name
-        raise self.unknown(name)
-
-    def unknown(self, name: str) -> UnknownModel:
-        """Return the error of a name that no model or head has."""
         available = ", ".join(self.names())
-        return UnknownModel(f"unknown model {name!r:.200}; available: {available:.2000}")
+        raise UnknownModel(f"unknown model {name!r:.200}; available: {available:.2000}")
 
     def acquire(self, name: str | None) -> Lease:
         """Hold the current version of a described model until its release; see `Models.load`.

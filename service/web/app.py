@@ -34,7 +34,15 @@ from service.web.origins import OriginMiddleware, split_origins
 from service.web.path_rules import PathRules
 from service.web.prefix import Prefixes
 from service.web.refusal_pace import RefusalPace
-from service.web.routes import attention, classify, classify_batch, embed, operations, pages
+from service.web.routes import (
+    attention,
+    classify,
+    classify_batch,
+    embed,
+    health,
+    model,
+    pages,
+)
 from service.web.routes import models as models_routes
 from service.web.routes.endpoint import Application
 from service.web.service import Service
@@ -48,8 +56,9 @@ _ROUTERS = (
     classify_batch.router,
     embed.router,
     attention.router,
-    operations.router,
+    model.router,
     models_routes.router,
+    health.router,
 )
 BESIDE_SECONDS: Final = 60
 """Longest start of an extension's `beside`."""

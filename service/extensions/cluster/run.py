@@ -26,7 +26,7 @@ from service.models.override import Override
 from service.observe import logs
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.web.single_process import log_address
+from service.single_process import log_address
 
 logger = logging.getLogger("vitserve")
 

@@ -54,17 +54,6 @@ async def models(request: Request) -> Response:
     return Response(b"[%b]" % listed, media_type="application/json")
 
 
-@router.get("/models/{name:path}", answer=ListedModel, responses=problems(404))
-async def listed_model(request: Request) -> Response:
-    """Return one model as GET /models lists it; GET /model has its full description."""
-    models = service_of(request).models
-    name = request.path_params["name"]
-    for listed in models.describe():
-        if listed.name == name:
-            return Response(to_json(listed), media_type="application/json")
-    raise models.unknown(name)
-
-
 @router.put(
     "/models/{name:path}",
     answer=ListedModel,

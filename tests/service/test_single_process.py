@@ -13,7 +13,7 @@ from service.engine import backbones
 from service.engine.engine import LocalEngine
 from service.engine.messages import ModelInfo
 from service.settings import load_settings
-from service.web.single_process import SingleProcess, log_address, run_single_process
+from service.single_process import SingleProcess, log_address, run_single_process
 from tests.launcher import free_port, listens, until
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, png
 

@@ -1,15 +1,14 @@
-"""Routes for operators and their tools: /model, /labels, /healthz, /readyz, /metrics."""
+"""Routes that describe a model: /model, /labels."""
 
 import asyncio
 import logging
 from importlib.metadata import version
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
 
 from model.config import LibraryConfig, ViTConfig
 from model.outputs import MapRequest, RequestedOutputs
@@ -17,10 +16,9 @@ from model.parameters import methods_of
 from service.background import Tasks
 from service.engine.interface import Engine
 from service.engine.messages import InferenceRequest, attributes
-from service.errors import InvalidParameter, ServiceError
+from service.errors import ServiceError
 from service.models.version import Version
-from service.observe.metrics import CONTENT_TYPE
-from service.web.admit import model_of, service_of
+from service.web.admit import model_of
 from service.web.query import ModelQuery
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import problems
@@ -30,8 +28,6 @@ logger = logging.getLogger("vitserve")
 
 _PREPARE_SECONDS: Final = 60.0
 """Deadline for the map that prepares the others to begin."""
-
-_TEXT: Final = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 _preparing = Tasks()
 _prepared: WeakKeyDictionary[Version[Engine], asyncio.Task[None] | None] = WeakKeyDictionary()
@@ -45,13 +41,7 @@ class DescribedQuery(ModelQuery, frozen=True):
     ] = False
 
 
-class Status(BaseModel):
-    """The answer of GET /healthz and GET /readyz."""
-
-    status: Literal["ok", "ready"]
-
-
-router = Router("operations")
+router = Router("models")
 
 
 @router.get("/model", answer=ModelDescription, responses=problems(404, 422, 503))
@@ -108,27 +98,3 @@ async def labels(request: Request, query: ModelQuery) -> Labels:
     """Return the classes in index order."""
     info = (await model_of(request, query.model)).info
     return Labels(model=info.name, labels=list(info.labels))
-
-
-@router.get("/healthz", answer=Status, is_loose=True)
-async def healthz(request: Request) -> Status:
-    """Answer 200 while the process lives."""
-    return Status(status="ok")
-
-
-@router.get("/readyz", answer=Status, responses=problems(422, 503), is_loose=True)
-async def readyz(request: Request) -> Status:
-    """Answer 200 while the model is loaded and warm, and the service is not stopping."""
-    if "model" in request.query_params:
-        raise InvalidParameter(
-            "model: /readyz is about the service; GET /models has the state of each model"
-        )
-    service_of(request).check_ready()
-    return Status(status="ready")
-
-
-@router.get("/metrics", responses=_TEXT, is_loose=True)
-async def metrics(request: Request) -> Response:
-    """Return the metrics in Prometheus' text format."""
-    content = await service_of(request).metrics.scrapes.text()
-    return Response(content, headers={"Content-Type": CONTENT_TYPE})
