@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import Metric, generate_latest
+from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 
-class _Replicas(Collector):
-    """The samples of all replicas, merged by family: an answer may declare a name only once."""
+class MergedMetrics(Collector):
+    """The samples of all replicas, merged by family: an answer may declare a name only once.
+
+    Args:
+        replicas: results of `Metrics.collect`, by the name of the replica.
+    """
 
     def __init__(self, replicas: Mapping[str, Iterable[Metric]]) -> None:
         self._replicas = replicas
@@ -25,12 +29,3 @@ class _Replicas(Collector):
                     for sample in family.samples
                 ]
         yield from families.values()
-
-
-def render_replicas(replicas: Mapping[str, Iterable[Metric]]) -> bytes:
-    """Return the metrics of several replicas in Prometheus' text format.
-
-    Args:
-        replicas: results of `Metrics.collect`, by the name of the replica.
-    """
-    return generate_latest(_Replicas(replicas))

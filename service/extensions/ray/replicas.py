@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from prometheus_client import Metric
+from prometheus_client import Metric, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,7 +23,7 @@ from service.engine.engine import BATCH_SECONDS
 from service.engine.loading import load_predictor
 from service.errors import EngineUnavailable, Forbidden, SettingsError
 from service.extension import check
-from service.extensions.ray.merged_metrics import render_replicas
+from service.extensions.ray.merged_metrics import MergedMetrics
 from service.models.configured import configured_models
 from service.models.local_models import LocalModels
 from service.models.version import Version
@@ -228,4 +228,4 @@ class _ReplicaMetrics(Metrics):
             logger.warning("no metrics from the other replicas: %s", error)
         own = dict([self.own()])
         others = dict(answer for answer in answers if not isinstance(answer, BaseException))
-        return await asyncio.to_thread(render_replicas, others | own)
+        return await asyncio.to_thread(generate_latest, MergedMetrics(others | own))

@@ -86,8 +86,8 @@ return {redis.call('ZCARD', order), bytes, tonumber(redis.call('GET', evictions)
 class RedisImageStore:
     """Stores at most `max_bytes` of pictures in Redis, each for `ttl` seconds.
 
-    The oldest picture is evicted first. When Redis fails, all waiting requests go on at once, and
-    later ones skip it during a pause. After the pause one request at a time asks it; each further
+    The oldest picture is evicted first. A request waits for Redis at most `TIMEOUT_SECONDS`. After a
+    failure, requests skip Redis during a pause; then one request at a time asks it. Each further
     failure doubles the pause.
 
     Args:
@@ -123,7 +123,6 @@ class RedisImageStore:
         self._paused_until = -math.inf
         self._pause_seconds = 0.0
         self._is_probing = False
-        self._waiting = set[asyncio.Timeout]()
         self._put = self._redis.register_script(_PUT)
         self._usage = StoreUsage()
 
@@ -179,33 +178,25 @@ class RedisImageStore:
             self._failed()
             return None
         self._is_probing = self._pause_seconds > 0
-        limit = asyncio.timeout(TIMEOUT_SECONDS)
-        self._waiting.add(limit)
         try:
-            async with limit:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 answer = await question()
         except Exception as error:  # noqa: BLE001  a server that is not Redis fails in any way
-            self._waiting.discard(limit)
             self._failed()
             self._pause(error)
             return None
         finally:
-            self._waiting.discard(limit)
             self._is_probing = False
         self._pause_seconds = 0.0
         return answer
 
     def _pause(self, error: Exception) -> None:
-        """Stop asking Redis for a while, and end the waits of other requests; log only once."""
+        """Stop asking Redis for a while; log only the first of several failures."""
         if self._clock() < self._paused_until:
             return
         pause_seconds = max(2 * self._pause_seconds, _FIRST_PAUSE_SECONDS)
         self._pause_seconds = min(pause_seconds, _MAX_PAUSE_SECONDS)
         self._paused_until = self._clock() + self._pause_seconds
-        now = asyncio.get_running_loop().time()
-        for limit in self._waiting:
-            if not limit.expired():
-                limit.reschedule(now)
         logger.warning("kept pictures: Redis does not answer: %s", _printable(error))
 
 

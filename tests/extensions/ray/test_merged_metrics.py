@@ -2,9 +2,10 @@
 
 import pickle
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.extensions.ray.merged_metrics import render_replicas
+from service.extensions.ray.merged_metrics import MergedMetrics
 from service.observe.metrics import Metrics
 
 
@@ -18,7 +19,8 @@ def replica(endpoint: str, seconds: float) -> Metrics:
 def merge(**replicas: Metrics) -> str:
     """Render metrics that arrived from other processes."""
     sent = {name: pickle.dumps(list(metrics.collect())) for name, metrics in replicas.items()}
-    return render_replicas({name: pickle.loads(data) for name, data in sent.items()}).decode()
+    received = {name: pickle.loads(data) for name, data in sent.items()}
+    return generate_latest(MergedMetrics(received)).decode()
 
 
 def test_samples_of_replicas_keep_values():

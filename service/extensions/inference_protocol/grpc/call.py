@@ -8,7 +8,7 @@ import grpc
 
 from service.addresses import network_of
 from service.errors import MalformedRequest, RequestTimeout
-from service.extensions.inference_protocol.grpc.messages import ModelRequest, check_cost, parse
+from service.extensions.inference_protocol.grpc.messages import ModelRequest, parse
 from service.web.lanes import Deadline, Lane
 from service.web.middleware import request_id_from
 from service.web.service import Service
@@ -90,7 +90,5 @@ class Call:
         return {"type": "http.request", "body": await self.message(), "more_body": False}
 
     async def model_request(self) -> Any:
-        """Return a message about the server or a model; raises `UploadTooLarge`, see `message`."""
-        data = await self.message()
-        check_cost(memoryview(data), {})
-        return parse(ModelRequest, data)
+        """Return a message about the server or a model; raises as `message` and `parse`."""
+        return parse(ModelRequest, await self.message())

@@ -43,8 +43,17 @@ _MAX_COST: Final = 1_000_000
 _FIELD_COST: Final = 1000
 
 
-def parse(kind: type[Message], data: bytes | bytearray) -> Any:
-    """Return a message; raises `MalformedRequest`."""
+def parse(kind: type[Message], data: bytes | bytearray, tensors: _Fields | None = None) -> Any:
+    """Return a message.
+
+    Args:
+        tensors: see `check_cost`; by default the message has no tensors.
+
+    Raises:
+        MalformedRequest: the bytes are not such a message.
+        UploadTooLarge: the message has too many fields or numbers.
+    """
+    check_cost(memoryview(data), tensors or {})
     message = kind()
     try:
         message.ParseFromString(bytes(data))
@@ -60,8 +69,7 @@ def decode_request(data: bytearray) -> tuple[Any, InferenceRequest]:
         MalformedRequest: the bytes are not a valid message.
         UploadTooLarge: the message has too many fields or numbers.
     """
-    check_cost(memoryview(data), _TENSORS)
-    message = parse(ModelInferRequest, data)
+    message = parse(ModelInferRequest, data, _TENSORS)
     data.clear()
     contents = list(message.raw_input_contents)
     if contents and len(contents) != len(message.inputs):

@@ -19,7 +19,6 @@ from service.extensions.inference_protocol.grpc import health, reflection
 from service.extensions.inference_protocol.grpc.call import Call
 from service.extensions.inference_protocol.grpc.descriptors import message_class
 from service.extensions.inference_protocol.grpc.messages import (
-    check_cost,
     decode_request,
     encode_answer,
     parse,
@@ -100,13 +99,19 @@ async def _model_infer(service: Service, call: Call) -> bytes:
             return await infer(admitted, inference, encode_answer)
 
 
+async def _checked_name(call: Call) -> str:
+    """Return the name of the service or model in a request for its health."""
+    name: str = _parsed(health.REQUEST, await call.message()).get("service", "")
+    return name
+
+
 async def _check(service: Service, call: Call) -> bytes:
-    name = _parsed(health.REQUEST, await call.message()).get("service", "")
-    return _encode({"status": health.status_of(service, name)}, health.RESPONSE)
+    status = health.status_of(service, await _checked_name(call))
+    return _encode({"status": status}, health.RESPONSE)
 
 
 async def _watch(service: Service, call: Call) -> None:
-    name = _parsed(health.REQUEST, await call.message()).get("service", "")
+    name = await _checked_name(call)
 
     async def send(status: str) -> None:
         await call.send(_encode({"status": status}, health.RESPONSE))
@@ -122,13 +127,7 @@ async def _reflect(service: Service, call: Call) -> None:
 
 
 def _parsed(message: str, data: bytes) -> dict[str, Any]:
-    """Return a message of a standard service as a dictionary.
-
-    Raises:
-        MalformedRequest: the bytes are not such a message.
-        UploadTooLarge: the message has too many fields.
-    """
-    check_cost(memoryview(data), {})
+    """Return a message of a standard service as a dictionary; raises as `parse`."""
     document: dict[str, Any] = json_format.MessageToDict(
         parse(message_class(message), data), preserving_proto_field_name=True
     )
