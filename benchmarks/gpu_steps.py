@@ -1,15 +1,10 @@
-"""The steps of `benchmarks.gpu`, each in a process of its own: `python -m benchmarks.gpu_steps ...
---step NAME`.
-"""
+"""The steps of `benchmarks.gpu`, which runs `python -m benchmarks.gpu_steps ... --step NAME`."""
 
 import argparse
-import asyncio
 import io
 import itertools
 import json
-import multiprocessing
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -19,22 +14,22 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
-import uvloop
 from numpy.typing import NDArray
 from PIL import Image
 
 from benchmarks import checkpoints, gpu, pictures
 from benchmarks.checkpoints import REPOSITORY, Shape
+from benchmarks.gpu_engine import TOP_K, EngineProcess
 from benchmarks.load import Loader, Protocol
+from benchmarks.processors import processor_ticks, shares
 from benchmarks.record import Record
 from benchmarks.servers import OURS, VITSERVE, Running, running
 from model.checkpoint import Checkpoint, load_checkpoint
@@ -43,32 +38,26 @@ from model.images.resample import is_compiled
 from model.outputs import MapRequest, RequestedOutputs
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
-from service.engine.messages import InferenceRequest
-from service.extensions.cluster.engine_client import EngineClient
-from service.extensions.cluster.remote_model import RemoteModels
 
 VITB16 = Shape("vitb16", 224, 16, 768, 12, 12, 1000, 248)
 SMOKE = Shape("smoke", 32, 16, 32, 2, 2, 10)
-_TOP_K = 5
-# Batches that are launched before the device is waited for.
+# Batches that are launched before a wait for the device.
 _UNDER_WAY = 4
-# Least distance of two scores that rounding to half the digits does not turn round.
+# Scores of at least this distance keep their order in bfloat16.
 _MARGIN = 0.02
-# Processes that ask an engine process, with the same load together.
-_CALLERS: Final = (1, 2, 4, 8)
-# Seconds of one size in a row: shorter measurements come before the GPU throttles.
+# Numbers of clients of an engine process, with the same load together.
+_CLIENTS: Final = (1, 2, 4, 8)
+# Seconds of the long measurement. In shorter ones, a GPU does not throttle yet.
 _SUSTAINED = 20.0
-# Loads of `reload`: torch hands out 32 streams, and then the same ones again.
+# Loads of `reload`. Torch has 32 streams, and then hands out the same ones again.
 _RELOADS: Final = 40
-# Seconds between the last worker's start and the measurement, in which all come to work.
-_HEAD_START = 0.5
 _READINGS = (
     "driver_version,power.limit,power.draw,clocks.max.sm,clocks.sm,temperature.gpu,memory.used"
 )
 
 
 class Bench:
-    """What a step needs: the record, the command line, the checkpoint and the pictures."""
+    """The record, the command line, the checkpoint and the pictures of a step."""
 
     def __init__(self, record: Record, arguments: argparse.Namespace) -> None:
         self.record = record
@@ -87,7 +76,7 @@ class Bench:
 
 
 class Ours:
-    """Our predictor as a service runs it, given batches by as many threads as it has streams."""
+    """vitserve's predictor, called by as many threads as it has streams, as in a service."""
 
     def __init__(self, bench: Bench, sizes: Sequence[int], folder: Path) -> None:
         arguments = bench.arguments
@@ -108,8 +97,8 @@ class Ours:
         bench.record.note(about, "engine_start", ", ".join(map(str, sizes)))
 
     def rate(self, asked: RequestedOutputs, size: int, seconds: float) -> float:
-        """Images a second from host memory to host memory."""
-        # Several batches in turn, so that none is answered from a cache.
+        """Return images per second, from host memory to host memory."""
+        # Different batches in turn, because the processor caches a repeated one.
         batches = itertools.cycle(
             [random_pictures(self.checkpoint, size, seed) for seed in range(3)]
         )
@@ -124,9 +113,7 @@ class Ours:
 
 
 class Reference:
-    """timm's ViT of the same weights under torch.compile, with normalisation, softmax and top-k in
-    one function.
-    """
+    """timm's ViT with the same weights; normalisation, softmax and top-k are compiled with it."""
 
     def __init__(self, bench: Bench, checkpoint: Checkpoint) -> None:
         import timm  # noqa: PLC0415  it may not run, as with a torchvision of another build
@@ -153,7 +140,7 @@ class Reference:
                 network(normalise(pixels))
                 .float()
                 .softmax(dim=-1)
-                .topk(min(_TOP_K, config.num_classes))
+                .topk(min(TOP_K, config.num_classes))
             )
 
         mode = None if arguments.smoke else arguments.reference_mode
@@ -161,7 +148,7 @@ class Reference:
         self.answer = answer if mode is None else torch.compile(answer, mode=mode, dynamic=False)
 
     def rate(self, size: int, seconds: float) -> float:
-        """Images a second of batches that lie on the device, whose answers stay there."""
+        """Return images per second; batches and answers stay on the device."""
         pixels = torch.from_numpy(random_pictures(self.checkpoint, size)).to(self.device)
 
         def work() -> None:
@@ -175,14 +162,14 @@ class Reference:
 
 
 def random_pictures(checkpoint: Checkpoint, count: int, seed: int = 0) -> NDArray[np.uint8]:
-    """uint8 [count, H, W, C]; noise, as matrix products run faster on zeros."""
+    """Return noise, uint8 [count, H, W, C], because matrix products run faster on zeros."""
     config = checkpoint.config
     shape = (count, *config.image_size, config.in_channels)
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 def rate_of(work: Callable[[], None], images: int, seconds: float) -> float:
-    """Images a second of calls that do so many images each."""
+    """Return images per second of calls that each compute a number of images."""
     for _ in range(3):  # compiles, and records CUDA graphs
         work()
     done = 0
@@ -195,8 +182,9 @@ def rate_of(work: Callable[[], None], images: int, seconds: float) -> float:
 
 @contextmanager
 def meter(bench: Bench) -> Iterator[list[str]]:
-    """Read the GPU twice a second; the list is filled when the block ends, and stays empty without
-    nvidia-smi.
+    """Read the GPU twice per second during the context, which fills the list at its end.
+
+    Without nvidia-smi, the list stays empty.
     """
     readings: list[str] = []
     if bench.arguments.device == "cpu" or shutil.which("nvidia-smi") is None:
@@ -220,7 +208,7 @@ def smoke(bench: Bench) -> None:
     name = "tiny model"
     folder = checkpoints.ensure(SMOKE)[0]
     note("compiled" if is_compiled() else "Pillow's", name, "resize")
-    note(Ours(bench, [4], folder).rate(RequestedOutputs(_TOP_K), 4, 0.2), name, "images/s")
+    note(Ours(bench, [4], folder).rate(RequestedOutputs(TOP_K), 4, 0.2), name, "images/s")
     with _server(bench, 2, VIT_CHECKPOINT=str(folder)) as server:
         note(server.start_seconds, name, "seconds to ready")
         note(
@@ -231,7 +219,7 @@ def smoke(bench: Bench) -> None:
 
 
 def maps(bench: Bench) -> None:
-    """Compare logits, classes and maps with float32 on the CPU, by the worst picture."""
+    """Compare classes and maps with float32 on the CPU, and record the worst picture."""
     note = bench.record.note
     section = "beside float32 on the CPU"
     ours = Ours(bench, [16], bench.folder)
@@ -265,16 +253,16 @@ def maps(bench: Bench) -> None:
 
 
 def engine(bench: Bench) -> None:
-    """Rounds of one measurement each, for each batch size; ratios are taken within a round."""
+    """Measure each batch size in rounds; a ratio compares figures of one round."""
     sizes = bench.arguments.batches
     note = bench.record.note
     ours = Ours(bench, sizes, bench.folder)
     asked = {
-        "ours": RequestedOutputs(_TOP_K),
+        "ours": RequestedOutputs(TOP_K),
         "with maps": RequestedOutputs(
-            _TOP_K, MapRequest.attention_row(ours.checkpoint.vit.depth - 1)
+            TOP_K, MapRequest.attention_row(ours.checkpoint.vit.depth - 1)
         ),
-        "with relevance": RequestedOutputs(_TOP_K, MapRequest("relevance")),
+        "with relevance": RequestedOutputs(TOP_K, MapRequest("relevance")),
     }
     wanted = {
         ("with maps", "ours"): 0.97,
@@ -306,9 +294,9 @@ def engine(bench: Bench) -> None:
                     }
                 )
                 note(rounds, "engine", f"batches of {size}")
-            for callers in [1] if bench.arguments.smoke else _CALLERS:
-                found = {"images/s": process.rate(bench.arguments.seconds, callers), **process.used}
-                note(found, "engine", f"batches of {size}, {callers} callers")
+            for clients in [1] if bench.arguments.smoke else _CLIENTS:
+                found = {"images/s": process.rate(bench.arguments.seconds, clients), **process.used}
+                note(found, "engine", f"batches of {size}, {clients} clients")
         note(readings, "engine", f"batches of {size}: {_READINGS}")
         bench.mark(
             f"batches of {size}: images/s",
@@ -330,87 +318,9 @@ def engine(bench: Bench) -> None:
     )
 
 
-class EngineProcess:
-    """A service's engine process, asked as by web workers, who decode nothing.
-
-    Attributes:
-        used: of the last measurement: the mean batch, and the processor's microseconds a picture of
-            each of the process's threads that took a microsecond, the busiest first.
-    """
-
-    def __init__(self, server: Running, socket: Path, workers: int, pictures: int) -> None:
-        self.used: dict[str, Any] = {}
-        self._server = server
-        self._socket = socket
-        self._workers = workers
-        self._pictures = pictures
-
-    def rate(self, seconds: float, workers: int | None = None) -> float:
-        """Return images a second that so many workers get together; by default, as constructed."""
-        threads = _thread_seconds(self._server.pids())
-        images, batches = self._launched()
-        rate = engine_rate(
-            self._socket,
-            workers=workers or self._workers,
-            pictures=self._pictures,
-            seconds=seconds,
-        )
-        after = _thread_seconds(self._server.pids())
-        images_after, batches_after = self._launched()
-        images = images_after - images
-        batches = batches_after - batches
-        spent: dict[int, list[float]] = {}
-        for (process, thread), taken in after.items():
-            spent.setdefault(process, []).append(taken - threads.get((process, thread), 0.0))
-        of_engine = sorted(max(spent.values(), key=sum), reverse=True)
-        costs = [round(1e6 * taken / max(images, 1), 1) for taken in of_engine]
-        self.used = {
-            "mean batch": round(images / max(batches, 1), 1),
-            "threads us": [cost for cost in costs if cost >= 1],
-        }
-        return rate
-
-    def _launched(self) -> tuple[float, float]:
-        """Return how many images and batches were launched so far."""
-        with urllib.request.urlopen(f"{self._server.url}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        names = ("vit_batch_size_sum", "vit_batch_size_count")
-        images, batches = (
-            sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.M))) for name in names
-        )
-        return images, batches
-
-
-def _thread_seconds(processes: Sequence[int]) -> dict[tuple[int, int], float]:
-    """Return the processor seconds of each thread, by process and thread."""
-    found: dict[tuple[int, int], float] = {}
-    for process in processes:
-        with suppress(OSError):  # it has ended
-            for task in Path(f"/proc/{process}/task").iterdir():
-                found[process, int(task.name)] = (
-                    int((task / "schedstat").read_text().split()[0]) / 1e9
-                )
-    return found
-
-
-def _processor_ticks() -> dict[str, int]:
-    """Return the machine's processor times since its start, in ticks: see proc_stat(5)."""
-    ticks = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
-    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
-    return dict(zip(names, ticks, strict=False))
-
-
-def _shares(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
-    """Return the share of each kind of time between two looks."""
-    ticks = {name: after[name] - before[name] for name in after}
-    return {name: round(count / max(sum(ticks.values()), 1), 3) for name, count in ticks.items()}
-
-
 @contextmanager
 def _engine_process(bench: Bench, size: int) -> Iterator[EngineProcess]:
-    """Start a service, and measure the rate of its engine's process: asked as by web workers, who
-    decode nothing.
-    """
+    """Start a service, and yield its engine process for measurements."""
     workers = bench.arguments.workers[0]
     pictures = _UNDER_WAY * size
     with (
@@ -421,68 +331,13 @@ def _engine_process(bench: Bench, size: int) -> Iterator[EngineProcess]:
         yield EngineProcess(server, socket, workers, pictures)
 
 
-def engine_rate(socket: Path, *, workers: int, pictures: int, seconds: float) -> float:
-    """Return images a second that the engine at a socket answers to so many processes, asked as by
-    web workers.
-
-    Args:
-        pictures: under way, of all workers together.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    share = -(-pictures // workers)
-    with ProcessPoolExecutor(
-        workers, spawn, initializer=_meet, initargs=(spawn.Barrier(workers),)
-    ) as pool:
-        asking = [pool.submit(_work, socket, share, seconds) for _ in range(workers)]
-        return sum(each.result() for each in asking) / seconds
-
-
-def _meet(barrier: Barrier) -> None:
-    barrier.wait()  # every process has imported this module
-
-
-def _work(socket: Path, pictures: int, seconds: float) -> int:
-    return uvloop.run(_ask(socket, pictures, seconds))
-
-
-async def _ask(socket: Path, pictures: int, seconds: float) -> int:
-    """Have so many pictures under way until the end; return how many were answered from the begin
-    on.
-    """
-    begin = time.monotonic() + _HEAD_START
-    models = RemoteModels([EngineClient(socket, "auto")])
-    connected = asyncio.Event()
-    models.start(lambda: connected.set() if models.default.current.engine.ready else None)
-    await connected.wait()
-    engine = models.default.current.engine
-    assert engine.info is not None, "it is ready"
-    noise = np.random.default_rng(0)
-    shape = engine.info.input_shape
-    asked = RequestedOutputs(min(_TOP_K, engine.info.config.num_classes))
-    requests = [InferenceRequest(noise.integers(0, 256, shape, np.uint8), asked) for _ in range(16)]
-    turn = itertools.cycle(requests)
-    answered = 0
-
-    async def one() -> None:
-        nonlocal answered
-        while time.monotonic() < begin + seconds:
-            await engine.infer(next(turn), timeout=60)
-            answered += begin <= time.monotonic() < begin + seconds
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(pictures):
-            group.create_task(one())
-    await models.close()
-    return answered
-
-
 def profile(bench: Bench) -> None:
-    """The kernels of one batch, as torch's own table has them."""
+    """Record torch's table of the kernels of one batch."""
     size = bench.arguments.batches[0]
     on_gpu = bench.arguments.device != "cpu"
     ours = Ours(bench, [size], bench.folder)
     images = random_pictures(ours.checkpoint, size)
-    asked = [RequestedOutputs(_TOP_K)] * size
+    asked = [RequestedOutputs(TOP_K)] * size
     ours.predictor.predict(images, asked)
     activity = (
         torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
@@ -495,7 +350,7 @@ def profile(bench: Bench) -> None:
 
 
 def http(bench: Bench) -> None:
-    """Each number of workers, then half of the best rate as an open loop."""
+    """Measure the peak rate with each number of workers, then the latency at half of that rate."""
     arguments = bench.arguments
     seconds = bench.arguments.seconds
     load = Loader(bench.files, OURS, processes=arguments.load_processes)
@@ -507,15 +362,15 @@ def http(bench: Bench) -> None:
             ]
             rate = statistics.median(
                 each.rate for each in peaks[1:]
-            )  # the first finds sizes of pools and caches
-            before = _processor_ticks()
+            )  # the first one fills pools and caches
+            before = processor_ticks()
             load.run(server.url, connections=arguments.connections, seconds=seconds)
-            shares = _shares(before, _processor_ticks())
+            processors = shares(before, processor_ticks())
             half = load.run(server.url, rate=rate / 2, seconds=seconds)
             alone = load.run(server.url, connections=1, seconds=seconds)
-            # Late itself, the generator would be measured, not the server.
+            # If the generator is late, its own delay is measured.
             kept_up = {"kept_up": half.rate > 0.95 * rate / 2}
-            found: dict[str, Any] = {"processors at the peak": shares}
+            found: dict[str, Any] = {"processors at the peak": processors}
             found |= {"rate": rate, "half": half.as_json() | kept_up, "alone": alone.as_json()}
             bench.record.note(found, "http", f"{workers} workers")
     best = max(bench.record.section("http").values(), key=lambda each: float(each["rate"]))
@@ -526,7 +381,7 @@ def http(bench: Bench) -> None:
 
 
 def start(bench: Bench) -> None:
-    """The same start twice, with a compile cache of its own that is empty the first time."""
+    """Start twice with a separate compile cache, which is empty at first."""
     with tempfile.TemporaryDirectory(prefix="vitserve-bench-") as cache:
         own = {
             "TORCHINDUCTOR_CACHE_DIR": cache,
@@ -574,7 +429,9 @@ def decode(bench: Bench) -> None:
         began = time.process_time()
         rate = rate_of(partial(decoded, batch), size, bench.arguments.seconds)
         spent = time.process_time() - began
-        pictures_done = rate * 1.25 * bench.arguments.seconds  # with those before the measurement
+        pictures_done = (
+            rate * 1.25 * bench.arguments.seconds
+        )  # including those before the measurement
         found = {"pictures/s": round(rate), "host us": round(1e6 * spent / pictures_done)}
         bench.record.note(found, "decode", f"batches of {size}")
     levels: list[list[float]] = []
@@ -600,7 +457,7 @@ def decode(bench: Bench) -> None:
 
 
 def pixels(bench: Bench) -> None:
-    """Raw pixels by the Open Inference Protocol: the whole way of a request but decoding."""
+    """Send raw pixels by the Open Inference Protocol: all steps of a request except decoding."""
     arguments = bench.arguments
     with _server(bench, arguments.workers[0]) as server:
         with urllib.request.urlopen(f"{server.url}/model", timeout=30) as answer:
@@ -619,17 +476,17 @@ def pixels(bench: Bench) -> None:
         )
         load = Loader(bench.files[:1], protocol, processes=arguments.load_processes)
         for _ in range(arguments.rounds):
-            before = _processor_ticks()
+            before = processor_ticks()
             found = load.run(
                 server.url, connections=arguments.connections, seconds=arguments.seconds
             ).as_json()
-            found["processors"] = _shares(before, _processor_ticks())
+            found["processors"] = shares(before, processor_ticks())
             rounds = [*bench.record.section("pixels").get("HTTP", []), found]
             bench.record.note(rounds, "pixels", "HTTP")
 
 
 def pair(bench: Bench) -> None:
-    """Two engine processes on one device, each asked by half of the workers at once."""
+    """Measure two engine processes on one device at the same time."""
     size = bench.arguments.batches[0]
     seconds = bench.arguments.seconds
     with (
@@ -684,7 +541,7 @@ def faults(bench: Bench) -> None:
 
 
 def tests(bench: Bench) -> None:
-    """Become the tests that need CUDA."""
+    """Run the tests that need CUDA."""
     _become(
         "pytest",
         "-q",

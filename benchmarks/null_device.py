@@ -30,6 +30,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import uvloop
 
+from benchmarks.processors import thread_seconds
 from benchmarks.record import Record, command_line, table
 from model.config import PreprocessConfig, ViTConfig
 from model.description import Description
@@ -50,20 +51,20 @@ from service.web.image_stores import MemoryImageStore
 
 _TOP_K: Final = 5
 _CLASSES: Final = 1000
-# As `Cuda` gives of each image.
+# Number of classes that `Cuda` returns for each image.
 _CAPTURED_TOP_K: Final = 32
 _STREAMS: Final = 2
 _UNDER_WAY: Final = 512
-# A batch of fewer images takes as long as one of these.
+# A batch of fewer images takes as long as one of this size.
 _SMALLEST: Final = 16
-# Seconds before a measurement, in which all clients come to work.
+# Seconds before a measurement, in which all clients start.
 _HEAD_START: Final = 1.5
 # Clients of each measurement of a round.
 _CLIENTS: Final = (1, 2)
 
 
 class Null(Backend):
-    """Computes nothing, at a rate of images a second, or 0 for no time at all."""
+    """Computes nothing, at a rate of images per second; a rate of 0 takes no time."""
 
     name = "null"
     usual = (BatchRequest(),)
@@ -154,7 +155,7 @@ def load_null(settings: Settings, size: int, rate: float) -> tuple[Predictor, Mo
 
 
 async def serve(path: Path, batches: Any, arguments: argparse.Namespace) -> None:
-    """Serve the null model at a socket, until this process is ended; count images and batches."""
+    """Serve the null model at a socket until the process is killed; count images and batches."""
     settings = load_settings({"queue_size": 2 * _UNDER_WAY, "max_batch": arguments.batch})
 
     def count(report: BatchReport) -> None:
@@ -170,8 +171,9 @@ async def serve(path: Path, batches: Any, arguments: argparse.Namespace) -> None
 
 
 async def ask(path: Path, load: Load, size: int, results: Any) -> None:
-    """Keep this client's share of the pictures under way; note pictures and processor seconds of
-    the measurement.
+    """Keep this client's share of the pictures in progress.
+
+    `results` gets the answered pictures and the processor seconds of the measurement.
     """
     models = RemoteModels([EngineClient(path, "auto")])
     ready = asyncio.Event()
@@ -209,14 +211,6 @@ def _run(core: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     uvloop.run(work())
 
 
-def _thread_seconds(process: int) -> dict[int, float]:
-    """Return the processor seconds of each thread of a process."""
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return {
-        int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks
-    }
-
-
 def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
     """Start an engine and its clients, and return the figures that the module names."""
     fork = multiprocessing.get_context("fork")
@@ -237,11 +231,11 @@ def measure(load: Load, arguments: argparse.Namespace) -> dict[str, float]:
                     _started(fork, core, partial(ask, path, load, arguments.size, each))
                 )
             time.sleep(_HEAD_START)
-            before = _thread_seconds(engine.pid or 0)
+            before = thread_seconds(engine.pid or 0)
             images = batches[0]
             launched = batches[1]
             time.sleep(load.seconds)
-            after = _thread_seconds(engine.pid or 0)
+            after = thread_seconds(engine.pid or 0)
             images = batches[0] - images
             launched = batches[1] - launched
             while not all(each[1] for each in results):
