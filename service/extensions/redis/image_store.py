@@ -86,8 +86,8 @@ return {redis.call('ZCARD', order), bytes, tonumber(redis.call('GET', evictions)
 class RedisImageStore:
     """Stores at most `max_bytes` of pictures in Redis, each for `ttl` seconds.
 
-    The oldest picture is evicted first. A request waits for Redis at most `TIMEOUT_SECONDS`. After a
-    failure, requests skip Redis during a pause; then one request at a time asks it. Each further
+    The oldest picture is evicted first. A request waits for Redis at most `TIMEOUT_SECONDS`. After
+    a failure, requests skip Redis during a pause; then one request at a time asks it. Each further
     failure doubles the pause.
 
     Args:
