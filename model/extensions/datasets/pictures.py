@@ -175,11 +175,7 @@ def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tu
         for channel in range(3)
     ]
     values = np.arange(256) / 255
-    means: list[float] = []
-    deviations: list[float] = []
-    for row in counts:
-        mean = float(np.average(values, weights=row))
-        variance = float(np.average((values - mean) ** 2, weights=row))
-        means.append(round(mean, 4))
-        deviations.append(round(variance**0.5, 4))
-    return tuple(means), tuple(deviations)
+    shares = np.array(counts) / np.sum(counts, axis=1, keepdims=True)
+    means = shares @ values
+    deviations = np.sqrt(shares @ values**2 - means**2)
+    return tuple(means.round(4).tolist()), tuple(deviations.round(4).tolist())

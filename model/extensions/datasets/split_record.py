@@ -50,7 +50,10 @@ class SplitRecord:
             sets: files by `train`, `validation` or `test`.
             start: record of the checkpoint that the run starts from.
         """
-        digests = {name: _named_digests(files) for name, files in sets.items()}
+        digests = {
+            name: dict(zip(map(files.name, range(len(files))), digests_of(files), strict=True))
+            for name, files in sets.items()
+        }
         if start is not None:
             digests[_BEFORE] = {**start.sets.get(_BEFORE, {}), **start.sets.get(TRAIN, {})}
         return cls(digests)
@@ -60,10 +63,6 @@ class SplitRecord:
         sets = dict(self.sets)
         sets[TRAIN] = {**sets[TRAIN], **sets.pop(VALIDATION)}
         return SplitRecord(sets)
-
-    def without(self, name: str) -> "SplitRecord":
-        """Return the record without one set."""
-        return SplitRecord({key: pictures for key, pictures in self.sets.items() if key != name})
 
     @classmethod
     def read(cls, checkpoint: str | None) -> Self | None:
@@ -174,17 +173,18 @@ class SplitRecord:
         if warning:
             logger.warning("%s", warning)
 
-    def log_leaks(self, start: str | None) -> None:
+    def log_leaks(self, start: str | None, measured: Sequence[str] = (VALIDATION, TEST)) -> None:
         """Warn if pictures that the run measures on are training pictures, of it or of its start.
 
         Args:
             start: name of the checkpoint that the run starts from.
+            measured: names of the sets that the run measures on.
         """
         sources = {
             TRAIN: "are training pictures, too: remove them from one of the sets",
             _BEFORE: f"were trained on by {start}",
         }
-        for name in (VALIDATION, TEST):
+        for name in measured:
             pictures = self.sets.get(name, {})
             for other, source in sources.items():
                 leaks = self._members(pictures.values(), (other,))
@@ -227,8 +227,3 @@ def copy_record(checkpoint: str, out: Path) -> None:
     path = Path(checkpoint).expanduser() / SPLIT_FILE
     if checkpoint != "bundled" and path.is_file():
         shutil.copyfile(path, out / SPLIT_FILE)
-
-
-def _named_digests(files: PictureFiles) -> dict[str, str]:
-    names = [files.name(number) for number in range(len(files))]
-    return dict(zip(names, digests_of(files), strict=True))

@@ -49,15 +49,15 @@ class KnownExamples:
     Attributes:
         examples: float32 [M, D] of float16 values, divided by their norms; a sample if there are
             more than `MAX_KNOWN_EXAMPLES`.
+        labels: int32 [M], the label of each example by number, in runs.
         limit: the distance above which a picture is far.
         weights: weights of the parts of the features, which are equally long.
-        labels: int32 [M], the label of each example by number, in runs; None: one label.
     """
 
     examples: Floats
+    labels: NDArray[np.int32]
     limit: float
     weights: tuple[float, ...] = (1.0,)
-    labels: NDArray[np.int32] | None = None
 
     @classmethod
     def of(
@@ -86,9 +86,9 @@ class KnownExamples:
             distances = distances[has_others]
         return cls(
             examples.astype(np.float16).astype(np.float32),
+            kept_labels,
             float(np.quantile(distances, NEAR_SHARE)),
             weights,
-            kept_labels,
         )
 
     def are_far(self, features: Floats) -> NDArray[np.bool_]:
@@ -97,12 +97,8 @@ class KnownExamples:
 
     def distances(self, features: Floats) -> Floats:
         """Return the distances of features [B, D] from the nearest examples, float32 [B]."""
-        labels = self.labels
-        if labels is None:
-            labels = np.zeros(len(self.examples), np.int32)
-        return _nearest_distances(
-            _with_unit_parts(features, self.weights) @ self.examples.T, labels
-        )
+        cosines = _with_unit_parts(features, self.weights) @ self.examples.T
+        return _nearest_distances(cosines, self.labels)
 
 
 def _with_unit_parts(features: Floats, weights: tuple[float, ...]) -> Floats:

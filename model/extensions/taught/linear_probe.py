@@ -42,7 +42,6 @@ class Choice(NamedTuple):
     Attributes:
         shrinkage: the shrinkage with the lowest loss.
         temperature: temperature of the held-out scores at this shrinkage; see `fit_scores`.
-        loss: mean negative log-likelihood of held-out pictures at this temperature, in nats.
         rows: int64 [M], indices of the held-out features, ascending.
         logits: float32 [M, C], logits of the held-out features at this shrinkage.
         scores: float64 [M, C], scores of these logits at this temperature.
@@ -50,7 +49,6 @@ class Choice(NamedTuple):
 
     shrinkage: float
     temperature: float
-    loss: float
     rows: NDArray[np.int64]
     logits: Floats
     scores: NDArray[np.float64]
@@ -158,7 +156,6 @@ def choose_shrinkage(
     return Choice(
         SHRINKAGES[best],
         fits[best].temperature,
-        float(held_out_losses[best].mean()),
         rows,
         logits[best],
         scores,

@@ -27,12 +27,7 @@ from model.label_texts import checked_texts
 from model.outputs import Pooling, embedding_width, transfer_pool
 
 _VERSION: Final = "1"
-_DTYPES: Final = {
-    "weight": np.dtype(np.float32),
-    "bias": np.dtype(np.float32),
-    "known": np.dtype(np.float16),
-    "known_labels": np.dtype(np.int32),
-}
+_ARRAYS: Final = "bias float32, known float16, known_labels int32, weight float32"
 # Longest known example; in float16, the length 1 is rounded.
 _MOST_LENGTH: Final = 1.01
 # Most bytes of a file: 1,000 labels and 2,000 examples of 8,192 features take half of it.
@@ -144,9 +139,12 @@ class TaughtHead(NamedTuple):
             "weights": json.dumps(head.known.weights),
         }
         known = head.known.examples.astype(np.float16)
-        arrays = {"weight": head.weight, "bias": np.asarray(head.bias), "known": known}
-        if head.known.labels is not None:
-            arrays["known_labels"] = head.known.labels
+        arrays = {
+            "weight": head.weight,
+            "bias": np.asarray(head.bias),
+            "known": known,
+            "known_labels": head.known.labels,
+        }
         return save(arrays, metadata)
 
     @classmethod
@@ -160,6 +158,7 @@ class TaughtHead(NamedTuple):
         damaged = f"{source}: not a taught head, or damaged"
         try:
             arrays = load(content)
+            arrays.setdefault("known_labels", np.zeros(len(arrays.get("known", ())), np.int32))
             header_end = 8 + int.from_bytes(content[:8], "little")
             metadata = _Metadata.model_validate(json.loads(content[8:header_end])["__metadata__"])
             labels = checked_texts(metadata.labels, "labels", _MOST_LABELS, allows_hidden=True)
@@ -179,9 +178,9 @@ class TaughtHead(NamedTuple):
             features=metadata.features,
             known=KnownExamples(
                 arrays["known"].astype(np.float32),
+                arrays["known_labels"],
                 metadata.limit,
                 tuple(metadata.weights),
-                arrays.get("known_labels"),
             ),
         )
         return cls(head, metadata.backbone, metadata.model, metadata.statistics)
@@ -214,21 +213,17 @@ def _check_arrays(labels: Sequence[str], parts: int, arrays: Mapping[str, Array]
     """
     if len(set(labels)) < len(labels):
         raise InputError("labels", "a label comes twice")
-    for name in {*_DTYPES, *arrays} - {"known_labels"}:
-        if name not in arrays or name not in _DTYPES:
-            raise InputError(
-                name, f"its arrays are {', '.join(sorted(arrays))}, not {', '.join(_DTYPES)}"
-            )
+    kinds = ", ".join(sorted(f"{name} {array.dtype}" for name, array in arrays.items()))
+    if kinds != _ARRAYS:
+        raise InputError("arrays", f"its arrays are {kinds}, not {_ARRAYS}")
     for name, array in arrays.items():
-        if array.dtype != _DTYPES[name]:
-            raise InputError(name, f"{name} is {array.dtype}, not {_DTYPES[name]}")
         if not np.isfinite(array).all():
             raise InputError(name, f"{name}: numbers are not finite")
     _check_shapes(len(labels), parts, arrays)
     known = arrays["known"].astype(np.float32)
     if np.linalg.norm(known, axis=1).max() > _MOST_LENGTH:
         raise InputError("known", "known examples are longer than 1")
-    numbers = arrays.get("known_labels", np.zeros(len(known), np.int32))
+    numbers = arrays["known_labels"]
     if numbers[0] < 0 or numbers[-1] >= len(labels) or (np.diff(numbers) < 0).any():
         raise InputError("known_labels", "known_labels are not ascending numbers of labels")
 
@@ -241,7 +236,7 @@ def _check_shapes(labels: int, parts: int, arrays: Mapping[str, Array]) -> None:
     examples, width = known.shape
     shapes = {"weight": (labels, width), "bias": (labels,), "known_labels": (examples,)}
     for name, shape in shapes.items():
-        if name in arrays and arrays[name].shape != shape:
+        if arrays[name].shape != shape:
             raise InputError(name, f"{name} has shape {arrays[name].shape}, not {shape}")
     if width % parts:
         raise InputError("weights", f"{parts} weights of parts for {width} features")

@@ -23,7 +23,7 @@ from model.checkpoint import Checkpoint, native
 from model.config import LibraryConfig, NetworkConfig, ViTConfig
 from model.errors import CheckpointError, DatasetError, TrainingError
 from model.extensions.datasets.pictures import Images, decode
-from model.extensions.datasets.split_names import TEST
+from model.extensions.datasets.split_names import TEST, VALIDATION
 from model.extensions.datasets.split_record import SPLIT_FILE, SplitRecord
 from model.extensions.evaluation.datasets import Dataset, open_dataset
 from model.extensions.evaluation.evaluate import Evaluation, measure, predict_embeddings
@@ -207,9 +207,9 @@ def _write_split(out: Path, dataset: Dataset, start: str) -> None:
     measured = SplitRecord.of(sets, SplitRecord.read(start))
     measured.log_contradictions(sets, dataset.labels)
     served = measured.with_validation_in_training()
-    served.log_leaks(start)  # of test pictures
+    served.log_leaks(start, [TEST])
     if dataset.own_validation:
-        measured.without(TEST).log_leaks(start)
+        measured.log_leaks(start, [VALIDATION])
     write_text(out / SPLIT_FILE, served.text())
 
 

@@ -64,7 +64,7 @@ async def test_the_configuration_has_abstentions() -> None:
 @on_a_loop
 @pytest.mark.parametrize(("limit", "is_far"), [(-1.0, True), (10.0, False)])
 async def test_the_protocol_says_a_head_abstains(limit: float, is_far: bool) -> None:
-    known = KnownExamples(np.ones((2, 8), np.float32), limit)
+    known = KnownExamples(np.ones((2, 8), np.float32), np.zeros(2, np.int32), limit)
     head = Head(("a", "b"), independent=False, weight=np.eye(2, 8, dtype=np.float32), known=known)
     async with calling(FakeEngine(model_info())) as caller:
         service_in(caller.service).models.heads = {"pets": ServedHead("pets", head, "", "")}

@@ -174,7 +174,7 @@ BAD_HEADS = {
     "nan weight": (written(weight=NOT_FINITE), ": weight: numbers are not finite"),
     "float64": (
         written(weight=NOT_FINITE.astype(np.float64)),
-        "weight is float64, not float32",
+        "weight float64, not bias float32",
     ),
     "nan temperature": (written(temperature="nan"), ": temperature: expected "),
     "no temperature": (written(temperature="0"), ": temperature: expected "),
