@@ -57,6 +57,20 @@ class PictureFiles:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def decode(self, number: int, config: PreprocessConfig) -> NDArray[np.uint8]:
+        """Decode a picture with the preprocessing of a model: uint8 [H, W, C].
+
+        Raises:
+            DatasetError: the file cannot be read or decoded.
+        """
+        try:
+            return preprocess(self.read(number), config)
+        except ImageError as error:
+            reason = str(error)
+        except OSError as error:
+            reason = str(error.strerror)
+        raise DatasetError(f"{self.name(number)}: {reason}")
+
     def take(self, indices: NDArray[np.int64]) -> "PictureFiles":
         """Return the pictures at `indices`, in that order."""
         return PictureFiles(
@@ -120,11 +134,9 @@ def decode(
 
     def work(number: int) -> str | None:
         try:
-            pixels[number] = preprocess(files.read(number), config).transpose(2, 0, 1)
-        except ImageError as error:
-            return f"  {files.name(number)}: {error}"
-        except OSError as error:
-            return f"  {files.name(number)}: {error.strerror}"
+            pixels[number] = files.decode(number, config).transpose(2, 0, 1)
+        except DatasetError as error:
+            return f"  {error}"
         return None
 
     pool = ThreadPoolExecutor(os.cpu_count())

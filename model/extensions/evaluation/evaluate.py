@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from model.errors import DatasetError, ImageError
+from model.errors import DatasetError
 from model.extensions.datasets.pictures import PictureFiles
 from model.extensions.evaluation.calibration import calibration_error
-from model.images.preprocess import preprocess
 from model.outputs import EmbeddingRequest, Outputs, Pooling, RequestedOutputs
 from model.runtime.predictor import Predictor
 
@@ -95,10 +94,7 @@ def outputs_of(
     def read(number: int) -> NDArray[np.uint8]:
         if not isinstance(pictures, PictureFiles):
             return np.moveaxis(pictures[number], 0, -1)
-        try:
-            return preprocess(pictures.read(number), predictor.checkpoint.preprocess)
-        except (ImageError, OSError) as error:
-            raise DatasetError(f"{pictures.name(number)}: {error}") from error
+        return pictures.decode(number, predictor.checkpoint.preprocess)
 
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,

@@ -99,3 +99,7 @@ def test_the_test_split_is_measured_first(
     predictor = Predictor(load_checkpoint("bundled"), device="cpu", compile_mode="off")
     with pytest.raises(DatasetError, match=r"000\.png: "):
         predict_scores(predictor, open_evaluation_set(root).files)
+    bad.unlink()
+    bad.symlink_to("nowhere")
+    with pytest.raises(DatasetError, match=r"000\.png: No such file or directory$"):
+        predict_scores(predictor, open_evaluation_set(root).files)
