@@ -204,7 +204,7 @@ class TaughtHead(NamedTuple):
 
 
 def _check_arrays(labels: Sequence[str], parts: int, arrays: Mapping[str, Array]) -> None:
-    """Raise `InputError` unless the arrays of a file are those of a head.
+    """Raise `InputError` unless the arrays of a file belong to a head.
 
     Args:
         labels: labels of the head.
