@@ -187,7 +187,7 @@ def channel_statistics(pixels: NDArray[np.uint8]) -> tuple[tuple[float, ...], tu
         for channel in range(3)
     ]
     values = np.arange(256) / 255
-    shares = np.array(counts) / np.sum(counts, axis=1, keepdims=True)
+    shares = np.array(counts) / (pixels[0, 0].size * len(pixels))
     means = shares @ values
     deviations = np.sqrt(shares @ values**2 - means**2)
     return tuple(means.round(4).tolist()), tuple(deviations.round(4).tolist())

@@ -29,7 +29,8 @@ class NotingKnown(KnownExamples):
 
 
 def head(examples: int = 2, width: int = WIDTH, scale: float = 1.0) -> Head:
-    known = NotingKnown(np.ones((examples, width), np.float32), 10.0)
+    features = np.ones((examples, width), np.float32)
+    known = NotingKnown(features, np.zeros(examples, np.int32), 10.0)
     weight = np.float32(scale) * np.eye(2, width, dtype=np.float32)
     return Head(
         ("a", "b"), independent=False, weight=weight, bias=np.zeros(2, np.float32), known=known
