@@ -35,12 +35,14 @@ class Checkpoint(Description):
             `meta_tensors`. These names tell the head's tensors from the backbone's.
         antialias: whether position embeddings are low-passed before they shrink; the source
             library decides.
+        resized_from: as in `StoredNetwork`. A second resize would not give the source's scores.
         stored: the file's names of tensors by the model's names, if they differ.
     """
 
     tensors: Mapping[str, Tensor]
     _: KW_ONLY
     antialias: bool = True
+    resized_from: Size | None = None
     stored: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class Checkpoint(Description):
 
         Raises:
             CheckpointError: `size` is not a multiple of the patch size, too large, or the model's
-                positions cannot be resized.
+                positions cannot be resized, or not a second time.
         """
         preprocess = resized_preprocess(self.preprocess, size)
         if size == self.config.image_size:
@@ -106,10 +108,21 @@ class Checkpoint(Description):
                 f"{self.source}: relative position biases are not resized: leave --image-size "
                 f"(VIT_IMAGE_SIZE) out, or give {_by(old.image_size)}"
             )
-        new, tensors = resized_network(
-            self.tensors, old, size, self.source, antialias=self.antialias
+        if self.resized_from is not None:
+            raise CheckpointError(
+                f"{self.source}: its positions were resized from {_by(self.resized_from)} to "
+                f"{_by(old.image_size)}, and a second resize would change the scores: run vitserve "
+                f"convert SOURCE --image-size {_by(size)} -o FOLDER with the model that it was "
+                f"made of, or leave --image-size (VIT_IMAGE_SIZE) out"
+            )
+        network = resized_network(self.tensors, old, size, self.source, antialias=self.antialias)
+        return replace(
+            self,
+            config=network.config,
+            preprocess=preprocess,
+            tensors=network.tensors,
+            resized_from=network.resized_from,
         )
-        return replace(self, config=new, preprocess=preprocess, tensors=tensors)
 
     def require_one_size(self) -> "Checkpoint":
         """Return the checkpoint if its preprocessing gives pictures of the size the model takes.

@@ -13,10 +13,16 @@ from model.network.vit import meta_model
 
 
 class StoredNetwork(NamedTuple):
-    """An architecture and its tensors."""
+    """An architecture and its tensors.
+
+    Attributes:
+        resized_from: input size of the learned positions before they were resized; None if they
+            are as stored.
+    """
 
     config: NetworkConfig
     tensors: Mapping[str, Tensor]
+    resized_from: Size | None = None
 
 
 def resized_network(
@@ -26,7 +32,7 @@ def resized_network(
     source: str,
     *,
     antialias: bool = True,
-) -> tuple[ViTConfig, dict[str, Tensor]]:
+) -> StoredNetwork:
     """Return an architecture and its tensors for another input size; a remainder is dropped.
 
     Args:
@@ -47,10 +53,12 @@ def resized_network(
         )
     resized = dict(tensors)
     if new.grid == config.grid:
-        return new, resized
+        return StoredNetwork(new, resized)
+    resized_from = None
     if config.position_embedding == "sincos2d":
         resized["pos_embed"] = meta_model(new).fixed_position_embedding()
     elif config.position_embedding == "learned":
+        resized_from = config.image_size
         resized["pos_embed"] = resize_position_embedding(
             tensors["pos_embed"],
             prefix_tokens=config.prefix_tokens if config.position_prefix else 0,
@@ -61,7 +69,7 @@ def resized_network(
     for name in tensors:
         if name.endswith(".relative_position_bias_table"):
             resized[name] = resize_relative_table(tensors[name], config.grid, new.grid)
-    return new, resized
+    return StoredNetwork(new, resized, resized_from)
 
 
 def resized_preprocess(preprocess: PreprocessConfig, size: Size) -> PreprocessConfig:

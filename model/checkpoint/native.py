@@ -24,7 +24,7 @@ from model.checkpoint.timm_architectures import runs_in_library
 from model.config import LibraryConfig, NetworkConfig, PreprocessConfig, ViTConfig
 from model.errors import CheckpointError
 from model.heads import SOFTMAX, Form
-from model.layer_config import Frozen
+from model.layer_config import Frozen, Size
 
 FORMAT = "vitserve"
 
@@ -46,6 +46,8 @@ class NativeConfig(Frozen):
     multi_label: bool
     # As of the source; see `Checkpoint.antialias`. Folders of older versions lack the field.
     antialias: bool = True
+    # See `StoredNetwork`. Only folders with resized positions have the field.
+    resized_from: Size | None = None
     # See `Description.assumed`.
     assumed: tuple[str, ...] = ()
     # Recipe, accuracy and versions, for people. The service never reads it.
@@ -77,6 +79,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         form=native.form,
         multi_label=native.multi_label,
         antialias=native.antialias,
+        resized_from=native.resized_from,
         assumed=native.assumed,
     )
     if files.path(CALIBRATION_FILE) is None:
@@ -172,6 +175,7 @@ def write(
         form=checkpoint.form,
         multi_label=checkpoint.multi_label,
         antialias=checkpoint.antialias,
+        resized_from=checkpoint.resized_from,
         assumed=checkpoint.assumed,
         training=training or {},
     )
@@ -183,7 +187,9 @@ def write(
     weights = folder / f"{WEIGHTS_FILE}.part"
     save_file(tensors, weights, metadata={"format": "pt"})
     config = folder / f"{CONFIG_FILE}.part"
-    text = json.dumps(native.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    unused = {"resized_from"} if native.resized_from is None else None
+    fields = native.model_dump(mode="json", exclude=unused)
+    text = json.dumps(fields, indent=1, ensure_ascii=False)
     config.write_text(f"{text}\n", encoding="utf-8")
     # safetensors makes files that only their owner can read; a service often runs as another user.
     weights.chmod(config.stat().st_mode)

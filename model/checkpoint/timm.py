@@ -127,8 +127,10 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         if config.get("model_type") == _WRAPPER:
             _refuse_processor(files)
     head = stated_head(_head_fields(config, described), where, options)
-    make = _library_network if runs_in_library(name, where) else _vit
-    network = make(files, config, pretrained)
+    if runs_in_library(name, where):
+        network = _library_network(files, config, pretrained)
+    else:
+        network = _vit(files, config, pretrained, at_input_size=options.image_size is None)
     labels = head.labels(network.config.num_classes, options)
     if _is_projection(name, network) and (labels is None or not labels.has_names):
         network = _projecting(network)
@@ -144,6 +146,7 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         preprocess=options.preprocess_or(carried, where),
         labels=labels.names,
         tensors=network.tensors,
+        resized_from=network.resized_from,
         multi_label=head.multi_label,
         notes=labels.notes,
         assumed=labels.assumed,
@@ -200,8 +203,15 @@ def _refuse_processor(files: Files) -> None:
         )
 
 
-def _vit(files: Files, config: Mapping[str, Any], pretrained: _Described) -> StoredNetwork:
-    """Return a network that vitserve itself computes."""
+def _vit(
+    files: Files, config: Mapping[str, Any], pretrained: _Described, *, at_input_size: bool
+) -> StoredNetwork:
+    """Return a network that vitserve itself computes.
+
+    Args:
+        at_input_size: whether timm's `dynamic_img_size` resizes positions to the input size here,
+            and not to the operator's size later.
+    """
     where = files.where(CONFIG_FILE)
     channels, rows, columns = pretrained.input_size
     arguments = {
@@ -220,10 +230,11 @@ def _vit(files: Files, config: Mapping[str, Any], pretrained: _Described) -> Sto
     if vit.num_classes:
         stored = with_head(stored, files, {}, "head")
     tensors = native_tensors(native_names(stored, parsed, vit, files.title), vit, files.title)
-    if not parsed.dynamic_img_size or vit.relative_position_bias:
+    is_resized = at_input_size and parsed.dynamic_img_size and not vit.relative_position_bias
+    if not is_resized:
         return StoredNetwork(vit, tensors)
     # timm's `dynamic_img_size` resizes positions at each forward pass; once is enough.
-    return StoredNetwork(*resized_network(tensors, vit, (rows, columns), files.source))
+    return resized_network(tensors, vit, (rows, columns), files.source)
 
 
 def _library_network(

@@ -76,20 +76,22 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint:
         classes = _classes(tensors, stored.get("head.weight", "classifier.weight"), files.title)
     vit = vit.model_copy(update={"num_classes": classes})
     labels = HeadLabels(texts.labels) if texts else _labels(stated, classes, options)
-    vit, native = family.native(tensors, vit, options.image_size or preprocess.size, files.title)
+    size = options.image_size or preprocess.size
+    network = family.native(tensors, vit, size, files.title)
     return Checkpoint(
         name=files.name,
         source=files.source,
         format=FORMAT,
         architecture=config["architectures"][0],
-        config=vit,
+        config=network.config,
         preprocess=preprocess,
         labels=labels.names,
-        tensors=native_tensors(native, vit, files.title, stored),
+        tensors=native_tensors(network.tensors, network.config, files.title, stored),
         multi_label=texts.zero_shot.independent if texts else stated.multi_label,
         zero_shot=texts and texts.zero_shot,
         embed_texts=texts and texts.tower,
         antialias=family.antialias,
+        resized_from=network.resized_from,
         stored=stored,
         notes=labels.notes + _code_notes(config),
         assumed=(carried.assumed if carried else ()) + labels.assumed,

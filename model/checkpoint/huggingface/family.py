@@ -9,7 +9,8 @@ from torch import Tensor
 from model.checkpoint.files import CONFIG_FILE
 from model.checkpoint.huggingface.fields import Json, activation, number, tower_config
 from model.checkpoint.huggingface.names import ENCODER
-from model.checkpoint.huggingface.positions import Placed, Tensors, keep_positions
+from model.checkpoint.huggingface.positions import Tensors, keep_positions
+from model.checkpoint.input_size import StoredNetwork
 from model.checkpoint.local_files import required, validating
 from model.checkpoint.tensors import Rules, join_parts
 from model.config import ViTConfig
@@ -69,7 +70,7 @@ class Family:
         r".*embeddings\.mask_token|.*pooler\.dense\.(weight|bias)|.*relative_position_index"
     )
     fields: Callable[[Json, str], dict[str, Any]] = no_fields
-    place: Callable[[Tensors, ViTConfig, Size, str], Placed] = keep_positions
+    place: Callable[[Tensors, ViTConfig, Size, str], StoredNetwork] = keep_positions
     architecture: Json = field(default_factory=dict)
     vision_defaults: Json | None = None
     key_bias: bool = True
@@ -109,7 +110,7 @@ class Family:
 
     def native(
         self, tensors: Mapping[str, Tensor], config: ViTConfig, size: Size, where: str
-    ) -> Placed:
+    ) -> StoredNetwork:
         """Return the architecture at an input size, and the tensors under the model's names.
 
         Args:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from model.checkpoint.input_size import resized_network
+from model.checkpoint.input_size import StoredNetwork, resized_network
 from model.checkpoint.tensors import taken
 from model.config import ViTConfig
 from model.errors import CheckpointError
@@ -13,18 +13,16 @@ from model.layer_config import Size
 from model.network.layers.position import relative_table_size
 
 Tensors = dict[str, Tensor]
-# An architecture at the input size that it is served at, and its tensors.
-Placed = tuple[ViTConfig, Tensors]
 
 
-def keep_positions(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:
+def keep_positions(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> StoredNetwork:
     """Return the architecture and its tensors without a change."""
-    return config, tensors
+    return StoredNetwork(config, tensors)
 
 
 def place_dinov2(
     tensors: Tensors, config: ViTConfig, size: Size, where: str, *, antialias: bool = False
-) -> Placed:
+) -> StoredNetwork:
     """Resize the positions of DINOv2, which are a square whatever image size the config states.
 
     transformers resizes them at each forward pass. All released models need it: they were trained
@@ -46,7 +44,7 @@ def place_dinov2(
     return resized_network(tensors, square, size, where, antialias=antialias)
 
 
-def place_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:
+def place_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> StoredNetwork:
     """Resize positions; add a table that all blocks share to each block's own table."""
     shape = (relative_table_size(config.grid), config.heads)
     shared = None
@@ -65,7 +63,7 @@ def place_beit(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> P
     return resized_network(tensors, config, size, where, antialias=False)
 
 
-def place_tower(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> Placed:
+def place_tower(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> StoredNetwork:
     """Reshape positions, the CLS token and the pooling of a tower of CLIP or SigLIP.
 
     The class has an `nn.Embedding` [tokens, D], and a vector [D].
@@ -80,4 +78,4 @@ def place_tower(tensors: Tensors, config: ViTConfig, size: Size, where: str) -> 
             joined = taken(tensors, f"vision_model.head.attention.in_proj_{kind}", shape, where)
             tensors[f"attn_pool.q.{kind}"] = joined[:width]
             tensors[f"attn_pool.kv.{kind}"] = joined[width:]
-    return config, tensors
+    return StoredNetwork(config, tensors)

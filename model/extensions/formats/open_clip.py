@@ -145,18 +145,18 @@ def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
     with validating(where, "model_cfg."):
         if tower.timm_model_name is None:
             is_quick = bool(model.get("quick_gelu"))
-            network, tensors = _own_tower(files, tower, width, is_quick=is_quick)
+            network = _own_tower(files, tower, width, is_quick=is_quick)
         else:
-            network, tensors = _timm_tower(files, tower, width, tower.timm_model_name)
+            network = _timm_tower(files, tower, width, tower.timm_model_name)
     return Checkpoint(
         name=files.name,
         source=files.source,
         format=FORMAT,
         architecture=tower.timm_model_name or "VisionTransformer",
-        config=network,
+        config=network.config,
         preprocess=options.preprocess_or(carried, where),
         labels=(),
-        tensors=native_tensors(tensors, network, files.title),
+        tensors=native_tensors(network.tensors, network.config, files.title),
         multi_label=False,
         notes=(_NOTE,),
         assumed=assumed,

@@ -226,6 +226,16 @@ def test_a_converted_folder_resizes_as_its_source(tmp_path: Path) -> None:
     assert torch.equal(*resized)
 
 
+@pytest.mark.parametrize(("case", "size"), [("vit", (24, 16)), ("dinov2", (48, 24))])
+def test_positions_are_not_resized_twice(case: str, size: tuple[int, int], tmp_path: Path) -> None:
+    make(case, tmp_path)
+    converted = tmp_path / "converted"
+    native.write(converted, load_checkpoint(str(tmp_path), image_size=size))
+    assert load_checkpoint(str(converted), image_size=size).config.image_size == size
+    with pytest.raises(CheckpointError, match=r"resized from .* convert SOURCE --image-size 64x64"):
+        load_checkpoint(str(converted), image_size=(64, 64))
+
+
 def test_dinov2_positions_are_resized_once(tmp_path: Path) -> None:
     model = make("dinov2", tmp_path)
     write_preprocessor(tmp_path, 16, 16)

@@ -250,6 +250,12 @@ def test_dynamic_model_takes_its_input_size(tmp_path: Path) -> None:
     assert load_checkpoint(str(tmp_path)).config.image_size == (160, 160)
 
 
+def test_dynamic_model_resizes_positions_once(tmp_path: Path) -> None:
+    model = make("dynamic", tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path), image_size=(96, 64))
+    assert_same_logits(checkpoint, model, "timm dynamic at 96x64")
+
+
 @pytest.mark.parametrize("case", RESIZED)
 def test_resized_positions_equal_timms(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
