@@ -23,6 +23,10 @@ _NAMES: Final = (
     r"output_layer|final_layer|logits"
 )
 HEAD: Final = re.compile(rf"(?P<part>{_NAMES})(?:\.\w+)*\.weight")
+# `running_mean` of a batch norm in a sequence, as of MAE's linear probe.
+_BATCH_NORM: Final = re.compile(
+    rf"(?P<sequence>(?:{_NAMES})(?:\.\w+)*)\.(?P<number>\d+)\.running_mean"
+)
 # First parts of the names of a network's own tensors.
 _OF_NETWORK: Final = frozenset(
     {
@@ -56,6 +60,8 @@ def with_head(
 ) -> dict[str, Tensor]:
     """Return tensors whose head has the model's names, with zeros for a bias if it lacks one.
 
+    A batch norm right before the head's layer is folded into the layer.
+
     Args:
         tensors: tensors by the model's names, but for the head.
         files: files of the checkpoint.
@@ -66,11 +72,47 @@ def with_head(
         CheckpointError: the head has several layers or a norm, or a layer under another name is
             likely to be the head.
     """
+    tensors = _with_norm_in_layer(tensors, files)
     result = _Head(tensors, files.title, stored, library_name).renamed()
-    weight = result.get("head.weight")
-    if weight is not None and weight.ndim == 2 and "head.bias" not in result:
-        result["head.bias"] = torch.zeros(len(weight))
+    return with_bias(result, "head", files)
+
+
+def with_bias(tensors: Mapping[str, Tensor], layer: str, files: Files) -> dict[str, Tensor]:
+    """Return tensors with zeros for the bias of a linear layer that has none."""
+    result = dict(tensors)
+    weight = result.get(f"{layer}.weight")
+    if weight is not None and weight.ndim == 2 and f"{layer}.bias" not in result:
+        result[f"{layer}.bias"] = torch.zeros(len(weight))
         files.assumed += ("head: a layer without a bias, because the file has none",)
+    return result
+
+
+def _with_norm_in_layer(tensors: Mapping[str, Tensor], files: Files) -> dict[str, Tensor]:
+    """Return tensors whose batch norm right before the head's layer is folded into the layer."""
+    result = dict(tensors)
+    match = next(filter(None, map(_BATCH_NORM.fullmatch, tensors)), None)
+    if match is None:
+        return result
+    norm = f"{match['sequence']}.{match['number']}"
+    layer = f"{match['sequence']}.{int(match['number']) + 1}"
+    weight = tensors.get(f"{layer}.weight")
+    mean = tensors[f"{norm}.running_mean"].float()
+    scale = tensors.get(f"{norm}.weight", torch.ones_like(mean)).float()
+    shift = tensors.get(f"{norm}.bias", torch.zeros_like(mean)).float()
+    variance = tensors.get(f"{norm}.running_var")
+    if weight is None or variance is None or weight.ndim != 2:
+        return result
+    if {mean.shape, variance.shape, scale.shape, shift.shape} != {weight.shape[1:]}:
+        return result
+    # MAE's norm has no factors of its own; other code uses torch's default.
+    eps = 1e-5 if f"{norm}.weight" in tensors else 1e-6
+    factors = scale / (variance.float() + eps).sqrt()
+    bias = tensors.get(f"{layer}.bias", torch.zeros(len(weight))).float()
+    result[f"{layer}.weight"] = weight.float() * factors
+    result[f"{layer}.bias"] = bias + weight.float() @ (shift - mean * factors)
+    for kind in ("running_mean", "running_var", "weight", "bias"):
+        result.pop(f"{norm}.{kind}", None)
+    files.assumed += (f"head: its batch norm {norm} has eps={eps}, and is folded into the layer",)
     return result
 
 

@@ -9,6 +9,7 @@ import pickle
 import re
 import struct
 import zipfile
+import zlib
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Final
 
@@ -54,6 +55,7 @@ MALFORMED: Final = (
     pickle.PickleError,
     struct.error,
     zipfile.BadZipFile,
+    zlib.error,
 )
 
 _SCALAR: Final = np.float64(0).__reduce__()[0]

@@ -17,7 +17,7 @@ from model.checkpoint.input_size import StoredNetwork, resized_network
 from model.checkpoint.labels import imagenet_labels
 from model.checkpoint.local_files import advising, required, validating
 from model.checkpoint.options import SET_PREPROCESS, CheckpointOptions
-from model.checkpoint.own_heads import with_head
+from model.checkpoint.own_heads import with_bias, with_head
 from model.checkpoint.stated_head import HeadLabels, stated_head
 from model.checkpoint.timm_architectures import architectures, runs_in_library, split_name
 from model.checkpoint.timm_arguments import parse_arguments
@@ -266,6 +266,7 @@ def _library_network(
             fixed_size=pretrained.fixed_input_size,
         )
     tensors = library.renamed_by_library(network, _stored(files))
+    tensors = with_bias(tensors, library.linear_head(network) or "", files)
     return StoredNetwork(network, native_tensors(tensors, network, files.title))
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import PurePath
+from typing import Final
 
 from model.checkpoint.files import (
     ADAPTER_CONFIG,
@@ -16,6 +17,9 @@ from model.checkpoint.foreign_files import foreign_advice
 from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.tensor_files import SUFFIXES
 from model.errors import CheckpointError
+
+# Names of files that accelerate, DeepSpeed and Trainers write beside the weights.
+_OF_TRAINING: Final = re.compile(r"optim|sched|scaler|random_states|rng_state|training_args")
 
 
 def unrecognised(
@@ -76,7 +80,11 @@ def _lone_weights(files: Files) -> str:
             "and name the base with --base CHECKPOINT (VIT_BASE); else "
         )
     every = sorted(files.names(), key=lambda name: name.count("/"))
-    names = [name for name in every if PurePath(name).suffix.lower() in SUFFIXES]
+    names = [
+        name
+        for name in every
+        if PurePath(name).suffix.lower() in SUFFIXES and not _OF_TRAINING.search(name)
+    ]
     if names and not files.is_remote:
         return f"it holds {', '.join(names[:5])}: give {files.source}/{names[0]}; else "
     foreign = next(filter(foreign_advice, every), None)

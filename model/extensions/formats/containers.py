@@ -74,7 +74,7 @@ def network_in(content: Any, copy: str | None, where: str) -> Network:
     unnamed = tuple(
         f"weights: the raw ones, because {name} holds averaged ones in a form that is not read"
         for name in left_out
-        if isinstance(items[name], list | None) and _UNREAD_AVERAGES.search(name)
+        if isinstance(items[name], list | Mapping) and _UNREAD_AVERAGES.search(name)
     )
     if copy is not None:
         return _without_prefix(_copy_of(tensors, copy, where), notes)
@@ -191,18 +191,21 @@ def without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def _flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the items of nested mappings by their joined keys; None for parts of training."""
+    """Yield the items of nested mappings by their joined keys; parts of training stay whole."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         name = f"{prefix}{key}"
-        if not isinstance(inner, Mapping):
-            yield name, inner
-            continue
-        is_training = _TRAINING.search(str(key)) is not None
-        if is_training or depth == _MAX_DEPTH or not all(isinstance(name, str) for name in inner):
-            average = next((part for part in inner if _UNREAD_AVERAGES.search(str(part))), None)
-            yield name if average is None else f"{name}.{average}", None
-        else:
+        is_part = isinstance(inner, Mapping) and all(isinstance(part, str) for part in inner)
+        if is_part and depth < _MAX_DEPTH and not _TRAINING.search(str(key)):
             yield from _flat(inner, f"{name}.", depth + 1)
+        else:
+            yield f"{name}{_average_in(inner)}", inner
+
+
+def _average_in(value: Any) -> str:
+    """Return `.KEY` for a key of averaged weights in a part of training; empty without one."""
+    parts = value if isinstance(value, list) else [value]
+    keys = (str(key) for part in parts if isinstance(part, Mapping) for key in part)
+    return next((f".{key}" for key in keys if _UNREAD_AVERAGES.search(key)), "")
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensors]:

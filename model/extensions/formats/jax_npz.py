@@ -61,12 +61,15 @@ _HABITS: Final = {
 
 
 def read(files: Files, options: CheckpointOptions) -> Checkpoint | None:
-    """Read one `.npz` file; return None for any other."""
+    """Read one `.npz` file with JAX's names; return None for any other."""
     if not isinstance(files, SingleFile) or files.file.suffix.lower() != ".npz":
         return None
-    refuse_unread(files, options)
     where = files.title
-    arrays = _network_arrays(files.prepared(network_in(content_of(files), None, where).tensors))
+    stored = content_of(files)
+    if not any(name.endswith("/kernel") for name in stored):
+        return None
+    refuse_unread(files, options)
+    arrays = _network_arrays(files.prepared(network_in(stored, None, where).tensors))
     if "conv_root/kernel" in arrays:
         raise CheckpointError(
             f"{where}: a hybrid with a ResNet stem is read from timm's layout, not from .npz"

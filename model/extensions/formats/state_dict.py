@@ -17,6 +17,7 @@ from model.checkpoint.checkpoint import Checkpoint, native_tensors
 from model.checkpoint.files import Files, SingleFile
 from model.checkpoint.local_files import validating
 from model.checkpoint.options import CheckpointOptions
+from model.checkpoint.own_heads import with_bias
 from model.checkpoint.timm_architectures import runs_in_library
 from model.config import NetworkConfig
 from model.errors import CheckpointError
@@ -100,7 +101,9 @@ class _StateDict:
                 len(preprocess.mean),
                 preprocess.size,
             )
-        return self._checkpoint(self.name, config, library.renamed_by_library(config, tensors))
+        tensors = library.renamed_by_library(config, tensors)
+        tensors = with_bias(tensors, library.linear_head(config) or "", self.files)
+        return self._checkpoint(self.name, config, tensors)
 
     def of_vit(self, tensors: Mapping[str, Tensor], keys: KeyMap) -> Checkpoint:
         """Return a Vision Transformer that vitserve's own code runs."""

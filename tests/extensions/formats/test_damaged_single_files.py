@@ -26,6 +26,15 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_damaged_compression_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weights.npz"
+    np.savez_compressed(file, weight=np.arange(999.0))
+    damaged = bytearray(file.read_bytes())
+    damaged[100:400] = b"\xff" * 300
+    file.write_bytes(damaged)
+    assert "not a valid .npz file, or damaged" in refusal(file)
+
+
 def _files() -> dict[str, bytes]:
     zipped = io.BytesIO()
     old = io.BytesIO()

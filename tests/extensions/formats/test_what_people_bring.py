@@ -301,6 +301,12 @@ def _weights_in_a_subfolder(folder: Path) -> Path:
     return folder
 
 
+def _of_accelerate(folder: Path) -> Path:
+    for name in ("optimizer.bin", "pytorch_model.bin", "random_states_0.pkl", "scheduler.bin"):
+        torch.save({}, folder / name)
+    return folder
+
+
 def _pointer_in_a_folder(folder: Path) -> Path:
     (FOLDERS["huggingface"](folder) / "model.safetensors").write_text(POINTER)
     return folder
@@ -368,6 +374,10 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
     "a head in a folder": (
         lambda folder: _held(_head)(folder).parent,
         r"it holds weights\.pth: give .*/weights\.pth; else expected config\.json",
+    ),
+    "a folder of accelerate": (
+        _of_accelerate,
+        r"it holds pytorch_model\.bin: give .*/pytorch_model\.bin; else",
     ),
     "an adapter alone": (
         _held(lambda model: _lora(), "adapter_model.bin"),
@@ -472,13 +482,13 @@ HINTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda state: state | {"temperature": torch.tensor(2.0)},
         "it changes the logits, and is not read: fit a temperature with vitserve calibrate",
     ),
-    "a batch norm of the head": (
+    "a batch norm two steps before the layer": (
         lambda state: {
             **{name: tensor for name, tensor in state.items() if "head" not in name},
             "head.0.running_mean": torch.zeros(48),
             "head.0.running_var": torch.ones(48),
-            "head.1.weight": state["head.weight"],
-            "head.1.bias": state["head.bias"],
+            "head.2.weight": state["head.weight"],
+            "head.2.bias": state["head.bias"],
         },
         r"the head has a norm, 'head.0.running_mean' \[48\], before its linear layer",
     ),
@@ -518,9 +528,36 @@ def test_parts_that_change_scores_are_named(case: str, tmp_path: Path) -> None:
     [
         {"ema": {"decay": 0.9, "shadow_params": [torch.zeros(2)]}},
         {"callbacks": {"EMA": {"ema_state_dict": {}}}},
+        {"optimizer_states": [{"state": {}, "ema": [torch.zeros(2)]}]},
     ],
 )
 def test_averages_that_are_not_read_are_told(others: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = load({"model": made().state_dict()} | others, tmp_path, PLAIN)
     [assumed] = [text for text in checkpoint.assumed if text.startswith("weights")]
     assert "the raw ones, because" in assumed
+
+
+def test_an_absent_average_is_not_told(tmp_path: Path) -> None:
+    checkpoint = load({"model": made().state_dict(), "ema": None}, tmp_path, PLAIN)
+    assert not any(text.startswith("weights") for text in checkpoint.assumed)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_batch_norm_of_the_head_is_folded(affine: bool, tmp_path: Path) -> None:
+    model = made()
+    norm = nn.BatchNorm1d(48, affine=affine, eps=1e-5 if affine else 1e-6)
+    randomise(norm)
+    norm.running_mean = torch.linspace(-1, 1, 48)
+    norm.running_var = torch.linspace(0.1, 3, 48)
+    model.head = nn.Sequential(norm, model.head).eval()
+    checkpoint = load(model.state_dict(), tmp_path, PLAIN)
+    assert_same_logits(checkpoint, model, f"batch norm, affine={affine}")
+    assert any("folded into the layer" in text for text in checkpoint.assumed)
+
+
+def test_arrays_with_timms_names_are_read(tmp_path: Path) -> None:
+    brought = saved()(tmp_path)
+    arrays = {name: tensor.numpy() for name, tensor in brought.network.state_dict().items()}
+    np.savez(tmp_path / "weights.npz", **arrays)
+    checkpoint = load_checkpoint(str(tmp_path / "weights.npz"), **brought.options)
+    assert_same_logits(checkpoint, brought.network, "timm's names in .npz")

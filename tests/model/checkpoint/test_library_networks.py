@@ -17,7 +17,7 @@ from model.outputs import RequestedOutputs
 from model.parameters import methods_of, parse_embedding, parse_maps
 from model.runtime.predictor import Predictor
 from model.runtime.torch_pass import Normalise
-from tests.model.checkpoint.folders import edit
+from tests.model.checkpoint.folders import edit, edit_tensors
 from tests.model.checkpoint.parity import (
     EXACT,
     pictures,
@@ -121,6 +121,15 @@ def test_library_networks_equal_timms(family: str, tmp_path: Path) -> None:
         5,
     )
     assert_same(checkpoint, model, family)
+
+
+def test_a_head_without_a_bias_gets_zeros(tmp_path: Path) -> None:
+    model = make_library("convnext", tmp_path)
+    torch.nn.init.zeros_(model.head.fc.bias)
+    edit_tensors(tmp_path, lambda tensors: tensors.pop("head.fc.bias"))
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert_same(checkpoint, model, "head without a bias")
+    assert "head: a layer without a bias, because the file has none" in checkpoint.assumed
 
 
 def test_a_converted_network_equals_timms(tmp_path: Path) -> None:
