@@ -3,7 +3,7 @@
     socket --bytes--> HttpConnection --headers, body--> Exchange --receive--> the application
     socket <--bytes-- HttpConnection <----------------- Exchange <---send---- the application
 
-httptools parses request headers and chunks. This package bounds the headers, the framing, the time,
+httptools parses request headers. This package bounds the headers, the framing, the time,
 unread answers, and the number of connections. The application bounds the bodies. It also writes the
 problem document that answers an invalid request. A pipelined request waits unparsed until the
 answer before it is complete.

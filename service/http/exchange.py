@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 import logging
-import re
 import urllib.parse
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -17,6 +16,7 @@ from starlette.types import Message, Scope
 
 from service.errors import MalformedRequest, ServiceError
 from service.http.application import Header, HttpApplication
+from service.http.chunked import ChunkedBody
 
 if TYPE_CHECKING:
     from service.http.connection import HttpConnection
@@ -33,18 +33,6 @@ DISCARDED_BYTES: Final = 1 << 20
 
 # The parser bounds a length, but not its leading zeros, and Python converts up to 4,300 digits.
 _MAX_LENGTH_DIGITS = 20
-
-# Pieces of a chunked body that are parsed before the event loop turns to other connections, and
-# the most chunks of a piece.
-_PIECES_AT_ONCE = 8
-_CHUNKS_OF_A_PIECE = 64
-
-_SMALL_CHUNK_FRAMING_BYTES = 6
-
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
-
-# Longest line of a chunk's size, extensions included, or of a trailer. Each read copies the line.
-_MAX_LINE_BYTES = 1000
 
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status} {status.phrase}".encode() for status in HTTPStatus
@@ -150,7 +138,7 @@ class Exchange:
         is_wanted: whether to parse the body. If the client waits for `100 Continue` or sends
             chunks, this is false until the application reads the body.
         waiting: number of received body bytes that the application has not read.
-        framing: number of bytes of a chunked body that are not content.
+        chunks: the chunks of the body; None if the request declares its length.
         answered, complete: whether the answer has begun, and whether it is written to its end.
         keep_alive: whether the connection stays open after the answer.
         error: problem of the body, which stops its parsing.
@@ -183,24 +171,16 @@ class Exchange:
             raise MalformedRequest(
                 "Transfer-Encoding: expected chunked, at most once, and in HTTP/1.1"
             )
-        self._bytes_left = int(length)  # of the body, or of the current chunk
-        self._parser: httptools.HttpRequestParser | None = None
-        if codings:
-            # The parser of the headers would treat the bytes after an upgrade offer as another
-            # protocol's.
-            self._parser = httptools.HttpRequestParser(self)
-            self._parser.feed_data(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-        self._expects_chunk = bool(codings)
-        self.more_body = self._parser is not None or self._bytes_left > 0
-        self.is_wanted = self._parser is None and not expected
+        self._bytes_left = int(length)
+        self.chunks = ChunkedBody() if codings else None
+        self.more_body = self.chunks is not None or self._bytes_left > 0
+        self.is_wanted = self.chunks is None and not expected
         self._may_discard = self.is_wanted and self._bytes_left <= DISCARDED_BYTES
         self._expects_continue = expected.lower() == b"100-continue" and version == "1.1"
         self._is_head = scope["method"] == "HEAD"  # do not keep the scope: it holds the exchange
         self._connection = connection
         self._parts = [] if self.more_body else [b""]
         self.waiting = 0
-        self.framing = 0
-        self._content = 0
         self.answered = False
         self.complete = False
         self.keep_alive = keep_alive
@@ -208,92 +188,33 @@ class Exchange:
         self.error: ServiceError | None = None
         self.news = asyncio.Event()
         self._answer_headers = b""
-        self._line = b""
 
     def take(self, data: bytes) -> bytes:
-        """Parse received bytes of the body, and return the unparsed rest; raises as a parser does.
+        """Parse received bytes of the body, and return the unparsed rest.
 
-        A chunked body is parsed in pieces: whole chunks, or else a line, or the content whose size
-        the line gave. Whole chunks bypass the parser, whose calls would take most of the time.
+        Raises as `ChunkedBody.take`.
         """
-        at = 0
-        for _ in range(_PIECES_AT_ONCE):
-            end_of_chunks = self._take_chunks(data, at) if self._expects_chunk else at
-            if end_of_chunks > at:
-                at = end_of_chunks
-            else:
-                at += self._take_piece(data, at)
-            if (
-                self.framing // _SMALL_CHUNK_FRAMING_BYTES > 64 + self._content // 32
-                or len(self._line) > _MAX_LINE_BYTES
-            ):
-                raise MalformedRequest(
-                    "more than 32 chunks per KiB of the body, or "
-                    f"{_MAX_LINE_BYTES} bytes in a line: send larger chunks, or a Content-Length"
-                )
-            if at == len(data) or not self.more_body:
-                return data[at:]
-        asyncio.get_running_loop().call_soon(self._connection.advance)
-        return data[at:]
-
-    def _take_chunks(self, data: bytes, at: int) -> int:
-        """Take the whole chunks from a position on, and return their end."""
-        parts: list[bytes] = []
-        while len(parts) < _CHUNKS_OF_A_PIECE:
-            line = _CHUNK_SIZE.match(data, at)
-            if line is None:
-                break
-            start = line.end()
-            end = start + int(line[1], 16)
-            if end == start or data[end : end + 2] != b"\r\n":
-                break
-            parts.append(data[start:end])
-            self.framing += start - at + 2
-            at = end + 2
-        if parts:
-            self.on_body(b"".join(parts))
-        return at
-
-    def _take_piece(self, data: bytes, at: int) -> int:
-        """Take a line or content at a position, and return the number of its bytes."""
-        self._expects_chunk = False
-        if self._bytes_left:
-            piece = data[at : at + self._bytes_left]
-            self._bytes_left -= len(piece)
-            self._expects_chunk = self._parser is not None and not self._bytes_left
+        chunks = self.chunks
+        if chunks is None:
+            part = data[: self._bytes_left]
+            rest = data[self._bytes_left :]
+            self._bytes_left -= len(part)
+            is_complete = not self._bytes_left
         else:
-            end = data.find(b"\n", at) + 1
-            piece = data[at : end or None]
-            self._line = piece if self._line.endswith(b"\n") else self._line + piece
-            self.framing += len(piece)
-        if self._parser is not None:
-            self._parser.feed_data(piece)
-        else:
-            self.on_body(piece)
-            if not self._bytes_left:
-                self.on_message_complete()
-        return len(piece)
-
-    def on_chunk_header(self) -> None:
-        """Read the size of a chunk from its line, and add the line end after the chunk."""
-        size = int(self._line.partition(b";")[0], 16)
-        self._bytes_left = size and size + 2
-        self.framing += 2
-
-    def on_body(self, part: bytes) -> None:
-        """Keep a part of the body, or drop it once the answer has begun."""
-        self._content += len(part)
-        if not self.answered:
+            part, rest = chunks.take(data)
+            is_complete = chunks.is_complete
+            if chunks.is_paused:
+                asyncio.get_running_loop().call_soon(self._connection.advance)
+        if part and not self.answered:  # the rest of a refused body is dropped
             self._parts.append(part)
             self.waiting += len(part)
             self.news.set()
-
-    def on_message_complete(self) -> None:
-        """Note that the body has ended."""
-        self.more_body = False
-        self.waiting = 0
-        self._parts = self._parts or [b""]
-        self.news.set()
+        if is_complete:
+            self.more_body = False
+            self.waiting = 0
+            self._parts = self._parts or [b""]
+            self.news.set()
+        return rest
 
     async def run(self, app: HttpApplication, scope: Scope) -> None:
         """Run the application; close the connection if it returns without a complete answer."""
@@ -305,8 +226,7 @@ class Exchange:
             if not self.complete:
                 self._connection.is_refused = True
                 self._connection.transport.close()
-            # Break the reference cycles: garbage of the application may still hold this object.
-            self._parser = None
+            # Break the reference cycle: garbage of the application may still hold this object.
             del self._connection
 
     async def receive(self) -> Message:

@@ -152,11 +152,11 @@ async def test_a_refusal_ends_the_parsing(body: bytes) -> None:
         await connection.send(post(body, "Transfer-Encoding: chunked", length=False))
         assert (await connection.answer()).code == "unauthorized"
         exchange = server.guard.exchange
-        assert exchange is not None
-        parsed = exchange.framing
+        assert exchange is not None and exchange.chunks is not None
+        parsed = exchange.chunks.framing_bytes
         await connection.send(body * 100)
         assert await connection.is_closed()
-        assert exchange.framing == parsed
+        assert exchange.chunks.framing_bytes == parsed
 
 
 @on_a_loop
@@ -167,8 +167,8 @@ async def test_refused_tiny_chunks_are_discarded() -> None:
         )
         assert (await connection.answer()).code == "unauthorized"
         exchange = server.guard.exchange
-        assert exchange is not None
-        assert exchange.framing < 2000
+        assert exchange is not None and exchange.chunks is not None
+        assert exchange.chunks.framing_bytes < 2000
 
 
 @on_a_loop
