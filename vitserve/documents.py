@@ -1,8 +1,7 @@
 """The documents on the wire as pydantic models: the server's schema, and the client's types."""
 
-from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema
 
@@ -47,35 +46,8 @@ class Prediction(BaseModel):
     ]
 
 
-def ranked(
-    labels: Sequence[str], indices: Iterable[int], scores: Iterable[float]
-) -> list[dict[str, object]]:
-    """Return the fields of `Prediction` for these classes and float32 scores, in the same order."""
-    pairs = zip(indices, scores, strict=True)
-    return [
-        {"label": labels[index], "index": index, "score": significant(score)}
-        for index, score in pairs
-    ]
-
-
 AbstainedBy = Literal["coverage", "distance", "min_score"]
 """Why a model abstains."""
-
-MAX_SET: Final = 100
-"""Labels of the largest label set that an answer lists.
-
-A larger set says little, and a shortened one would not have the coverage.
-"""
-
-
-def set_fields(labels: Sequence[str], indices: Sequence[int] | None) -> dict[str, Any]:
-    """Return the fields of a label set; empty if `indices` is None, without a coverage."""
-    if indices is None:
-        return {}
-    fields: dict[str, Any] = {"set_size": len(indices)}
-    if len(indices) <= MAX_SET:
-        fields["set"] = [labels[index] for index in indices]
-    return fields
 
 
 class RegionDocument(BaseModel):

@@ -22,11 +22,11 @@ from model.images.preprocess import ModelInput
 from model.label_texts import labels_of_request
 from model.outputs import DEFAULT_TOP_K, AttentionMap, Outputs, Pooling, RequestedOutputs
 from model.parameters import parse_embedding, parse_maps
+from service.class_fields import class_fields
 from service.cli.image_files import read_input
 from service.cli.setting_flags import predictor_from
 from service.settings import flag_of, settings_class
 from vitserve.client import Client, ClientError, Unauthorized, Unreachable
-from vitserve.documents import ranked, set_fields
 
 SET_FIELDS: Final = ("set", "set_size", "abstained", "abstained_by")
 """The fields of a label set in an answer."""
@@ -146,18 +146,7 @@ class LocalAnswers:
 
         def answer(_: ModelInput, outputs: list[Outputs]) -> dict[str, Any]:
             [output] = outputs
-            predicted = output.are_predicted()
-            indices = output.indices[predicted].tolist()
-            scores = output.scores[predicted].tolist()
-            label_set = None if output.label_set is None else output.label_set.tolist()
-            fields = {
-                "predictions": ranked(info.labels, indices, scores),
-                "abstained": output.abstains,
-                **set_fields(info.labels, label_set),
-            }
-            if output.abstains:
-                fields["abstained_by"] = output.reason_to_abstain()
-            return fields
+            return class_fields(output, info.labels)
 
         return self._answers(files, [requested], answer)
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from model.label_texts import labels_of_request, with_labels
 from model.outputs import DEFAULT_TOP_K, EmbeddingRequest, MapRequest, RequestedOutputs
 from model.parameters import parse_maps
+from service.class_fields import class_fields
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
 from service.web.admit import AdmittedRequest, admit, model_of, use_named_model
@@ -35,14 +36,7 @@ from service.web.routes.shared_answers import (
     problem_item,
     region_document,
 )
-from vitserve.documents import (
-    Attention,
-    Classification,
-    Classifications,
-    Timings,
-    ranked,
-    set_fields,
-)
+from vitserve.documents import Attention, Classification, Classifications, Timings
 
 router = Router("classify")
 
@@ -235,17 +229,9 @@ def classification_fields(
     model = classified.model
     outputs = classified.result.outputs
     labels = classified.requested.labels or model.info.labels
-    predicted = outputs.are_predicted(min_score)
-    indices = outputs.indices[predicted].tolist()
-    scores = outputs.scores[predicted].tolist()
-    label_set = None if outputs.label_set is None else outputs.label_set.tolist()
-    abstained_by = outputs.reason_to_abstain(min_score)
     fields = {
         "model": model.info.name,
-        "predictions": ranked(labels, indices, scores),
-        **set_fields(labels, label_set),
-        "abstained": abstained_by is not None,
-        "abstained_by": abstained_by,
+        **class_fields(outputs, labels, min_score),
         "attention": _attention_fields(admitted, classified),
         "embedding": None if outputs.embedding is None else outputs.embedding.tolist(),
         "batch_size": classified.result.batch_size,

@@ -9,8 +9,9 @@ import pytest
 
 from model.errors import InputError
 from model.images.preprocess import ModelInput, Region
-from model.outputs import AttentionMap, MapRequest
+from model.outputs import AttentionMap, MapRequest, Outputs
 from model.parameters import methods_of
+from service.class_fields import MAX_SET, class_fields
 from service.errors import DeadlineExceeded, EngineUnavailable, InferenceFailed, QueueFull
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
@@ -18,7 +19,7 @@ from service.web.routes.shared_answers import map_fields, region_document
 from tests.service.fakes import CLASSES, SIZE, expected_indices, model_info, on_a_loop, png
 from tests.service.web.apps import App, app, form, service_in
 from tests.service.web.named_models import several
-from vitserve.documents import MAX_SET, Classification, Prediction, ranked, set_fields
+from vitserve.documents import Classification
 
 
 @on_a_loop
@@ -191,9 +192,9 @@ LABELS = ("cat", "dog", "eel")
 
 
 def test_scores_are_the_shortest_decimals() -> None:
-    fields = ranked(LABELS, [2, 0], np.array([0.83, 1 / 3], np.float32).tolist())
-    predictions = [Prediction.model_validate(each) for each in fields]
-    assert [(each.label, each.index, each.score) for each in predictions] == [
+    outputs = Outputs(np.array([0.83, 1 / 3], np.float32), np.array([2, 0]))
+    predictions = class_fields(outputs, LABELS)["predictions"]
+    assert [tuple(each.values()) for each in predictions] == [
         ("eel", 2, 0.83),
         ("cat", 0, 0.3333333),
     ]
@@ -276,8 +277,11 @@ async def test_classes_below_thresholds_are_absent() -> None:
 
 def test_a_large_label_set_is_only_a_number() -> None:
     labels = [f"{number}" for number in range(MAX_SET + 1)]
-    assert set_fields(labels, range(MAX_SET)) == {"set_size": MAX_SET, "set": labels[:MAX_SET]}
-    assert set_fields(labels, range(MAX_SET + 1)) == {"set_size": MAX_SET + 1}
+    outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), label_set=np.arange(MAX_SET))
+    fields = class_fields(outputs, labels)
+    assert (fields["set_size"], fields["set"]) == (MAX_SET, labels[:MAX_SET])
+    fields = class_fields(replace(outputs, label_set=np.arange(MAX_SET + 1)), labels)
+    assert (fields["set_size"], "set" in fields) == (MAX_SET + 1, False)
     timings = {"decode": 1, "queue": 1, "inference": 1, "total": 1}
     answer = {"model": "m", "predictions": [], "timings_ms": timings, "batch_size": 1}
     read = Classification.model_validate(answer | ABSTAINED)
