@@ -373,7 +373,7 @@ def test_misspelt_setting_ends_the_start(variable: str, meant: str) -> None:
         ("VIT_TRIM_SECONDS", ""),
     ],
 )
-def test_unlike_variable_names_likely_settings(variable: str, hint: str) -> None:
+def test_unlike_variable_names_likely_ones(variable: str, hint: str) -> None:
     told = f"{variable} is not a setting and is ignored{hint}"
     assert check_variables(load_settings(), {variable: "1"}) == [told]
 

@@ -697,7 +697,7 @@ def test_empty_list_is_refused(call: Call, parameter: str) -> None:
         call(Recorder(200, content=PNG), "heat_map", b"x", **options)
 
 
-def test_example_that_was_not_kept_is_refused(call: Call) -> None:
+def test_example_must_have_been_kept(call: Call) -> None:
     answer = Classification.model_validate(CAT | {"id": None})
     with pytest.raises(ValueError, match="the service did not keep the picture"):
         call(Recorder(201, json={}), "teach", "pets", "cat", answer)

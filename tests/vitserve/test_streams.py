@@ -30,7 +30,7 @@ def test_stream_takes_asynchronous_images() -> None:
     assert asyncio.run(collect()) == [(number, number * number) for number in range(9)]
 
 
-def test_answers_come_while_images_are_awaited() -> None:
+def test_answers_come_before_later_images() -> None:
     async def ask(number: int) -> int:
         return number
 
@@ -48,7 +48,7 @@ def test_answers_come_while_images_are_awaited() -> None:
     asyncio.run(collect())
 
 
-def test_error_of_images_follows_their_answers() -> None:
+def test_error_of_images_follows_answers() -> None:
     async def ask(number: int) -> int:
         return number
 
@@ -68,7 +68,7 @@ def test_error_of_images_follows_their_answers() -> None:
     assert answered == [(1, 1)]
 
 
-def test_stream_takes_images_within_its_bound() -> None:
+def test_stream_bounds_its_taken_images() -> None:
     taken = []
 
     async def ask(number: int) -> int:
@@ -87,7 +87,7 @@ def test_stream_takes_images_within_its_bound() -> None:
     asyncio.run(collect())
 
 
-def test_streams_tell_kinds_of_functions_apart() -> None:
+def test_streams_refuse_the_other_kind() -> None:
     async def collect() -> None:
         async with AsyncClient("http://host") as client:
             async for _ in client.stream([b"x"], len):  # type: ignore[arg-type]

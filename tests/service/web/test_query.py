@@ -148,7 +148,7 @@ async def test_a_field_is_refused_with_the_reason(
 
 
 @on_a_loop
-async def test_only_model_is_named_twice_for_a_list() -> None:
+async def test_only_model_may_be_named_twice() -> None:
     service = app()
     name = (await service.request("GET", "/model")).json["name"]
     answer = await post(service, "/classify", f"model={name},{name}")
