@@ -154,7 +154,7 @@ def _splits_below_classes(classes: Sequence[Listing], remarks: Remarks) -> list[
     if any(list_folder(folder).holds_folders_only for folder in inner_folders):
         return None
     example = split_classes[0]
-    by_role: dict[str, list[tuple[str, Path]]] = {}
+    members_by_role: dict[str, list[tuple[str, Path]]] = {}
     for listing in classes:
         roles = [role_of(folder.name) for folder in listing.folders]
         is_split = bool(roles) and None not in roles and len(set(roles)) == len(roles)
@@ -165,14 +165,12 @@ def _splits_below_classes(classes: Sequence[Listing], remarks: Remarks) -> list[
                 "give every class the same"
             )
         for role, folder in zip(roles, listing.folders, strict=True):
-            by_role.setdefault(str(role), []).append((listing.path.name, folder))
+            member = label_of(listing.path.name), folder
+            members_by_role.setdefault(str(role), []).append(member)
         remarks.ignored += listing.files
     parent = example.path.parent.relative_to(remarks.root)
-    return [_split_below(parent, role, members) for role, members in by_role.items()]
-
-
-def _split_below(parent: Path, role: str, members: Sequence[tuple[str, Path]]) -> Split:
-    """Return the split of these folders, each with the name of its class."""
-    folders = tuple(folder for _, folder in members)
-    labels = tuple(label_of(name) for name, _ in members)
-    return Split(str(parent / "*" / folders[0].name), role, folders, labels)
+    splits = []
+    for role, members in members_by_role.items():
+        labels, folders = zip(*members, strict=True)
+        splits.append(Split(str(parent / "*" / folders[0].name), role, folders, labels))
+    return splits

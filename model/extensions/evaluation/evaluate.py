@@ -1,7 +1,7 @@
 """Evaluation of a model on labelled pictures, through the predictor that serves it."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -107,16 +107,27 @@ def outputs_of(
 
 
 def scores_and_members(
-    outputs: Iterable[Outputs], count: int, classes: int
+    predictor: Predictor,
+    pictures: PictureFiles | NDArray[np.uint8],
+    classes: int,
+    *,
+    label_set: bool = False,
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return the score of each class, and whether the class is in the set of labels.
 
+    Args:
+        predictor: the model.
+        pictures: N pictures, see `outputs_of`.
+        classes: number of classes, K.
+        label_set: whether the model gives sets of labels; else they are empty.
+
     Returns:
-        float32 and bool, [count, classes].
+        float32 and bool, [N, K].
     """
-    scores = np.empty((count, classes), dtype=np.float32)
-    members = np.zeros((count, classes), dtype=np.bool_)
-    for row, answer in enumerate(outputs):
+    scores = np.empty((len(pictures), classes), dtype=np.float32)
+    members = np.zeros((len(pictures), classes), dtype=np.bool_)
+    requested = RequestedOutputs(classes, label_set=label_set)
+    for row, answer in enumerate(outputs_of(predictor, pictures, requested)):
         scores[row, answer.indices] = answer.scores
         if answer.label_set is not None:
             members[row, answer.label_set] = True

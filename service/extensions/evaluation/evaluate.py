@@ -14,7 +14,6 @@ from model.extensions.datasets.split_record import SplitRecord, digests_of
 from model.extensions.evaluation.calibration import MeasuredSets
 from model.extensions.evaluation.datasets import open_evaluation_set
 from model.images.listing import listed
-from model.outputs import RequestedOutputs
 from model.parameters import require_classes
 from service.cli.image_files import find_images, print_notes, require_class_folders
 from service.cli.setting_flags import (
@@ -115,11 +114,11 @@ def _scores_and_members(
     predictor: "Predictor", info: ModelInfo, files: PictureFiles
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return the score of each class for each picture, and whether the label set has it."""
-    from model.extensions.evaluation.evaluate import outputs_of, scores_and_members  # noqa: PLC0415  torch is slow
+    from model.extensions.evaluation.evaluate import scores_and_members  # noqa: PLC0415  torch is slow
 
-    requested = RequestedOutputs(len(info.labels), label_set=info.coverage is not None)
-    outputs = outputs_of(predictor, files, requested)
-    return scores_and_members(outputs, len(files), len(info.labels))
+    return scores_and_members(
+        predictor, files, len(info.labels), label_set=info.coverage is not None
+    )
 
 
 def _print_trained_on(files: PictureFiles, checkpoint: str) -> None:

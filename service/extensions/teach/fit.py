@@ -10,11 +10,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,20 +140,7 @@ def _knowledge(
     )
 
 
-class Clock(NamedTuple):
-    """The time and this process's computing time, in seconds, and a pause."""
-
-    now: Callable[[], float] = time.monotonic
-    computed: Callable[[], float] = time.process_time
-    sleep: Callable[[float], None] = time.sleep
-
-
-CLOCK: Final = Clock()
-
-
-def fit_changed(
-    examples: Examples, share: float = 1.0, linger: float = 0.0, clock: Clock = CLOCK
-) -> None:
+def fit_changed(examples: Examples, share: float = 1.0, linger: float = 0.0) -> None:
     """Fit each head whose examples have changed, until all fits are up to date.
 
     Heads take turns, the smallest first. A head with too few examples loses its fit. If memory is
@@ -169,10 +156,10 @@ def fit_changed(
     fitted_at: dict[int, float] = {}
     while True:
         stale = [head for head in examples.heads().values() if head.fitted_revision < head.revision]
-        if not stale and clock.now() >= ends:
+        if not stale and time.monotonic() >= ends:
             return
-        if not stale or clock.now() < rests_until:
-            clock.sleep(_LOOK_SECONDS)
+        if not stale or time.monotonic() < rests_until:
+            time.sleep(_LOOK_SECONDS)
             continue
 
         def turn(head: HeadRow) -> tuple[float, int]:
@@ -180,11 +167,11 @@ def fit_changed(
             return fitted_at.get(head.id, 0.0), sum(examples.state(head)[0].values())
 
         head = min(stale, key=turn)
-        begun = clock.computed()
+        begun = time.process_time()
         _fit(examples, head)
-        fitted_at[head.id] = clock.now()
-        rests_until = clock.now() + (clock.computed() - begun) * (1 / share - 1)
-        ends = max(clock.now() + linger, rests_until)
+        fitted_at[head.id] = time.monotonic()
+        rests_until = time.monotonic() + (time.process_time() - begun) * (1 / share - 1)
+        ends = max(time.monotonic() + linger, rests_until)
 
 
 def _fit(examples: Examples, head: HeadRow) -> None:

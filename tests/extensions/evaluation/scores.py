@@ -4,8 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.extensions.datasets.pictures import PictureFiles
-from model.extensions.evaluation.evaluate import outputs_of, scores_and_members
-from model.outputs import RequestedOutputs
+from model.extensions.evaluation.evaluate import scores_and_members
 from model.runtime.predictor import Predictor
 
 
@@ -17,6 +16,4 @@ def predict_scores(
     Images are uint8 [N, C, H, W].
     """
     classes = predictor.checkpoint.config.num_classes
-    return scores_and_members(
-        outputs_of(predictor, pictures, RequestedOutputs(classes)), len(pictures), classes
-    )[0]
+    return scores_and_members(predictor, pictures, classes)[0]

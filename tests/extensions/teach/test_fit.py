@@ -16,7 +16,7 @@ from model.extensions.taught.known_examples import KnownExamples
 from model.extensions.taught.taught_heads import TaughtHead
 from service.extensions.teach import fit as module
 from service.extensions.teach.examples import Examples
-from service.extensions.teach.fit import Clock, fit_changed, taught_head
+from service.extensions.teach.fit import fit_changed, taught_head
 from tests.extensions.teach.clusters import LABELS, pictures, taught, teach
 from vitserve.head_documents import Knowledge
 
@@ -224,7 +224,13 @@ def test_fits_of_all_heads_rest_together(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "taught_head", fit)
     for name in names:
         store.add(name, "cat", pictures(1)[0], "", ("b", name))
-    fit_changed(store, 0.2, 10.0, Clock(lambda: state.now, lambda: state.worked, sleep))
+    clock = Mock(
+        monotonic=lambda: state.now,
+        process_time=lambda: state.worked,
+        sleep=sleep,
+    )
+    monkeypatch.setattr(module, "time", clock)
+    fit_changed(store, 0.2, 10.0)
     assert np.diff([start for _, start in begun]) == pytest.approx(11)
     assert [name for name, _ in begun[:6]] == [*names, *names], "each has its turn"
     assert all(head.fitted_revision == head.revision for head in store.heads().values())
