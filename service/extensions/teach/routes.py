@@ -13,8 +13,6 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.errors import CheckpointError
-from model.extensions.taught.taught_heads import TaughtHead
 from model.label_texts import checked_label
 from service.errors import Forbidden, InvalidParameter, NameTaken, NotFound
 from service.extensions.teach.errors import HeadWithoutBackbone
@@ -230,32 +228,26 @@ async def delete_example(request: Request) -> ExampleCounts:
 async def describe_head(request: Request) -> HeadDescription:
     """Describe a head: its examples, its accuracy, its confusions, and doubtful labels."""
     examples = _examples(request)
+    name = request.path_params["name"]
     async with _admitted(request) as admitted:
         await _taught(request).look()  # the description is then of the head that answers here
-        head, description = await _on_thread(
-            request, admitted, partial(_described, examples, request.path_params["name"])
-        )
-    try:
-        _taught(request).base(head)
-    except HeadWithoutBackbone as error:
-        description.reason = str(error)
-    return description
-
-
-def _described(examples: Examples, name: str) -> tuple[HeadRow, HeadDescription]:
-    """Return a head with its description; raises `NotFound`."""
-    head = examples.head(name)
-    counts, content = examples.state(head)
-    reason = head.reason
+        taught = _taught(request).heads.get(name)
+        if taught is None or not taught.row.id:
+            raise NotFound(f"{name}: there is no such head")
+        head = taught.row
+        counts, _ = await _on_thread(request, admitted, partial(examples.state, head))
+    reason = taught.problem or head.reason
     knowledge = Knowledge()
-    if content is not None:
-        try:
-            taught = TaughtHead.from_bytes(content, head.name)
-            knowledge = Knowledge.model_validate_json(taught.statistics)
-        except (CheckpointError, ValidationError):
-            reason = "its fit is damaged: add or remove an example to fit it again"
-    return head, HeadDescription(
-        head=head.name,
+    try:
+        if taught.fitted is not None:
+            knowledge = Knowledge.model_validate_json(taught.fitted.statistics)
+        _taught(request).base(head)
+    except ValidationError:
+        reason = "its statistics are damaged: add or remove an example to fit it again"
+    except HeadWithoutBackbone as error:
+        reason = str(error)
+    return HeadDescription(
+        head=name,
         examples=counts,
         backbone=head.backbone,
         model=head.model,
