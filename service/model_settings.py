@@ -9,6 +9,9 @@ from service.setting_values import ImageSize, ListOrTable, Name, Thresholds
 PATHS = ("checkpoint", "preprocess", "labels", "keys", "base")
 """Settings of one checkpoint that may name a file."""
 
+OPTIONS = ("image_size", "preprocess", "labels", "activation", "architecture", "keys", "base")
+"""Settings of one checkpoint that are fields of `CheckpointOptions`."""
+
 
 class ModelSettings(BaseModel):
     """Settings of one checkpoint; a `NAME.toml` in the folder of models may have each."""

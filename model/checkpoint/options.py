@@ -32,17 +32,6 @@ PREPROCESS_PRESETS: Final[dict[str, PreprocessConfig]] = TypeAdapter(
 # Advice in a refusal of the preprocessing that a file states.
 SET_PREPROCESS: Final = "; VIT_PREPROCESS sets the preprocessing instead"
 
-# The options that are settings of the service.
-SETTINGS: Final = (
-    "image_size",
-    "preprocess",
-    "labels",
-    "activation",
-    "architecture",
-    "keys",
-    "base",
-)
-
 
 @dataclass(frozen=True)
 class CheckpointOptions:

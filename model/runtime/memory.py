@@ -27,5 +27,4 @@ def _allocated() -> int:
     is_used = getattr(cuda, "is_initialized", None)
     if cuda is None or is_used is None or not is_used():
         return 0
-    allocated: int = cuda.memory_allocated()
-    return allocated
+    return sum(map(cuda.memory_allocated, range(cuda.device_count())))

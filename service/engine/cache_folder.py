@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from service.engine.devices import gpus_are_here
+from service.model_settings import OPTIONS
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -18,19 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Settings that change a graph, or the checkpoint's outputs that it is compared with, or whether the
 # checkpoint is read at all.
-_GRAPH_SETTINGS: Final = (
-    "checkpoint",
-    "image_size",
-    "preprocess",
-    "labels",
-    "activation",
-    "architecture",
-    "keys",
-    "base",
-    "models",
-    "checkpoint_folder",
-    "dtype",
-)
+_GRAPH_SETTINGS: Final = ("checkpoint", *OPTIONS, "models", "checkpoint_folder", "dtype")
 
 # Folders of torch's compilers in the cache folder, by the variables that name them.
 _KERNELS: Final = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.errors import CheckpointError
-from service.model_settings import PATHS
+from service.model_settings import OPTIONS, PATHS
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -38,14 +38,13 @@ def checkpoint_from(settings: Settings) -> Checkpoint:
     """Read the checkpoint; raises `CheckpointError` if it cannot be read exactly."""
     link_torch()
     from model.checkpoint import load_checkpoint  # noqa: PLC0415  torch takes seconds to import
-    from model.checkpoint.options import SETTINGS  # noqa: PLC0415
 
     models = () if settings.models is None else (Path(settings.models).expanduser(),)
     named = () if settings.checkpoint_folder is None else (Path(settings.checkpoint_folder),)
     folders = (*models, *named)
     for name in PATHS:
         _require_inside(name, getattr(settings, name), folders)
-    options = {name: getattr(settings, name) for name in SETTINGS}
+    options = {name: getattr(settings, name) for name in OPTIONS}
     below = folders if _lies_below(settings.checkpoint, folders) else None
     return load_checkpoint(
         settings.checkpoint,

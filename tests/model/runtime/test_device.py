@@ -113,6 +113,19 @@ def test_a_half_imported_torch_does_no_harm(
     assert Meter().size(1000, "float32") == 4000
 
 
+def test_memory_counts_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = [5000, 0]
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: len(allocated),
+        memory_allocated=lambda device=0: allocated[device],
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    meter = Meter()
+    allocated[1] += 7000
+    assert meter.size(1000, "float32") == 7000
+
+
 def test_other_memory_is_not_the_models() -> None:
     meter = Meter()
     other = bytearray(b"x") * (64 << 20)
