@@ -18,7 +18,8 @@ from model.errors import DeviceError
 # Number of torch's streams of each priority, which it hands out in turn (pytorch/pytorch#173729).
 _STREAMS_OF_A_PRIORITY: Final = 32
 # The priority of capture streams. Batches run at priority 0, so no batch stream is ever a capture
-# stream.
+# stream. Torch replays a graph's kernels at the priority of their capture
+# (cudaGraphInstantiateFlagUseNodePriority), so graphs go before the passes of maps.
 _CAPTURE_PRIORITY: Final = -1
 
 
