@@ -30,6 +30,7 @@ from service.settings import load_settings
 from tests.service.fakes import model_info
 
 NAMES = st.sampled_from("abc")
+ENDS = st.sampled_from(["ready", "ready", "ready", "failed"])
 WHICH = st.integers(0, 99)
 MOST_REQUESTS = 6
 TURNS = 60
@@ -99,8 +100,8 @@ class Lives(RuleBasedStateMachine):
         self.engines.append(FakeEngine(settings["checkpoint"]))
         return self.engines[-1]
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(ends=st.lists(ENDS, max_size=5), names=st.lists(NAMES, max_size=4))
+    def start(self, ends: list[EngineState], names: list[str]) -> None:
         async def begin() -> None:
             configured = {name: FolderEntry({"checkpoint": name}, {}) for name in "abc"}
             limits = load_settings({"models_bytes": "200"})
@@ -109,6 +110,10 @@ class Lives(RuleBasedStateMachine):
 
         self.loop.run_until_complete(begin())
         self.spin()
+        for end in ends:
+            self.load_ends(0, end)
+        for name in names:
+            self.request(name)
 
     def spin(self) -> None:
         async def turns() -> None:
@@ -177,7 +182,7 @@ class Lives(RuleBasedStateMachine):
 
     # Devices
 
-    @rule(which=WHICH, state=st.sampled_from(["ready", "ready", "ready", "failed"]))
+    @rule(which=WHICH, state=ENDS)
     def load_ends(self, which: int, state: EngineState) -> None:
         loading = [each for each in self.engines if each.is_started and each.state == "loading"]
         if loading:

@@ -52,6 +52,9 @@ SECONDS = 10
 MOST = 20
 """Number of requests in flight."""
 
+NAMES = st.sampled_from(["own", "shared", "shared", "broken"])
+"""Whose backbone the next version has, or that it cannot be loaded."""
+
 WHICH = st.integers(0, MOST - 1)
 
 GAE = MapRequest("gae", 3)
@@ -103,6 +106,10 @@ class Runner:
     def predict(
         self, images: Sequence[NDArray[np.uint8]], requests: Sequence[RequestedOutputs]
     ) -> list[Outputs]:
+        try:
+            checkpoints = [self.heads[requested.head_name] for requested in requests]
+        except KeyError:  # the image's client has gone, and its version, too
+            raise ValueError("the backbone has no such head") from None
         numbers = [int(image[0, 0, 0]) for image in images]
         if len(numbers) > 1 or not self.bad.issuperset(
             numbers
@@ -114,7 +121,6 @@ class Runner:
         if self.dead or self.bad.intersection(numbers):
             raise RuntimeError("it does not compute")
         scores = np.ones(1, np.float32)
-        checkpoints = [self.heads[requested.head_name] for requested in requests]
         return [
             Outputs(scores, np.array([1000 * checkpoint + number]))
             for checkpoint, number in zip(checkpoints, numbers, strict=True)
@@ -170,7 +176,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.dropped: set[int] = set()
         self.loading: asyncio.Task[None] | None = None
         self.load_gate = threading.Event()
-        self.name = ""
+        self.name = "shared"
         self.is_closed = False
         self.patch = pytest.MonkeyPatch()
         self.reports: list[BatchReport] = []
@@ -186,23 +192,34 @@ class ModelMachine(RuleBasedStateMachine):
     def make(self, _: object) -> Any:
         number = next(self.checkpoints)
         self.patch.setattr(backbones, "LocalEngine", partial(LocalEngine, clock=lambda: self.now))
-        return self.backbones.engine({"checkpoint": f"{self.name}{number}"})
+        return self.backbones.engine({"checkpoint": f"{self.name} {number}"})
 
     def load_model(self, settings: Settings, find: FindRunner) -> tuple[Runner, ModelInfo]:
         """Load a model on an engine's thread; its name says which others share its backbone."""
         assert self.load_gate.wait(PATIENCE)
         name = settings.checkpoint
-        if name.startswith("broken"):
+        kind, _, number = name.partition(" ")
+        if kind == "broken":
             raise CheckpointError("it cannot be read")
-        number = int(name.removeprefix("shared"))
-        backbone = "shared" if name.startswith("shared") else name
+        backbone = kind if kind == "shared" else name
         runner = cast(Runner | None, find(backbone)) or Runner(lambda: self.now)
-        runner.heads[name] = number
-        self.runners[number] = runner
+        runner.heads[name] = int(number)
+        self.runners[int(number)] = runner
         return runner, model_info(name=name, head=name, backbone=backbone, max_batch=MAX_BATCH)
 
-    @initialize(closes_early=st.booleans())
-    def start(self, closes_early: bool) -> None:
+    @initialize(
+        closes_early=st.booleans(),
+        swaps=st.lists(NAMES, min_size=1, max_size=3),
+        is_slow=st.booleans(),
+    )
+    def start(self, closes_early: bool, swaps: list[str], is_slow: bool) -> None:
+        """Load a model, and swap it under requests that have sent their headers.
+
+        Args:
+            closes_early: whether the service ends before the answers.
+            swaps: kinds of the next versions.
+            is_slow: whether images wait behind the first batches: one is cancelled, some expire.
+        """
         self.closes_early = closes_early
         self.load_gate.set()
 
@@ -216,11 +233,22 @@ class ModelMachine(RuleBasedStateMachine):
                 await asyncio.sleep(0)
 
         self.wait(begin())
+        for name in swaps:
+            self.head()
+            self.load(name, ends=True)
+        if is_slow:
+            self.burst(2 * MAX_BATCH)  # both streams are busy with these
+            self.burst(MAX_BATCH)
+            self.leave(-1)
+            self.compute(0, bad=False)
+            self.burst(MAX_BATCH)
+            self.time_passes(SECONDS)
+            self.compute(0, bad=False)
 
     def checkpoint(self) -> int:
         info = self.model.current.engine.info
         assert info is not None
-        return int(info.name.removeprefix("shared"))
+        return int(info.name.partition(" ")[2])
 
     def distinct_runners(self) -> list[Runner]:
         return list(dict.fromkeys(self.runners.values()))
@@ -348,8 +376,8 @@ class ModelMachine(RuleBasedStateMachine):
 
     # Events of the operator
 
-    @rule(name=st.sampled_from(["", "shared", "shared", "broken"]))
-    def load(self, name: str) -> None:
+    @rule(name=NAMES, ends=st.booleans())
+    def load(self, name: str, ends: bool) -> None:
         if self.is_loading:
             return
         self.load_gate.clear()
@@ -357,6 +385,8 @@ class ModelMachine(RuleBasedStateMachine):
         self.loading = self.loop.create_task(self.replace())
         self.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         self.wait(self.settle())
+        if ends:
+            self.loaded()
 
     @property
     def is_loading(self) -> bool:
@@ -389,7 +419,8 @@ class ModelMachine(RuleBasedStateMachine):
                 [index] = request.answer.result().outputs.indices.tolist()
                 assert index == 1000 * request.checkpoint + request.number
             elif isinstance(error, InferenceFailed):
-                assert request.number in self.runners[request.checkpoint].bad
+                bad = self.runners[request.checkpoint].bad
+                assert request.number in bad or self.is_closed
             else:
                 expected = QueueFull | DeadlineExceeded
                 assert isinstance(error, EngineUnavailable if self.is_closed else expected), error
@@ -414,8 +445,13 @@ class ModelMachine(RuleBasedStateMachine):
                 )
                 assert self.dropped.isdisjoint(numbers), "launched for nobody"
             assert runner.waiting <= 3  # two streams, and the thread of maps
+        assert len(self.model.versions.open) <= 2, "a third version is in memory"
         held = {request.version for request in self.requests if not request.is_answered}
-        needless = self.model.versions.open - held - {self.model.current}
+        needless = {
+            version
+            for version in self.model.versions.open - held - {self.model.current}
+            if version.state != "retiring"  # its thread is ending
+        }
         if self.is_loading:
             assert len(needless) <= 1, "only one version loads at a time"
         else:
@@ -467,7 +503,7 @@ class ModelMachine(RuleBasedStateMachine):
 
 TestModels = ModelMachine.TestCase
 TestModels.settings = settings(
-    max_examples=50,
+    max_examples=40,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,
