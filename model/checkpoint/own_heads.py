@@ -220,7 +220,7 @@ class _Head:
             names[_bias_of(weight)] = "head.bias"
         return (
             f"{layer}, write this line into keys.toml, and give --keys keys.toml (VIT_KEYS): "
-            f"{self._key_map(names)}"
+            f'{self._key_map(names)}; if not, the same line with to = "" leaves the layer out'
         )
 
     def _of_part(self, weight: str) -> list[str]:

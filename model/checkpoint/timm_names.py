@@ -14,7 +14,11 @@ from model.config import ViTConfig
 _RULES: Final[Rules] = (
     (r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"),  # BEiT, DeiT III
     (r"^(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),  # DINOv2's own code
+    (r"^(blocks\.\d+\.mlp)\.w1\.", r"\1.fc1_g."),  # EVA-02's and DINOv3's own code
+    (r"^(blocks\.\d+\.mlp)\.w2\.", r"\1.fc1_x."),
     (r"^(blocks\.\d+\.mlp)\.w3\.", r"\1.fc2."),
+    (r"^(blocks\.\d+\.mlp)\.ffn_ln\.", r"\1.norm."),
+    (r"^(blocks\.\d+\.attn)\.inner_attn_ln\.", r"\1.norm."),
     (r"\.rel_pos\.relative_", ".relative_"),
     # A ResNet stem without stages consists of its root.
     (r"^patch_embed\.backbone\.(conv|norm)\.", r"patch_embed.backbone.stem.\1."),

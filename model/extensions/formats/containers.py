@@ -22,7 +22,7 @@ _TRAINING: Final = re.compile(
 # Names of tensors in state dicts that classification does not use.
 _UNUSED: Final = re.compile(
     r"(.*\.)?((step|decay|loss\w*|criterion\w*|class_weights?|pos_weight|\w*metrics?|(train|val|valid|test)_\w+)(\..*)?|"
-    r"n_averaged|initted|num_updates|mask_token)"
+    r"n_averaged|initted|num_updates|mask_token|decoder_(embed|pos_embed|blocks|norm|pred)(\..*)?)"
 )
 # Numbers that change the scores.
 _SCALES: Final = re.compile(r"(.*\.)?(temperature|logit_scale|logit_bias)")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from model.checkpoint.files import CONFIG_FILE, OPEN_CLIP_CONFIG, Files
@@ -162,6 +163,8 @@ def in_layout(tensors: Mapping[str, Tensor], files: Files) -> tuple[Layout, dict
     native = renamed(tensors, layout.rules, where)
     if "register_tokens" in native:
         native = _with_registers(native, where)
+    if "storage_tokens" in native:
+        native = _of_dinov3(native)
     habits = dict(layout.habits)
     if layout is _VIT_PYTORCH:
         habits |= _vit_pytorch_habits(native, tensors)
@@ -202,9 +205,10 @@ def _refuse_beside(tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse further tensors in the file of a network whose names begin with its own name."""
     for layout in LAYOUTS:
         pattern = re.compile(rf"(.*\.)?(\w+)\.({layout.marker})")
-        match = next(filter(None, map(pattern.fullmatch, tensors)), None)
-        if match is None:
-            continue
+        matches = {match[2]: match for match in map(pattern.fullmatch, tensors) if match}
+        if len(matches) != 1:
+            continue  # several are the stages of another network, such as a Swin Transformer
+        [match] = matches.values()
         others = [name for name in tensors if f".{match[2]}." not in f".{name}"]
         others.sort(key=advice_on_effect, reverse=True)
         if others:
@@ -274,6 +278,23 @@ def _copy_shared_table(tensors: dict[str, Tensor]) -> None:
     blocks = {name.split(".")[1] for name in tensors if re.match(r"blocks\.\d+\.", name)}
     tensors |= dict.fromkeys((f"blocks.{block}.attn.{table}" for block in blocks), tensors[shared])
     del tensors[shared]
+
+
+def _of_dinov3(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of DINOv3's own files as timm has them: keys have no bias.
+
+    A bias of zeros is left out, because half of timm's architectures have none.
+    """
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".attn.qkv.bias"):
+            queries, keys, values = tensor.chunk(3)
+            bias = torch.cat((queries, torch.zeros_like(keys), values))
+            if bias.any():
+                result[name] = bias
+        elif not name.endswith((".periods", ".bias_mask")):
+            result["reg_token" if name == "storage_tokens" else name] = tensor
+    return result
 
 
 def _with_registers(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:

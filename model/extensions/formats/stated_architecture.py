@@ -78,7 +78,9 @@ def _meant(key: str, known: Collection[str]) -> str:
     """Return advice on the likely meaning of an unknown argument."""
     near = nearest(key, known)
     words = set(key.split("_"))
-    similar = [near] if near else sorted(name for name in known if words & set(name.split("_")))
+    common = {name: len(words.intersection(name.split("_"))) for name in known}
+    most = max(common.values())
+    similar = [near] if near else sorted(name for name in known if most and common[name] == most)
     return f"did you mean {' or '.join(similar)}?" if similar else f"it has {', '.join(USUAL)}"
 
 

@@ -22,7 +22,7 @@ from tests.model.checkpoint.parity import (
     preprocess_file,
     randomise,
 )
-from tests.timm_reference import declare_torchvision_operators, torchvision
+from tests.timm_reference import declare_torchvision_operators, timm, torchvision
 
 
 def vit_pytorch() -> Any:
@@ -137,6 +137,49 @@ def test_mmpretrain(tmp_path: Path) -> None:
     content = {"meta": {"mmpretrain_version": "1.2.0"}, "state_dict": state}
     checkpoint = load(content, tmp_path, "vit,num_heads=3")
     assert_same_logits(checkpoint, model, "mmpretrain")
+
+
+def _renamed(state: dict[str, Tensor], *rules: tuple[str, str]) -> dict[str, Tensor]:
+    for pattern, new in rules:
+        state = {re.sub(pattern, new, name): tensor for name, tensor in state.items()}
+    return state
+
+
+_GATED = ((r"mlp\.fc1_g", "mlp.w1"), (r"mlp\.fc1_x", "mlp.w2"), (r"mlp\.fc2", "mlp.w3"))
+
+
+@pytest.mark.parametrize("biases", [True, False])
+def test_dinov3s_own_file(biases: bool, tmp_path: Path) -> None:
+    name = f"vit_small_plus_patch16_dinov3{'_qkvb' if biases else ''}"
+    model = timm().create_model(name, depth=2, img_size=32, num_classes=5).eval()
+    randomise(model)
+    rules = (("reg_token", "storage_tokens"), (r"gamma_([12])", r"ls\1.gamma"), *_GATED)
+    state = _renamed(model.state_dict(), *rules)
+    for block in ("blocks.0.attn", "blocks.1.attn"):
+        queries, values = (
+            state.pop(f"{block}.{part}_bias", torch.zeros(384)) for part in ("q", "v")
+        )
+        unused = torch.ones(384) if biases else torch.zeros(384)
+        state[f"{block}.qkv.bias"] = torch.cat((queries, unused, values))
+        state[f"{block}.qkv.bias_mask"] = torch.ones(3 * 384)
+    others = {"mask_token": torch.ones(1, 384), "rope_embed.periods": torch.ones(16)}
+    checkpoint = load(
+        state | others, tmp_path, f"{name},depth=2", preprocess=preprocess_file(tmp_path, 32, 32)
+    )
+    assert_same_logits(checkpoint, model, f"DINOv3's own {name}")
+
+
+def test_eva02s_own_file(tmp_path: Path) -> None:
+    sizes = {"depth": 2, "embed_dim": 48, "num_heads": 3}
+    model = timm().create_model("eva02_base_patch14_448", num_classes=5, img_size=28, **sizes)
+    randomise(model.eval())
+    rules = ((r"mlp\.norm", "mlp.ffn_ln"), (r"attn\.norm", "attn.inner_attn_ln"), *_GATED)
+    state = _renamed(model.state_dict(), *rules)
+    architecture = "eva02_base_patch14_448,depth=2,embed_dim=48,num_heads=3"
+    checkpoint = load(
+        {"module": state}, tmp_path, architecture, preprocess=preprocess_file(tmp_path, 28, 28)
+    )
+    assert_same_logits(checkpoint, model, "EVA-02's own")
 
 
 @pytest.mark.parametrize("case", ["dinov2", "clip"])

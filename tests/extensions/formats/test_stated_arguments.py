@@ -124,6 +124,7 @@ def test_what_a_format_lacks_is_asked_for(
             "global_pool",
         ),
         ({"architecture": "vit,norm_epz=1"}, "did you mean norm_eps"),
+        ({"architecture": "vit,use_shared_rel_pos_bias=true"}, r"did you mean rel_pos\?"),
         ({"architecture": "eva02_base_patch14_448,pre_norm=true"}, "has no argument 'pre_norm'"),
         ({"labels": "not/there.txt"}, "^VIT_LABELS 'not/there.txt': neither a file, nor names"),
         (

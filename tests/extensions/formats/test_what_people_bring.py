@@ -555,6 +555,20 @@ def test_a_batch_norm_of_the_head_is_folded(affine: bool, tmp_path: Path) -> Non
     assert any("folded into the layer" in text for text in checkpoint.assumed)
 
 
+def test_maes_decoder_is_left_out(tmp_path: Path) -> None:
+    state = {name: t for name, t in made().state_dict().items() if not name.startswith("head.")}
+    decoder = {"decoder_embed.weight": torch.ones(32, 48), "decoder_pos_embed": torch.ones(1, 5, 3)}
+    checkpoint = load({"model": state | decoder}, tmp_path, f"{PLAIN},num_classes=0", labels=None)
+    assert checkpoint.tensors.keys() == state.keys()
+    assert any("left out" in note and "decoder_embed.weight" in note for note in checkpoint.notes)
+
+
+def test_stages_are_not_a_network_in_a_file(tmp_path: Path) -> None:
+    state = {f"layers.{stage}.{n}": t for stage in (0, 1) for n, t in made().state_dict().items()}
+    with pytest.raises(CheckpointError, match="name it with VIT_ARCHITECTURE"):
+        load(state | {"norm.weight": torch.ones(48)}, tmp_path, PLAIN)
+
+
 def test_arrays_with_timms_names_are_read(tmp_path: Path) -> None:
     brought = saved()(tmp_path)
     arrays = {name: tensor.numpy() for name, tensor in brought.network.state_dict().items()}
