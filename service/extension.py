@@ -79,10 +79,8 @@ class Extension(model_extension.Extension):
     Importing the object must be cheap, because `vitserve --help` does it. Therefore its functions
     import their modules when they are called.
 
-    Functions that take the application find the shared objects in `app.state`. `service` has the
-    objects that requests share, and `guard` checks API keys. `count` counts a request that did not
-    arrive over HTTP. `on_models_changed` is a list of functions, called after each change of a
-    model.
+    Functions that take the application find the shared objects in `app.state`, see
+    `service.web.service.ApplicationState`.
 
     Attributes:
         settings: `module:Class` of a pydantic model whose fields join the settings as `VIT_NAME`.

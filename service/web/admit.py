@@ -14,7 +14,7 @@ import copy
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self, TypeVar, cast
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -33,7 +33,7 @@ from service.models.residency import UNNAMED
 from service.web.lanes import Deadline, Lane
 from service.web.limiter import CountedBytes, Permit
 from service.web.middleware import request_context
-from service.web.service import Service
+from service.web.service import ApplicationState, Service
 from service.web.upload import RIGHT_CALLS
 
 T = TypeVar("T")
@@ -305,7 +305,8 @@ def check_room(service: Service, caller: str = "", *, needs_engine: bool = True)
 
 def service_of(request: Request) -> Service:
     """Return the service that a request came to."""
-    return cast(Service, request.app.state.service)
+    state: ApplicationState = request.app.state
+    return state.service
 
 
 async def model_of(request: Request, name: str | None = None, *, share: float = 1.0) -> Lease:

@@ -131,11 +131,9 @@ def create_app(
     parts = with_added_routes(_core_routes(settings), app)
     app.set_routes([route for part in parts for route in part.routes])
     app.state.rules = PathRules(parts)
-    app.state.keys_required = bool(settings.api_keys)
     app.state.on_models_changed.append(on_engine_change)
     _watch(metrics, service)
     outermost = _surrounded(app, service)
-    app.state.outermost = outermost
     app.state.count = outermost.count
     return outermost
 
@@ -174,7 +172,7 @@ def _surrounded(app: Application, service: Service) -> RequestContextMiddleware:
     state = app.state
     settings = service.settings
     layers: ASGIApp = app
-    if state.keys_required:
+    if settings.api_keys:
         layers = ApiKeyMiddleware(layers, state.guard, state.rules, settings)
     layers = OriginMiddleware(layers, settings)
     pace = RefusalPace(service.clock)
@@ -227,8 +225,7 @@ def _publish_models(service: Service) -> None:
 @asynccontextmanager
 async def _lifespan(app: Application) -> AsyncIterator[None]:
     """Start the models and the extensions; at the end, close the shared objects."""
-    state = app.state
-    service: Service = state.service
+    service = app.state.service
     async with AsyncExitStack() as contexts:
         for extension in extensions():
             if extension.beside is not None:
@@ -239,7 +236,6 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
     service.lanes.close()
     service.decoders.close()
     await service.images.close()
-    state.outermost.log.end_second()
 
 
 @asynccontextmanager

@@ -268,6 +268,7 @@ class RequestContextMiddleware:
         """Serve one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            self.log.end_second()  # the lifespan has ended
             return
         context = RequestContext(scope, receive, send, self._lifecycle, self._clock())
         if self._prefixes.root_path or scope.get("root_path") or scope.get(TRUSTED_PROXY):

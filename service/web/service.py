@@ -6,16 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from starlette.datastructures import State
+
 from service.draining import Lifecycle
 from service.engine.interface import Engine
 from service.errors import Draining, EngineUnavailable
 from service.models.all_models import Models
 from service.observe.metrics import Metrics
 from service.settings import Settings
+from service.web.api_keys import KeyGuard
 from service.web.decoders import Decoders
 from service.web.image_stores import ImageStore
 from service.web.lanes import Lanes
 from service.web.limiter import ByteBudget, Limiter
+from service.web.middleware import Answered
+from service.web.path_rules import PathRules
 
 _KNOWN_TEXTS: Final = 4096
 
@@ -69,3 +74,21 @@ class Service:
         reasons = [engine.status.reason for engine in engines]
         if all(reasons):
             raise EngineUnavailable(reasons[0])
+
+
+class ApplicationState(State):
+    """The shared objects of an application, as `app.state`; extensions may add their own.
+
+    Attributes:
+        service: the objects that requests share.
+        guard: checks API keys.
+        on_models_changed: functions that are called after each change of a model.
+        rules: how middleware treats paths; set once extensions have added their routes.
+        count: counts and logs a request that did not arrive over HTTP; set with the middleware.
+    """
+
+    service: Service
+    guard: KeyGuard
+    on_models_changed: list[Callable[[], None]]
+    rules: PathRules
+    count: Callable[[Answered, str | None], None]

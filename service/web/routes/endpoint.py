@@ -20,7 +20,6 @@ from typing import Any, Final, TypeVar, get_type_hints
 import msgspec
 from pydantic import BaseModel
 from starlette.convertors import FloatConvertor, IntegerConvertor
-from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Router as LifespanRouter
@@ -33,6 +32,7 @@ from service.web.query import parse_query, require_no_parameters
 from service.web.routes.not_found import nearest_path
 from service.web.routes.openapi import Operation, openapi_document
 from service.web.routes.request_headers import check_headers, require_acceptable
+from service.web.service import ApplicationState
 
 Function = Callable[..., Coroutine[Any, Any, Response | BaseModel]]
 """A coroutine function of the request, or of the request and its query.
@@ -204,7 +204,7 @@ class Application:
 
     def __init__(self, lifespan: Lifespan["Application"]) -> None:
         self.routes: Sequence[Endpoint] = ()
-        self.state = State()
+        self.state = ApplicationState()
         self.lifespan = lifespan
         self._lifespan = LifespanRouter(lifespan=lifespan)
         self._fixed: Mapping[tuple[str, str], Endpoint] = {}
@@ -228,7 +228,7 @@ class Application:
                 [endpoint.operation for endpoint in self.routes if endpoint.is_described],
                 version=version,
                 public=self.state.rules.public,
-                keys_required=self.state.keys_required,
+                keys_required=bool(self.state.service.settings.api_keys),
             )
             self._document = msgspec.json.encode(document)
         return self._document

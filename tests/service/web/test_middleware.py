@@ -7,6 +7,8 @@ import re
 from contextlib import nullcontext
 
 import pytest
+from uvicorn import Config
+from uvicorn.lifespan.on import LifespanOn
 
 from service.errors import SettingsError, Unauthorized
 from service.observe.logs import JsonFormatter
@@ -228,6 +230,18 @@ async def test_flood_logs_few_refusals(
         server.app.asgi.log.end_second()
     assert caplog.messages[-1] == f"refused 5 more: 5 {code}"
     assert vars(caplog.records[-1])["fields"] == {"refused": {code: 5}}
+
+
+@on_a_loop
+async def test_the_end_logs_counted_refusals(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    asgi = app().asgi
+    lifespan = LifespanOn(Config(asgi, lifespan="on"))
+    await lifespan.startup()
+    for _ in range(LINES_A_SECOND + 2):
+        asgi.log.has_own_line("queue_full")
+    await lifespan.shutdown()
+    assert "refused 2 more: 2 queue_full" in caplog.messages
 
 
 @on_a_loop
