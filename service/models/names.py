@@ -63,6 +63,7 @@ class Names:
 
         Raises:
             UnknownModel: no model or head has this name, and it may not be new.
+            EngineUnavailable: the same, but the names are not known yet.
             What `ServedHead.require_key` raises.
         """
         if name is None:
@@ -75,6 +76,8 @@ class Names:
             return self.default_name
         if is_new:
             return name
+        if not self.name_of(self.default_name):  # loading, in this process or in an engine's
+            self.require_ready(self.default_name)
         available = ", ".join(self.names())
         raise UnknownModel(f"unknown model {name!r:.200}; available: {available:.2000}")
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from service.settings import Settings
     from service.web.routes.endpoint import Application
 
+# Longest wait of a starting process for the heads, which may be on a network's disk.
+_FIRST_LOOK_SECONDS = 10.0
 # Threads that read and write examples: one goes on reading while the other waits for a process that
 # writes.
 _EXAMPLE_THREADS = 2
@@ -42,10 +44,15 @@ def _routes(app: Application) -> Routes:
 
 @asynccontextmanager
 async def _beside(app: Application) -> AsyncIterator[None]:
-    """Look for changed heads in the background."""
+    """Read the heads before the first request, and after changes."""
+    import asyncio
+    from contextlib import suppress
+
     from service.background import keep_running
 
     watching = keep_running("taught-heads", app.state.taught.watch)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(app.state.taught.has_looked.wait(), _FIRST_LOOK_SECONDS)
     yield
     watching.cancel()
     app.state.examples_lane.close()

@@ -136,6 +136,7 @@ class TaughtHeads:
         models: models of the process.
 
     Attributes:
+        has_looked: set after the first look of `watch`, whatever its result.
         child: process that fits the heads, until its end is known here.
     """
 
@@ -149,6 +150,7 @@ class TaughtHeads:
         self._overridden: set[str] = set()
         self._hidden: set[str] = set()
         self._look = asyncio.Event()
+        self.has_looked = asyncio.Event()
         self._turn = asyncio.Lock()
         self._tasks = Tasks()
         self._next_look: asyncio.Task[None] | None = None
@@ -259,10 +261,12 @@ class TaughtHeads:
                     if problem != str(error):  # logged once
                         problem = str(error)
                         logger.error("%s", error)
+                self.has_looked.set()
                 self._look.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
         finally:
+            self.has_looked.set()
             self._tasks.cancel()
             if self.child is not None:
                 with suppress(ProcessLookupError):

@@ -609,6 +609,13 @@ async def test_invalid_frames_end_one_connection(
 
 
 @on_a_loop
+async def test_names_wait_for_the_first_engine() -> None:
+    models = RemoteModels([EngineClient(Path("nowhere"), "cpu")])
+    with pytest.raises(EngineUnavailable, match="the model is loading"):
+        models.key("birds")
+
+
+@on_a_loop
 async def test_a_recall_revives_no_old_version() -> None:
     client = EngineClient(Path("nowhere"), "cpu")
     sent = list[frames.Frame]()

@@ -281,3 +281,11 @@ async def test_a_head_goes_on_with_its_features(tmp_path: Path) -> None:
         "head",
         "transfer",
     )
+
+
+@on_a_loop
+async def test_first_request_of_a_start_knows_heads(tmp_path: Path) -> None:
+    await teach(app(teach=str(tmp_path)), 1)
+    restarted = inside(app(teach=str(tmp_path)))
+    async with restarted.lifespan(restarted):
+        assert "pets" in restarted.state.service.models.names()
