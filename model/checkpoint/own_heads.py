@@ -219,8 +219,8 @@ class _Head:
         if _bias_of(weight) in self.tensors:
             names[_bias_of(weight)] = "head.bias"
         return (
-            f"{layer}, write this line into keys.toml, and give --keys keys.toml (VIT_KEYS): "
-            f'{self._key_map(names)}; if not, the same line with to = "" leaves the layer out'
+            f'{layer}, write this line into keys.toml (if not, with to = "" to leave it out), and '
+            f"give --keys keys.toml (VIT_KEYS): {self._key_map(names)}"
         )
 
     def _of_part(self, weight: str) -> list[str]:
