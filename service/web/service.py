@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from starlette.datastructures import State
 
@@ -29,17 +30,19 @@ class KnownTexts:
     """The last texts that each text tower computed; an engine stores the features of more."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[int, str], None] = OrderedDict()
+        self._known: WeakKeyDictionary[Engine, OrderedDict[str, None]] = WeakKeyDictionary()
 
     def count_new(self, engine: Engine, texts: Sequence[str]) -> int:
         """Return how many of the texts an engine has to compute."""
-        return sum((id(engine), text) not in self._known for text in texts)
+        known = self._known.get(engine, ())
+        return sum(text not in known for text in texts)
 
     def add(self, engine: Engine, texts: Sequence[str]) -> None:
-        """Add texts that an engine has computed, and forget the oldest ones."""
-        self._known.update(((id(engine), text), None) for text in texts)
-        while len(self._known) > _KNOWN_TEXTS:
-            self._known.popitem(last=False)
+        """Add texts that an engine has computed, and forget its oldest ones."""
+        known = self._known.setdefault(engine, OrderedDict())
+        known.update(dict.fromkeys(texts))
+        while len(known) > _KNOWN_TEXTS:
+            known.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
