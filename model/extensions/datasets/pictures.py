@@ -9,10 +9,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from model.errors import DatasetError, ImageError
 from model.images.preprocess import preprocess
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Largest array of decoded pictures in memory, in bytes; larger arrays go to a file.
 MEMORY: Final = 4 << 30
@@ -139,16 +141,7 @@ def decode(
             return f"  {error}"
         return None
 
-    pool = ThreadPoolExecutor(os.cpu_count())
-    try:
-        futures = [pool.submit(work, number) for number in range(len(files))]
-        for _ in tqdm(
-            as_completed(futures), total=len(files), desc="read", unit="img", disable=None
-        ):
-            pass
-    finally:
-        pool.shutdown(cancel_futures=True)  # do not wait for a million files after an interruption
-    problems = [future.result() for future in futures]
+    problems = on_all_cores(work, len(files), "read")
     if not any(problems):
         return Images(pixels, files.labels)
     message = _message(sorted(filter(None, problems)))
@@ -157,6 +150,22 @@ def decode(
     logger.warning("left out: %s", message)
     good = [number for number, problem in enumerate(problems) if problem is None]
     return Images(pixels[good], files.labels[good])
+
+
+def on_all_cores(work: Callable[[int], T], count: int, what: str) -> list[T]:
+    """Return the result of some work for each number of a picture below `count`, in order.
+
+    An interruption cancels the work that is not begun.
+
+    Args:
+        what: verb for the work, in the progress bar.
+    """
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        results = pool.map(work, range(count))
+        return list(tqdm(results, total=count, desc=what, unit="img", disable=None))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _message(problems: list[str]) -> str:

@@ -10,20 +10,17 @@ is another picture.
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from model.errors import DatasetError
-from model.extensions.datasets.pictures import PictureFiles
+from model.extensions.datasets.pictures import PictureFiles, on_all_cores
 from model.extensions.datasets.split_names import TEST, TRAIN, VALIDATION
 
 logger = logging.getLogger(__name__)
@@ -213,9 +210,7 @@ def digests_of(files: PictureFiles) -> list[str]:
         except OSError:  # decoding the file reports the error
             return ""
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = pool.map(digest, range(len(files)))
-        return list(tqdm(digests, total=len(files), desc="compare", unit="img", disable=None))
+    return on_all_cores(digest, len(files), "compare")
 
 
 def copy_record(checkpoint: str, out: Path) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from typing import Final, NamedTuple, Self
 
 import numpy as np
@@ -23,8 +22,7 @@ from model.extensions.taught.score_fit import MIN_PICTURES, choose_fit, losses
 _HALVINGS: Final = 20
 
 
-@dataclass(frozen=True)
-class MeasuredSets:
+class MeasuredSets(NamedTuple):
     """Sets of labels, measured on labelled pictures that they were not calibrated on.
 
     Attributes:
@@ -189,7 +187,7 @@ def _measured_sets(
     generator: np.random.Generator,
 ) -> MeasuredSets:
     """Return the mean measurement of sets over random halvings of the pictures."""
-    runs: list[tuple[float, float, float]] = []
+    runs: list[MeasuredSets] = []
     for _ in range(_HALVINGS):
         some, others = np.split(generator.permutation(len(truth)), [len(truth) // 2])
         right_scores = np.sort(scores[some, truth[some]]).tolist()
@@ -197,7 +195,7 @@ def _measured_sets(
             temperature, right_scores, np.sort(energies[some]).tolist(), coverage
         )
         members = label_sets.members(scores[others], energies[others])
-        runs.append(astuple(MeasuredSets.of(members, truth[others])))
+        runs.append(MeasuredSets.of(members, truth[others]))
     return MeasuredSets(*np.mean(runs, axis=0).tolist())
 
 

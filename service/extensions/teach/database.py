@@ -9,7 +9,7 @@ import re
 import secrets
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -117,20 +117,16 @@ class HeadsDatabase:
         db.executescript("PRAGMA foreign_keys = ON; PRAGMA secure_delete = ON")
         return db
 
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
+    def reading(self) -> AbstractContextManager[sqlite3.Connection]:
         """Give one unchanging state of the file; raises `HeadsUnavailable`."""
-        with self._transaction("BEGIN") as db:
-            yield db
+        return self._transaction("BEGIN")
 
-    @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self) -> AbstractContextManager[sqlite3.Connection]:
         """Commit all changes in this context, or none if it raises; raises `HeadsUnavailable`.
 
         No other process changes the file meanwhile.
         """
-        with self._transaction("BEGIN IMMEDIATE") as db:
-            yield db
+        return self._transaction("BEGIN IMMEDIATE")
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
