@@ -69,10 +69,7 @@ class KnownExamples:
         pictures it kept that share, and the conformal rank, which is the farthest of few examples,
         kept 98 %. The only example of a label does not count: it would be far from all others.
         """
-        rows = np.linspace(0, len(features) - 1, min(len(features), MAX_KNOWN_EXAMPLES)).astype(
-            np.int64
-        )
-        rows = rows[np.argsort(labels[rows], kind="stable")]
+        rows = _sample(labels)
         examples = _with_unit_parts(features[rows], weights)
         # A copy of an example is not a neighbour.
         is_first = first_equal_indices(examples) == np.arange(len(rows))
@@ -99,6 +96,18 @@ class KnownExamples:
         """Return the distances of features [B, D] from the nearest examples, float32 [B]."""
         cosines = _with_unit_parts(features, self.weights) @ self.examples.T
         return _nearest_distances(cosines, self.labels)
+
+
+def _sample(labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows of at most `MAX_KNOWN_EXAMPLES` examples by label, equally many of each.
+
+    A rare label keeps all its examples: without them, the head would abstain from its pictures.
+    """
+    order = np.random.default_rng(0).permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    index_in_label = np.arange(len(labels)) - np.searchsorted(labels[order], labels[order])
+    rows = np.sort(order[np.argsort(index_in_label, kind="stable")[:MAX_KNOWN_EXAMPLES]])
+    return rows[np.argsort(labels[rows], kind="stable")]
 
 
 def _with_unit_parts(features: Floats, weights: tuple[float, ...]) -> Floats:

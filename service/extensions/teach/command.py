@@ -45,6 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(
             "name", f"{name}: a file; give the head's name, {name.removesuffix('.safetensors')}"
         )
+    if not arguments.url and name.startswith("."):
+        raise InputError(
+            "name", f"{name}: a folder of --models skips hidden files; leave out the dot"
+        )
     output = Path(f"{arguments.name}.safetensors")
     is_replaced = output.exists()
     if not arguments.url and is_replaced and not is_taught_head(output):

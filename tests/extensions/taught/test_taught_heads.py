@@ -74,6 +74,16 @@ def test_parts_of_other_lengths_count_alike() -> None:
     assert known.distances(features)[1] == pytest.approx(0.5, abs=0.01)
 
 
+def test_a_rare_label_keeps_its_examples() -> None:
+    features = np.random.default_rng(0).standard_normal((20_000, 8)).astype(np.float32)
+    labels = np.zeros(len(features), np.int64)
+    labels[10_000:] = 1
+    labels[[5, 7, 9]] = 2
+    known = KnownExamples.of(features, labels)
+    assert np.bincount(known.labels).tolist() == [999, 998, 3]
+    assert known.distances(features[[5]])[0] < 1
+
+
 def test_near_examples_are_of_one_label() -> None:
     angles = np.radians([0, 4, 8, 20, 24, 28])
     examples = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)

@@ -65,6 +65,7 @@ def test_only_the_train_split_is_taught(
     [
         (["a/b", "."], "'a/b': a model's name has 1 to 128"),
         (["pets.safetensors", "."], "pets.safetensors: a file; give the head's name, pets"),
+        ([".pets", "."], ".pets: a folder of --models skips hidden files; leave out the dot"),
         (["pets", "nowhere"], "nowhere: no such folder"),
         ([".", "pets"], ".: a folder; the name of the head comes first: vitserve teach pets ."),
         (["pets", "."], ".: no pictures: expected one folder of them for each class"),
