@@ -16,7 +16,7 @@ from model.calibration import (
     scores_and_energies,
 )
 from model.errors import DatasetError
-from model.extensions.taught.score_fit import MIN_PICTURES, choose_fit, losses
+from model.extensions.taught.score_fit import MIN_PICTURES, choose_fit, losses, spread_rows
 
 # Number of random halvings of the pictures that measure sets of labels.
 _HALVINGS: Final = 20
@@ -211,6 +211,7 @@ def calibration_of(
         fit: fit of the scores.
         fitted: number of further pictures that the scores were fitted to.
     """
-    scores, energies = scores_and_energies(logits[:MAX_PICTURES], *fit)
-    right = scores[np.arange(len(scores)), truth[: len(scores)]]
+    rows = spread_rows(len(truth), MAX_PICTURES)
+    scores, energies = scores_and_energies(logits[rows], *fit)
+    right = scores[np.arange(len(rows)), truth[rows]]
     return Calibration.of(data, len(truth) + fitted, fit, right, energies)

@@ -78,6 +78,11 @@ def fit_scores(
     return _fit_of(best)
 
 
+def spread_rows(count: int, most: int) -> NDArray[np.int64]:
+    """Return at most so many of `count` rows, evenly spread, because pictures come by class."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
+
+
 def _fit_of(numbers: NDArray[np.float64]) -> Fit:
     temperature, power, crowding = numbers.tolist()
     return Fit(math.exp(temperature), Form(power=math.exp(power), crowding=crowding))
@@ -99,9 +104,9 @@ def choose_fit(
     Each further number must lower the mean loss of held-out pictures by more than its standard
     error. If the first one does not, the fit is `before`, with an empty name.
     """
-    count = max(_MOST_LOGITS // logits.shape[1], 10 * MIN_PICTURES)
-    logits = logits[:count]
-    truth = truth[:count]
+    rows = spread_rows(len(truth), max(_MOST_LOGITS // logits.shape[1], 10 * MIN_PICTURES))
+    logits = logits[rows]
+    truth = truth[rows]
     fold = np.arange(len(truth)) % _FOLDS
     fit = Fit(1.0)
     chosen = (before, "")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from model.calibration import Fit
+from model.calibration import MAX_PICTURES, Fit
 from model.errors import DatasetError
-from model.extensions.evaluation.calibration import MeasuredSets, calibrate
+from model.extensions.evaluation.calibration import MeasuredSets, calibrate, calibration_of
 from model.extensions.taught.score_fit import FORMS
 from tests.model.calibrated import calibrated_logits
 
@@ -38,3 +38,12 @@ def test_few_pictures_keep_the_temperature() -> None:
         DatasetError, match=r"^made: 38 pictures .* 0.95: 39 are enough, and these for 0.94 \(--cov"
     ):
         calibrate(logits[:38], labels[:38], Fit(1.25), "made", (0.95,))
+
+
+def test_a_calibration_keeps_pictures_of_all_classes() -> None:
+    truth = np.repeat([0, 1], MAX_PICTURES)
+    logits = np.zeros((len(truth), 2), np.float32)
+    logits[: len(truth) // 2, 0] = 5
+    kept = calibration_of("pictures", logits, truth, Fit(1.0)).scores
+    assert len(kept) == MAX_PICTURES
+    assert np.count_nonzero(np.array(kept) < 0.9) == MAX_PICTURES // 2

@@ -34,6 +34,15 @@ def test_few_pictures_fit_no_temperature() -> None:
     assert fit_scores(3 * logits, logits.argmax(axis=1)) == Fit(1.0)
 
 
+def test_scores_are_fitted_to_every_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.extensions.taught.score_fit._MOST_LOGITS", 0)
+    labels = np.repeat([0, 1], 10 * MIN_PICTURES)
+    logits = 5 * np.eye(2, dtype=np.float32)[labels]
+    logits[-100:] = logits[-100:, ::-1]  # a third of the second class is wrong
+    fit, _ = choose_fit(logits, labels, Fit(1.0))
+    assert fit.temperature > 2
+
+
 @pytest.mark.parametrize(
     ("made", "name"), [(Form(), 0), (Form(power=1.8), 1), (Form(power=2.0, crowding=1.0), 2)]
 )
