@@ -17,8 +17,8 @@ from service.errors import MalformedRequest
 # Chunks that are parsed before the event loop turns to other connections.
 _CHUNKS_AT_ONCE: Final = 512
 
-# Framing of the smallest chunk: one digit, and two line ends.
-_SMALL_CHUNK_FRAMING_BYTES: Final = 5
+# Framing of a chunk of 16 to 255 bytes: two digits, and two line ends.
+_SMALL_CHUNK_FRAMING_BYTES: Final = 6
 
 # Longest line of a chunk's size, extensions included, or of a trailer. Each read parses it anew.
 _MAX_LINE_BYTES: Final = 1000
