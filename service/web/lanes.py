@@ -24,11 +24,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 from service.background import supervised_thread
 from service.engine.devices import decode_threads
@@ -113,8 +113,6 @@ class Job(QueuedJob, Generic[T]):
 class Lane:
     """Turns at a scarce resource, for callers on one event loop at a time.
 
-    A thread finishes the work that it has begun.
-
     Args:
         name: the resource, for messages to callers.
         servers: returns how many jobs may be under way; None: a job ends with its work.
@@ -144,17 +142,7 @@ class Lane:
         self._queue: FairQueue[Job[Any]] = FairQueue(
             servers or (lambda: 2 * threads), clock, per_caller, leaves_room=leaves_room
         )
-        # Jobs that have worked, with their outcomes and seconds; `lock` guards it and `woken`.
-        self._ended: list[tuple[Job[Any], _Outcome, float]] = []
-        # The event loop that is about to look at the jobs that have ended.
-        self._woken: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        work = partial(_work_through, self._jobs)
-        self._threads = [
-            supervised_thread(name, work, name=f"{name}_{number}") for number in range(threads)
-        ]
-        self._unstarted = list(self._threads)
+        self._workers = _Workers(name, threads, clock, self._end_all)
 
     @property
     def waiting(self) -> int:
@@ -189,15 +177,14 @@ class Lane:
         """Give the server of a job back, or drop a waiting job; a thread finishes first."""
         if job.on_thread:
             return
-        if job.state == "under way" and job.is_turn and not self._threads:
+        if job.state == "under way" and job.is_turn and not self._workers.count:
             self._queue.charge(job, self._clock() - job.began)
         self._queue.leave(job)
         self._advance()
 
     def close(self) -> None:
         """Accept no new jobs; do not wait for the threads."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._workers.close()
 
     def _enter(
         self, work: Callable[[], T] | None, caller: Hashable, size: float, deadline: Deadline
@@ -229,35 +216,11 @@ class Lane:
             else:
                 job.on_thread = True
                 self._free -= 1
-                if self._unstarted:
-                    self._unstarted.pop().start()
-                # The thread would compete with the Python code of the event loop's current turn.
-                loop = asyncio.get_running_loop()
-                loop.call_soon(self._jobs.put, partial(self._run, job, loop))
+                self._workers.begin(job)
 
-    def _run(self, job: Job[Any], loop: asyncio.AbstractEventLoop) -> None:
-        """Work, on a thread, unless the caller has left or its time is up."""
-        began = self._clock()
-        job.is_working = not job.future.done()
-        work = job.work
-        job.work = None  # it holds the picture
-        outcome = _outcome(work) if job.is_working else (None, None)
-        del work
-        with self._lock:
-            self._ended.append((job, outcome, self._clock() - began))
-            is_woken = self._woken is loop
-            self._woken = loop
-        if not is_woken:  # else the event loop is about to look
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(self._end_all)
-
-    def _end_all(self) -> None:
+    def _end_all(self, ended: Sequence["_Ended"]) -> None:
         """Publish the outcomes of the jobs that have worked, unless their callers have left."""
-        with self._lock:
-            ended = self._ended
-            self._ended = []
-            self._woken = None
-        for job, (result, error), seconds in ended:
+        for job, result, error, seconds in ended:
             job.on_thread = False
             self._free += 1
             self._queue.charge(job, seconds)
@@ -272,8 +235,85 @@ class Lane:
         self._advance()
 
 
-_Outcome = tuple[Any, BaseException | None]
-"""The result of work, or its error."""
+class _Ended(NamedTuple):
+    """A job that has worked, its result or its error, and its seconds."""
+
+    job: Job[Any]
+    result: Any
+    error: BaseException | None
+    seconds: float
+
+
+class _Workers:
+    """Threads that do the work of jobs.
+
+    A thread starts with its first job, and finishes the work that it has begun.
+
+    Args:
+        name: begin of the threads' names.
+        count: number of threads.
+        clock: monotonic seconds.
+        end_all: called on the event loop with the jobs that have worked, several at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        clock: Callable[[], float],
+        end_all: Callable[[Sequence[_Ended]], None],
+    ) -> None:
+        self.count = count
+        self._clock = clock
+        self._end_all = end_all
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        work = partial(_work_through, self._jobs)
+        self._unstarted = [
+            supervised_thread(name, work, name=f"{name}_{number}") for number in range(count)
+        ]
+        self._lock = threading.Lock()  # guards `_ended` and `_woken`
+        self._ended: list[_Ended] = []
+        # The event loop that is about to look at the jobs that have ended.
+        self._woken: asyncio.AbstractEventLoop | None = None
+
+    def begin(self, job: Job[Any]) -> None:
+        """Give a job to the threads, after the event loop's current iteration.
+
+        Until then a thread would compete with the Python code of the event loop.
+        """
+        if self._unstarted:
+            self._unstarted.pop().start()
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._jobs.put, partial(self._run, job, loop))
+
+    def close(self) -> None:
+        """End each thread after its work, without waiting for it."""
+        for _ in range(self.count):
+            self._jobs.put(None)
+
+    def _run(self, job: Job[Any], loop: asyncio.AbstractEventLoop) -> None:
+        """Work, on a thread, unless the caller has left or its time is up."""
+        began = self._clock()
+        job.is_working = not job.future.done()
+        work = job.work
+        job.work = None  # it holds the picture
+        result, error = _outcome(work) if job.is_working else (None, None)
+        del work
+        with self._lock:
+            self._ended.append(_Ended(job, result, error, self._clock() - began))
+            is_woken = self._woken is loop
+            self._woken = loop
+        if not is_woken:  # else the event loop is about to look
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(self._hand_over)
+
+    def _hand_over(self) -> None:
+        """Hand over the jobs that have worked, on the event loop."""
+        with self._lock:
+            ended = self._ended
+            self._ended = []
+            self._woken = None
+        self._end_all(ended)
 
 
 def _work_through(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -284,8 +324,8 @@ def _work_through(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
         del job  # it holds the answer
 
 
-def _outcome(work: Callable[[], Any] | None) -> _Outcome:
-    """Return the outcome of work; the error's traceback does not hold the job."""
+def _outcome(work: Callable[[], Any] | None) -> tuple[Any, BaseException | None]:
+    """Return the result of work, or its error; the error's traceback does not hold the job."""
     assert work is not None, "the jobs of threads have work"
     try:
         return work(), None

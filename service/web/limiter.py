@@ -76,6 +76,8 @@ class Limiter:
     def waiting(self, caller: str) -> Iterator[None]:
         """Hold a slot while a model is loaded; waiting requests hold at most a quarter of all.
 
+        The slot counts for no caller, because callers share that quarter by a rule of its own.
+
         Raises:
             ModelLoading: that quarter is taken, or the rest of it is for other callers.
             QueueFull: every slot is taken.
@@ -103,9 +105,9 @@ class Limiter:
             )
 
     async def wait_for_lenders(self, count: int = 1, caller: str = "") -> None:
-        """Wait for the event loop's next turn if `count` slots are not free.
+        """Let other tasks run once if `count` slots are not free.
 
-        A batch that has just arrived lends some of its slots then.
+        The tasks of a batch that has just arrived lend its slots then.
         """
         if self.in_use + count > self.capacity or not self._leaves_some(count, caller):
             await asyncio.sleep(0)
@@ -163,8 +165,9 @@ class Permit:
     def lent(self, keep: int = 0) -> Iterator[None]:
         """Lend a slot to other requests while work of this request waits in a lane.
 
-        The lane bounds the waiting work by its deadline, so that work need not keep others out. At
-        the end the slot is taken back, even if all are in use.
+        Otherwise a batch as large as the queue would keep all other callers out until its last
+        picture is decoded. The lane bounds the waiting work by its deadline instead. At the end the
+        slot is taken back, even if all are in use.
 
         Args:
             keep: number of slots that are not lent.

@@ -32,6 +32,9 @@ class RefusalPace:
     its connection within a second waits for two seconds. Beyond `most` refusals a second, all
     others wait for one second.
 
+    Mistakes are counted for each caller, so that a flood of them does not delay the refusals of
+    other callers.
+
     Args:
         clock: monotonic seconds.
         most: number of refusals a second without a delay.
