@@ -6,10 +6,8 @@
        ^                                              |
        +----- one call_soon_threadsafe per batch -----+
 
-Every queued image gets exactly one outcome: its result, an error of its own, or cancellation. A
-timer of the event loop ends the image at its deadline, even if all threads are busy, and the queue
-does not launch it later. A batch that computes longer than `batch_seconds` fails the engine, even
-if its thread never comes back.
+Every queued image gets exactly one outcome, see `PendingImages`. A batch that computes longer than
+`batch_seconds` fails the engine, even if its thread never comes back.
 """
 
 import asyncio
@@ -18,7 +16,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, Self
@@ -34,9 +32,10 @@ from service.engine.messages import (
     InferenceResult,
     ModelInfo,
 )
-from service.engine.streams import Outcome, Streams, Waiting, reason_of
+from service.engine.pending import PendingImages
+from service.engine.streams import Streams, reason_of
 from service.engine.texts import Floats, TextFeatures
-from service.errors import DeadlineExceeded, EngineUnavailable
+from service.errors import EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +85,13 @@ class LocalEngine:
         self.failure: VitError | EngineUnavailable | None = None
         self._load = load
         self._device = device
-        self._on_batch = on_batch
         self._batch_seconds = batch_seconds
         self._state: EngineState = "loading"
         self._reason = "the model is loading"
         self._batch_age_seconds = 0.0
         self._watching: asyncio.Task[None] | None = None
-        self._futures: dict[Waiting, asyncio.Future[InferenceResult]] = {}
-        deliver = partial(self._call_loop, self._deliver)
+        self._pending = PendingImages(on_batch)
+        deliver = partial(self._call_loop, self._pending.deliver)
         self._streams = Streams(
             queue_size=queue_size, max_delay=max_delay, deliver=deliver, clock=clock
         )
@@ -149,17 +147,7 @@ class LocalEngine:
         if not self.ready:
             raise EngineUnavailable(self._reason)
         entry = self._streams.put(request, timeout)
-        future: asyncio.Future[InferenceResult] = self._loop.create_future()
-        self._futures[entry] = future
-        timer = self._loop.call_later(timeout, self._expire, entry)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._streams.cancel(entry)
-            raise
-        finally:
-            timer.cancel()
-            self._futures.pop(entry, None)
+        return await self._pending.result(entry, timeout=timeout, cancel=self._streams.cancel)
 
     async def embed_texts(self, texts: Sequence[str], *, timeout: float) -> Floats:
         """Return the features of texts; see `Engine.embed_texts`."""
@@ -190,26 +178,6 @@ class LocalEngine:
             return f"a batch has computed for {age_seconds:.0f} s: the device may hang"
         return self._reason
 
-    def _expire(self, entry: Waiting) -> None:
-        """Answer that an image's time is up, unless it was launched; it will not be launched."""
-        self._streams.cancel(entry)
-        if not entry.launched:
-            self._deliver([(entry, DeadlineExceeded("the image was not launched in time"))])
-
-    def _deliver(
-        self, outcomes: Iterable[tuple[Waiting, Outcome]], report: BatchReport | None = None
-    ) -> None:
-        for entry, outcome in outcomes:
-            future = self._futures.get(entry)
-            if future is None or future.done():  # cancelled, or already answered
-                continue
-            if isinstance(outcome, InferenceResult):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome)
-        if report is not None:
-            self._on_batch(report)
-
     async def _watch_batches(self) -> None:
         """Watch the batches until the engine has ended; fail it if one computes for too long."""
         seconds = min(1.0, self._batch_seconds / 4)
@@ -226,7 +194,7 @@ class LocalEngine:
 
     def _end(self, state: EngineState, reason: str) -> None:
         """Fail the waiting images, and refuse new ones."""
-        self._deliver([(entry, EngineUnavailable(reason)) for entry in list(self._futures)])
+        self._pending.fail(reason)
         self._change(state, reason)
 
     def _change(self, state: EngineState, reason: str, info: ModelInfo | None = None) -> None:
