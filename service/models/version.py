@@ -28,23 +28,22 @@ E_co = TypeVar("E_co", bound=Engine, covariant=True)
 
 State = Literal["unloaded", "loading", "ready", "failed", "retiring", "closed"]
 
-TRANSITIONS: Final[dict[tuple[State, State], str]] = {
-    ("unloaded", "loading"): "LocalModel.load_current, for a request or the operator",
-    ("loading", "unloaded"): "OnDemandModels, because the memory is full",
-    ("loading", "ready"): "its engine, once it is warm",
-    ("loading", "failed"): "its engine, if the checkpoint cannot be loaded",
-    ("ready", "failed"): "its engine, if the device no longer computes",
-    ("unloaded", "retiring"): "LocalModel.take_over",
-    ("loading", "retiring"): "OpenVersions.close, after a refused swap",
-    ("ready", "retiring"): "LocalModel.take_over, unload",
-    ("failed", "retiring"): "LocalModel.load_current, take_over",
-    ("retiring", "closed"): "OpenVersions.close, once no request holds it",
-}
-"""Each allowed change of a state, and who makes it.
-
-Deleting a model, and the end of the service, retire a version in any state
-(`OpenVersions.retire_all`, `close_all`).
-"""
+# Each allowed change of a state, and who makes it. Deleting a model, and the end of the service,
+# retire a version in any state (`OpenVersions.retire_all`, `close_all`).
+TRANSITIONS: Final[frozenset[tuple[State, State]]] = frozenset(
+    (
+        ("unloaded", "loading"),  # LocalModel.load_current, for a request or the operator
+        ("loading", "unloaded"),  # OnDemandModels, because the memory is full
+        ("loading", "ready"),  # its engine, once it is warm
+        ("loading", "failed"),  # its engine, if the checkpoint cannot be loaded
+        ("ready", "failed"),  # its engine, if the device no longer computes
+        ("unloaded", "retiring"),  # LocalModel.take_over
+        ("loading", "retiring"),  # OpenVersions.close, after a refused swap
+        ("ready", "retiring"),  # LocalModel.take_over, unload
+        ("failed", "retiring"),  # LocalModel.load_current, take_over
+        ("retiring", "closed"),  # OpenVersions.close, once no request holds it
+    )
+)
 
 
 class Version(Generic[E_co]):
