@@ -14,7 +14,7 @@ from typing import Final
 
 from service.errors import MalformedRequest
 
-# Chunks that are parsed before the event loop turns to other connections.
+# Chunks that are parsed before the event loop serves other connections.
 _CHUNKS_AT_ONCE: Final = 512
 
 # Framing of a chunk of 16 to 255 bytes: two digits, and two line ends.
@@ -38,7 +38,7 @@ class ChunkedBody:
     Attributes:
         framing_bytes: number of parsed bytes that are not content.
         is_complete: whether the body has ended.
-        is_paused: whether `take` left chunks for the event loop's next turn.
+        is_paused: whether `take` left chunks for the event loop's next iteration.
     """
 
     def __init__(self) -> None:

@@ -46,9 +46,9 @@ def form_parser(boundary: bytes, form: "Form") -> Callable[[bytes], object]:
         boundary,
         {
             "on_part_begin": form.on_part_begin,
-            "on_header_field": form.on_header_field,
-            "on_header_value": form.on_header_value,
-            "on_header_end": form.on_header_end,
+            "on_header_field": form.headers.on_header_field,
+            "on_header_value": form.headers.on_header_value,
+            "on_header_end": form.headers.on_header_end,
             "on_headers_finished": form.on_headers_finished,
             "on_part_data": form.on_part_data,
             "on_part_end": form.on_part_end,
@@ -58,11 +58,63 @@ def form_parser(boundary: bytes, form: "Form") -> Callable[[bytes], object]:
     return parser.write
 
 
+class PartHeaders:
+    """Collects the headers of one part after the other; the parser calls its `on_` methods.
+
+    Attributes:
+        name: name of the field; empty without one.
+        encoding: an encoding in which parameters are not read; empty without one.
+        is_unchosen: whether the part is a file input in which no file was chosen, unless bytes
+            follow.
+    """
+
+    def __init__(self) -> None:
+        self._header = bytearray()
+        self._value = bytearray()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the previous part."""
+        self.name = ""
+        self.encoding = ""
+        self.is_unchosen = False
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        """Add to the name of a header."""
+        self._header += data[start:end]
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        """Add to the value of a header."""
+        self._value += data[start:end]
+
+    def on_header_end(self) -> None:
+        """Keep the part's name or its encoding; raises `MalformedRequest` for a second name."""
+        header = bytes(self._header.lower())
+        if header not in _READ_HEADERS:
+            self._value.clear()
+        value, parameters = parse_header(bytes(self._value))
+        if header == b"content-disposition":
+            if self.name:
+                raise MalformedRequest("multipart: a part has two names: send two parts")
+            self.name = parameters.get(b"name", b"").decode("utf-8", "replace")
+            self.is_unchosen = parameters.get(b"filename") == b""
+        charset = parameters.get(b"charset", b"utf-8")
+        if header == b"content-transfer-encoding" and value.lower() not in _IDENTITIES:
+            self.encoding = f"Content-Transfer-Encoding {value.decode('latin-1')!r:.50}"
+        elif header == b"content-type" and charset.lower() not in _CHARSETS:
+            self.encoding = f"charset {charset.decode('latin-1')!r:.50}"
+        self._header.clear()
+        self._value.clear()
+
+
 class Form:
     """Collects the files and the other fields of a form; the parser calls its `on_` methods.
 
     Args:
         permit: will have a slot for each file.
+
+    Attributes:
+        headers: the headers of the current part.
     """
 
     def __init__(self, limits: UploadLimits, permit: Permit) -> None:
@@ -74,11 +126,7 @@ class Form:
         self._others = 0  # parts besides the files
         self._has_ended = False
         # The current part.
-        self._header = bytearray()
-        self._value = bytearray()
-        self._name = ""
-        self._encoding = ""
-        self._is_unchosen = False  # a file input in which no file was chosen, unless bytes follow
+        self.headers = PartHeaders()
         self._file: bytearray | None = None
         self._parameter: str | None = None
         self._text = bytearray()
@@ -93,50 +141,22 @@ class Form:
 
     def on_part_begin(self) -> None:
         """Forget the previous part."""
-        self._name = ""
-        self._encoding = ""
-        self._is_unchosen = False
+        self.headers.clear()
         self._file = None
         self._parameter = None
 
-    def on_header_field(self, data: bytes, start: int, end: int) -> None:
-        """Add to the name of a header."""
-        self._header += data[start:end]
-
-    def on_header_value(self, data: bytes, start: int, end: int) -> None:
-        """Add to the value of a header."""
-        self._value += data[start:end]
-
-    def on_header_end(self) -> None:
-        """Keep the field's name or its encoding; raises `MalformedRequest` for a second name."""
-        header = bytes(self._header.lower())
-        if header not in _READ_HEADERS:
-            self._value.clear()
-        value, parameters = parse_header(bytes(self._value))
-        if header == b"content-disposition":
-            if self._name:
-                raise MalformedRequest("multipart: a part has two names: send two parts")
-            self._name = parameters.get(b"name", b"").decode("utf-8", "replace")
-            self._is_unchosen = parameters.get(b"filename") == b""
-        charset = parameters.get(b"charset", b"utf-8")
-        if header == b"content-transfer-encoding" and value.lower() not in _IDENTITIES:
-            self._encoding = f"Content-Transfer-Encoding {value.decode('latin-1')!r:.50}"
-        elif header == b"content-type" and charset.lower() not in _CHARSETS:
-            self._encoding = f"charset {charset.decode('latin-1')!r:.50}"
-        self._header.clear()
-        self._value.clear()
-
     def on_headers_finished(self) -> None:
         """Begin a file or a parameter; raises as `_begin_file` and `_begin_parameter`."""
-        is_file = self._name in self._limits.fields
-        if is_file and not self._is_unchosen:
+        name = self.headers.name
+        is_file = name in self._limits.fields
+        if is_file and not self.headers.is_unchosen:
             self._begin_file()
             return
         self._others += 1
         if self._others > _MAX_FIELDS:
             raise MalformedRequest(f"multipart: more than {_MAX_FIELDS} fields besides the files")
         if not is_file:
-            self._begin_parameter(self._name)
+            self._begin_parameter(name)
 
     def _begin_file(self) -> None:
         """Begin a file; raises `TooManyImages`, and `QueueFull` without slots."""
@@ -169,8 +189,8 @@ class Form:
             if known:
                 message += f"; parameters: {', '.join(by_likeness(name, known))}"
             raise MalformedRequest(message)
-        if self._encoding:
-            raise MalformedRequest(f"{name}: {self._encoding}: send plain text in UTF-8")
+        if self.headers.encoding:
+            raise MalformedRequest(f"{name}: {self.headers.encoding}: send plain text in UTF-8")
         self._parameter = name
         self._fields.setdefault(name, []).append("")
         self._text.clear()
@@ -190,8 +210,8 @@ class Form:
                 )
             self._text += data[start:end]
             return
-        if self._is_unchosen:
-            self._is_unchosen = False
+        if self.headers.is_unchosen:
+            self.headers.is_unchosen = False
             self._begin_file()
         if self._file is not None:
             self._file += data[start:end]
