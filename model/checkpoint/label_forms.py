@@ -94,7 +94,7 @@ def labels_in_file(text: str, where: str, suffix: str) -> tuple[str, ...]:
         suffix = ".txt"
     is_listed = suffix in LINE_SUFFIXES and is_document(text)
     if suffix == ".json" or (is_listed and _is_json(text)):
-        return labels_in_json(text, where)
+        return labels_in_value(parsed_json(text, where), where)
     for extension in extensions():
         for name in extension.label_readers:
             reader: LabelReader = resolve(name, extension)
@@ -107,7 +107,7 @@ def labels_in_file(text: str, where: str, suffix: str) -> tuple[str, ...]:
     if suffix not in LINE_SUFFIXES:
         raise CheckpointError(f"{where}: a file {suffix} is not read as labels; expected {FORMS}")
     if is_listed:
-        return labels_in_json(text, where)
+        return labels_in_value(parsed_json(text, where), where)
     return label_lines(text, where)
 
 
@@ -156,11 +156,6 @@ def label_lines(text: str, where: str) -> tuple[str, ...]:
     return lines
 
 
-def labels_in_json(text: str, where: str) -> tuple[str, ...]:
-    """Return the labels in a JSON value; raise `CheckpointError` as `labels_in_file`."""
-    return labels_in_value(parsed_json(text, where), where)
-
-
 def labels_in_value(value: Any, where: str) -> tuple[str, ...]:
     """Return the labels in a value of JSON or YAML; raise errors as `labels_in_file`."""
     if isinstance(value, list) and value:
@@ -177,10 +172,7 @@ def labels_in_value(value: Any, where: str) -> tuple[str, ...]:
             require_agreement(labels, value["label2id"], where)
         return _counted(labels, value, where)
     if all(map(is_index, value)) and not all(isinstance(label, int) for label in value.values()):
-        return in_order(
-            ((repr(index)[:100], index, _without_synset(label)) for index, label in value.items()),
-            where,
-        )
+        return _labels_by_index(value, where)
     if all(map(is_index, value.values())):
         rows = ((repr(label)[:100], index, label) for label, index in value.items())
         return in_order(rows, where)
@@ -190,6 +182,18 @@ def labels_in_value(value: Any, where: str) -> tuple[str, ...]:
         f"{where}: an object, but neither from index to label nor from label to index; expected "
         f"{FORMS}"
     )
+
+
+def _labels_by_index(entries: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Return the labels of an object from index to label, or to an object with the label."""
+    rows = [_row(repr(index)[:100], index, entry) for index, entry in entries.items()]
+    for (position, index, _), key in zip(rows, entries, strict=True):
+        if str(index) != key:
+            raise CheckpointError(
+                f"{where}: {position}: its entry has the index {index!r:.100}: correct the wrong "
+                "one of both"
+            )
+    return in_order(rows, where)
 
 
 def _counted(labels: tuple[str, ...], fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -232,20 +236,32 @@ def _labels_in_list(values: Sequence[Any], where: str) -> tuple[str, ...]:
     """Return the labels of a list of texts, or of objects such as COCO's `categories`."""
     rows: list[Row] = []
     for position, value in enumerate(values):
-        fields = value if isinstance(value, dict) else _fields_of(value)
-        if "dtype" in fields:
+        if "dtype" in _fields_of(value):
             raise CheckpointError(
                 f"{where}: lists the columns of a data set, not labels: give the names of its "
                 "class_label alone"
             )
-        index = next((fields[key] for key in INDEX_NAMES if key in fields), position)
-        label = next((fields[key] for key in LABEL_NAMES if key in fields), None)
-        rows.append((f"entry {position}", index, label))
+        rows.append(_row(f"entry {position}", position, value))
     return in_order(rows, where)
+
+
+def _row(position: str, index: object, entry: Any) -> Row:
+    """Return the row of an entry, such as Keras' `["n01440764", "tench"]`, or an object.
+
+    Args:
+        position: position of the entry in messages.
+        index: index of an entry that states none.
+        entry: label, with or without an index.
+    """
+    fields = _fields_of(entry)
+    index = next((fields[key] for key in INDEX_NAMES if key in fields), index)
+    return position, index, next((fields[key] for key in LABEL_NAMES if key in fields), None)
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
     """Return the label of an entry, with its index if the entry is a pair of both."""
+    if isinstance(value, dict):
+        return value
     if not isinstance(value, list) or not value or len(value) > 2:
         return {"label": value}
     first = value[0]
@@ -297,13 +313,6 @@ def _refuse_picture(label: str, position: str, where: str) -> None:
             f"{where}: {position}: {label!r:.100} is a picture, not a label: give a file with one "
             "label for each class, in place of a list of pictures"
         )
-
-
-def _without_synset(label: object) -> object:
-    """Return the label of an entry; Keras writes `["n01440764", "tench"]`."""
-    if isinstance(label, list) and len(label) == 2:
-        return label[1]
-    return label
 
 
 def in_order(rows: Iterable[Row], where: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Names of tensors without the parts that wrappers of modules add to them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from torch import Tensor
@@ -37,12 +37,29 @@ def without_wrappers(
             )
         result[new] = tensor
         removed |= dict.fromkeys(wrappers)
-    firsts = _first_parts(result)
-    while len(firsts) == 1 and firsts <= _AROUND:
-        removed |= dict.fromkeys(firsts)
-        result = {name.partition(".")[2]: tensor for name, tensor in result.items()}
-        firsts = _first_parts(result)
-    return result, prefix_notes(removed)
+    stripped = without_prefixes(result, _AROUND)
+    prefix = next(iter(result), "").removesuffix(next(iter(stripped), ""))
+    removed |= dict.fromkeys(prefix.split(".")[:-1])
+    return stripped, prefix_notes(removed)
+
+
+def without_prefixes(
+    tensors: Mapping[str, Tensor], prefixes: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Remove the first parts that all names share, such as `_orig_mod.model.`.
+
+    Args:
+        tensors: tensors by name.
+        prefixes: parts that may be removed; None allows any part.
+    """
+    stripped = dict(tensors)
+    while stripped:
+        firsts = {name.rpartition(".")[0].partition(".")[0] for name in stripped}
+        [first, *others] = firsts
+        if others or not first or (prefixes is not None and first not in prefixes):
+            break
+        stripped = {name.partition(".")[2]: tensor for name, tensor in stripped.items()}
+    return stripped
 
 
 def _unwrapped(name: str) -> tuple[str, list[str]]:
@@ -59,10 +76,6 @@ def _unwrapped(name: str) -> tuple[str, list[str]]:
         else:
             kept.append(part)
     return ".".join([*kept, last]), wrappers
-
-
-def _first_parts(tensors: Mapping[str, Tensor]) -> set[str]:
-    return {name.partition(".")[0] for name in tensors}
 
 
 def left_out_notes(names: Sequence[str]) -> tuple[str, ...]:

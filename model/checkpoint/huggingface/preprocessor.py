@@ -127,9 +127,7 @@ def _compared(carried: Carried, family: Family, files: Files) -> Carried:
     if files.path(PREPROCESSOR_FILE) is None:
         return carried
     try:
-        other = read_preprocessor(
-            files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE)
-        )
+        other = _read(files.json(PREPROCESSOR_FILE), family, files, files.where(PREPROCESSOR_FILE))
     except CheckpointError:
         other = None
     if other is not None and other.preprocess == carried.preprocess:
@@ -141,13 +139,8 @@ def _compared(carried: Carried, family: Family, files: Files) -> Carried:
     return Carried(carried.preprocess, (*carried.assumed, note))
 
 
+@advising(SET_PREPROCESS)
 def _read(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
-    """Read an image processor's JSON; the refusal names the setting that replaces it."""
-    with advising(SET_PREPROCESS):
-        return read_preprocessor(json, family, files, where)
-
-
-def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where: str) -> Carried:
     """Return the preprocessing that an image processor's JSON describes.
 
     Args:
@@ -157,7 +150,8 @@ def read_preprocessor(json: dict[str, Any], family: Family, files: Files, where:
         where: name of the JSON in messages.
 
     Raises:
-        CheckpointError: a processor, a step or a number that is not supported.
+        CheckpointError: a processor, a step or a number that is not supported; it names the
+            setting that replaces the preprocessing.
     """
     kind = _class_name(json, family, files)
     if not isinstance(kind, str) or kind not in _CLASSES:

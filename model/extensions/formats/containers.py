@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from model.checkpoint.own_heads import HEAD
-from model.checkpoint.wrappers import left_out_notes, prefix_notes
+from model.checkpoint.wrappers import left_out_notes, prefix_notes, without_prefixes
 from model.errors import CheckpointError
 
 # Keys of a training checkpoint whose tensors are not weights.
@@ -177,17 +177,6 @@ def _without_prefix(
         if name.endswith(new_name):
             removed[name.removesuffix(new_name)] = None
     return Network(result, notes + prefix_notes(removed), assumed)
-
-
-def without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Remove the first parts that all names share, such as `_orig_mod.model.`."""
-    stripped = dict(tensors)
-    while stripped:
-        firsts = {name.partition(".")[0] if "." in name else "" for name in stripped}
-        if len(firsts) > 1 or "" in firsts:
-            break
-        stripped = {name.partition(".")[2]: tensor for name, tensor in stripped.items()}
-    return stripped
 
 
 def _flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -27,6 +27,8 @@ FORMS = {
     "native.json": '{"format": "vitserve", "labels": ["cat", "dog", "red fox"]}',
     "coco.json": '{"categories": [{"id": 1, "name": "dog"}, {"id": 0, "name": "cat"}, '
     '{"id": 2, "name": "red fox"}]}',
+    "objects.json": '{"1": {"name": "dog"}, "0": {"name": "cat"}, '
+    '"2": {"id": 2, "name": "red fox"}}',
     "pairs.json": '[["n00", "cat"], ["n01", "dog"], ["n02", "red fox"]]',
     "indexed-pairs.json": '[[2, "red fox"], [0, "cat"], [1, "dog"]]',
     "turned-pairs.json": '[["red fox", 2], ["cat", 0], ["dog", 1]]',
@@ -117,6 +119,10 @@ REFUSED = {
     "pointer.txt": ("version https://git-lfs.github.com/spec/v1\nsize 3\n", "git lfs pull"),
     "empty.txt": ("", "an empty file: copy or download it again"),
     "comment.txt": ("# classes\ncat\ndog\n", "3 labels for 2 classes: give one for each class"),
+    "other-index.json": (
+        '{"0": {"id": 1, "name": "cat"}, "1": {"id": 0, "name": "dog"}}',
+        "'0': its entry has the index 1: correct the wrong one of both",
+    ),
     "numbers-twice.json": (
         '{"id2label": {"0": 1, "1": 0}}',
         "id2label: 1: a label must be text, in quotes",
