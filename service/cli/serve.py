@@ -61,7 +61,9 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         )
     check(settings)
     _check_address(settings)
-    entries = configured_models(settings)  # a wrong folder ends the start
+    # A wrong folder ends the start. The models are read again later, because `prepared` may change
+    # the settings.
+    entries = configured_models(settings)
     for line in notes_on_folder(settings, entries):
         logger.warning("%s", line)
     logger.info("loading %s", settings.models or settings.checkpoint)
