@@ -55,18 +55,15 @@ class LocalTeacher:
         if not self._examples:
             raise InputError("path", "no picture can be read")
         rows = np.stack(list(self._examples.values()))
-        numbers_by_label: dict[str, list[int]] = {}
-        for number, file in enumerate(self._examples):
-            numbers_by_label.setdefault(labels[file], []).append(number)
+        row_labels = np.array([labels[file] for file in self._examples])
         numbers: list[int] = []
-        row_labels: list[str] = []
-        for label, candidates in numbers_by_label.items():
-            distinct = np.unique(first_equal_indices(rows[candidates]))
-            numbers += [candidates[index] for index in distinct]
-            row_labels += [label] * len(distinct)
+        for label in dict.fromkeys(row_labels.tolist()):
+            candidates = np.flatnonzero(row_labels == label)
+            numbers += candidates[np.unique(first_equal_indices(rows[candidates]))].tolist()
         info = self._answers.info
         backbone = features_of(info, self._features)
-        taught = taught_head(rows[numbers], row_labels, numbers, backbone, info.name)
+        distinct_labels = row_labels[numbers].tolist()
+        taught = taught_head(rows[numbers], distinct_labels, numbers, backbone, info.name)
         with writing(self._output):
             # A server reads the folder at any moment.
             part = self._output.with_name(f".{self._output.name}")
