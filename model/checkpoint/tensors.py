@@ -45,6 +45,10 @@ _REMEDIES: Final = {
 _LEAVE_OUT: Final = (
     'save without it; of a file of weights alone --keys FILE (VIT_KEYS) leaves it out, with to = ""'
 )
+# Numbers that change the scores, such as the scale of a cosine classifier.
+SCALES: Final = re.compile(
+    r"(?!blocks\.)(.*\.)?(temperature|temp|tau|((logit|log|cos|cosine)_)?scale|logit_bias)"
+)
 # Tensors that change the scores without being layers, and how to keep their effect.
 _EFFECTS: Final = (
     (
@@ -53,7 +57,7 @@ _EFFECTS: Final = (
         f"the file of --preprocess (VIT_PREPROCESS), and {_LEAVE_OUT}",
     ),
     (
-        re.compile(r"(.*\.)?(temperature|logit_scale|logit_bias)"),
+        SCALES,
         "it changes the logits, and is not read: fit a temperature with vitserve calibrate, and "
         f"{_LEAVE_OUT}",
     ),

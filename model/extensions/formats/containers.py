@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from model.checkpoint.own_heads import HEAD
+from model.checkpoint.tensors import SCALES
 from model.checkpoint.wrappers import left_out_notes, prefix_notes, without_prefixes
 from model.errors import CheckpointError
 
@@ -24,8 +25,6 @@ _UNUSED: Final = re.compile(
     r"(.*\.)?((step|decay|loss\w*|criterion\w*|class_weights?|pos_weight|\w*metrics?|(train|val|valid|test)_\w+)(\..*)?|"
     r"n_averaged|initted|num_updates|mask_token|decoder_(embed|pos_embed|blocks|norm|pred)(\..*)?)"
 )
-# Numbers that change the scores.
-_SCALES: Final = re.compile(r"(.*\.)?(temperature|logit_scale|logit_bias)")
 _AVERAGED: Final = re.compile(r"ema|averag|shadow|swa|teacher|momentum|target", re.IGNORECASE)
 # Averaged weights in parts of training, such as a callback, or in a list without names.
 _UNREAD_AVERAGES: Final = re.compile(r"(^|[._])(ema|shadow|swa|averag)", re.IGNORECASE)
@@ -140,6 +139,8 @@ def _weights(items: Mapping[str, Any], content: Any, where: str) -> Tensors:
         keys = ""
         if isinstance(content, Mapping) and content:
             keys = f" with the keys {', '.join(map(repr, list(content)[:5]))}"
+            if "ds_version" in content:
+                keys += ", a part of DeepSpeed's: run python zero_to_fp32.py . OUT in its folder"
         raise CheckpointError(
             f"{where}: holds a {type(content).__name__}{keys}, expected a state dict of tensors, "
             "as torch.save(model.state_dict(), FILE) writes it"
@@ -148,7 +149,7 @@ def _weights(items: Mapping[str, Any], content: Any, where: str) -> Tensors:
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if tensor.ndim or name.partition(".")[0] in roots or _SCALES.fullmatch(name)
+        if tensor.ndim or name.partition(".")[0] in roots or SCALES.fullmatch(name)
     }
 
 

@@ -379,6 +379,10 @@ REFUSED: Final[dict[str, tuple[Callable[[Path], Path], str]]] = {
         _of_accelerate,
         r"it holds pytorch_model\.bin: give .*/pytorch_model\.bin; else",
     ),
+    "one part of DeepSpeed's": (
+        _held(lambda m: {"module": {"w": torch.empty(0)}, "ds_version": "1"}),
+        r"run python zero_to_fp32\.py \. OUT in its folder",
+    ),
     "an adapter alone": (
         _held(lambda model: _lora(), "adapter_model.bin"),
         r"a LoRA adapter without its base, 2 of 2 .*--base CHECKPOINT \(VIT_BASE\)",
@@ -491,6 +495,10 @@ HINTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
             "head.2.bias": state["head.bias"],
         },
         r"the head has a norm, 'head.0.running_mean' \[48\], before its linear layer",
+    ),
+    "the scale of a cosine classifier": (
+        lambda state: state | {"scale": torch.tensor(30.0)},
+        "unexpected key 'scale': it changes the logits, and is not read",
     ),
     "no first block": (
         lambda state: {name: tensor for name, tensor in state.items() if "blocks.0" not in name},
