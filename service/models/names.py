@@ -5,9 +5,9 @@ from types import MappingProxyType
 
 from service.engine.messages import EngineStatus
 from service.errors import DefaultModel, EngineUnavailable, Forbidden, ModelFailed, UnknownModel
-from service.models.lease import Lease
 from service.models.served_heads import ServedHead
 from service.models.served_model import ServedModel
+from service.models.version import Lease
 from vitserve.documents import ListedModel
 
 

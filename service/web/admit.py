@@ -28,8 +28,8 @@ from service.errors import (
     ModelLoading,
 )
 from service.http.connection import connection_of
-from service.models.lease import Lease
 from service.models.residency import UNNAMED
+from service.models.version import Lease
 from service.web.lanes import Deadline, Lane
 from service.web.limiter import CountedBytes, Permit
 from service.web.middleware import request_context

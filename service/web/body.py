@@ -32,7 +32,7 @@ from service.errors import (
     UnsupportedMediaType,
     UploadTooLarge,
 )
-from service.models.lease import Lease
+from service.models.version import Lease
 from service.web.admit import AdmittedRequest
 from service.web.base64_pictures import BYTES_A_VALUE, picture_of_json
 from service.web.digests import HEADERS as DIGEST_HEADERS

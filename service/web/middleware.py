@@ -27,7 +27,7 @@ from service.draining import Lifecycle
 from service.errors import ClientDisconnected, ServiceError, Unauthorized
 from service.http.application import AnswerRoom, Header
 from service.http.connection import connection_of
-from service.models.lease import Lease
+from service.models.version import Lease
 from service.observe.logs import shortened
 from service.observe.metrics import Metrics, stage_seconds
 from service.server import TRUSTED_PROXY

@@ -29,8 +29,8 @@ from service.errors import (
     InferenceFailed,
     MissingImage,
 )
-from service.models.lease import Lease
 from service.models.residency import UNNAMED
+from service.models.version import Lease
 from service.settings import Settings
 from service.web.admit import AdmittedRequest, deadline_of, waiting_for_model
 from service.web.base64_pictures import BYTES_A_VALUE, is_text, picture_of_text

@@ -17,7 +17,7 @@ from model.outputs import Pooling, RequestedOutputs
 from model.parameters import parse_embedding
 from service.engine.messages import InferenceResult, ModelInfo
 from service.errors import InvalidParameter
-from service.models.lease import Lease
+from service.models.version import Lease
 from service.web.admit import AdmittedRequest, admit, model_of, use_named_model
 from service.web.body import (
     check_early,

@@ -17,7 +17,7 @@ from model.outputs import Outputs, RequestedOutputs
 from service.engine.messages import InferenceResult
 from service.errors import InvalidParameter, MissingImage, ServiceError, UploadTooLarge
 from service.models.all_models import Models
-from service.models.lease import Lease
+from service.models.version import Lease
 from service.web.admit import AdmittedRequest, model_of, service_of
 from service.web.decoders import Decoded
 from service.web.gather import all_of

@@ -15,7 +15,7 @@ from model.errors import ImageError
 from model.images.preprocess import Region
 from model.outputs import AttentionMap
 from service.errors import ServiceError
-from service.models.lease import Lease
+from service.models.version import Lease
 from service.web.admit import AdmittedRequest
 from service.web.body import require_file
 from service.web.gather import all_of

@@ -24,8 +24,8 @@ from service.extensions.cluster.engine_server import EngineServer
 from service.extensions.cluster.remote_model import RemoteModels
 from service.models.all_models import Models
 from service.models.folder import FolderEntry
-from service.models.lease import Lease
 from service.models.local_models import LocalModels
+from service.models.version import Lease
 from service.settings import load_settings
 from service.web.image_stores import MemoryImageStore
 from tests.service.fakes import PATIENCE, FakePredictor, model_info, request_for
