@@ -78,7 +78,7 @@ def with_head(
 
 
 def with_bias(tensors: Mapping[str, Tensor], layer: str, files: Files) -> dict[str, Tensor]:
-    """Return tensors with zeros for the bias of a linear layer that has none."""
+    """Return tensors with zeros for the bias that a linear layer lacks."""
     result = dict(tensors)
     weight = result.get(f"{layer}.weight")
     if weight is not None and weight.ndim == 2 and f"{layer}.bias" not in result:
@@ -104,7 +104,7 @@ def _with_norm_in_layer(tensors: Mapping[str, Tensor], files: Files) -> dict[str
         return result
     if {mean.shape, variance.shape, scale.shape, shift.shape} != {weight.shape[1:]}:
         return result
-    # MAE's norm has no factors of its own; other code uses torch's default.
+    # MAE's norm lacks factors; other code uses the default of torch.
     eps = 1e-5 if f"{norm}.weight" in tensors else 1e-6
     factors = scale / (variance.float() + eps).sqrt()
     bias = tensors.get(f"{layer}.bias", torch.zeros(len(weight))).float()

@@ -18,7 +18,7 @@ from model.checkpoint.huggingface.preprocessor import PREPROCESSOR_FILE
 from model.checkpoint.tensor_files import SUFFIXES
 from model.errors import CheckpointError
 
-# Names of files that accelerate, DeepSpeed and Trainers write beside the weights.
+# Names of files that accelerate, DeepSpeed and Trainers write with the weights.
 _OF_TRAINING: Final = re.compile(r"optim|sched|scaler|random_states|rng_state|training_args")
 
 

@@ -281,9 +281,9 @@ def _copy_shared_table(tensors: dict[str, Tensor]) -> None:
 
 
 def _of_dinov3(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of DINOv3's own files as timm has them: keys have no bias.
+    """Return the tensors of DINOv3's own files under timm's names, without a bias of keys.
 
-    A bias of zeros is left out, because half of timm's architectures have none.
+    A bias of zeros is left out, because half of timm's architectures lack it.
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
