@@ -17,7 +17,7 @@ def _known_fields() -> dict[str, list[str]]:
 
 
 def unknown_fields(fields: Mapping[str, Any], *kinds: str) -> list[str]:
-    """Return the names of set fields that no class of these kinds has, with the likely meant."""
+    """Return the set fields that no class of these kinds has, each with the likely name."""
     known = {name for kind in kinds for name in _known_fields().get(kind, ())}
     names = [
         name

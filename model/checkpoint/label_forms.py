@@ -197,7 +197,7 @@ def _labels_by_index(entries: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def _counted(labels: tuple[str, ...], fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Return labels; refuse another number of them beside them."""
+    """Return labels; refuse them if a field beside them states another number."""
     for key in _COUNTS:
         count = fields.get(key)
         if is_index(count) and int(str(count)) != len(labels):

@@ -56,7 +56,7 @@ def open_remote(source: str) -> Files | None:
 
 
 def _meant(source: str) -> str:
-    """Return a question with the source of an address; empty for an unknown address."""
+    """Return a suggestion for a source that is a URL; empty if the URL is unknown."""
     address = _HUB_ADDRESS.fullmatch(source)
     if address is not None:
         revision = f"@{address[2]}" if address[2] else ""

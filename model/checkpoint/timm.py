@@ -209,8 +209,9 @@ def _vit(
     """Return a network that vitserve itself computes.
 
     Args:
-        at_input_size: whether timm's `dynamic_img_size` resizes positions to the input size here,
-            and not to the operator's size later.
+        at_input_size: whether the model runs at its own input size. If so, and if
+            `dynamic_img_size` is set, positions are resized here. Otherwise they are resized later
+            to the operator's size.
     """
     where = files.where(CONFIG_FILE)
     channels, rows, columns = pretrained.input_size

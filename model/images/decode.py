@@ -351,7 +351,7 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
 def _scaler(image: Image.Image) -> Converter:
     """Return the function that scales the range of the pixels to 0...255; see `_range_limits`.
 
-    The smallest range that holds every pixel counts.
+    The range is the smallest one that includes all pixels.
 
     Raises:
         ValueError: some pixels are not finite or negative, or all are so low that a smaller range

@@ -33,7 +33,7 @@ from service.settings import Settings
 Checkpoint = str | Mapping[str, Any] | None
 
 PROBLEM: Final = "problem"
-"""Key of a model's settings for the reason why they are broken, with which its load fails."""
+"""Key in a model's settings. Its value says why they are broken; the load fails with it."""
 
 # Returns the runner that already has a backbone, by the backbone's key (`ModelInfo.backbone`).
 FindRunner = Callable[[str], ModelRunner | None]

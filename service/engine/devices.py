@@ -106,8 +106,8 @@ def all_gpus() -> tuple[str, ...]:
 def visible_devices(device: str) -> str:
     """Return the `CUDA_VISIBLE_DEVICES` of a process that sees only this device, as `cuda:0`.
 
-    This gives a name to a MIG instance, of which CUDA shows only one, and lets all GPUs of a kind
-    share compiled kernels.
+    Each process then calls its device `cuda:0`, so all GPUs of a kind share compiled kernels.
+    CUDA shows a process only one MIG instance, which has no number.
 
     Args:
         device: `cuda`, `cuda:N`, or `cuda:` and an identifier. N counts the visible devices.

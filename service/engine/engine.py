@@ -312,7 +312,7 @@ class PendingImages:
         self.deliver([(entry, EngineUnavailable(reason)) for entry in list(self._futures)])
 
     def _expire(self, entry: Waiting, cancel: Callable[[Waiting], None]) -> None:
-        """Answer that an image's time is up, unless it was launched; it will not be launched."""
+        """Answer that an image's time is up unless it was launched, and do not launch it."""
         cancel(entry)
         if not entry.launched:
             self.deliver([(entry, DeadlineExceeded("the image was not launched in time"))])

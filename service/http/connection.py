@@ -79,8 +79,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     Attributes:
         left: done when the socket is closed.
         caller: who called last; the address until the application sets another name.
-        refused_at: time on the application's clock of its last refusal of a request of this
-            connection for lack of room.
+        refused_at: reading of the application's clock when it last refused a request
+            here for lack of room.
         is_refused: whether to discard all further bytes.
         exchange: the last request, until its answer is complete and its body has ended.
         request_headers: headers of the next request, as far as they have arrived.

@@ -156,7 +156,10 @@ class Residency:
             raise
 
     def unload(self, models: list[LocalModel]) -> asyncio.Task[None]:
-        """Unload models; their memory counts until the task ends with their last requests."""
+        """Unload models, and return a task that ends after their last requests.
+
+        Until then, their memory counts as used.
+        """
         retiring = {model.current for model in models}
         self._retiring |= retiring
         for model in models:

@@ -55,8 +55,9 @@ class SwappableModels(OnDemandModels):
 
         Args:
             name: name of the model.
-            checkpoint: see `Models.put`. None means the checkpoint that the model serves; with
-                `waits`, and for the default model, the configured one if there is one.
+            checkpoint: see `Models.put`. None reloads the served checkpoint.
+                With `waits`, or for the default model, None means the configured checkpoint, if
+                there is one.
             waits: whether to wait for the load under way.
             agree: called when the version is loaded; returns when it may take over, or raises an
                 error that refuses it.

@@ -234,9 +234,9 @@ class FairQueue(Generic[J]):
         return self.waiting > 0 and self.under_way >= self._servers()
 
     def _begins_at_once(self, share: _Share[J]) -> bool:
-        """Return whether a job of a caller begins before all others.
+        """Return whether a new job of a caller begins at once, although other jobs wait.
 
-        Only in a queue with a limit per caller can a server be free while jobs wait.
+        That is so if the waiting jobs are of callers at their limit.
         """
         return (
             share.under_way < self._most() < math.inf

@@ -151,7 +151,10 @@ class Lane:
 
     @property
     def is_crowded(self) -> bool:
-        """Return whether jobs wait because all servers are busy, not only behind their caller's."""
+        """Return whether jobs wait because all servers are busy.
+
+        Jobs that wait only behind jobs of their own caller do not count.
+        """
         return self._queue.is_crowded
 
     def turn(self, caller: Hashable, size: float, deadline: Deadline) -> Job[None]:

@@ -34,7 +34,7 @@ MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body is slow."""
 
 GRACE_SECONDS: Final = 1.0
-"""Seconds that a body may fall behind its rate; a burst puts it ahead by at most as many."""
+"""Seconds that a body may be behind its rate. A burst counts as at most as many in advance."""
 
 PROMISE_SECONDS: Final = 0.1
 """A body younger than this counts as a request that will soon take a slot."""
@@ -227,7 +227,7 @@ class Reader(Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Return the number of unsent bytes, which only falls while the reader is slow."""
+        """Return the number of unsent bytes. It never rises while the reader is slow."""
 
     def give_way(self) -> None:
         """Drop the unsent bytes at once."""
@@ -347,7 +347,7 @@ class ByteBudget(AnswerRoom):
         return self.in_use + self._unsent + count > self.capacity
 
     def _end_largest_slow_body(self, now: float, spared: CountedBytes) -> bool:
-        """End the largest slow body but one; return whether there was any."""
+        """End the largest slow body except `spared`; return whether there was one."""
         slow = [
             body
             for body in self._arriving

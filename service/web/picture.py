@@ -108,12 +108,14 @@ async def infer_pixels(
 
 
 async def decode_file(admitted: AdmittedRequest, data: bytearray) -> tuple[Decoded, Job[Any]]:
-    """Return the picture of a file at the model's size, and its turn, a context to be left.
+    """Return the picture of a file at the model's size, and the job that holds its turn.
+
+    The caller must leave that job.
 
     A thread decodes a file if its header bounds the work, else a process does. A picture from a
     process then waits for a turn in the lane of the threads. The caller is charged as for a file
-    with as many bytes as the decoded picture. The process stays taken until that turn begins, so
-    that processes do not decode further ahead either.
+    with as many bytes as the decoded picture. The process stays taken until that turn
+    begins: otherwise processes would decode far ahead of the model.
 
     Raises:
         MissingImage: the file is empty.

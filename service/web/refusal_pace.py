@@ -18,7 +18,7 @@ PAUSE_SECONDS: Final = 1.0
 """Delay of a refusal; twice as long for clients that ignore Retry-After."""
 
 _REFUSALS_A_SECOND: Final = 500
-"""Refusals without a delay; they take a tenth of a core."""
+"""Refusals a second without a delay; they take a tenth of a core."""
 
 _MISTAKES_A_SECOND: Final = 50
 """Refusals of a caller's mistakes without a delay."""

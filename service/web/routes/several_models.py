@@ -94,7 +94,7 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
     """Return the models that a query names.
 
     Raises:
-        InvalidParameter: the query has too many names, or labels.
+        InvalidParameter: the query has too many names, or it has `labels`.
         UnknownModel: a name is unknown.
     """
     service = service_of(request)
