@@ -76,7 +76,7 @@ class ChunkedBody:
     def _take(self, data: bytes, at: int, parts: list[bytes]) -> int:
         """Take a chunk, or a part of one, at a position, and return its end."""
         if not self._left:
-            line = _SIZE_LINE.match(data, at)
+            line = _SIZE_LINE.match(data, at, at + _MAX_LINE_BYTES)
             if line is None:
                 _require_begin(data[at : at + _MAX_LINE_BYTES + 1])
                 return at
@@ -105,7 +105,7 @@ class ChunkedBody:
 
     def _take_trailer(self, data: bytes, at: int) -> int:
         """Drop a trailer, or take the empty line that ends the body, and return its end."""
-        line = _TRAILER.match(data, at)
+        line = _TRAILER.match(data, at, at + _MAX_LINE_BYTES)
         if line is not None:
             if (line[1] or b"").lower() in _FRAMING_FIELDS:
                 raise MalformedRequest(f"{line[1].decode()} as a trailer: send it as a header")
