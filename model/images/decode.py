@@ -28,6 +28,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
 from model.images import formats, png
 from model.images.formats import UPRIGHT, read_orientation
+from model.images.gif import canvas_size
 
 # Bytes that a decoder reads at a time: most files in one piece.
 _PIECE_BYTES = 262_144
@@ -133,7 +134,7 @@ def decode(
     """
     name = formats.format_of(data)
     if name == "GIF":
-        _check_pixels(_gif_size(data), max_pixels)
+        _check_pixels(canvas_size(data), max_pixels)
     try:
         image, orientation = _open_image(name, data)
         size = image.size
@@ -220,36 +221,6 @@ def _bits_of_16(image: Image.Image) -> int:
         if used <= _MOST_SENSOR_BITS:
             bits = min(bits, used)
     return bits
-
-
-def _gif_size(data: bytes | bytearray) -> tuple[int, int]:
-    """Return the size of the canvas that holds all frames of a GIF (GIF89a).
-
-    A player would allocate that canvas.
-    """
-    width = 0
-    height = 0
-    try:
-        canvas_width, canvas_height, flags = struct.unpack_from("<HHB", data, 6)
-        position = 13 + _palette_bytes(flags)
-        while (kind := data[position]) in b"!,":
-            position += 2
-            if kind == ord(","):
-                left, top, columns, rows, flags = struct.unpack_from("<HHHHB", data, position - 1)
-                width = max(width, canvas_width, left + columns)
-                height = max(height, canvas_height, top + rows)
-                position += 9 + _palette_bytes(flags)
-            while block := data[position]:
-                position += 1 + block
-            position += 1
-    except (struct.error, IndexError):  # truncated; the decoder checks the first frame
-        pass
-    return width, height
-
-
-def _palette_bytes(flags: int) -> int:
-    """Return the bytes of a palette, from the flags of a GIF's screen or frame."""
-    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
 def _has_whole_boxes(data: bytes | bytearray) -> bool:

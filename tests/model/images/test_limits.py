@@ -158,6 +158,9 @@ def overlapping_directory(entries: int, size: int) -> bytes:
     return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", entries) + fields + b"\0" * 4
 
 
+GIF_FRAME = b"\x2c\0\0\0\0\x08\0\x08\0\0\2\2\x4c\1\0"
+
+
 @pytest.mark.parametrize("place", ["JPEG", "PNG", "WEBP"])
 def test_overlapping_exif_takes_no_memory(place):
     image = noise(64, 48)
@@ -183,8 +186,10 @@ def test_overlapping_exif_takes_no_memory(place):
         insert_after_soi(encode(noise(8, 8), "JPEG"), jpeg_segment(0xDB, b"") * 1_000_000),
         insert_after_ihdr(encode(noise(8, 8), "PNG"), png_chunk(b"teXt", b"") * 500_000),
         insert_after_ihdr(encode(noise(8, 8), "PNG"), png_chunk(b"IDAT", b"") * 500_000),
+        encode(noise(8, 8), "GIF")[:-1] + GIF_FRAME * 1_000_000 + b";",
+        encode(noise(8, 8), "GIF")[:-1] + b"!\xfe" + b"\1a" * 5_000_000 + b"\0;",
     ],
-    ids=["comments", "exif", "tables", "texts", "pixels"],
+    ids=["comments", "exif", "tables", "texts", "pixels", "frames", "blocks"],
 )
 def test_many_parts_are_refused_soon(data):
     start = time.thread_time()
