@@ -23,12 +23,15 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from model.errors import ImageTooCostly, ImageTooLarge, InvalidImage, UnsupportedImageFormat
 from model.images import formats, png
+from model.images.avif import has_whole_boxes
 from model.images.formats import UPRIGHT, read_orientation
 from model.images.gif import canvas_size
+from model.images.tiff import OTHER_SAMPLES, bits_of_16, check_samples
 
 # Bytes that a decoder reads at a time: most files in one piece.
 _PIECE_BYTES = 262_144
@@ -67,16 +70,14 @@ MinSize = Callable[[int, int], tuple[int, int]]
 # Converts a piece of one picture.
 Converter = Callable[[Image.Image], Image.Image]
 
-# Message for a TIFF whose samples cannot be read, or not as they are meant.
-_OTHER_SAMPLES: Final = (
-    "TIFF pictures with these samples (bits, sample format or WhiteIsZero) are not read: convert "
-    "it to 8 bits per sample, or to PNG"
-)
-# Most bits of a sensor whose pixels are stored in 16 bits.
-_MOST_SENSOR_BITS: Final = 14
+# The decoder reads bits ahead of their use, in which a flat picture may have several rows.
+_PADDING: Final = bytes(16)
+# Marks in a row: that a picture has all of their values is improbable.
+_MARKS: Final = 4
+
+_NOT_FINITE: Final = "some pixels are not finite"
 # The brightest pixel must reach one part in this many of a range, unless it is the smallest.
 _LEAST_SHARE: Final = 8
-_NOT_FINITE: Final = "some pixels are not finite"
 _COLOURS = ("RGB", "RGBA", "RGBX", "CMYK")
 _GREY = ("1", "L", "LA", "La")
 # Modes that Pillow converts to grey or RGB only through other modes.
@@ -142,6 +143,8 @@ def decode(
         scale = 1
         if min_size is not None and name == "JPEG":
             scale = _draft(image, min_size, swapped=(orientation or UPRIGHT) >= 5)
+        if isinstance(image.fp, _JpegFile):
+            image.fp.watch(image, size, scale)
         image.load()
         if scale == 1:  # Pillow turns a TIFF upright during the load
             size = image.size
@@ -175,67 +178,91 @@ def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile
     """
     # Pillow and libheif turn TIFF and HEIC upright; GIF and BMP have no orientation.
     orientation = None if name in ("WEBP", "AVIF") else UPRIGHT
+    file: io.BytesIO | None = None
     if name == "JPEG":
-        data, orientation = formats.strip_jpeg(data)
+        data, orientation, scan = formats.strip_jpeg(data)
+        end = data.rfind(b"\xff\xd9", scan)  # the first one would take a tenth of the decoding
+        if end > 0 and formats.is_bounded_jpeg(data):
+            file = _JpegFile(data, end)
     elif name == "PNG":
         data, orientation = png.strip(data)
     reader = formats.READERS[name]
     assert reader is not None, "format_of refuses a format without a reader"
     try:
-        image = reader(io.BytesIO(data))
+        image = reader(file or io.BytesIO(data))
     except SyntaxError as error:
         # libavif raises this for a truncated file and for a file that lacks a required property.
-        if "BMFF" in str(error) and _has_whole_boxes(data):
+        if "BMFF" in str(error) and has_whole_boxes(data):
             raise UnsupportedImageFormat(
                 "this AVIF picture is of a kind that libavif does not read"
             ) from error
         if str(error) == "unknown pixel mode":
-            raise UnsupportedImageFormat(_OTHER_SAMPLES) from error
+            raise UnsupportedImageFormat(OTHER_SAMPLES) from error
         raise
     if isinstance(image, TiffImageFile):
-        _check_samples(image)
+        check_samples(image)
     image.decodermaxblock = _PIECE_BYTES
     return image, orientation
 
 
-def _check_samples(image: TiffImageFile) -> None:
-    """Refuse a TIFF whose pixels Pillow reads without a word, but too dark or inverted."""
-    tags = image.tag_v2
-    is_inverted = tags.get(262) == 0 and image.mode.startswith(("I", "F"))
-    is_dark = 16 in tags.get(258, ()) and image.mode in _COLOURS and _bits_of_16(image) < 16
-    if is_inverted or is_dark:
-        raise UnsupportedImageFormat(_OTHER_SAMPLES)
+class _JpegFile(io.BytesIO):
+    """A JPEG with one scan, whose end marker is read only if the pixels before it are there.
 
+    libjpeg fills missing pixels when it reads the end marker, and Pillow does not tell. Without
+    that marker, it decodes all rows but those of the last blocks.
 
-def _bits_of_16(image: Image.Image) -> int:
-    """Return the number of bits that samples stored in 16 bits use, 8...16.
-
-    A camera's 10, 12 or 14 bits are stated by a TIFF's BitsPerSample, or by its MaxSampleValue.
+    Args:
+        data: the file.
+        end: position of the end marker.
     """
-    if not isinstance(image, TiffImageFile):
-        return 16
-    bits = max(int(image.tag_v2[258][0]), 8)
-    highest = image.tag_v2.get(281)
-    if highest:
-        used = max(int(max(highest)).bit_length(), 8)
-        if used <= _MOST_SENSOR_BITS:
-            bits = min(bits, used)
-    return bits
 
+    def __init__(self, data: bytes, end: int) -> None:
+        super().__init__(data[:end])
+        self._rest = data[end:]
+        self._is_padded = False
+        self._marks: list[Any] = []
+        self._read_marks: Callable[[], list[Any]] = list
 
-def _has_whole_boxes(data: bytes | bytearray) -> bool:
-    """Return whether the top boxes of an ISO media file fill the file."""
-    position = 0
-    while position < len(data):
-        size = int.from_bytes(data[position : position + 4], "big")
-        if size == 1:
-            size = int.from_bytes(data[position + 8 : position + 16], "big")
-        if size == 0:  # the box extends to the end of the file
-            return True
-        if size < 8:
-            return False
-        position += size
-    return position == len(data)
+    def watch(self, image: Image.Image, size: tuple[int, int], scale: int) -> None:
+        """Mark pixels in the last row of blocks but one; no effect in a small picture.
+
+        The place does not depend on the scale, so a file is refused at any scale or at none.
+
+        Args:
+            image: Pillow's image of this file, before its load.
+            size: (width, height) without the scale.
+            scale: the decoder's scale.
+        """
+        assert isinstance(image, JpegImageFile)
+        image.load_prepare()
+        pixels = image.im  # the image itself holds this file
+        width, height = size
+        block = 8 * max(sampling for _, _, sampling, _ in image.layer)
+        top = (height - 1) // block * block - block
+        if top < 0 or width < 16 * _MARKS:
+            return
+        row = (top + block // 2) // scale
+        places = [(number * image.width // _MARKS, row) for number in range(_MARKS)]
+        bands = len(image.getbands())
+        for number, place in enumerate(places):
+            mark = tuple((37 * number + 91 * band) % 255 for band in range(bands))
+            pixels.putpixel(place, mark if bands > 1 else mark[0])
+        self._read_marks = lambda: [pixels.getpixel(place) for place in places]
+        self._marks = self._read_marks()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return the next bytes; raises `OSError` before the end marker if pixels are missing."""
+        part = super().read(size)
+        if part or not self._rest:
+            return part
+        if self._marks and self._marks == self._read_marks():
+            if self._is_padded:
+                raise OSError("bytes are missing within the file: send the whole file")
+            self._is_padded = True
+            return _PADDING
+        rest = self._rest
+        self._rest = b""
+        return rest
 
 
 def _draft(image: Image.Image, min_size: MinSize, *, swapped: bool) -> int:
@@ -303,7 +330,7 @@ def converter(image: Image.Image, mode: Literal["RGB", "L"]) -> Converter | None
     if stored.startswith("I;16"):
         # Pillow passes 16-bit pixels on in the machine's byte order, or names the order in the
         # dtype.
-        shift = _bits_of_16(image) - 8
+        shift = bits_of_16(image) - 8
         return lambda piece: Image.fromarray(
             np.minimum(np.asarray(piece) >> shift, 255).astype(np.uint8)
         )

@@ -290,8 +290,10 @@ def is_bounded_jpeg(data: bytes | bytearray) -> bool:
     return False
 
 
-def strip_jpeg(data: bytes | bytearray) -> tuple[bytes, int]:
-    """Return the file without application segments and comments, and the orientation from them.
+def strip_jpeg(data: bytes | bytearray) -> tuple[bytes, int, int]:
+    """Return the file without application segments and comments, with two facts about it.
+
+    These are the orientation from those segments, and the position of the first scan.
 
     Raises:
         InvalidImage: the file has too many segments, or its frame is lossless or hierarchical.
@@ -302,9 +304,10 @@ def strip_jpeg(data: bytes | bytearray) -> tuple[bytes, int]:
     kept = [view[:2]]
     exif = None
     xmp = None
+    scan = view[:0]
     for marker, begin, start, end in _segments(data, sys.maxsize):
         if marker == _SCAN:
-            kept.append(view[begin:])
+            scan = view[begin:]
             break
         if marker in _ARITHMETIC:
             raise UnsupportedImageFormat(
@@ -318,7 +321,8 @@ def strip_jpeg(data: bytes | bytearray) -> tuple[bytes, int]:
             exif = bytes(view[start + 2 : end])
         elif marker == _APP1 and data.startswith(_XMP, start + 2):
             xmp = view[start + 2 : end]
-    return b"".join(kept), read_orientation(exif, xmp)
+    stripped = b"".join([*kept, scan])
+    return stripped, read_orientation(exif, xmp), len(stripped) - len(scan)
 
 
 def _segments(data: bytes | bytearray, max_gap: int) -> Iterator[tuple[int, int, int, int]]:

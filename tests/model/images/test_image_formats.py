@@ -442,6 +442,16 @@ class TestScaledDecode:
         for length in (len(data) // 2, len(data) - 40):
             assert verdict(data[:length], scaled_decode=True) == "InvalidImage"
 
+    @pytest.mark.parametrize("kind", ["baseline", "grey", "cmyk", "restarts"])
+    @pytest.mark.parametrize("scaled_decode", [True, False])
+    def test_bytes_missing_before_the_end_are_told(self, kind, scaled_decode):
+        data = bytes(damageable(kind))
+        middle = len(data) // 2
+
+        for damaged in (data[:middle] + b"\xff\xd9", data[:middle] + data[middle + 4096 :]):
+            with pytest.raises(InvalidImage, match="bytes are missing"):
+                preprocess(damaged, config((16, 16)), scaled_decode=scaled_decode)
+
     @pytest.mark.parametrize("scaled_decode", [True, False])
     def test_the_pixel_limit_bounds_stored_size(self, scaled_decode):
         data = damageable("baseline")
