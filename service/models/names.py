@@ -78,6 +78,8 @@ class Names:
             return name
         if not self.name_of(self.default_name):  # loading, in this process or in an engine's
             self.require_ready(self.default_name)
+        if "," in name and set(name.split(",")) <= {*self.names()}:
+            raise UnknownModel(f"{name!r:.200}: expected one model; POST /classify takes several")
         available = ", ".join(self.names())
         raise UnknownModel(f"unknown model {name!r:.200}; available: {available:.2000}")
 

@@ -74,8 +74,10 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
                 files.append(bytearray(rest[_LENGTH.size : _LENGTH.size + size]))
                 rest = rest[_LENGTH.size + size :]
         else:
-            for position, content in enumerate(self.data):
-                self.data[position] = None
+            flat = self._flat()
+            self.data = None
+            for position, content in enumerate(flat):
+                flat[position] = None
                 text = bare_base64(content) if isinstance(content, str) else ""
                 try:
                     files.append(
@@ -97,15 +99,23 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
         flat = self.data
         if not isinstance(flat, memoryview):
             try:
-                while flat and isinstance(flat[0], list):
-                    flat = list(chain.from_iterable(flat))
-                flat = bytearray(msgspec.convert(flat, _UINT8))
-            except (TypeError, msgspec.ValidationError):
+                flat = bytearray(msgspec.convert(self._flat(), _UINT8))
+            except msgspec.ValidationError:
                 raise MalformedRequest(
-                    f"input {self.name!r}: the data are not numbers from 0 to 255"
+                    f"input {self.name!r}: the data are not integers from 0 to 255; "
+                    "multiply values from 0 to 1 by 255"
                 ) from None
         self._check(len(flat), count)
         return np.frombuffer(flat, np.uint8).reshape(self.shape)
+
+    def _flat(self) -> list[Any]:
+        """Return the data without their nesting; raises `MalformedRequest` for uneven nesting."""
+        flat: list[Any] = self.data
+        while flat and isinstance(flat[0], list):
+            if not all(isinstance(row, list) for row in flat):
+                raise MalformedRequest(f"input {self.name!r}: the data are not evenly nested")
+            flat = list(chain.from_iterable(flat))
+        return flat
 
     def _elements(self) -> int:
         """Return the size of the shape; raises `InvalidParameter` or `MalformedRequest`."""

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from service.errors import MethodNotAllowed, NotFound
 from service.web.middleware import request_context
 from service.web.query import parse_query, require_no_parameters
-from service.web.routes.not_found import nearest_path
+from service.web.routes.not_found import OTHER_METHODS, nearest_path
 from service.web.routes.openapi import Operation, openapi_document
 from service.web.routes.request_headers import check_headers, require_acceptable
 from service.web.service import ApplicationState
@@ -256,9 +256,8 @@ class Application:
             allowed |= endpoint.methods
         if allowed:
             names = sorted(allowed)
-            raise MethodNotAllowed(
-                f"{method} {path}: no such method on this path; there are {', '.join(names)}", names
-            )
+            remedy = OTHER_METHODS.get((method, path), f"there are {', '.join(names)}")
+            raise MethodNotAllowed(f"{method} {path}: no such method on this path; {remedy}", names)
         if path == "" and method in ("GET", "HEAD"):
             return _redirect_to_page(scope)
         raise self._not_found(method, path)

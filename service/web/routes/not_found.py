@@ -1,4 +1,4 @@
-"""The route that an unknown path was probably meant for."""
+"""The route that an unknown path or method was probably meant for."""
 
 import re
 from collections.abc import Collection
@@ -27,6 +27,9 @@ _OTHER_NAMES: Final = {
     "redoc": "/docs",
 }
 """Our routes by their names in other servers."""
+
+OTHER_METHODS: Final = {("POST", "/models"): "PUT /models/NAME loads a model"}
+"""Remedies for requests of other servers whose path is one of ours."""
 
 
 def nearest_path(path: str, known: Collection[str]) -> str:

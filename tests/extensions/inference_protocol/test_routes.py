@@ -175,6 +175,12 @@ EMBEDDING = [{"name": "embedding"}]
 
 
 @on_a_loop
+async def test_nested_rows_of_files_are_read() -> None:
+    nested = {**IMAGE, "shape": [1, 1], "data": [IMAGE["data"]]}
+    assert (await infer(app(), nested)).status == 200
+
+
+@on_a_loop
 @pytest.mark.parametrize("padding", [0, 20_000])
 async def test_a_repeated_name_is_refused(padding: int) -> None:
     tensor = json.dumps(encoded(7))
@@ -210,6 +216,8 @@ async def test_a_repeated_name_is_refused(padding: int) -> None:
         ({"inputs": [{**IMAGE, "shape": []}]}, 422, "shape [N]"),
         ({"inputs": [{**IMAGE, "shape": [0], "data": []}]}, 422, "no picture: send one or more"),
         ({"inputs": [{**IMAGE, "data": ["*"]}]}, 400, "element 0 is not a string in base64"),
+        ({"inputs": [{**IMAGE, "data": [["*"]]}]}, 400, "element 0 is not a string in base64"),
+        ({"inputs": [{**IMAGE, "data": [["*"], "*"]}]}, 400, "not evenly nested"),
         (
             {"inputs": [{**IMAGE, "data": ["/9j/ vvu" + " vvu" * 20]}]},
             400,

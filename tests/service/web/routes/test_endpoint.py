@@ -36,6 +36,13 @@ async def test_405_names_the_methods_of_the_path(method: str, path: str, allow: 
     )
 
 
+@on_a_loop
+async def test_posting_a_model_names_the_put() -> None:
+    response = await app().request("POST", "/models")
+    assert (response.status, response.headers["allow"]) == (405, "GET, HEAD")
+    assert response.json["detail"].endswith("; PUT /models/NAME loads a model")
+
+
 def test_a_number_of_too_many_digits_is_no_path() -> None:
     async def item(request: Request) -> Response:
         raise NotImplementedError

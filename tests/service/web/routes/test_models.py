@@ -69,6 +69,15 @@ async def test_maps_are_prepared_once() -> None:
 
 
 @on_a_loop
+@pytest.mark.parametrize("path", ["/embed", "/attention"])
+async def test_several_names_are_for_classify(path: str) -> None:
+    service, _ = several()
+    response = await service.classify(query="model=cats,few", path=path)
+    assert (response.status, response.json["code"]) == (404, "unknown_model")
+    assert response.json["detail"].endswith("expected one model; POST /classify takes several")
+
+
+@on_a_loop
 async def test_an_unknown_name_tells_the_others() -> None:
     service, _ = several()
     for path in ("/classify", "/embed", "/attention", "/classify/batch"):
