@@ -181,9 +181,8 @@ def _open_image(name: str, data: bytes | bytearray) -> tuple[ImageFile.ImageFile
     file: io.BytesIO | None = None
     if name == "JPEG":
         data, orientation, scan = formats.strip_jpeg(data)
-        end = data.rfind(b"\xff\xd9", scan)  # the first one would take a tenth of the decoding
-        if end > 0 and formats.is_bounded_jpeg(data):
-            file = _JpegFile(data, end)
+        if formats.is_bounded_jpeg(data):
+            file = _JpegFile(data, scan)
     elif name == "PNG":
         data, orientation = png.strip(data)
     reader = formats.READERS[name]
@@ -213,10 +212,14 @@ class _JpegFile(io.BytesIO):
 
     Args:
         data: the file.
-        end: position of the end marker.
+        scan: position of the scan, in which 0xFF 0xD9 is the end marker.
     """
 
-    def __init__(self, data: bytes, end: int) -> None:
+    def __init__(self, data: bytes, scan: int) -> None:
+        values = np.frombuffer(data, np.uint8)
+        markers = scan + np.flatnonzero(values[scan:-1] == 0xFF)  # faster than `find`
+        ends = markers[values[markers + 1] == 0xD9]
+        end = int(ends[0]) if len(ends) else len(data)
         super().__init__(data[:end])
         self._rest = data[end:]
         self._is_padded = False

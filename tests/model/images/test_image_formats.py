@@ -448,7 +448,8 @@ class TestScaledDecode:
         data = bytes(damageable(kind))
         middle = len(data) // 2
 
-        for damaged in (data[:middle] + b"\xff\xd9", data[:middle] + data[middle + 4096 :]):
+        cut = data[:middle] + b"\xff\xd9"
+        for damaged in (cut, cut + data, data[:middle] + data[middle + 4096 :]):
             with pytest.raises(InvalidImage, match="bytes are missing"):
                 preprocess(damaged, config((16, 16)), scaled_decode=scaled_decode)
 
