@@ -61,6 +61,9 @@ _SEND_A_FRAME: Final = "send a frame of a video as JPEG"
 _CONVERT: Final = "convert it to JPEG or PNG"
 _CHANGED_LINE_ENDS: Final = "whose line ends were changed: transfer it in binary mode"
 
+_AS_IT_IS: Final = "send the file from its own first byte on"
+_SIGNATURES: Final = rb"(\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|RIFF.{4}WEBP)"
+
 # First bytes of files that people send instead of a picture, and what a message calls them.
 _OTHER_KINDS: Final = tuple(
     (re.compile(magic, re.DOTALL), kind)
@@ -84,6 +87,8 @@ _OTHER_KINDS: Final = tuple(
             rb"PK\x03\x04|\x1f\x8b|BZh|7z\xbc\xaf|Rar!|\xfd7zXZ|\x28\xb5\x2f\xfd|.{257}ustar",
             "an archive or a compressed file: send the pictures in it",
         ),
+        (rb"\xef\xbb\xbf" + _SIGNATURES, f"one after a byte order mark (EF BB BF): {_AS_IT_IS}"),
+        (b".{1,32}?" + _SIGNATURES, f"one after stray bytes, as a line break: {_AS_IT_IS}"),
     )
 )
 

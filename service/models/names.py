@@ -78,10 +78,11 @@ class Names:
             return name
         if not self.name_of(self.default_name):  # loading, in this process or in an engine's
             self.require_ready(self.default_name)
-        if "," in name and set(name.split(",")) <= {*self.names()}:
-            raise UnknownModel(f"{name!r:.200}: expected one model; POST /classify takes several")
+        wrong = f"unknown model {name!r:.200}"
+        if "," in name or name == "*":
+            wrong = f"{name!r:.200}: expected one model; POST /classify takes several"
         available = ", ".join(self.names())
-        raise UnknownModel(f"unknown model {name!r:.200}; available: {available:.2000}")
+        raise UnknownModel(f"{wrong}; available: {available:.2000}")
 
     def acquire(self, name: str | None) -> Lease:
         """Hold the current version of a described model until its release; see `Models.load`.

@@ -14,7 +14,13 @@ from model.label_texts import labels_of_request, with_labels
 from model.outputs import DEFAULT_TOP_K, RequestedOutputs
 from model.parameters import methods_of, parse_embedding, parse_maps, require_classes
 from service.engine.messages import InferenceResult, ModelInfo
-from service.errors import InvalidParameter, NotFound, TooManyImages, UploadTooLarge
+from service.errors import (
+    InvalidParameter,
+    MalformedRequest,
+    NotFound,
+    TooManyImages,
+    UploadTooLarge,
+)
 from service.extensions.inference_protocol import VERSION
 from service.extensions.inference_protocol.outputs import OUTPUTS, inputs_of, outputs_of
 from service.extensions.inference_protocol.tensors import (
@@ -241,7 +247,12 @@ def _map_method(parameters: Mapping[str, Any], names: set[str], config: NetworkC
 
 
 def _top_k(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], classes: int) -> int:
-    """Return how many classes any output needs; raises `InvalidParameter`."""
+    """Return how many classes the outputs have.
+
+    Raises:
+        InvalidParameter: a number is wrong.
+        MalformedRequest: `top_k` and `classification` have different numbers.
+    """
     values = [("top_k", parameters.get("top_k"))]
     values += [("classification", output.parameters.get("classification")) for output in outputs]
     counts: list[tuple[str, Any]] = [(name, count) for name, count in values if count is not None]
@@ -253,7 +264,10 @@ def _top_k(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], cl
                 else "the model has neither classes nor labels"
             )
             raise InvalidParameter(f"{name} {count!r:.40}: {allowed}")
-    return max((count for _, count in counts), default=min(DEFAULT_TOP_K, max(classes, 1)))
+    if len({count for _, count in counts}) > 1:
+        stated = " and ".join(f"{name} {count}" for name, count in counts)
+        raise MalformedRequest(f"{stated} differ: send one of them")
+    return counts[0][1] if counts else min(DEFAULT_TOP_K, max(classes, 1))
 
 
 async def read(
@@ -324,19 +338,16 @@ def make_outputs(
     """Return the selected outputs as arrays whose first axis is the pictures."""
     labels = inference.requested.labels or labels
 
-    def stacked(name: str, count: int | None = None) -> NDArray[Any]:
+    def stacked(name: str) -> NDArray[Any]:
         values = (OUTPUTS[name].values(result.outputs, labels) for result in results)
-        return np.stack([value[:count] for value in values if value is not None])
+        return np.stack([value for value in values if value is not None])
 
     outputs: list[OutputTensor] = []
     for output in inference.outputs:
-        count = output.parameters.get("classification")
-        if count is None:
+        if output.parameters.get("classification") is None:
             values = stacked(output.name)
         else:
-            values = _classification(
-                *(stacked(name, count) for name in ("score", "index", "label"))
-            )
+            values = _classification(*map(stacked, ("score", "index", "label")))
         is_binary = bool(output.parameters.get("binary_data", inference.binary))
         outputs.append(OutputTensor(output.name, values, is_binary))
     return outputs

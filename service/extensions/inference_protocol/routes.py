@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.errors import InvalidParameter, MalformedRequest
+from service.errors import InvalidParameter, MalformedRequest, NotFound
 from service.extensions.inference_protocol import VERSION
 from service.extensions.inference_protocol.descriptions import (
     model_configuration,
@@ -129,7 +129,15 @@ def _header_length(request: Request) -> int | None:
 @router.get(_VERSIONED)
 async def v2_model(request: Request) -> Response:
     """Describe the model: its inputs and outputs."""
-    return json_response(model_metadata((await model_of(request, _name(request))).info))
+    name = _name(request) or ""
+    owner, _, action = name.rpartition("/")
+    known = service_of(request).models.names()
+    if owner in known and name not in known:
+        raise NotFound(
+            f"{owner}: a model has no GET /{action:.40}; below its path there are "
+            "POST /infer, GET /ready, GET /config and GET /stats"
+        )
+    return json_response(model_metadata((await model_of(request, name)).info))
 
 
 # The model repository: `service.web.routes.models` does the same by the name of each model.

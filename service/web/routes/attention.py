@@ -5,7 +5,8 @@ from functools import partial
 from typing import Annotated, Final, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -166,9 +167,21 @@ class StoredPictureQuery(AttentionQuery):
 
     id: Annotated[str, Field(description="from the answer of /classify")]
     view: Annotated[
-        Literal["input"] | Absent,
-        Field(description="PNG: draw over the part that the model saw; the photo is not kept"),
+        Literal["input", "photo"] | Absent,
+        Field(
+            description="PNG: draw over the part that the model saw; the photo is not kept",
+            json_schema_extra={"enum": ["input"]},
+        ),
     ] = None
+
+    @field_validator("view")
+    @classmethod
+    def _is_kept(cls, view: str | None) -> str | None:
+        if view != "photo":
+            return view
+        raise PydanticCustomError(
+            "kept", "only the model's input is kept, not the photo; POST /attention draws over it"
+        )
 
 
 class _Explained(NamedTuple):

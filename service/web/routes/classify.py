@@ -24,6 +24,7 @@ from service.web.query import Absent, ModelQuery
 from service.web.routes.endpoint import Router
 from service.web.routes.openapi import ONE_PICTURE, problems
 from service.web.routes.several_models import (
+    ALL_MODELS,
     Classified,
     Pass,
     SeveralModels,
@@ -53,7 +54,10 @@ class ClassifyQuery(ModelQuery, frozen=True):
     ] = None
     top_k: Annotated[
         Annotated[int, Field(ge=1)] | Absent,
-        Field(description="number of classes in the answer; default 5, or all if there are fewer"),
+        Field(
+            description="number of classes in the answer; default 5, or all if there are fewer; "
+            "with `model=*` at most this number"
+        ),
     ] = None
     attention: Annotated[
         bool | Literal["relevance"] | Absent,
@@ -78,7 +82,7 @@ class ClassifyQuery(ModelQuery, frozen=True):
     @property
     def names_several(self) -> bool:
         """Return whether several models are to answer."""
-        return self.model is not None and ("," in self.model or self.model == "*")
+        return self.model is not None and ("," in self.model or self.model == ALL_MODELS)
 
     def requested(self, info: ModelInfo, *, cap: bool = False) -> RequestedOutputs:
         """Return the outputs requested of a model.
@@ -95,11 +99,11 @@ class ClassifyQuery(ModelQuery, frozen=True):
             labels = labels_of_request(self.labels, info.zero_shot, config)
             config = with_labels(config, labels)
         classes = config.num_classes
-        if self.top_k is not None and self.top_k > classes and not cap:
-            available = f"the model has {classes} classes"
+        if not cap:
             if labels:
-                available = f"there are {classes} labels"
-            raise InvalidParameter(f"top_k {self.top_k}: {available}")
+                self.check_top_k(classes, "there are", "labels")
+            else:
+                self.check_top_k(classes, "the model has")
         attention: MapRequest | None = None
         if self.attention:
             method = "relevance" if self.attention == "relevance" else "cls"
@@ -112,6 +116,11 @@ class ClassifyQuery(ModelQuery, frozen=True):
             label_set=info.coverage is not None,
             head_name=info.head,
         )
+
+    def check_top_k(self, classes: int, owner: str, noun: str = "classes") -> None:
+        """Raise `InvalidParameter` if `top_k` is larger than a number of classes."""
+        if self.top_k is not None and self.top_k > classes:
+            raise InvalidParameter(f"top_k {self.top_k}: {owner} {classes} {noun}")
 
 
 @router.post(

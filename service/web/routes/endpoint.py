@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from service.errors import MethodNotAllowed, NotFound
 from service.web.middleware import request_context
 from service.web.query import parse_query, require_no_parameters
-from service.web.routes.not_found import OTHER_METHODS, nearest_path
+from service.web.routes.not_found import no_such_method, no_such_path
 from service.web.routes.openapi import Operation, openapi_document
 from service.web.routes.request_headers import check_headers, require_acceptable
 from service.web.service import ApplicationState
@@ -254,26 +254,18 @@ class Application:
                 scope["path_params"] = parameters
                 return endpoint
             allowed |= endpoint.methods
-        if allowed:
-            names = sorted(allowed)
-            remedy = OTHER_METHODS.get((method, path), f"there are {', '.join(names)}")
-            raise MethodNotAllowed(f"{method} {path}: no such method on this path; {remedy}", names)
         if path == "" and method in ("GET", "HEAD"):
             return _redirect_to_page(scope)
-        raise self._not_found(method, path)
-
-    def _not_found(self, method: str, path: str) -> NotFound:
-        """Return the error of an unknown path, with the route that was probably meant."""
-        methods: dict[str, set[str]] = {}
+        known: dict[str, set[str]] = {}
         for endpoint in self.routes:
             if "." not in endpoint.path:
-                methods.setdefault(endpoint.path_format, set()).update(endpoint.methods)
-        meant = nearest_path(path, methods)
-        if not meant:
-            return NotFound(f"{path}: no such path; GET /docs lists all")
-        if method not in methods[meant]:
-            method = min(methods[meant])
-        return NotFound(f"{path}: no such path; did you mean {method} {meant}?")
+                known.setdefault(endpoint.path_format, set()).update(endpoint.methods)
+        if allowed:
+            remedy = no_such_method(method, path, allowed, known)
+            raise MethodNotAllowed(
+                f"{method} {path}: no such method on this path; {remedy}", sorted(allowed)
+            )
+        raise NotFound(f"{path}: no such path; {no_such_path(method, path, known)}")
 
 
 def _redirect_to_page(scope: Scope) -> Response:

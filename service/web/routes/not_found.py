@@ -1,7 +1,8 @@
-"""The route that an unknown path or method was probably meant for."""
+"""The routes that an unknown path or method was probably meant for."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 from typing import Final
 
 from model.errors import nearest
@@ -15,9 +16,11 @@ _OTHER_NAMES: Final = {
     "inference": "/classify",
     "upload": "/classify",
     "batch": "/classify/batch",
+    "regress": "/classify",
     "explain": "/attention",
     "heatmap": "/attention",
     "features": "/embed",
+    "metadata": "/model",
     "health": "/healthz",
     "live": "/healthz",
     "livez": "/healthz",
@@ -31,18 +34,93 @@ _OTHER_NAMES: Final = {
 OTHER_METHODS: Final = {("POST", "/models"): "PUT /models/NAME loads a model"}
 """Remedies for requests of other servers whose path is one of ours."""
 
+_NAMED_MODEL: Final = re.compile("models/([^/:]+)(/$|$)?")
+_MOST_ROUTES: Final = 10
+_LEAST_SHARED: Final = 2
 
-def nearest_path(path: str, known: Collection[str]) -> str:
-    """Return the path of the route that was probably meant, or an empty text.
+Routes = Mapping[str, Collection[str]]
+"""The methods of each path; parameters of paths are in braces."""
 
-    The unknown path may have a prefix, other letter case and extra slashes (`/api/v1/classify/`).
-    It may be a route's name in another server, or similar to the path of a route.
+
+def no_such_path(method: str, path: str, known: Routes) -> str:
+    """Return the remedy for an unknown path.
+
+    The path may have a prefix, other letter case and extra slashes (`/api/v1/classify/`). It may be
+    a route's name in another server, or similar to the path of a route.
     """
-    parts = [part for part in re.split("[/:]", path[:_MAX_COMPARED_CHARACTERS].lower()) if part]
-    for start in range(len(parts)):
+    near = _nearest_by_name(method, path, known)
+    meant = [near] if near else []
+    meant += _nearest_by_structure(method, path, known)
+    if not meant:
+        near = nearest("/" + "/".join(_parts(path.lower())), known)
+        meant = [_with_method(method, near, known)] if near else []
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    first = _parts(path)[:1]
+    below = sorted((route for route in known if _parts(route)[:1] == first), key=len)
+    return f"there are {', '.join(below[:_MOST_ROUTES])}" if below else "GET /docs lists all"
+
+
+def no_such_method(method: str, path: str, allowed: Collection[str], known: Routes) -> str:
+    """Return the remedy for a method that a path does not have."""
+    if (method, path) in OTHER_METHODS:
+        return OTHER_METHODS[method, path]
+    meant = _nearest_by_structure(method, path, known)
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    return f"there are {', '.join(sorted(allowed))}{hint}"
+
+
+def _nearest_by_name(method: str, path: str, known: Routes) -> str:
+    """Return the route whose name, or name in another server, ends the path; else an empty text."""
+    parts = _parts(path.lower())
+    route = ""
+    for start in reversed(range(len(parts))):
         tail = "/".join(parts[start:])
-        if f"/{tail}" in known:
-            return f"/{tail}"
-        if tail in _OTHER_NAMES:
-            return _OTHER_NAMES[tail]
-    return nearest("/" + "/".join(parts), known)
+        route = f"/{tail}" if f"/{tail}" in known else _OTHER_NAMES.get(tail, route)
+    model = _NAMED_MODEL.search(path[:_MAX_COMPARED_CHARACTERS])
+    if model is None:
+        return _with_method(method, route, known) if route else ""
+    if not route and model[2] is None:
+        return ""
+    if not route:
+        route = "/model" if method in ("GET", "HEAD") else "/classify"
+    return f"{_with_method(method, route, known)}?model={model[1]}"
+
+
+def _with_method(method: str, route: str, known: Routes) -> str:
+    """Return a route with the method of the request, or with one that it has."""
+    methods = known[route]
+    return f"{method if method in methods else min(methods)} {route}"
+
+
+def _nearest_by_structure(method: str, path: str, known: Routes) -> list[str]:
+    """Return the shortest routes of a method that have the most first parts of a path, at least 2.
+
+    A version at the beginning does not count: `/v1/models/NAME` is like `/models/NAME`.
+    """
+    parts = _parts(path)
+    parts = parts[_version_parts(parts) :]
+    near: dict[int, list[list[str]]] = {}
+    for route, methods in known.items():
+        if method not in methods:
+            continue
+        route_parts = _parts(route)
+        start = _version_parts(route_parts)
+        pairs = zip(parts, route_parts[start:], strict=False)
+        shared = list(takewhile(lambda pair: pair[1] in (pair[0], "{name}", "{version}"), pairs))
+        route_parts[start : start + len(shared)] = [part for part, _ in shared]
+        near.setdefault(len(shared), []).append(route_parts)
+    most = max(near, default=0)
+    if most < _LEAST_SHARED:
+        return []
+    length = min(map(len, near[most]))
+    return [f"{method} /{'/'.join(route)}" for route in near[most] if len(route) == length]
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in re.split("[/:]", path[:_MAX_COMPARED_CHARACTERS]) if part]
+
+
+def _version_parts(parts: Sequence[str]) -> int:
+    """Return how many parts at the beginning of a path are a version, 0 or 1."""
+    return int(bool(parts) and re.fullmatch(r"v\d", parts[0]) is not None)

@@ -33,7 +33,13 @@ _METHOD: Final = _Demand(
     MalformedRequest,
     "send it as the method of the request",
 )
+_WITHOUT_BODY: Final = ("GET", "HEAD", "DELETE")
 _DEMANDS: Final = {
+    "content-length": _Demand(
+        lambda value, method: not value.strip("0") or method not in _WITHOUT_BODY,
+        MalformedRequest,
+        "a body has no effect on GET, HEAD and DELETE; leave it out, or send it by POST",
+    ),
     "content-range": _Demand(
         lambda value, method: False,
         MalformedRequest,
@@ -79,8 +85,8 @@ def check_headers(headers: Iterable[Header], method: str, media_types: Collectio
         NotAcceptable: `Accept` excludes every media type.
         PreconditionFailed: the request depends on a version of the resource.
         ExpectationFailed: `Expect` is not `100-continue`.
-        MalformedRequest: the body is a part of a file, or a header names another media type or
-            method.
+        MalformedRequest: the body is a part of a file, or the method takes none, or a header names
+            another media type or method.
     """
     accepted: list[str] = []
     content_types: list[str] = []

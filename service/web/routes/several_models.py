@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from starlette.requests import Request
 
@@ -33,6 +33,9 @@ from service.web.picture import (
 
 if TYPE_CHECKING:
     from service.web.routes.classify import ClassifyQuery
+
+# The value of `model` that names all models.
+ALL_MODELS: Final = "*"
 
 # Part of the request's time that loading a model may take; the rest is left for other models.
 _LOADING_SHARE = 0.5
@@ -94,7 +97,8 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
     """Return the models that a query names.
 
     Raises:
-        InvalidParameter: the query has too many names, or it has `labels`.
+        InvalidParameter: the query has too many names, or an empty one, or it has `labels`; or a
+            named model has fewer than `top_k` classes.
         UnknownModel: a name is unknown.
     """
     service = service_of(request)
@@ -113,6 +117,8 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
         except (InputError, ServiceError) as error:
             failed[name] = error
             continue
+        if query.model != ALL_MODELS:
+            query.check_top_k(model.info.config.num_classes, f"the model {name} has")
         key = (model.info.backbone or name, model.info.preprocess)
         groups.setdefault(key, []).append((model, requested))
     if groups:
@@ -127,14 +133,19 @@ def _names(query: ClassifyQuery, models: Models) -> list[str]:
 
     Raises:
         UnknownModel: a name is unknown.
-        InvalidParameter: the query has more names than there are models.
+        InvalidParameter: a name is empty or `*`, or there are more names than models.
     """
     known = models.names()
-    if query.model == "*":
+    if query.model == ALL_MODELS:
         return known
     most = max(2, len(known))  # a single name that is sent twice gets this form of the answer
     names = [name.strip() for name in (query.model or "").split(",", most + 1)]
     for name in names[: most + 1]:
+        if name in ("", ALL_MODELS):
+            raise InvalidParameter(
+                f"model {query.model!r:.200}: {name!r} is not a model's name; "
+                f"expected names between commas, or {ALL_MODELS} alone for all models"
+            )
         if name not in models.heads:  # an error of a served head is its answer
             models.key(name)
     if len(names) > most:

@@ -89,10 +89,21 @@ async def test_empty_header_means_one_picture() -> None:
 @on_a_loop
 async def test_classification_joins_three_outputs() -> None:
     wanted = [{"name": "score", "parameters": {"classification": 2}}, {"name": "index"}]
-    response = await infer(app(), encoded(8), outputs=wanted, parameters={"top_k": 3})
+    response = await infer(app(), encoded(8), outputs=wanted, parameters={"top_k": 2})
     found = outputs(response.json)
     assert found["score"].tolist() == [["0.500000:8:label 8", "0.250000:9:label 9"]]
-    assert found["index"].tolist() == [[8, 9, 0]]
+    assert found["index"].tolist() == [[8, 9]]
+
+
+@on_a_loop
+@pytest.mark.parametrize(("top_k", "classification"), [(3, 1), (1, 3)])
+async def test_two_numbers_of_classes_are_refused(top_k: int, classification: int) -> None:
+    wanted = [{"name": "score", "parameters": {"classification": classification}}]
+    response = await infer(app(), encoded(8), outputs=wanted, parameters={"top_k": top_k})
+    assert response.status == 400
+    assert response.json["error"] == (
+        f"top_k {top_k} and classification {classification} differ: send one of them"
+    )
 
 
 @on_a_loop
@@ -493,3 +504,29 @@ def test_surplus_elements_are_not_collected() -> None:
             read(1, [wrong])
     with pytest.raises(MalformedRequest, match="4 elements, and the shape is"):
         read(3, memoryview(bytes(4 * 2_000_000)))
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("method", "path", "status", "remedy"),
+    [
+        ("POST", "/v2/models/fake/generate", 405, "did you mean POST /v2/models/fake/infer?"),
+        ("POST", "/v2/models/fake", 405, "did you mean POST /v2/models/fake/infer?"),
+        (
+            "POST",
+            "/v2/models/fake/versions/1/generate_stream",
+            405,
+            "did you mean POST /v2/models/fake/versions/1/infer?",
+        ),
+        ("GET", "/v2/models/fake/infer", 404, "a model has no GET /infer; below its path there "),
+        ("PUT", "/v2/models/fake", 405, "did you mean PUT /models/fake?"),
+        ("POST", "/v1/models/fake:predict", 404, " or POST /v2/models/fake/infer?"),
+        ("GET", "/v2/trace/setting", 404, "; there are /v2, /v2/health/live, "),
+    ],
+)
+async def test_absent_routes_name_the_existing_ones(
+    method: str, path: str, status: int, remedy: str
+) -> None:
+    response = await app().request(method, path)
+    assert response.status == status
+    assert remedy in response.json["error" if path.startswith("/v2") else "detail"]

@@ -540,6 +540,8 @@ def test_jpegs_match_their_references(torture, name):
         (b"P6\n8 8\n255\n" + bytes(192), "a Netpbm picture"),
         (bytes(128) + b"DICM", "a DICOM picture"),
         (b"\x93NUMPY\1\0", "a NumPy array: encode it as PNG"),
+        (b"\xef\xbb\xbf\xff\xd8\xff\xe0", "one after a byte order mark (EF BB BF): send"),
+        (b"\r\n\x89PNG\r\n\x1a\n", "one after stray bytes, as a line break: send the file"),
         (b"\x1aE\xdf\xa3" + bytes(20), "a video: send a frame"),
         (b"RIFF\x20\0\0\0AVI LIST", "a video: send a frame"),
         (b"\0\0\0\x18ftypisom" + bytes(20), "send a frame of a video"),

@@ -136,7 +136,7 @@ async def test_log_names_the_model_of_a_form(caplog: pytest.LogCaptureFixture) -
         ("", {"top_k": "11"}, "invalid_parameter", "top_k 11: the model has 10 classes"),
         ("", {"model": "nobody"}, "unknown_model", "nobody"),
         ("", {"model": "few,nobody"}, "unknown_model", "nobody"),
-        ("", {"model": "few,,few,nobody"}, "unknown_model", "''"),
+        ("", {"model": "few,,few,nobody"}, "invalid_parameter", "''"),
     ],
 )
 async def test_a_field_is_refused_with_the_reason(

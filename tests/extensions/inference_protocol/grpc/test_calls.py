@@ -128,6 +128,11 @@ async def test_health_follows_the_engine() -> None:
         assert not await ready("ModelReady", name="fake", version="2")
 
 
+def _two_numbers_of_classes(request: Any) -> None:
+    request.parameters["top_k"].CopyFrom(number(1))
+    request.outputs.add(name="score").parameters["classification"].CopyFrom(number(2))
+
+
 def changed(change: Callable[[Any], object]) -> Any:
     request = image(png(1))
     change(request)
@@ -174,6 +179,7 @@ def changed(change: Callable[[Any], object]) -> Any:
             Code.INVALID_ARGUMENT,
             "1 to 10",
         ),
+        (changed(_two_numbers_of_classes), Code.INVALID_ARGUMENT, "classification 2 differ"),
         (changed(lambda request: request.parameters["top_k"].SetInParent()), None, ""),
         (
             changed(

@@ -96,6 +96,11 @@ def path_of(route: Endpoint) -> str:
     return path
 
 
+def is_loose(route: Endpoint) -> bool:
+    path = route.path
+    return path in LOOSE or path in ("/", "/docs") or path.startswith(("/page/", "/docs/"))
+
+
 def sent(
     service: App, method: str, route: Endpoint, body: bytes | None, **headers: str
 ) -> HttpCommunicator:
@@ -185,15 +190,12 @@ async def test_unknown_parameters_are_refused(tmp_path: Path) -> None:
         for method in sorted(route.methods - {"HEAD"}):
             path = path_of(route)
             answer = await service.request(method, path, query="zzz=1&_=2", headers=ADMIN)
-            is_loose = (
-                path in LOOSE or path in ("/", "/docs") or path.startswith(("/page/", "/docs/"))
-            )
-            assert (answer.status == 200) if is_loose else (answer.status == 422), (
+            assert (answer.status == 200) if is_loose(route) else (answer.status == 422), (
                 method,
                 path,
                 answer.status,
             )
-            if not is_loose:
+            if not is_loose(route):
                 assert "unknown parameter 'zzz'; " in answer.content.decode(), (method, path)
 
 
@@ -244,3 +246,22 @@ async def test_options_is_405_on_every_route(tmp_path: Path) -> None:
         answer = await service.request("OPTIONS", path_of(route))
         assert answer.status == 405, route.path
         assert route.methods <= set(answer.headers["allow"].split(", ")), route.path
+
+
+@on_a_loop
+async def test_a_body_of_get_or_delete_is_refused(tmp_path: Path) -> None:
+    service = running(tmp_path)
+    tried = 0
+    for route in routes_of(service):
+        for method in sorted(route.methods & {"GET", "DELETE"}):
+            length = {"content-length": "3"}
+            answer = await sent(service, method, route, b"x=1", **length).run()
+            if is_loose(route):
+                assert answer.status in (200, 503), (method, route.path)
+                continue
+            assert answer.status == 400, (method, route.path, answer.content)
+            assert b"a body has no effect on GET, HEAD and DELETE" in answer.content
+            empty = await sent(service, method, route, b"", **{"content-length": "0"}).run()
+            assert empty.status != 400, (method, route.path, empty.content)
+            tried += 1
+    assert tried > (20 if TEACH else 8)

@@ -255,6 +255,17 @@ async def test_an_unknown_or_missing_id_is_refused(service: App) -> None:
 
 
 @on_a_loop
+async def test_a_kept_picture_has_no_photo(service: App) -> None:
+    image_id = await kept(service)
+    refused = await service.get("/attention", f"id={image_id}&view=photo")
+    assert (refused.status, refused.code) == (422, "invalid_parameter")
+    assert refused.json["detail"] == (
+        "view: only the model's input is kept, not the photo; POST /attention draws over it"
+    )
+    assert (await service.get("/attention", f"id={image_id}&view=input")).status == 200
+
+
+@on_a_loop
 async def test_a_map_takes_a_slot_like_a_picture() -> None:
     service = app(queue_size=1)
     image_id = await kept(service)

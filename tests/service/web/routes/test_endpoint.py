@@ -77,7 +77,6 @@ async def test_head_is_answered_on_every_get_route() -> None:
         ("/v1/classify", "POST /classify"),
         ("/api/v1/classify/batch/", "POST /classify/batch"),
         ("/predict", "POST /classify"),
-        ("/v1/models/dogs:predict", "POST /classify"),
         ("/embeddings", "POST /embed"),
         pytest.param("/head/dogs/examples", "GET /heads/{name}/examples", marks=needs("teach")),
         ("/model/x", "GET /model"),
@@ -91,6 +90,24 @@ async def test_an_unknown_path_names_a_route(path: str, route: str | None) -> No
     assert (response.status, response.code) == (404, "not_found")
     remedy = f"did you mean {route}?" if route else "GET /docs lists all"
     assert response.json["detail"] == path.replace("\n", "\\n") + f": no such path; {remedy}"
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("POST", "/v1/models/Dogs", "POST /classify?model=Dogs"),
+        ("POST", "/v1/models/dogs:predict", "POST /classify?model=dogs"),
+        ("POST", "/v1/models/dogs/versions/2:classify", "POST /classify?model=dogs"),
+        ("POST", "/v1/models/dogs:explain", "POST /attention?model=dogs"),
+        ("GET", "/v1/models/dogs", "GET /model?model=dogs"),
+        ("GET", "/v1/models/dogs/metadata", "GET /model?model=dogs"),
+    ],
+)
+async def test_paths_of_other_servers_keep_their_model(method: str, path: str, route: str) -> None:
+    response = await app().request(method, path)
+    assert (response.status, response.code) == (404, "not_found")
+    assert response.json["detail"].startswith(f"{path}: no such path; did you mean {route}")
 
 
 @on_a_loop

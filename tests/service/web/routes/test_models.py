@@ -34,8 +34,8 @@ async def classify(service: App, query: str, red: int = 1) -> HttpCommunicator:
 )
 async def test_a_named_model_answers_every_route(method: str, path: str, query: str) -> None:
     service, _ = several()
-    headers = {"content-type": "image/png"}
-    answer = await service.request(method, path, query=query, headers=headers, body=png(1))
+    body = png(1) if method == "POST" else b""
+    answer = await service.request(method, path, query=query, body=body)
     assert answer.status == 200
     assert b'"few"' in answer.content
 
@@ -70,11 +70,44 @@ async def test_maps_are_prepared_once() -> None:
 
 @on_a_loop
 @pytest.mark.parametrize("path", ["/embed", "/attention"])
-async def test_several_names_are_for_classify(path: str) -> None:
+@pytest.mark.parametrize("names", ["cats,few", "cats,", "*"])
+async def test_several_names_are_for_classify(path: str, names: str) -> None:
     service, _ = several()
-    response = await service.classify(query="model=cats,few", path=path)
+    response = await service.classify(query=f"model={names}", path=path)
     assert (response.status, response.json["code"]) == (404, "unknown_model")
-    assert response.json["detail"].endswith("expected one model; POST /classify takes several")
+    assert response.json["detail"] == (
+        f"{names!r}: expected one model; POST /classify takes several; available: bare, cats, few"
+    )
+
+
+@on_a_loop
+@pytest.mark.parametrize(
+    ("names", "wrong"),
+    [("*,few", "*"), ("few,*", "*"), (",few", ""), ("few,", ""), ("few,,cats", ""), (",", "")],
+)
+async def test_an_empty_or_starred_name_is_refused(names: str, wrong: str) -> None:
+    service, _ = several()
+    for answer in (
+        await classify(service, f"model={names}"),
+        await service.request("POST", "/classify", **form(png(1), fields={"model": names})),
+    ):
+        assert (answer.status, answer.code) == (422, "invalid_parameter")
+        assert answer.json["detail"] == (
+            f"model {names!r}: {wrong!r} is not a model's name; "
+            "expected names between commas, or * alone for all models"
+        )
+
+
+@on_a_loop
+async def test_top_k_fits_each_model_that_is_named() -> None:
+    service, _ = several()
+    for names in ("few", "few,cats", "cats,bare,few"):
+        answer = await classify(service, f"model={names}&top_k=4")
+        assert (answer.status, answer.code) == (422, "invalid_parameter"), names
+        assert answer.json["detail"].startswith("top_k 4: the model ")
+        assert answer.json["detail"].endswith(" has 3 classes")
+    of_all = (await classify(service, "model=*&top_k=4")).json["models"]
+    assert [len(of_all[name]["predictions"]) for name in ("few", "cats")] == [3, 4]
 
 
 @on_a_loop
@@ -94,14 +127,12 @@ async def test_an_unknown_name_tells_the_others() -> None:
 @on_a_loop
 async def test_several_models_answer_one_picture() -> None:
     service, models = several()
-    answer = await classify(service, "model=few,cats,bare&top_k=5&attention=true")
+    answer = await classify(service, "model=few,cats,bare&attention=true")
     assert answer.status == 200
     assert list(answer.json) == ["id", "models", "timings_ms"]
     of_few, of_cats, of_bare = (answer.json["models"][name] for name in ("few", "cats", "bare"))
     assert list(answer.json["models"]) == ["few", "cats", "bare"]
-    assert [len(of_few["predictions"]), len(of_cats["predictions"])] == [3, 5], (
-        "top_k is capped at a model's classes"
-    )
+    assert [len(of_few["predictions"]), len(of_cats["predictions"])] == [3, 5]
     assert of_bare["error"]["code"] == "invalid_parameter"
     assert of_few["attention"]["url"].endswith("&method=cls&model=few")
     assert service.metric("vit_requests_total") == 1, "a request to three models is one"
@@ -377,9 +408,8 @@ async def test_a_model_deleted_in_a_load_is_404() -> None:
 async def test_only_the_admin_key_changes_models(method: str, key: str, status: int | None) -> None:
     service, models = several(api_keys="user", checkpoint_folder="/")
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    answer = await service.request(
-        method, "/models/few", headers=headers, body=b'{"checkpoint": "."}'
-    )
+    body = b'{"checkpoint": "."}' if method == "PUT" else b""
+    answer = await service.request(method, "/models/few", headers=headers, body=body)
     assert answer.status == status or (status is None and answer.status in (200, 204))
     assert len(models.changes) == (status is None)
 
