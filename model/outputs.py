@@ -195,8 +195,7 @@ class RequestedOutputs:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
+class Outputs(NamedTuple):
     """What one image gets, from the kernel to the answer; None for outputs not requested.
 
     Attributes:

@@ -134,7 +134,7 @@ class MixedBatch:
             assert question.outputs is not None
             answers_by_image[question.image].append(question.outputs)
         return [
-            replace(first, more=tuple(more)) if more else first for first, *more in answers_by_image
+            first._replace(more=tuple(more)) if more else first for first, *more in answers_by_image
         ]
 
     def _pass(self, request: BatchRequest, questions: Sequence[_Question]) -> HostOutputs:

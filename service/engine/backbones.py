@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from model.errors import CheckpointError
-from service.engine.engine import LocalEngine
+from service.engine.engine import Answer, LocalEngine
 from service.engine.interface import ModelRunner
 from service.engine.messages import (
     BatchReport,
@@ -143,6 +143,13 @@ class ModelEngine:
         """See `Engine.infer`."""
         self.last_used = time.monotonic()
         return self.backbone.infer(request, timeout=timeout)
+
+    def submit(
+        self, request: InferenceRequest, timeout: float, answer: Answer
+    ) -> Callable[[], None]:
+        """See `LocalEngine.submit`."""
+        self.last_used = time.monotonic()
+        return self.backbone.submit(request, timeout, answer)
 
     def embed_texts(self, texts: Sequence[str], *, timeout: float) -> Coroutine[Any, Any, Floats]:
         """See `Engine.embed_texts`."""

@@ -6,7 +6,7 @@ different clocks.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,7 @@ class InferenceRequest:
     requested: RequestedOutputs
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceResult:
+class InferenceResult(NamedTuple):
     """The model's answer for one image.
 
     Attributes:

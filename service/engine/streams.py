@@ -84,8 +84,9 @@ class Streams:
 
     def put(self, request: InferenceRequest, timeout: float) -> Waiting:
         """Queue an image, to be launched within `timeout` seconds; raises as `BatchQueue.put`."""
+        requested = request.requested
         with self._lock:
-            is_slow = request.requested.needs_pass or self._defers(request.requested)
+            is_slow = not requested.is_plain and (requested.needs_pass or self._defers(requested))
             watched = self._maps if is_slow else self._images
             entry = watched.queue.put(request, deadline=self._clock() + timeout)
             watched.wake.notify()

@@ -250,7 +250,7 @@ async def _answer(
     if head is None:
         return result
     work = partial(answer_by_head, head, requested, result.outputs)
-    return replace(result, outputs=await compute(admitted, work, cost=head.multiplications))
+    return result._replace(outputs=await compute(admitted, work, cost=head.multiplications))
 
 
 def answer_by_head(head: Head, requested: RequestedOutputs, of_backbone: Outputs) -> Outputs:

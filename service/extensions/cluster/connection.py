@@ -1,8 +1,7 @@
 """One end of a connection between a web worker and an engine process, which carries frames."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -18,26 +17,23 @@ AHEAD_BYTES: Final = 32 << 10
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One end of a connection: sends frames, and iterates over received frames until it ends.
+    """One end of a connection: sends frames, and hands received frames over until it ends.
 
     A long frame is received into its own memory, and its pixels are a view of it. So a picture is
     copied once.
 
     Args:
-        on_made: called with the connection when it can send.
-
-    Raises:
-        FrameError: the iteration received bytes that `encode` does not produce.
+        on_made: called with the connection when it can send; returns the function that takes the
+            received frames, one after another.
     """
 
-    def __init__(self, on_made: "Callable[[Connection], object]" = lambda connection: None) -> None:
+    def __init__(self, on_made: "Callable[[Connection], Callable[[frames.Frame], object]]") -> None:
         self._on_made = on_made
         self._transport: asyncio.Transport | None = None
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
         self._into = self._ahead
         self._filled = 0
-        self._frames: deque[frames.Frame] = deque()
-        self._news = asyncio.Event()
+        self._is_over = asyncio.Event()
         self._error: frames.FrameError | None = None
 
     def send(self, frame: frames.Frame | frames.Reply) -> None:
@@ -50,26 +46,25 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
 
-    async def __aiter__(self) -> AsyncIterator[frames.Frame]:
-        while True:
-            while self._frames:
-                yield self._frames.popleft()
-            if self._error is not None:
-                raise self._error
-            if self._transport is None:
-                return
-            self._news.clear()
-            await self._news.wait()
+    async def ended(self) -> None:
+        """Wait until the connection ends.
+
+        Raises:
+            FrameError: the peer sent bytes that `encode` does not produce, or a frame out of order.
+        """
+        await self._is_over.wait()
+        if self._error is not None:
+            raise self._error
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of a stream
         """See `asyncio.BaseProtocol`."""
         self._transport = transport
-        self._on_made(self)
+        self._receive = self._on_made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.BaseProtocol`."""
         self._transport = None
-        self._news.set()
+        self._is_over.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """See `asyncio.BufferedProtocol`."""
@@ -82,14 +77,13 @@ class Connection(asyncio.BufferedProtocol):
             if self._into is self._ahead:
                 self._cut()
             elif self._filled == len(self._into):
-                self._frames.append(frames.decoder.decode(self._into))
+                frame = frames.decoder.decode(self._into)
                 self._into = self._ahead
                 self._filled = 0
-        except (frames.FrameError, msgspec.MsgspecError, ValueError) as error:
+                self._receive(frame)
+        except (frames.FrameError, msgspec.MsgspecError) as error:
             self._error = frames.FrameError(f"not a frame: {error}")
-            self._filled = 0
             self.close()
-        self._news.set()
 
     def _cut(self) -> None:
         """Decode the frames in the read-ahead; receive a longer frame into its own memory."""
@@ -108,7 +102,7 @@ class Connection(asyncio.BufferedProtocol):
                 return
             if len(frame) < length:
                 break
-            self._frames.append(frames.decoder.decode(bytes(frame)))
+            self._receive(frames.decoder.decode(bytes(frame)))
             begin += frames.LENGTH_BYTES + length
         rest = bytes(ahead[begin:])
         self._ahead[: len(rest)] = rest

@@ -183,20 +183,23 @@ class EngineClient:
         while True:
             try:
                 loop = asyncio.get_running_loop()
-                _, connection = await loop.create_unix_connection(Connection, str(self._path))
+                _, connection = await loop.create_unix_connection(
+                    lambda: Connection(self._connected), str(self._path)
+                )
             except OSError:  # the engine is starting
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            self._connection = connection
             try:
-                async for frame in connection:
-                    self._note_heartbeat()
-                    self._receive(frame)
+                await connection.ended()
             except frames.FrameError as error:
                 logger.error("connection to an engine: %s", error)
             finally:
                 self._disconnected()
             await asyncio.sleep(_RETRY_SECONDS)
+
+    def _connected(self, connection: Connection) -> Callable[[frames.Frame], None]:
+        self._connection = connection
+        return self._receive
 
     def _disconnected(self) -> None:
         assert self._connection is not None
@@ -224,7 +227,11 @@ class EngineClient:
             self._on_change()
 
     def _receive(self, frame: frames.Frame) -> None:
+        if self._silent_checks:
+            self._note_heartbeat()
         match frame:
+            case frames.Answer() | frames.Failed():
+                self._settle(frame)
             case frames.Alive():
                 pass
             case frames.StatusChanged():
@@ -244,13 +251,14 @@ class EngineClient:
             case frames.Recalled(lease, model):
                 self.leases[model][lease].is_recalled = True
                 self._on_change()
-            case frames.Answer() | frames.Failed():
-                request, future = self.pending.get(frame.id, (None, None))
-                if request is None or future is None or future.done():
-                    return  # its request was cancelled
-                if isinstance(frame, frames.Failed):
-                    future.set_exception(frame.error())
-                else:
-                    future.set_result(frames.result_of(frame, request))
             case _:
                 raise frames.FrameError(f"{type(frame).__name__} out of order")
+
+    def _settle(self, frame: frames.Answer | frames.Failed) -> None:
+        request, future = self.pending.get(frame.id, (None, None))
+        if request is None or future is None or future.done():
+            return  # its request was cancelled
+        if isinstance(frame, frames.Failed):
+            future.set_exception(frame.error())
+        else:
+            future.set_result(frames.result_of(frame, request))

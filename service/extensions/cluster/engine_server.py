@@ -3,7 +3,7 @@
     web worker                                     engine process
     ----------                                     --------------
     RemoteEngine.infer                             EngineServer
-      Submit          --- Unix socket, frames -->    LocalEngine.infer -> batch queue
+      Submit          --- Unix socket, frames -->    LocalEngine.submit -> batch queue
       future  <-- Answer or Failed, ---------------  answers of a batch leave together,
                   one wake-up per batch              so a worker wakes up once
 
@@ -27,6 +27,8 @@ from typing import Final
 
 from service.background import Tasks, keep_running
 from service.engine.backbones import ModelEngine
+from service.engine.messages import InferenceResult
+from service.engine.streams import Outcome
 from service.errors import CheckpointRefused, InferenceFailed, ServiceError
 from service.extensions.cluster import frames
 from service.extensions.cluster.connection import Connection
@@ -115,17 +117,17 @@ class EngineServer:
             self.worker_changed.clear()
             await self.worker_changed.wait()
 
-    def _accept(self, connection: Connection) -> None:
-        self._serving.begin(self._serve(connection))
-
-    async def _serve(self, connection: Connection) -> None:
+    def _accept(self, connection: Connection) -> Callable[[frames.Frame], None]:
         worker = _Worker(self, connection)
         self.workers.add(worker)
+        self._serving.begin(self._serve(worker, connection))
+        return worker.handle
+
+    async def _serve(self, worker: "_Worker", connection: Connection) -> None:
         try:
             worker.announce()
             worker.send(self.status)
-            async for frame in connection:
-                worker.handle(frame)
+            await connection.ended()
         except frames.FrameError as error:
             logger.error("connection of a worker: %s", error)
         finally:
@@ -196,7 +198,9 @@ class _Worker:
         self._connection = connection
         self._grants: dict[int, _Grant] = {}
         self._ids = itertools.count(1)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Requests without an answer, by id, with functions that cancel them.
+        self._pending: dict[int, Callable[[], object]] = {}
         self._swap: _Swap | None = None
 
     def announce(self) -> None:
@@ -222,53 +226,74 @@ class _Worker:
     def handle(self, frame: frames.Frame) -> None:
         """Handle a request."""
         match frame:
+            case frames.Call(id_, frames.Submit() as submit):
+                self._submit(id_, submit)
+            case frames.Call(id_, request):
+                task = asyncio.create_task(self._answer(id_, request))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                self._pending[id_] = task.cancel
+            case frames.Cancel(id_):
+                cancel = self._pending.get(id_)
+                if cancel is not None:  # otherwise the answer was sent already
+                    cancel()
             case frames.InUse(lease, busy):
                 self._grants[lease].use(is_busy=busy)
                 self._server.worker_changed.set()
             case frames.Returned(lease):
                 self._grants.pop(lease).end()
-            case frames.Cancel(id_):
-                task = self._tasks.pop(id_, None)  # None if the answer was sent already
-                if task is not None:
-                    task.cancel()
-            case frames.Call(id_, request):
-                self._tasks[id_] = asyncio.create_task(self._answer(id_, request))
             case _:
                 raise frames.FrameError(f"{type(frame).__name__} out of order")
 
     async def finish(self) -> None:
         """Send the pending answers, and close."""
         if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=_FINISH_SECONDS)
+            await asyncio.wait(self._tasks, timeout=_FINISH_SECONDS)
         self._connection.close()
 
     async def close(self) -> None:
         """Cancel the worker's requests, because the worker has disconnected."""
         self._connection.close()
-        for task in self._tasks.values():
-            task.cancel()
+        for cancel in list(self._pending.values()):
+            cancel()
         await self._discard("the web worker that led the swap ended")
         for grant in self._grants.values():
             grant.end()
 
+    def _submit(self, id_: int, submit: frames.Submit) -> None:
+        """Queue an image, whose answer is sent when its batch is computed."""
+        try:
+            engine = self._grants[submit.lease].version.engine
+            answer = partial(self._send_outcome, id_)
+            self._pending[id_] = engine.submit(submit.image, submit.timeout, answer)
+        except Exception as error:  # noqa: BLE001  a defect fails only its own request
+            self._send_error(id_, error)
+
+    def _send_outcome(self, id_: int, outcome: Outcome) -> None:
+        self._pending.pop(id_)
+        if isinstance(outcome, InferenceResult):
+            self.send(frames.Reply(id_, outcome))
+        else:
+            self._send_error(id_, outcome)
+
+    def _send_error(self, id_: int, error: Exception) -> None:
+        if not isinstance(error, ServiceError) or type(error) not in frames.ERRORS:
+            logger.error("a request failed", exc_info=error)
+            error = InferenceFailed("the engine failed on this request")
+        self.send(frames.Failed.of(id_, error))
+
     async def _answer(self, id_: int, request: frames.Request) -> None:
         try:
             self.send(frames.Reply(id_, await self._result(request)))
-        except Exception as error:  # a defect fails only its own request
-            if not isinstance(error, ServiceError) or type(error) not in frames.ERRORS:
-                logger.exception("a request failed")
-                error = InferenceFailed("the engine failed on this request")
+        except Exception as error:  # noqa: BLE001  a defect fails only its own request
             self._server.publish_status()  # which has the count of failed loads
-            self.send(frames.Failed.of(id_, error))
+            self._send_error(id_, error)
         finally:
-            self._tasks.pop(id_, None)
+            self._pending.pop(id_, None)
 
     async def _result(self, request: frames.Request) -> object:
         result: object = None
         match request:
-            case frames.Submit() as submit:
-                engine = self._grants[submit.lease].version.engine
-                result = await engine.infer(submit.image, timeout=submit.timeout)
             case frames.EmbedTexts(lease, texts, timeout):
                 engine = self._grants[lease].version.engine
                 result = await engine.embed_texts(texts, timeout=timeout)

@@ -196,7 +196,7 @@ async def infer_by_group(
         if isinstance(outputs, Exception):
             failed[model.info.name] = outputs
         else:
-            result_of_model = replace(result, outputs=outputs)
+            result_of_model = result._replace(outputs=outputs)
             classified.append(Classified(model, requested, decoded, result_of_model, kept_id))
     return Pass(failed, classified, (decoded, result), kept_id is not None)
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -183,7 +184,9 @@ def equal(one: Any, other: Any) -> bool:
 
 
 async def received(*pieces: bytes | bytearray) -> list[frames.Frame]:
-    connection = Connection()
+    found: list[frames.Frame] = []
+    connection = Connection(lambda _: found.append)
+    connection.connection_made(Mock(asyncio.Transport))
     for piece in pieces:
         begin = 0
         while begin < len(piece):
@@ -193,7 +196,8 @@ async def received(*pieces: bytes | bytearray) -> list[frames.Frame]:
             connection.buffer_updated(len(part))
             begin += len(part)
     connection.connection_lost(None)
-    return [frame async for frame in connection]
+    await connection.ended()
+    return found
 
 
 @given(sent=st.lists(FRAMES, max_size=4), cut=st.integers(0, 100))

@@ -79,6 +79,18 @@ async def test_a_busy_device_delays_no_deadline(
 
 
 @on_a_loop
+async def test_waiting_images_expire_each_in_turn(running: Running) -> None:
+    async with running() as rig:
+        first = await rig.keep_busy(0)
+        waiting = [rig.ask_soon(1, timeout=seconds) for seconds in (0.03, 0.01, 0.02)]
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [DeadlineExceeded] * 3
+        rig.predictor.gate.set()
+        await first
+    assert rig.predictor.launched == [[0]]
+
+
+@on_a_loop
 async def test_a_launched_image_is_answered_late(running: Running) -> None:
     async with running() as rig:
         rig.predictor.gate.clear()

@@ -280,7 +280,7 @@ def test_a_large_label_set_is_only_a_number() -> None:
     outputs = Outputs(np.ones(1, np.float32), np.zeros(1, np.int64), label_set=np.arange(MAX_SET))
     fields = class_fields(outputs, labels)
     assert (fields["set_size"], fields["set"]) == (MAX_SET, labels[:MAX_SET])
-    fields = class_fields(replace(outputs, label_set=np.arange(MAX_SET + 1)), labels)
+    fields = class_fields(outputs._replace(label_set=np.arange(MAX_SET + 1)), labels)
     assert (fields["set_size"], "set" in fields) == (MAX_SET + 1, False)
     timings = {"decode": 1, "queue": 1, "inference": 1, "total": 1}
     answer = {"model": "m", "predictions": [], "timings_ms": timings, "batch_size": 1}
