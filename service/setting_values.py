@@ -308,11 +308,13 @@ def _folder(value: str) -> str:
     if "://" in value:
         raise ValueError("expected the path of a folder on this machine, not a URL")
     try:
-        Path(value).expanduser()
+        path = Path(value).expanduser()
     except RuntimeError:
         raise ValueError(
             "expected a folder: the home folder before its first / is not known"
         ) from None
+    if os.path.isfile(path):  # noqa: PTH113  `is_file` raises some errors
+        raise ValueError("expected the path of a folder; this is a file")
     return value
 
 
@@ -328,8 +330,11 @@ def _cache_folder(value: str) -> str:
     return "off" if value.lower() == "off" else _folder(value)
 
 
-def _absolute_folder(value: str) -> str:
-    return str(Path(_folder(value)).expanduser().absolute())
+def _existing_folder(value: str) -> str:
+    path = Path(_folder(value)).expanduser().absolute()
+    if not os.path.isdir(path):  # noqa: PTH112  `is_dir` raises some errors
+        raise ValueError(f"there is no folder {path}: correct the path, or create it")
+    return str(path)
 
 
 Name = Annotated[str, Field(min_length=1)]
@@ -341,7 +346,7 @@ ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(parse_keys), NoDecode]
 Device = Annotated[str, AfterValidator(_device)]
 Bytes = Annotated[ByteSize, BeforeValidator(parse_bytes)]
 Folder = Annotated[Name, AfterValidator(_folder)] | None
-AbsoluteFolder = Annotated[Name, AfterValidator(_absolute_folder)] | None
+ExistingFolder = Annotated[Name, AfterValidator(_existing_folder)] | None
 CacheFolder = Annotated[Name, AfterValidator(_cache_folder)] | None
 HostNames = Annotated[
     tuple[str, ...], _list_of(_host_name, "hosts", '["vit.example.org"]'), NoDecode

@@ -30,13 +30,13 @@ from service.extension import Extension, extensions
 from service.model_settings import ModelSettings
 from service.setting_values import (
     MEMORY,
-    AbsoluteFolder,
     AdminKey,
     ApiKey,
     ApiKeys,
     Bytes,
     CacheFolder,
     Device,
+    ExistingFolder,
     HostNames,
     ListenHosts,
     Name,
@@ -193,7 +193,7 @@ class Settings(ModelSettings, BaseSettings):
         None,
         description="the holder of this key chooses the served models: PUT and DELETE /models/NAME",
     )
-    checkpoint_folder: AbsoluteFolder = Field(
+    checkpoint_folder: ExistingFolder = Field(
         None,
         description="folder of the checkpoints that requests with `admin_key` may name; without "
         "it they may not name a checkpoint. A `NAME.toml` of `models` may name files in it, too",
