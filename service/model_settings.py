@@ -1,6 +1,8 @@
 """The settings of one checkpoint."""
 
-from typing import Literal
+import re
+from collections.abc import Collection
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +13,12 @@ PATHS = ("checkpoint", "preprocess", "labels", "keys", "base")
 
 OPTIONS = ("image_size", "preprocess", "labels", "activation", "architecture", "keys", "base")
 """Settings of one checkpoint that are fields of `CheckpointOptions`."""
+
+
+_SETTING: Final = re.compile(
+    r"--([a-z]+(?:-[a-z]+)*)(?: ([^ ()]+))? \(VIT_[A-Z_]+\)|VIT_([A-Z_]+)(?: \(--[a-z-]+\))?"
+)
+"""A setting in a message: `--keys FILE (VIT_KEYS)`, `VIT_KEYS (--keys)` or `VIT_KEYS`."""
 
 
 class ModelSettings(BaseModel):
@@ -74,3 +82,25 @@ class ModelSettings(BaseModel):
         description="`auto`: the fastest dtype native to the device; float32 if the model "
         "overflows in float16. `bfloat16` is refused if the device only emulates it",
     )
+
+
+def as_keys(message: str, place: str, kept: Collection[str] = ()) -> str:
+    """Return a message that names settings of one checkpoint as keys of the place that has them.
+
+    Args:
+        message: names settings as flags and environment variables.
+        place: file or document with the keys; the message names it beside the first one.
+        kept: names of settings that stay as they are.
+    """
+    is_first = True
+
+    def key(match: re.Match[str]) -> str:
+        nonlocal is_first
+        name = (match[1] or match[3]).lower().replace("-", "_")
+        if name in kept or name not in ModelSettings.model_fields:
+            return match[0]
+        where = f" in {place}" if is_first else ""
+        is_first = False
+        return f'{name} = "{match[2]}"{where}' if match[2] else f"{name}{where}"
+
+    return _SETTING.sub(key, message)

@@ -136,7 +136,7 @@ class Checkpoint(Description):
             raise CheckpointError(
                 f"{self.source}: the preprocessing gives {size} pixels, the model takes {taken}: "
                 f"--image-size {size} (VIT_IMAGE_SIZE) resizes the model's positions, "
-                f"--image-size {taken} resizes the pictures instead"
+                f"--image-size {taken} (VIT_IMAGE_SIZE) resizes the pictures instead"
             )
         return self
 

@@ -111,8 +111,8 @@ def _calibrated(
     if checkpoint.preprocess != preprocess or options.image_size not in (None, preprocess.size):
         note = (
             f"{CALIBRATION_FILE} is not used: it is for the folder's own preprocessing and image "
-            "size: leave --preprocess and --image-size out, or calibrate with them into another "
-            "folder (--out)"
+            "size: leave VIT_PREPROCESS and VIT_IMAGE_SIZE out, or calibrate with them into "
+            "another folder (--out)"
         )
         return replace(checkpoint, notes=(*checkpoint.notes, note), unused_calibration=note)
     return replace(

@@ -13,6 +13,7 @@ others.
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -27,6 +28,7 @@ from service.engine.messages import (
     ModelInfo,
 )
 from service.engine.texts import Floats
+from service.model_settings import as_keys
 from service.settings import Settings
 
 # A version to load: None for the configured one, another checkpoint, or all settings of a model.
@@ -34,6 +36,9 @@ Checkpoint = str | Mapping[str, Any] | None
 
 PROBLEM: Final = "problem"
 """Key in a model's settings. Its value says why they are broken; the load fails with it."""
+
+PLACE: Final = "place"
+"""Key in a model's settings. Its value names the file or document that states the others."""
 
 # Returns the runner that already has a backbone, by the backbone's key (`ModelInfo.backbone`).
 FindRunner = Callable[[str], ModelRunner | None]
@@ -65,9 +70,15 @@ class Backbones:
 
     def engine(self, settings: Mapping[str, Any]) -> "ModelEngine":
         """Return the engine of a model with its own settings, not started yet."""
-        known = {name: value for name, value in settings.items() if name != PROBLEM}
-        problem = settings.get(PROBLEM, "")
-        return ModelEngine(self, self.settings.model_copy(update=known), problem)
+        known = {name: value for name, value in settings.items() if name not in (PROBLEM, PLACE)}
+        place = settings.get(PLACE, "")
+
+        def in_own_words(message: str) -> str:
+            inherited = self.settings.model_fields_set - known.keys()
+            return as_keys(message, place, inherited) if place else message
+
+        copy = self.settings.model_copy(update=known)
+        return ModelEngine(self, copy, in_own_words, settings.get(PROBLEM, ""))
 
     def runner(self, key: str) -> ModelRunner | None:
         """Return the runner that has a backbone; None if it is not loaded."""
@@ -86,14 +97,27 @@ class Backbones:
 class ModelEngine:
     """The engine of one model, perhaps shared with others; see `service.engine.interface.Engine`.
 
+    Args:
+        backbones: the engines that it may share.
+        settings: settings of the model.
+        in_own_words: returns a message about its checkpoint as its operator knows the settings.
+        problem: why its settings are broken; empty if they are not.
+
     Attributes:
         info: description of the model; None before it is loaded.
         last_used: monotonic seconds of its last image, None before the first.
         backbone: the engine that computes.
     """
 
-    def __init__(self, backbones: Backbones, settings: Settings, problem: str = "") -> None:
+    def __init__(
+        self,
+        backbones: Backbones,
+        settings: Settings,
+        in_own_words: Callable[[str], str] = str,
+        problem: str = "",
+    ) -> None:
         self._problem = problem
+        self._in_own_words = in_own_words
         self.info: ModelInfo | None = None
         self.last_used: float | None = None
         self.backbone = LocalEngine(
@@ -202,7 +226,11 @@ class ModelEngine:
         if self._problem:
             raise CheckpointError(self._problem)
         backbones = self._backbones
-        runner, info = backbones.load(self._settings, backbones.runner)
+        try:
+            runner, info = backbones.load(self._settings, backbones.runner)
+        except CheckpointError as error:
+            raise CheckpointError(self._in_own_words(str(error))) from error
+        info = replace(info, assumed=tuple(map(self._in_own_words, info.assumed)))
         with backbones.lock:
             if self._closed:
                 return None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from service.engine.backbones import Checkpoint, ModelEngine
+from service.engine.backbones import PLACE, Checkpoint, ModelEngine
 from service.models.folder import FolderEntry
 from service.models.local_model import LocalModel
 from service.models.override import Override
@@ -68,12 +68,14 @@ class ModelFactory:
     def _engine(self, name: str, checkpoint: Checkpoint) -> ModelEngine:
         settings: dict[str, Any] = {}
         if isinstance(checkpoint, Mapping):
-            settings.update(checkpoint)
+            settings = {PLACE: "the request", **checkpoint}
         else:
             if name in self.configured:
                 settings.update(self.configured[name].settings)
             if checkpoint is not None:
                 settings["checkpoint"] = checkpoint
+            if name:
+                settings[PLACE] = f"{name}.toml"
         if name:
             settings["model_name"] = name
         return self._make(settings)

@@ -317,7 +317,7 @@ def test_kernels_are_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
     }
 
 
-@pytest.mark.parametrize("folder", ["off", "a file"])
+@pytest.mark.parametrize("folder", ["off", "a file/below"])
 def test_an_unusable_cache_keeps_no_kernels(
     folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

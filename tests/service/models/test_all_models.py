@@ -198,6 +198,30 @@ async def test_broken_toml_is_a_failed_model(tmp_path: Path) -> None:
 
 
 @on_a_loop
+async def test_a_refusal_names_the_file_and_its_key(tmp_path: Path) -> None:
+    entry(tmp_path / "a")
+    (tmp_path / "a.toml").write_text("image_size = 30")
+    own = load_settings({"models": str(tmp_path), "labels": "numbers"})
+
+    def load(_: Settings, __: object) -> tuple[FakePredictor, ModelInfo]:
+        raise CheckpointError(
+            "a: give --image-size 32x32 (VIT_IMAGE_SIZE) or leave VIT_IMAGE_SIZE (--image-size) "
+            "out, see VIT_LABELS and VIT_MODELS"
+        )
+
+    pool = Backbones(own, load, lambda _: None)
+    models = LocalModels(own, pool.engine, configured_models(own), on_retired=lambda: None)
+    models.start(lambda: None)
+    await until(lambda: states(models) == {"a": "failed"})
+    [status] = models.describe()
+    assert status.reason == (
+        'a: give image_size = "32x32" in a.toml or leave image_size out, '
+        "see VIT_LABELS and VIT_MODELS"
+    ), "VIT_LABELS is the service's own"
+    await models.close()
+
+
+@on_a_loop
 async def test_a_failed_model_is_refused_for_good(tmp_path: Path) -> None:
     async with running(tmp_path, "a", "!b") as (models, disk):
         with pytest.raises(ModelFailed, match="b: it cannot be read"):
