@@ -207,7 +207,7 @@ def labelled(count: int, word: str) -> Ask:
 def model_names() -> Ask:
     """Return requests without a picture that name many models, in the address and in a form."""
     known = f"/classify?model={','.join([MODELS[0], *HEADS])}"
-    repeated = f"/classify?model={','.join(['a'] * 30_000)}"
+    repeated = f"/classify?model={','.join([MODELS[0]] * 10_000)}"
     content, headers = form_of([], model=",".join([MODELS[0]] * 40_000))
     turn = itertools.cycle(
         [post(b"", repeated), post(b"", known), post(content, "/classify", headers=headers)]
