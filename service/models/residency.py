@@ -94,7 +94,7 @@ class Residency:
     # Callers
 
     def require_share(self, caller: str, key: str) -> None:
-        """Raise `ModelsFull` if a load would unload others, and did so for this caller just now."""
+        """Raise `ModelsFull` if a load would unload others, as a recent load of the caller did."""
         seconds = self._charged_until.get(caller, 0.0) - self._clock()
         if seconds > 0 and self.lacking(key):
             raise _full(

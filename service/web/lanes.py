@@ -115,7 +115,8 @@ class Lane:
 
     Args:
         name: the resource, for messages to callers.
-        servers: returns how many jobs may be under way; None: a job ends with its work.
+        servers: returns how many jobs may be under way; None: two per thread, and a job gives its
+            server back when its work ends.
         threads: number of threads that work.
         clock: monotonic seconds.
         per_caller: most jobs of one caller that may be under way.

@@ -34,7 +34,7 @@ MIN_BODY_RATE: Final = 4096
 """Bytes a second below which a body is slow."""
 
 GRACE_SECONDS: Final = 1.0
-"""Seconds that a body may be behind its rate. A burst counts as at most as many in advance."""
+"""A body may be this many seconds behind its rate. A burst puts it at most as many ahead."""
 
 PROMISE_SECONDS: Final = 0.1
 """A body younger than this counts as a request that will soon take a slot."""
@@ -52,7 +52,7 @@ _LEAST_SHARED: Final = 8
 """Capacity below which callers do not share the slots."""
 
 _UNREAD_SHARE: Final = 4
-"""The room for bodies and answers, divided by this, is the most for a caller's unread answers."""
+"""A caller's unread answers may take a quarter of the room for bodies and answers."""
 
 
 class Limiter:

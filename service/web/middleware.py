@@ -81,7 +81,7 @@ class Answered:
         status: HTTP status of the answer; 0 before it starts.
         seconds: time from the request headers to the answer's end.
         key_name: name of the API key, if any.
-        client: address of the caller; this and the following are logged only in JSON.
+        client: address of the caller. It and the next attributes are logged only in JSON.
         model: name of the requested model, if known.
         code: code of the problem that answers the request, if any.
     """

@@ -27,7 +27,7 @@ _KNOWN_TEXTS: Final = 4096
 
 
 class KnownTexts:
-    """The last texts that each text tower computed; an engine stores the features of more."""
+    """The last texts that each text tower computed; an engine keeps the features of more texts."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Engine, OrderedDict[str, None]] = WeakKeyDictionary()
