@@ -70,8 +70,9 @@ MinSize = Callable[[int, int], tuple[int, int]]
 # Converts a piece of one picture.
 Converter = Callable[[Image.Image], Image.Image]
 
-# The decoder reads bits ahead of their use, in which a flat picture may have several rows.
-_PADDING: Final = bytes(16)
+# The decoder reads bits ahead of their use, in which a flat picture may have several rows. No code
+# has ones only (ITU-T T.81, annex C), so that these 9 bytes of ones fill at most three blocks.
+_PADDING: Final = b"\xff\0" * 9
 # Marks in a row: that a picture has all of their values is improbable.
 _MARKS: Final = 4
 
@@ -208,7 +209,7 @@ class _JpegFile(io.BytesIO):
     """A JPEG with one scan, whose end marker is read only if the pixels before it are there.
 
     libjpeg fills missing pixels when it reads the end marker, and Pillow does not tell. Without
-    that marker, it decodes all rows but those of the last blocks.
+    that marker, it decodes no row of blocks of which more than three are missing.
 
     Args:
         data: the file.
@@ -227,7 +228,7 @@ class _JpegFile(io.BytesIO):
         self._read_marks: Callable[[], list[Any]] = list
 
     def watch(self, image: Image.Image, size: tuple[int, int], scale: int) -> None:
-        """Mark pixels in the last row of blocks but one; no effect in a small picture.
+        """Mark pixels in the last row of blocks; no effect in a small picture.
 
         The place does not depend on the scale, so a file is refused at any scale or at none.
 
@@ -240,11 +241,10 @@ class _JpegFile(io.BytesIO):
         image.load_prepare()
         pixels = image.im  # the image itself holds this file
         width, height = size
-        block = 8 * max(sampling for _, _, sampling, _ in image.layer)
-        top = (height - 1) // block * block - block
-        if top < 0 or width < 16 * _MARKS:
+        if width < 16 * _MARKS:
             return
-        row = (top + block // 2) // scale
+        block = 8 * max(sampling for _, _, sampling, _ in image.layer)
+        row = (height - 1) // block * block // scale
         places = [(number * image.width // _MARKS, row) for number in range(_MARKS)]
         bands = len(image.getbands())
         for number, place in enumerate(places):

@@ -453,6 +453,14 @@ class TestScaledDecode:
             with pytest.raises(InvalidImage, match="bytes are missing"):
                 preprocess(damaged, config((16, 16)), scaled_decode=scaled_decode)
 
+    @pytest.mark.parametrize("kind", ["baseline", "grey", "cmyk"])
+    @pytest.mark.parametrize("scaled_decode", [True, False])
+    def test_a_loss_in_the_last_row_is_told(self, kind, scaled_decode):
+        data = bytes(damageable(kind))
+
+        with pytest.raises(InvalidImage, match="bytes are missing"):
+            preprocess(data[:-300] + data[-2:], config((16, 16)), scaled_decode=scaled_decode)
+
     @pytest.mark.parametrize("scaled_decode", [True, False])
     def test_the_pixel_limit_bounds_stored_size(self, scaled_decode):
         data = damageable("baseline")
