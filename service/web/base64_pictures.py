@@ -75,6 +75,10 @@ _MISTAKES: Final = (
         "the picture was read as text, which changes its bytes: open the file in binary mode, "
         "in JavaScript as a Blob or ArrayBuffer",
     ),
+    (
+        re.compile(rb"(\xff\xfe)?([\s!-~]\0){8}|(\xfe\xff)?(\0[\s!-~]){8}"),
+        "this is text in UTF-16, not a picture: send the picture's bytes, or base64 in ASCII",
+    ),
 )
 """Beginnings of files that are not pictures although bytes beyond ASCII may follow."""
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Final
 
 from model.errors import nearest
@@ -17,6 +17,10 @@ _OTHER_NAMES: Final = {
     "upload": "/classify",
     "batch": "/classify/batch",
     "regress": "/classify",
+    "score": "/classify",
+    "explanations": "/attention",
+    "info": "/model",
+    "version": "/model",
     "explain": "/attention",
     "heatmap": "/attention",
     "features": "/embed",
@@ -34,7 +38,9 @@ _OTHER_NAMES: Final = {
 OTHER_METHODS: Final = {("POST", "/models"): "PUT /models/NAME loads a model"}
 """Remedies for requests of other servers whose path is one of ours."""
 
-_NAMED_MODEL: Final = re.compile("models/([^/:]+)(/$|$)?")
+_OF_A_MODEL: Final = frozenset({"/classify", "/attention", "/embed", "/model", "/labels"})
+"""Routes whose parameter `model` names one."""
+
 _MOST_ROUTES: Final = 10
 _LEAST_SHARED: Final = 2
 
@@ -71,20 +77,31 @@ def no_such_method(method: str, path: str, allowed: Collection[str], known: Rout
 
 
 def _nearest_by_name(method: str, path: str, known: Routes) -> str:
-    """Return the route whose name, or name in another server, ends the path; else an empty text."""
-    parts = _parts(path.lower())
-    route = ""
-    for start in reversed(range(len(parts))):
-        tail = "/".join(parts[start:])
-        route = f"/{tail}" if f"/{tail}" in known else _OTHER_NAMES.get(tail, route)
-    model = _NAMED_MODEL.search(path[:_MAX_COMPARED_CHARACTERS])
-    if model is None:
-        return _with_method(method, route, known) if route else ""
-    if not route and model[2] is None:
-        return ""
+    """Return the route that the end of a path is called by, or an empty text.
+
+    The name of a model may follow: `/models/NAME:predict`, `/explanations/NAME`.
+    """
+    parts = _parts(path)
+    names = [part.lower() for part in parts]
+    tails = ("/".join(names[start:]) for start in range(len(names)))
+    route = next(filter(None, (_called(tail, known) for tail in tails)), "")
+    models = [model for before, model in pairwise(parts) if before == "models"]
+    if not route and len(parts) > 1:
+        route = _called(names[-2], known)
+        models = models or parts[-1:]
+        if names[-2] == "models":
+            route = "/model" if method in ("GET", "HEAD") else "/classify"
+        if route not in _OF_A_MODEL:
+            return ""
     if not route:
-        route = "/model" if method in ("GET", "HEAD") else "/classify"
-    return f"{_with_method(method, route, known)}?model={model[1]}"
+        return ""
+    hint = _with_method(method, route, known)
+    return f"{hint}?model={models[0]}" if models and route in _OF_A_MODEL else hint
+
+
+def _called(name: str, known: Routes) -> str:
+    """Return the route with a name, here or in other servers, or an empty text."""
+    return f"/{name}" if f"/{name}" in known else _OTHER_NAMES.get(name, "")
 
 
 def _with_method(method: str, route: str, known: Routes) -> str:

@@ -122,6 +122,8 @@ async def find_models(request: Request, query: ClassifyQuery) -> SeveralModels:
         key = (model.info.backbone or name, model.info.preprocess)
         groups.setdefault(key, []).append((model, requested))
     if groups:
+        most = max(model.info.config.num_classes for group in groups.values() for model, _ in group)
+        query.check_top_k(most, "no model has more than")
         first, _ = next(iter(groups.values()))[0]
     else:
         first = await model_of(request)

@@ -326,6 +326,8 @@ async def test_loading_takes_at_most_half_the_time(unloaded: bool) -> None:
             "this is HTML or XML",
         ),
         ("image/jpeg", b"<html><body>404 Not Found</body></html>", 415, "this is HTML or XML"),
+        ("image/jpeg", "/9j/4AAQSkZJRg==".encode("utf-16"), 415, "this is text in UTF-16"),
+        ("image/jpeg", "/9j/4AAQSkZJRg==".encode("utf-16-be"), 415, "this is text in UTF-16"),
     ],
 )
 async def test_a_file_is_told_by_its_content(

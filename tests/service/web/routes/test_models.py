@@ -106,6 +106,8 @@ async def test_top_k_fits_each_model_that_is_named() -> None:
         assert (answer.status, answer.code) == (422, "invalid_parameter"), names
         assert answer.json["detail"].startswith("top_k 4: the model ")
         assert answer.json["detail"].endswith(" has 3 classes")
+    answer = await classify(service, "model=*&top_k=11")
+    assert answer.json["detail"] == "top_k 11: no model has more than 10 classes"
     of_all = (await classify(service, "model=*&top_k=4")).json["models"]
     assert [len(of_all[name]["predictions"]) for name in ("few", "cats")] == [3, 4]
 
