@@ -107,13 +107,30 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     return settings
 
 
+def settings_of_one_model(arguments: argparse.Namespace) -> Settings:
+    """Build settings of a command that loads one model; raises as `settings_from`.
+
+    Raises:
+        InputError: the environment names a folder of models, and nothing names one of them.
+    """
+    settings = settings_from(arguments)
+    if settings.models is not None and "checkpoint" not in settings.model_fields_set:
+        raise InputError(
+            "checkpoint",
+            f"VIT_MODELS={settings.models!r} has several models, and this command loads one: name "
+            "its folder or file with --checkpoint, or unset VIT_MODELS",
+        )
+    return settings
+
+
 def predictor_from(arguments: argparse.Namespace) -> tuple[Predictor, ModelInfo, Settings]:
     """Return a predictor that is ready to compute, the facts of its model, and its settings.
 
     Raises:
-        SettingsError, CheckpointError, DeviceError: one line that says why the model does not load.
+        InputError, SettingsError, CheckpointError, DeviceError: one line that says why the model
+            does not load.
     """
-    settings = settings_from(arguments)
+    settings = settings_of_one_model(arguments)
     predictor, info = load_predictor(settings)
     if settings.compile == "auto" and predictor.device == "cpu":
         predictor.check()  # compiling takes longer than a few pictures on a CPU

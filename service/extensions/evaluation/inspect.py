@@ -6,7 +6,7 @@ from service.cli.setting_flags import (
     CHECKPOINT_FLAGS,
     add_checkpoint,
     add_setting_flags,
-    settings_from,
+    settings_of_one_model,
 )
 from service.engine.checkpoint_files import checkpoint_from
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read a checkpoint, check its weights, and print a summary."""
-    checkpoint = checkpoint_from(settings_from(arguments))
+    checkpoint = checkpoint_from(settings_of_one_model(arguments))
     checkpoint.network()  # names, shapes and values of the weights are checked here
     from model.extensions.evaluation.summary import summarise  # noqa: PLC0415  torch is slow
 

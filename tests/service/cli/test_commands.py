@@ -54,6 +54,25 @@ def test_classify_walks_a_folder_in_order(
         assert sum(scores) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize("command", ["classify", "attention", "inspect"])
+def test_a_folder_of_models_is_not_one_model(
+    command: str,
+    pictures: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VIT_MODELS", str(tmp_path))
+    arguments: dict[str, list[object]] = {
+        "classify": [pictures],
+        "attention": [pictures, "-o", tmp_path / "maps"],
+        "inspect": [],
+    }
+    code, _, err = run(capsys, command, *arguments[command])
+    assert code == 1
+    assert "has several models, and this command loads one: name its folder or file with" in err
+
+
 def test_links_to_folders_are_followed_once(
     checkpoint: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

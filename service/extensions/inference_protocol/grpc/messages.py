@@ -101,10 +101,13 @@ def decode_request(data: bytearray) -> tuple[Any, InferenceRequest]:
     outputs = [
         RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs
     ]
+    parameters = _parameters(message.parameters)
+    for each in (parameters, *(output.parameters for output in outputs)):
+        for name in ("binary_data_output", "binary_data"):
+            if each.get(name) is False:
+                raise MalformedRequest(f"{name} is false: outputs are raw in gRPC: omit it")
     named = ModelRequest(name=message.model_name, version=message.model_version)
-    return named, InferenceRequest(
-        inputs, message.id or None, outputs, _parameters(message.parameters)
-    )
+    return named, InferenceRequest(inputs, message.id or None, outputs, parameters)
 
 
 def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:

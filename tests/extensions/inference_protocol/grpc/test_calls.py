@@ -179,6 +179,15 @@ def changed(change: Callable[[Any], object]) -> Any:
             Code.INVALID_ARGUMENT,
             "1 to 10",
         ),
+        (
+            changed(
+                lambda request: setattr(
+                    request.parameters["binary_data_output"], "bool_param", False
+                )
+            ),
+            Code.INVALID_ARGUMENT,
+            "outputs are raw in gRPC: omit it",
+        ),
         (changed(_two_numbers_of_classes), Code.INVALID_ARGUMENT, "classification 2 differ"),
         (changed(lambda request: request.parameters["top_k"].SetInParent()), None, ""),
         (
