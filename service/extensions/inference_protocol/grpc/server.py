@@ -8,7 +8,6 @@ from typing import Any, Final
 import grpc
 
 from service.addresses import in_url, tcp_hosts
-from service.extensions.inference_protocol import GRPC_SERVICE
 from service.extensions.inference_protocol.grpc.calls import Calls, Count
 from service.extensions.inference_protocol.grpc.methods import METHODS, STREAMS
 from service.http.connections import MAX_CONNECTIONS
@@ -28,8 +27,19 @@ _ELSEWHERE: Final = {
 """Methods of other servers, and what to call instead."""
 
 
+_AVAILABLE: Final = f"no such method: call one of {', '.join(sorted([*METHODS, *STREAMS]))}"
+
+
+class _OtherMethods(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Refuses calls of all other methods before their message arrives."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        """Return the handler that names what to call instead."""
+        remedy = _ELSEWHERE.get(handler_call_details.method.rpartition("/")[2], _AVAILABLE)
+        return grpc.stream_stream_rpc_method_handler(partial(_refuse, remedy))
+
+
 async def _refuse(remedy: str, _: object, context: Any) -> None:
-    """Refuse a call before its message arrives."""
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, remedy)
 
 
@@ -46,16 +56,13 @@ def _handlers(calls: Calls) -> Iterator[grpc.GenericRpcHandler]:
         path: grpc.stream_stream_rpc_method_handler(partial(calls.converse, path))
         for path in STREAMS
     }
-    handlers |= {
-        f"/{GRPC_SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(partial(_refuse, remedy))
-        for name, remedy in _ELSEWHERE.items()
-    }
     by_service: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
     for path, handler in handlers.items():
         _, service, method = path.split("/")
         by_service.setdefault(service, {})[method] = handler
     for service, methods in sorted(by_service.items()):
         yield grpc.method_handlers_generic_handler(service, methods)
+    yield _OtherMethods()
 
 
 def _options(settings: Settings) -> list[tuple[str, int]]:

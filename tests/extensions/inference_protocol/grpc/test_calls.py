@@ -226,7 +226,11 @@ async def test_invalid_requests_get_a_status_code(request_: Any, code: Any, word
 @on_a_loop
 @pytest.mark.parametrize(
     ("method", "remedy"),
-    [("ModelStreamInfer", "call ModelInfer"), ("RepositoryIndex", "POST /v2/repository/index")],
+    [
+        ("ModelStreamInfer", "call ModelInfer"),
+        ("RepositoryIndex", "POST /v2/repository/index"),
+        ("LogSettings", "no such method: call one of .*/inference.GRPCInferenceService/ModelInfer"),
+    ],
 )
 async def test_methods_of_others_name_a_remedy(method: str, remedy: str) -> None:
     async with calling() as caller:
