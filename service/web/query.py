@@ -77,7 +77,9 @@ def validated(query_model: type[Q], pairs: Sequence[tuple[str, str]]) -> Q:
     except ValidationError as error:
         first, *others = error.errors(include_url=False, include_context=False, include_input=False)
         parameter = first["loc"][0]
-        message = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+        message = f"{first['msg'][:1].lower()}{first['msg'][1:]}".replace(
+            ", unable to interpret input", ": true or false"
+        )
         for other in others:  # a parameter may have a value of several types
             if other["loc"][0] == parameter and other["type"] == "literal_error":
                 message += f", or {other['msg'].removeprefix('Input should be ')}"

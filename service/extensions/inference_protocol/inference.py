@@ -259,7 +259,7 @@ def _top_k(parameters: Mapping[str, Any], outputs: Sequence[RequestedOutput], cl
     for name, count in counts:
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= classes:
             allowed = (
-                f"expected 1 to {classes}"
+                f"expected an integer from 1 to {classes}"
                 if classes
                 else "the model has neither classes nor labels"
             )

@@ -20,7 +20,7 @@ async def test_labels_of_v2_are_a_parameter() -> None:
     for parameters, detail in (
         ({"labels": 7}, "labels: expected a text"),
         ({"labels": "a,b", "pool": "mean"}, "pool: does not apply together with labels"),
-        ({"labels": "a,b", "top_k": 3}, "top_k 3: expected 1 to 2"),
+        ({"labels": "a,b", "top_k": 3}, "top_k 3: expected an integer from 1 to 2"),
     ):
         refusal = await infer(service(), encoded(9), parameters=parameters)
         assert refusal.status == 422

@@ -155,11 +155,11 @@ async def test_every_spelling_of_a_query_is_read(query: str, labels: int, attent
         ("top_k=+", "top_k: input should be a valid integer, unable to parse string as an integer"),
         (
             "attention=yep",
-            "attention: input should be a valid boolean, unable to interpret input, or 'relevance'",
+            "attention: input should be a valid boolean: true or false, or 'relevance'",
         ),
         (
             "attention=true\n",
-            "attention: input should be a valid boolean, unable to interpret input, or 'relevance'",
+            "attention: input should be a valid boolean: true or false, or 'relevance'",
         ),
         ("attention=x&top_k=0", "top_k: input should be greater than or equal to 1"),
         (
